@@ -16,7 +16,7 @@ from recsys.bench.parts.scheduled import Turn
 from recsys.bench.rand_em import bench_rand_em
 from recsys.bench.synthetic import write_store
 from recsys.datasets import SyntheticCriteo
-from recsys.embeddings.tiers.residency import TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 from recsys.train.trainer import train
 
 

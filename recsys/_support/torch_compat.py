@@ -48,6 +48,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "active_ddp_module",
     "are_functorch_transforms_active",
+    "base_of",
     "current_pass",
     "has_gradient_hooks",
     "is_batched",
@@ -75,6 +76,8 @@ __all__ = [
 
 # The version of a tensor, which every in-place operation increments.
 version_of: Callable[[Tensor], int] = inspect.getattr_static(torch.Tensor, "_version").__get__
+# The tensor that a view is of; None for a tensor that is no view.
+base_of: Callable[[Tensor], Tensor | None] = inspect.getattr_static(torch.Tensor, "_base").__get__
 
 # torch's own implementation of attributes that the Parameter classes of tables override.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")

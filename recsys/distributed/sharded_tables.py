@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
     from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
-    from recsys.embeddings.tiers.residency import HitRates
+    from recsys.embeddings.tiers.counts import HitRates
     from recsys.embeddings.tiers.table_tiers import Tiers
 
 __all__ = ["AbstractShardedTables"]

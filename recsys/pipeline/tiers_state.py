@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.states import SavedState
-from recsys.embeddings.tiers.residency import TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 from recsys.embeddings.tiers.transfers import MoveSeconds
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
         for each in found
     ]
     for each, (counts, busy, exposed) in zip(tiers, loaded, strict=True):
-        each.residency.counts = counts
+        each.residency.counter.start_from(counts)
         each.residency.times.busy, each.residency.times.exposed = busy, exposed
 
 

@@ -24,6 +24,7 @@ from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     active_ddp_module,
     are_functorch_transforms_active,
+    base_of,
     current_pass,
     has_gradient_hooks,
     is_batched,
@@ -119,6 +120,15 @@ def test_a_write_in_place_is_a_new_version():
     view.zero_()
 
     assert version_of(tensor) == version_of(view) == before + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_view_knows_the_tensor_that_it_is_of(dtype):
+    tensor = torch.zeros(6, dtype=dtype)
+
+    assert base_of(tensor.view(2, 3)[1:]) is tensor
+    assert base_of(tensor.reshape(-1)) is tensor
+    assert base_of(tensor) is base_of(tensor.data) is base_of(tensor.clone()) is None
 
 
 def test_a_write_through_data_is_no_new_version():

@@ -9,7 +9,7 @@ from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.parts.scheduled import Turn
 from recsys.cli import main
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
-from recsys.embeddings.tiers.residency import TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 from recsys.errors import ConfigError
 
 

@@ -30,6 +30,7 @@ class NoRoundTrips(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not any(name in func.name() for name in self._WAITING), func.name()
+        assert func.name() != "aten::equal"
         if func.name() in ("aten::index.Tensor", "aten::index_put_"):
             assert not any(each is not None and each.dtype == torch.bool for each in args[1])
         return func(*args, **kwargs or {})

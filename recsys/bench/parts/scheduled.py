@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from recsys.embeddings.tiers.residency import TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 from recsys.errors import ConfigError
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 from recsys.train.loop.tier_report import tiers_of

@@ -1,6 +1,7 @@
 """Chooses the kernels for a device: numba kernels for the CPU; Triton or torch for CUDA.
 
 On CUDA, torch operations do what has no Triton kernel, and everything if triton is not installed.
+Triton kernels are imported here, where they are chosen.
 
 A table group chooses once, and again if its tables move to another device. It keeps the result, so
 a lookup spends no time on the choice.
@@ -9,7 +10,7 @@ a lookup spends no time on the choice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.triton_support import has_triton
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup, row_gradient_dots
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.cpu.row_update import BadRow
     from recsys.embeddings.kernels.torch.errors import DeferredErrors
 
-__all__ = ["NUMBA", "Kernels", "is_by_torch", "kernels_on"]
+__all__ = ["NUMBA", "HostCopies", "Kernels", "host_copies_on", "is_by_torch", "kernels_on"]
 
 # Device types that use the torch kernels, and those that use Triton kernels in place of some of
 # them. Tests add "cpu".
@@ -85,3 +86,26 @@ def kernels_on(device: torch.device) -> Kernels:
         kernels.pooled_lookup = by_triton.pooled_lookup
         kernels.row_gradient_dots = by_triton.row_gradient_dots
     return kernels
+
+
+class HostCopies(NamedTuple):
+    """The kernels by which a device copies rows from and to host memory by itself.
+
+    Attributes:
+        host_rows: Makes the tables that a device finds by address; `triton.transfers.HostRows`.
+        fetch_rows: Like `triton.transfers.fetch_rows`.
+        write_rows: Like `triton.transfers.write_rows`.
+    """
+
+    host_rows: Callable[..., Any]
+    fetch_rows: Callable[..., None]
+    write_rows: Callable[..., None]
+
+
+def host_copies_on(device: torch.device) -> HostCopies | None:
+    """The kernels by which a device copies rows of the host; None if it has none."""
+    if device.type not in _BY_TRITON or not has_triton():
+        return None
+    from recsys.embeddings.kernels.triton import transfers
+
+    return HostCopies(transfers.HostRows, transfers.fetch_rows, transfers.write_rows)

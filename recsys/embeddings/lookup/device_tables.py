@@ -22,7 +22,7 @@ from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.rows.row_space import require_aligned
 from recsys.embeddings.rows.table_parameter import make_plain
 from recsys.embeddings.table import DATA_TYPES, data_type_of
-from recsys.embeddings.tiers.residency import HitRates
+from recsys.embeddings.tiers.counts import HitRates
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.ahead import Prefetched
-    from recsys.embeddings.tiers.residency import TableHits
+    from recsys.embeddings.tiers.counts import TableHits
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
@@ -94,7 +94,7 @@ class AbstractTables(nn.Module, ABC):
         for group, number in self._places:
             if group.tiers is None:
                 continue
-            hits = group.tiers.residency.table_sums.hits()
+            hits = group.tiers.residency.counter.table_sums.hits()
             if hits is None:
                 return None
             found[group.names[number]] = hits[number]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from recsys._support.torch_compat import base_of, version_of
 from recsys.batch import places_of_samples
 
 if TYPE_CHECKING:
@@ -38,17 +39,35 @@ class InputIds(NamedTuple):
         values: Rows, (N,).
         offsets: Where bags begin, (F * B + 1,); None if bag i is value i.
         batch_size: B, the number of bags per feature.
+        given: The tensors that were copied; empty on the CPU.
     """
 
     values: Tensor
     offsets: Tensor | None
     batch_size: int
+    given: Sequence[_Given | None] = ()
 
     @classmethod
     def copy(cls, bags: Bags) -> InputIds:
         """Copy the ids of a module's input."""
         offsets = None if bags.offsets is None else _tensor_of(bags.offsets).clone()
-        return cls(_tensor_of(bags.values).clone(), offsets, bags.batch_size)
+        found: Any = (bags.values, bags.offsets)
+        is_on_device = isinstance(bags.values, torch.Tensor)
+        given = [None if each is None else _Given.of(each) for each in found if is_on_device]
+        return cls(_tensor_of(bags.values).clone(), offsets, bags.batch_size, given)
+
+    def are_given_by(self, bags: Bags) -> bool:
+        """Whether an input is the very tensors that were copied, which no operation has written to.
+
+        On a device, only this shows without waiting that ids are equal.
+        """
+        if not self.given or self.batch_size != bags.batch_size:
+            return False
+        found: Any = (bags.values, bags.offsets)
+        return all(
+            known is now if known is None or now is None else known.is_still(now)
+            for known, now in zip(self.given, found, strict=True)
+        )
 
     def are_of(self, bags: Bags) -> bool:
         """Whether these ids equal those of an input; the host waits if they are on a device."""
@@ -101,6 +120,40 @@ class InputIds(NamedTuple):
         return places, InputIds(self.values[places], offsets, len(samples))
 
 
+class _Given(NamedTuple):
+    """A tensor of an input, and its version when it was given."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Given:
+        """A tensor now; without a version in inference mode, where any write is unseen."""
+        return cls(tensor, _UNSEEN if tensor.is_inference() else version_of(tensor))
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether a tensor is this one, or the same view of one, and was not written to.
+
+        A tensor from `Tensor.data` has a version of its own, so it is another one.
+        """
+        own = self.tensor
+        return (
+            self.version != _UNSEEN
+            and _root_of(tensor) is _root_of(own)
+            and (tensor.data_ptr(), tensor.dtype) == (own.data_ptr(), own.dtype)
+            and (tensor.shape, tensor.stride()) == (own.shape, own.stride())
+            and version_of(tensor) == self.version
+        )
+
+
+_UNSEEN = -1
+
+
+def _root_of(tensor: Tensor) -> Tensor:
+    base = base_of(tensor)
+    return tensor if base is None else base
+
+
 def _tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:
     """Ids as a tensor where they are, whatever the default device is."""
     return ids if isinstance(ids, torch.Tensor) else torch.from_numpy(ids)
@@ -142,9 +195,10 @@ class AheadQueue:
             lookups: Which features are looked up in which tables.
             bags: The input.
         """
-        for ticket in self.waiting:
-            if ticket.is_held and ticket.is_for(lookups, bags):
-                return ticket.take(bags)
+        for compares in (False, True):  # on a device, comparing waits
+            for ticket in self.waiting:
+                if ticket.is_held and ticket.is_for(lookups, bags, compares=compares):
+                    return ticket.take(bags)
         return None
 
     def give_up_last(self) -> bool:

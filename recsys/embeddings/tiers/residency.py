@@ -9,6 +9,11 @@ may be given to another row; if its row was updated since the fetch, it is writt
 without a slot is fetched for the next ticket that needs it. Fetches and write-backs go through one
 ordered queue, so no row is fetched before its own write-back.
 
+A device that copies rows by itself (`DeviceCopies`) needs no list of them on the host. If the
+slots suffice for the most rows that all tickets can need, a claim is then only queued on the
+device, and so is its transfer. Otherwise the host waits for the result of the claim, as it must to
+copy rows itself, to unpin rows, and to refuse a claim.
+
 Evaluation claims no slots. When no transfer is pending, the current copy of a row is in its slot
 or, if it has none, in the cold store.
 
@@ -21,9 +26,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from contextlib import nullcontext
-from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -31,32 +35,31 @@ import torch
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
-from recsys.embeddings.tiers.ticket import Hold, Ticket
+from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
+from recsys.embeddings.kernels.torch.slots import Transfer
+from recsys.embeddings.tiers.counts import ClaimCounter
+from recsys.embeddings.tiers.ticket import Hold, Ticket, Transferred
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
+from recsys.embeddings.tiers.written_rows import WrittenRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.kernels.cpu.slots import SlotClaim
+    from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.rows.row_space import RowSpace
+    from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
     from recsys.embeddings.tiers.cold.host_store import ColdStore
+    from recsys.embeddings.tiers.counts import TierCounts
     from recsys.embeddings.tiers.slots import Slots
     from recsys.embeddings.update.changed_rows import ChangedRows
 
-__all__ = [
-    "MOST_HELD",
-    "HitRates",
-    "NotEnoughSlots",
-    "Residency",
-    "TableHits",
-    "TableSums",
-    "TierCounts",
-]
+__all__ = ["MOST_HELD", "NotEnoughSlots", "Residency"]
 
 
 # The maximum number of tickets at a time: a slot counts them in an int16.
@@ -76,120 +79,39 @@ class NotEnoughSlots(Exception):  # stays inside this package: callers name the 
         self.residency, self.num_needed = ref(residency), num_needed
 
 
-class TierCounts(NamedTuple):
-    """Counts since the tiers were made.
-
-    Attributes:
-        num_lookups: Values looked up.
-        num_hits: Values whose row was in its slot.
-        num_rows: Distinct rows of each ticket, summed over tickets.
-        num_rows_hit: Distinct rows that were in their slot.
-        num_fetched: Rows fetched from the cold store.
-        num_written_back: Rows written back to it.
-    """
-
-    num_lookups: int = 0
-    num_hits: int = 0
-    num_rows: int = 0
-    num_rows_hit: int = 0
-    num_fetched: int = 0
-    num_written_back: int = 0
-
-
-class HitRates(NamedTuple):
-    """What was in fast memory when mini-batches claimed slots, since the tiers were made.
-
-    Attributes:
-        lookups: Share of the lookups whose row was there.
-        distinct_rows: The same with every row counted once for each mini-batch.
-    """
-
-    lookups: float
-    distinct_rows: float
-
-    @classmethod
-    def of(cls, counts: Iterable[TierCounts]) -> HitRates:
-        """The rates of several tiers together; 0 before the first lookup."""
-        known = list(counts)
-        num_lookups = sum(each.num_lookups for each in known)
-        num_rows = sum(each.num_rows for each in known)
-        return cls(
-            sum(each.num_hits for each in known) / max(1, num_lookups),
-            sum(each.num_rows_hit for each in known) / max(1, num_rows),
-        )
-
-
-class TableHits(NamedTuple):
-    """Lookups of one table when mini-batches claimed slots, since the tiers were made.
-
-    Attributes:
-        num_lookups: Values looked up.
-        num_hits: Values whose row was in fast memory.
-    """
-
-    num_lookups: int
-    num_hits: int
-
-
-class TableSums:
-    """Sums of the lookups and hits of each table; kernels on a device do not count them.
-
-    Args:
-        num_tables: T.
-    """
-
-    def __init__(self, num_tables: int) -> None:
-        self._starts = np.zeros(num_tables + 1, np.uint64)
-        self._hits = np.zeros(num_tables, np.int64)
-        self._is_complete = True
-
-    def add(self, claim: SlotClaim) -> None:
-        """Add a claim."""
-        if claim.by_table is None:
-            self._is_complete = False
-            return
-        starts, hits = claim.by_table
-        self._starts += starts
-        self._hits += hits
-
-    def hits(self) -> list[TableHits] | None:
-        """The sums by table; None if slots were claimed on a device."""
-        if not self._is_complete:
-            return None
-        starts = self._starts.tolist()
-        return [
-            TableHits(end - start, hits)
-            for (start, end), hits in zip(pairwise(starts), self._hits.tolist(), strict=True)
-        ]
-
-
 class Residency:
     """Moves the rows of one row space between its tiers.
 
     Args:
         hot: The slots.
         cold: Every row.
+        copies: Copies rows of the cold store, if the slots' device reaches it.
 
     Attributes:
         hot: The slots.
-        counts: Counts since the tiers were made.
-        table_sums: The same of lookups and hits, by table.
-        times: The time of transfers, and the time spent waiting for them.
+        counter: Counts since the tiers were made.
+        times: The time of transfers, and the time spent waiting for them. Of transfers that a
+            device makes, the time to queue them.
         queue: The queue of transfers.
-        released: Slots of tickets released since the last call.
+        released: Slots of tickets released since the last call, and the most that these can be.
         changed_rows: Records the rows that are written to the cold store; None for no record.
     """
 
-    def __init__(self, hot: Slots, cold: ColdStore) -> None:
-        self.hot, self._cold = hot, cold
-        self.counts = TierCounts()
-        self.table_sums = TableSums(len(hot.first_rows) - 1)
+    def __init__(self, hot: Slots, cold: ColdStore, copies: DeviceCopies | None = None) -> None:
+        self.hot, self._cold, self._copies = hot, cold, copies
+        self.counter = ClaimCounter(len(hot.first_rows) - 1)
         self.times = TransferClock()
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
         self.changed_rows: ChangedRows | None = None
-        self._num_held = 0
+        self._num_held = self._most_needed = 0  # tickets, and the most slots that they need
+        self._written = WrittenRows()
         self._has_warned = False
+
+    @property
+    def counts(self) -> TierCounts:
+        """Counts since the tiers were made; the host may wait for a device."""
+        return self.counter.read()
 
     def claim(
         self, lookups: Lookups, bags: Any, *, in_background: bool = False, may_unpin: bool = True
@@ -210,35 +132,54 @@ class Residency:
             RuntimeError: a slot cannot count more tickets; nothing was claimed.
         """
         self._collect()
+        self._written.mark()
         if self._num_held >= MOST_HELD:
             raise RuntimeError(
                 f"{self._num_held} lookups hold rows in fast memory, which is the maximum; delete "
                 "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
+        is_reached = self._is_reached()
+        most_rows = self._most_rows(lookups, bags) if is_reached else None
+        claim: SlotClaim | QueuedClaim
+        if most_rows is not None:
+            claim = self.hot.queue_claim(lookups, bags, self._most_needed + most_rows)
+        else:
+            claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
+            most_rows = claim.num_rows
+        hold = Hold(self, claim.held, most_rows)
+        self._num_held += 1
+        self._most_needed += most_rows
+        self.counter.add(claim)
+        after_hits, moves = self._transferred(is_reached), claim.moves
+        if len(moves.fetched_rows):
+            in_order = self.hot.in_order()
+            if is_reached:
+                self._copy(moves, in_order)
+            else:
+                assert isinstance(moves, Moves)
+                self._move(moves, in_order, in_background=in_background)
+        after, fetched = self._transferred(is_reached), moves.fetched_slots
+        return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
+
+    def _claim_and_wait(self, lookups: Lookups, bags: Any, *, may_unpin: bool) -> SlotClaim:
+        """Claim slots; on a device, the host waits for the result. See `claim`."""
         try:
-            claim = self.hot.claim(lookups, bags, may_unpin=may_unpin)
+            return self.hot.claim(lookups, bags, may_unpin=may_unpin)
         except Shortage as shortage:
             raise NotEnoughSlots(self, shortage.num_needed) from None
         finally:
             self._warn_of_unpinned()
-        hold = Hold(self, claim.held)
-        self._num_held += 1
-        moves, old, after_hits = claim.moves, self.counts, self.queue.last
-        self.counts = TierCounts(
-            num_lookups=old.num_lookups + claim.num_lookups,
-            num_hits=old.num_hits + claim.num_hits,
-            num_rows=old.num_rows + claim.num_rows,
-            num_rows_hit=old.num_rows_hit + claim.num_rows_hit,
-            num_fetched=old.num_fetched + len(moves.fetched_rows),
-            num_written_back=old.num_written_back + len(moves.written_rows),
-        )
-        self.table_sums.add(claim)
-        if len(moves.fetched_rows):
-            self._move(moves, self.hot.in_order(), in_background=in_background)
-        return Ticket(
-            hold, lookups, claim.slot_of_value, self.queue.last, after_hits, moves.fetched_slots
-        )
+
+    def _most_rows(self, lookups: Lookups, bags: Any) -> int | None:
+        """The most rows that a claim can need; None if there may be too few slots for it."""
+        count = count_most_rows(self.hot.map, lookups, bags)
+        num_unpinned = self.hot.num_slots - self.hot.map.num_pinned
+        return count if self._most_needed + count <= num_unpinned else None
+
+    def _transferred(self, is_reached: bool) -> Transferred:
+        """The point after all transfers so far."""
+        return Transferred(self.queue.last, self.hot.last_transfer if is_reached else None)
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Any, result: Tensor) -> int:
         """Pool rows from their slots or from the tables; no slot is claimed, and no row moves.
@@ -288,7 +229,10 @@ class Residency:
         """Wait until no transfer is pending."""
         with self.times.waiting():
             self.queue.settle()
-        self.hot.after_transfers()
+            self.hot.after_transfers()
+            if self._copies is not None:
+                self._copies.wait()
+        self._written.mark(is_complete=True)
 
     def pin_popular(self, share: float, num_left: int) -> tuple[int, int]:
         """Pin the rows that are used most, besides those of a plan, until the next call.
@@ -349,11 +293,9 @@ class Residency:
             is_chosen = (rows >= only.start) & (rows < only.stop)
             rows, slots = rows[is_chosen], slots[is_chosen]
         if len(slots):
-            self._move(Moves(_NONE, _NONE, rows, slots), nullcontext(), in_background=False)
+            self._move_now(Moves(_NONE, _NONE, rows, slots))
             self.hot.mark_clean(slots)
-            self.counts = self.counts._replace(
-                num_written_back=self.counts.num_written_back + len(slots)
-            )
+            self.counter.add_written_back(len(slots))
 
     def reload(self) -> None:
         """Replace the rows in slots by those of the cold store, after the tables were written to.
@@ -368,7 +310,7 @@ class Residency:
             self._settle()
             rows, slots = self.hot.claimed()
             if len(slots):
-                self._move(Moves(rows, slots, _NONE, _NONE), nullcontext(), in_background=False)
+                self._move_now(Moves(rows, slots, _NONE, _NONE))
             self.hot.drop_unclaimed()
 
     def _settle(self) -> None:
@@ -376,10 +318,52 @@ class Residency:
         self.settle()
         self.queue.require_intact()
 
+    def _is_reached(self) -> bool:
+        """Whether the device copies rows by itself; once it cannot, it never does again."""
+        copies = self._copies
+        if copies is None:
+            return False
+        if copies.are_current():
+            return True
+        self.settle()
+        self._copies = None
+        if copies.renew():
+            self._copies = copies
+        return self._copies is copies
+
+    def _move_now(self, moves: Moves) -> None:
+        """Copy rows on the caller's stream, and wait for them; no transfer is pending."""
+        if self._is_reached():
+            self._copy(moves, nullcontext())
+            self.settle()
+        else:
+            self._move(moves, nullcontext(), in_background=False)
+
+    def _copy(self, moves: Moves | Transfer, in_order: AbstractContextManager[None]) -> None:
+        """Queue a transfer that the device makes; arguments as for `_move`."""
+        copies, record = self._copies, self.changed_rows
+        assert copies is not None
+        if record is not None:
+            if isinstance(moves, Transfer):
+                self._written.add(moves.written_rows, record)
+            else:
+                record.mark_rows(moves.written_rows)
+
+        def run() -> None:
+            begin = perf_counter()
+            with in_order:
+                copies.write_back(moves.written_rows, moves.written_slots)
+                begin, before = perf_counter(), begin
+                self.times.wrote_back(before, begin)
+                copies.fetch(moves.fetched_rows, moves.fetched_slots)
+                self.times.fetched(begin, perf_counter())
+
+        self.queue.put(run, in_background=False)
+
     def _move(
         self, moves: Moves, in_order: AbstractContextManager[None], *, in_background: bool
     ) -> None:
-        """Queue a transfer, or run it.
+        """Queue a transfer that the host makes, or run it.
 
         Args:
             moves: The rows to copy.
@@ -408,8 +392,10 @@ class Residency:
             return
         with interrupts_held_back():  # a slot that is taken off the list must be released
             while self.released:
+                slots, most_rows = self.released.popleft()
                 self._num_held -= 1
-                self.hot.map.release(self.released.popleft())
+                self._most_needed -= most_rows
+                self.hot.map.release(slots)
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""

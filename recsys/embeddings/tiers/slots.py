@@ -35,6 +35,7 @@ from recsys.embeddings.kernels.cpu.slots import (
 )
 from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
+from recsys.embeddings.kernels.torch.queued_claims import queue_claim
 from recsys.embeddings.kernels.torch.slot_rows import SlotRows, TieredRows, number_rows
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.cpu.slots import SlotClaim
+    from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.cold.host_store import ColdStore
 
@@ -123,10 +125,10 @@ class Slots:
     Numba kernels claim slots on the CPU, and torch operations on a device (`kernels_on`). All rare
     operations are written once, in torch, for both.
 
-    On a device, rows pass through `Staging`. On CUDA, transfers run on a stream of their own and
-    overlap with computing:
+    A device copies rows by itself (`DeviceCopies`), or they pass through `Staging`. On CUDA,
+    transfers run on a stream of their own and overlap with computing:
 
-    claim      on the caller's stream; the host waits for the list of rows to copy
+    claim      on the caller's stream; for staging the host waits for the list of rows to copy
     transfer   on this tier's stream, after everything that the caller has queued by then
     compute    on the caller's stream, after the transfers that the ticket has waited for
 
@@ -237,14 +239,19 @@ class Slots:
         """A context for one transfer: it runs after everything that the caller has queued."""
         return nullcontext() if self._stream is None else self._stream.transfer()
 
-    def after_transfers(self) -> None:
-        """Have the caller's stream wait for all transfers so far."""
+    @property
+    def last_transfer(self) -> Any:
+        """The event after the transfers so far; None before the first, and without a stream."""
+        return None if self._stream is None else self._stream.last
+
+    def after_transfers(self, last: Any = None) -> None:
+        """Have the caller's stream wait for transfers: until `last`, or for all so far if None."""
         if self._stream is not None:
-            self._stream.wait()
+            self._stream.wait(last)
 
     def pin(self, rows: NDArray[np.int32]) -> None:
         """Reserve a slot for each of these rows, counted over all tables; slots must be new."""
-        pinned, numbers = self._tensor(rows), torch.arange(len(rows), device=self.rows.device)
+        pinned, numbers = self.tensor(rows), torch.arange(len(rows), device=self.rows.device)
         self.map.row_of_slot[: len(rows)] = pinned.int()
         self.map.flags[: len(rows)] = PINNED
         self.map.slot_of_row[pinned] = (numbers + AWAITED).int()
@@ -270,6 +277,13 @@ class Slots:
                 raise
             self._unpin(shortage)
             claim = self.map.claim(lookups, bags)
+        if self.observer is not None:
+            self.observer.claimed(lookups, bags)
+        return claim
+
+    def queue_claim(self, lookups: Lookups, bags: Any, num_needed: int) -> QueuedClaim:
+        """As `claim`, on a device and without waiting; see `queued_claims.queue_claim`."""
+        claim = queue_claim(self.map, lookups, bags, num_needed)
         if self.observer is not None:
             self.observer.claimed(lookups, bags)
         return claim
@@ -314,7 +328,7 @@ class Slots:
         slot_of_row, row_of_slot = self.map.slot_of_row, self.map.row_of_slot
         flags = self.map.flags[: self.num_slots]
         num_left = max(0, num_slots - int(((flags & PINNED) > 0).sum()))
-        numbers = self._tensor(rows)
+        numbers = self.tensor(rows)
         numbers = numbers[slot_of_row[numbers] == NOWHERE][:num_left]
         empty = (row_of_slot[: self.num_slots] == EMPTY).nonzero().flatten()[: len(numbers)]
         numbers = numbers[: len(empty)]
@@ -331,23 +345,27 @@ class Slots:
         """Slots that tickets need."""
         return int((self.map.num_claims > 0).sum())
 
-    def are_among(self, slot_of_value: Any, slots: NDArray[np.int32]) -> Tensor:
-        """Whether each value's slot is one of `slots`, (N,) bool, on the device of the slots."""
-        flags, marked = self.map.flags, self._tensor(slots)
+    def are_among(self, slot_of_value: Any, slots: Any) -> Tensor:
+        """Whether each value's slot is one of `slots`, (N,) bool, on the device of the slots.
+
+        There, negative numbers stand for no slot.
+        """
+        flags, marked, slots_N = self.map.flags, self.tensor(slots), self.tensor(slot_of_value)
         flags[marked] |= MARKED
-        found = torch.gt(flags[self._tensor(slot_of_value)] & MARKED, 0)
+        found = torch.gt(flags[slots_N] & MARKED, 0) & (slots_N >= 0)
         flags[marked] &= 255 - MARKED
         return found
 
     def of_rows(self, held: Any, only: Sequence[range]) -> Tensor:
         """The slots among `held` whose row is in one of these ranges, counted over all tables."""
-        slots = self._tensor(held)
-        slots = slots[slots != NOWHERE]
+        slots = self.tensor(held)
         rows = self.map.row_of_slot[slots]
         is_chosen = torch.zeros_like(rows, dtype=torch.bool)
         for each in only:
             is_chosen |= (rows >= each.start) & (rows < each.stop)
-        return slots[is_chosen]
+        if self._staging is None:
+            return slots[is_chosen]
+        return torch.where(is_chosen, slots, NOWHERE)  # of the same size, so the host need not wait
 
     def dirty(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Rows that are newer than in the cold store, and their slots."""
@@ -355,7 +373,7 @@ class Slots:
 
     def mark_clean(self, slots: NDArray[np.int32]) -> None:
         """Note that these slots' rows were written back."""
-        self.map.flags[self._tensor(slots)] &= 255 - DIRTY
+        self.map.flags[self.tensor(slots)] &= 255 - DIRTY
 
     def claimed(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Rows in slots that tickets need, and their slots."""
@@ -377,7 +395,7 @@ class Slots:
 
     def where(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The slot of each row, (M,); -1 for a row that is only in the cold store."""
-        slots = self.map.slot_of_row[self._tensor(rows)].long()
+        slots = self.map.slot_of_row[self.tensor(rows)].long()
         found: NDArray[np.int64] = torch.where(slots < AWAITED, slots, NOWHERE).cpu().numpy()
         return found
 
@@ -406,7 +424,7 @@ class Slots:
     def _unpin(self, shortage: Shortage) -> None:
         """Unpin as many rows as a claim lacks slots, except rows that it or a ticket needs."""
         is_free = torch.ones_like(self.map.flags, dtype=torch.bool)
-        is_free[self._tensor(shortage.needed)] = False
+        is_free[self.tensor(shortage.needed)] = False
         pinned = (((self.map.flags & PINNED) > 0) & is_free).nonzero().flatten()
         is_popular = (self.map.flags[pinned] & POPULAR) > 0
         # A plan's rows are in slots from the most popular to the least popular.
@@ -429,7 +447,7 @@ class Slots:
         slots = is_chosen.nonzero().flatten()
         return self.map.row_of_slot[slots].cpu().numpy(), slots.int().cpu().numpy()
 
-    def _tensor(self, numbers: Any) -> Tensor:
+    def tensor(self, numbers: Any) -> Tensor:
         """Row or slot numbers as an int64 tensor on the device of the slots."""
         found = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
         return found.to(self.rows.device, torch.int64)

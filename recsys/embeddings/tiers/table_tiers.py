@@ -19,7 +19,7 @@ After a failed transfer, every use of the tiers raises `TiersFailed`.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,12 +27,11 @@ from recsys._support.interrupts import interrupts_held_back
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
-from recsys.embeddings.tiers.cold.file_store import FileStore, arrays_of
-from recsys.embeddings.tiers.cold.host_store import HostStore
+from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.conflicts import conflict_error
 from recsys.embeddings.tiers.lookup_layers import LookupLayers
-from recsys.embeddings.tiers.residency import NotEnoughSlots, Residency
-from recsys.embeddings.tiers.slots import Slots
+from recsys.embeddings.tiers.recipe import KeptParts, Recipe
+from recsys.embeddings.tiers.residency import NotEnoughSlots
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
@@ -45,36 +44,10 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.ledger import LedgerEntry
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-    from recsys.embeddings.tiers.residency import TableSums, TierCounts
-    from recsys.embeddings.tiers.slots import ClaimObserver
+    from recsys.embeddings.tiers.slots import ClaimObserver, Slots
     from recsys.embeddings.tiers.ticket import Ticket
-    from recsys.embeddings.tiers.transfers import TransferClock
-    from recsys.embeddings.update.changed_rows import ChangedRows
 
 __all__ = ["Tiers"]
-
-
-class _Recipe(NamedTuple):
-    """The arguments of `Tiers`, without `files`."""
-
-    names: Sequence[str]
-    sizes: Sequence[int]
-    dim: int
-    dtype: torch.dtype
-    state_sizes: Mapping[str, int]
-    num_slots: int
-    pinned: NDArray[np.int32]
-    device: torch.device
-
-
-class _Kept(NamedTuple):
-    """The parts of a residency that its successor continues with."""
-
-    counts: TierCounts
-    table_sums: TableSums
-    times: TransferClock
-    on_span: Callable[[str, float, float], None] | None
-    changed_rows: ChangedRows | None
 
 
 class Tiers:
@@ -117,7 +90,7 @@ class Tiers:
         self.files, self.names, self.sizes, self.dtype = files, names, sizes, dtype
         self.ahead = AheadQueue()
         self._make_observer: Callable[[Slots], ClaimObserver | None] | None = None
-        self._make(_Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
+        self._make(Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
             RowSpace([torch.empty(0, size, device="cpu") for _ in sizes])
@@ -128,7 +101,7 @@ class Tiers:
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
         self._layers = LookupLayers()
 
-    def _make(self, made_of: _Recipe, kept: _Kept | None = None) -> None:
+    def _make(self, made_of: Recipe, kept: KeptParts | None = None) -> None:
         """Make empty slots, and the residency that moves rows.
 
         Args:
@@ -136,20 +109,13 @@ class Tiers:
             kept: Parts of the previous residency, to continue with.
         """
         self._made_of = made_of
-        self.hot = Slots(*made_of[1:6], made_of.device)
+        self.hot = made_of.make_slots()
         self.device = self.hot.rows.device
-        self.hot.pin(made_of.pinned)
         if self._make_observer is not None:
             self.hot.observer = self._make_observer(self.hot)
-        cold = (
-            HostStore(self._spaces) if self.files is None else FileStore(self.files, self._spaces)
-        )
-        self.residency = Residency(self.hot, cold)
+        self.residency = made_of.make_residency(self.hot, self.files, self._spaces)
         if kept is not None:
-            self.residency.counts, self.residency.table_sums = kept.counts, kept.table_sums
-            self.residency.times = kept.times
-            self.residency.queue.on_span = kept.on_span
-            self.residency.changed_rows = kept.changed_rows
+            kept.give_to(self.residency)
 
     @property
     def pinned(self) -> NDArray[np.int32]:
@@ -285,13 +251,12 @@ class Tiers:
         """Replace the slots by empty ones on another device; no ticket may be held."""
         self._remake(self._made_of._replace(device=device))
 
-    def _remake(self, made_of: _Recipe) -> None:
+    def _remake(self, made_of: Recipe) -> None:
         """Free the slots, then make new ones, so that both never exist at once (C3)."""
         assert not self.ahead
         self.flush()
-        before, old = self._made_of, self.residency
-        kept = _Kept(old.counts, old.table_sums, old.times, old.queue.on_span, old.changed_rows)
-        del self.residency, self.hot, old
+        before, kept = self._made_of, KeptParts.of(self.residency)
+        del self.residency, self.hot
         try:
             self._make(made_of._replace(pinned=made_of.pinned[: made_of.num_slots]), kept)
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,14 +11,25 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
     from recsys.embeddings.tiers.residency import Residency
 
-__all__ = ["Hold", "Ticket"]
+__all__ = ["Hold", "Ticket", "Transferred"]
+
+
+class Transferred(NamedTuple):
+    """A point in the order of transfers.
+
+    Attributes:
+        number: Number of the last transfer in the queue; 0 if it has run.
+        event: The event after it on a device; None to wait for all transfers that were made.
+    """
+
+    number: int
+    event: Any = None
 
 
 class Ticket:
@@ -31,9 +42,10 @@ class Ticket:
         hold: The slots.
         lookups: Which features are looked up in which tables.
         slot_of_value: The slot of each value.
-        after: Number of the transfer to wait for.
-        after_hits: Number of the transfer to wait for if all rows needed are hits.
-        fetched: The slots whose rows are fetched for this ticket.
+        after: The transfers to wait for.
+        after_hits: The transfers to wait for if all rows needed are hits.
+        fetched: The slots whose rows are fetched for this ticket; on a device, negative numbers
+            stand for none.
 
     Attributes:
         lookups: Which features are looked up in which tables; each feature in at most one.
@@ -50,9 +62,9 @@ class Ticket:
         hold: Hold,
         lookups: Lookups,
         slot_of_value: Any,
-        after: int,
-        after_hits: int,
-        fetched: NDArray[np.int32],
+        after: Transferred,
+        after_hits: Transferred,
+        fetched: Any,
     ) -> None:
         self.lookups, self.slot_of_value = lookups, slot_of_value
         self.bags: Any = None
@@ -80,13 +92,17 @@ class Ticket:
         """
         residency = self._residency
         with residency.times.waiting():
-            residency.queue.wait(self._after)
-        residency.hot.after_transfers()
+            residency.queue.wait(self._after.number)
+        residency.hot.after_transfers(self._after.event)
 
     @property
     def is_here(self) -> bool:
         """Whether every row has been fetched."""
-        return self._hold is None or self._residency.queue.is_done(self._after)
+        if self._hold is None:
+            return True
+        event = self._after.event
+        is_made = self._residency.queue.is_done(self._after.number)
+        return is_made and (event is None or bool(event.query()))
 
     @property
     def batch_size(self) -> int:
@@ -94,14 +110,22 @@ class Ticket:
         assert self.ids is not None
         return self.ids.batch_size
 
-    def is_for(self, lookups: Lookups, bags: Any) -> bool:
-        """Whether the ticket was made ahead for these lookups of exactly these ids."""
+    def is_for(self, lookups: Lookups, bags: Any, *, compares: bool = True) -> bool:
+        """Whether the ticket was made ahead for these lookups of exactly these ids.
+
+        Args:
+            lookups: Which features are looked up in which tables.
+            bags: The input.
+            compares: Whether to compare ids; if not, only the same tensors are known to be equal.
+        """
         own = self.lookups
         is_same = own is lookups or (
             np.array_equal(own.tables, lookups.tables)
             and np.array_equal(own.positions, lookups.positions)
         )
-        return is_same and self.ids is not None and self.ids.are_of(bags)
+        if not is_same or self.ids is None:
+            return False
+        return self.ids.are_of(bags) if compares else self.ids.are_given_by(bags)
 
     def missing_samples(self) -> Tensor:
         """Which samples had a row that was fetched for the ticket, (B,) bool, on the CPU."""
@@ -133,7 +157,8 @@ class Ticket:
             if ticket._hold is not None:
                 joined.setdefault(ticket._residency, []).append(ticket)
         for tickets in joined.values():
-            fetched = np.concatenate([ticket._fetched for ticket in tickets])
+            tensor = tickets[0]._residency.hot.tensor
+            fetched = torch.cat([tensor(ticket._fetched) for ticket in tickets])
             for ticket in tickets:
                 ticket._fetched, ticket._after_hits = fetched, tickets[0]._after_hits
 
@@ -175,13 +200,19 @@ class Ticket:
 
 
 class Hold:
-    """The slots of one or more tickets; releases them when the last ticket drops it."""
+    """The slots of one or more tickets; releases them when the last ticket drops it.
 
-    def __init__(self, residency: Residency, slots: Any) -> None:
-        self.residency, self.slots = residency, slots
+    Args:
+        residency: Gets the slots back.
+        slots: The slots.
+        most_rows: The most slots that these can be, as far as the host knows.
+    """
+
+    def __init__(self, residency: Residency, slots: Any, most_rows: int) -> None:
+        self.residency, self.slots, self._most_rows = residency, slots, most_rows
         self._released = residency.released
 
     def __del__(self) -> None:
         # Any thread may drop the last reference at any time. Appending to a deque is atomic, so
         # Ctrl-C cannot interrupt it.
-        self._released.append(self.slots)
+        self._released.append((self.slots, self._most_rows))

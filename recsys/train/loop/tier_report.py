@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recsys.embeddings.lookup.device_tables import AbstractTables
-from recsys.embeddings.tiers.residency import HitRates
+from recsys.embeddings.tiers.counts import HitRates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
         {"name": name, "num_rows": size, **hits._asdict()}
         for each in tiers
         for name, size, hits in zip(
-            each.names, each.sizes, each.residency.table_sums.hits() or (), strict=False
+            each.names, each.sizes, each.residency.counter.table_sums.hits() or (), strict=False
         )
     ]
     return {

@@ -13,7 +13,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers import table_tiers as tiers_module
+from recsys.embeddings.tiers import recipe as tiers_module
 from recsys.errors import ConflictingWrite
 
 NUM_ROWS, DIM = 400, 4

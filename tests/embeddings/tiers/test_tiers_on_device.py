@@ -1,12 +1,14 @@
 """Slots on a device, rows waiting in the host's memory: a run is that of the resident module there.
 
 The CPU stands in for a device, whose kernels are operations of torch; with one, it is a real one.
+Rows pass through staging, or the device reaches the host's memory and copies them by itself.
 """
 
 import copy
 import dataclasses
 import itertools
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
+from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import plan_hot_rows
@@ -31,6 +34,16 @@ TABLES = [
 FEATURES = ["users", "goods", "seen"]
 BUDGET = 12_000  # of 21 KiB of rows, without state
 STATE_BYTES = {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["staged", "reached"])
+def is_reached(request, monkeypatch):
+    """Whether the device copies rows of the host by itself."""
+    if request.param:
+        pytest.importorskip("triton")
+    types = {"cuda", "cpu"} if request.param else set()
+    monkeypatch.setattr(kernel_choice, "_BY_TRITON", types)
+    return request.param
 
 
 def pair(device, optimizer, tables=TABLES, budget=BUDGET, **options):
@@ -253,12 +266,17 @@ def test_a_bag_with_a_budget_is_that_without(device, mode, padding_idx):
     assert torch.equal(bags[1].weight, bags[0].weight.cpu())
 
 
-def test_an_id_that_is_no_row_is_named_at_once_and_nothing_is_claimed(device):
+def test_an_id_that_is_no_row_is_named_and_nothing_is_claimed(device, is_reached):
     _, tiered = pair(device, SGD(lr=0.5))
     outside = JaggedIds.from_one_hot(FEATURES, torch.full((3, 2), 10_000).to(device))
 
-    with pytest.raises(IdOutOfRange, match="feature 'users', sample 0: id 10000"):
+    def look_up():
         tiered(outside)
+        assert is_reached  # else it is named at once
+        tiered.check_input()
+
+    with pytest.raises(IdOutOfRange, match="feature 'users', sample 0: id 10000"):
+        look_up()
 
     assert [each.residency.num_claimed for each in tiered.tiers()] == [0, 0]
 
@@ -315,16 +333,18 @@ def test_where_all_rows_fit_they_are_on_the_device(device):
     module(ids).values().sum().backward()
 
 
-def test_rows_may_wait_in_files(device, tmp_path):
+def test_rows_may_wait_in_files(device, is_reached, tmp_path):
     modules = pair(device, Adagrad(lr=0.1), cold_tier="host")
-    in_files = HotColdEmbeddingBagCollection(
-        TABLES,
-        device=device,
-        optimizer=Adagrad(lr=0.1),
-        budget=BUDGET + 8000,
-        cold_tier="file",
-        cold_path=tmp_path / "rows",
-    )
+    said = pytest.warns(UserWarning, match="cold_tier='file': .* cannot read files by itself")
+    with said if is_reached else nullcontext():
+        in_files = HotColdEmbeddingBagCollection(
+            TABLES,
+            device=device,
+            optimizer=Adagrad(lr=0.1),
+            budget=BUDGET + 8000,
+            cold_tier="file",
+            cold_path=tmp_path / "rows",
+        )
     in_files.load_state_dict(modules[0].state_dict())
 
     train([modules[0], in_files], device)

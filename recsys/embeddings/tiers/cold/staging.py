@@ -151,8 +151,18 @@ class TransferStream:
             finally:  # a transfer that failed may have copied some rows
                 self._done = self._stream.record_event()
 
-    def wait(self) -> None:
-        """Have the caller's stream wait for the transfers so far; the host does not wait."""
-        done = self._done  # the queue's thread may replace it meanwhile
+    @property
+    def last(self) -> torch.cuda.Event | None:
+        """The event after the transfers so far; None before the first one."""
+        return self._done
+
+    def wait(self, done: torch.cuda.Event | None = None) -> None:
+        """Have the caller's stream wait for transfers; the host does not wait.
+
+        Args:
+            done: The event to wait for; None for all transfers so far.
+        """
+        if done is None:
+            done = self._done  # the queue's thread may replace it meanwhile
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)

@@ -1,0 +1,130 @@
+"""Rows that a device copies by itself, from and to tables in host memory that it reaches.
+
+The tables and state arrays are page-locked where they are. Lists of rows may lie on the device: no
+list travels to the host, no row is staged, and the host waits for nothing. `Staging` copies rows of
+all other cold stores.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys._support.page_locks import PageLocks
+from recsys.embeddings.kernels.torch.row_space import upload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.choice import HostCopies
+    from recsys.embeddings.rows.row_space import RowSpace
+
+__all__ = ["DeviceCopies"]
+
+# Device types that reach only memory that is page-locked. The CPU, which tests use, reaches all.
+_NEED_LOCKS = {"cuda"}
+
+
+class DeviceCopies:
+    """Copies rows and their state by lists, on the stream that is current.
+
+    Args:
+        memories: The slots on the device: rows, (S, D), then each state array, (S, size).
+        sizes: E of every table.
+        spaces: Returns the tables, then each state array, as for `HostStore`.
+        kernels: The kernels of the device.
+    """
+
+    def __init__(
+        self,
+        memories: Sequence[Tensor],
+        sizes: Sequence[int],
+        spaces: Callable[[], Sequence[RowSpace]],
+        kernels: HostCopies,
+    ) -> None:
+        self._memories, self._sizes = list(memories), sizes
+        self._spaces, self._kernels = spaces, kernels
+        self._device = memories[0].device
+        self._addresses: list[list[int]] = []
+        self._hosts: list[Any] = []  # `HostRows` of each space
+        self._locks: PageLocks | None = None
+
+    def are_current(self) -> bool:
+        """Whether tables and state are where they were at the last `renew`."""
+        return [space.addresses for space in self._spaces()] == self._addresses
+
+    def renew(self) -> bool:
+        """Page-lock tables and state where they are now; no copy may be pending.
+
+        Returns:
+            Whether the device reaches them. If not, a warning says why, and nothing is locked.
+        """
+        spaces, before = self._spaces(), self._locks
+        self._hosts, self._addresses, self._locks = [], [], None
+        if self._device.type in _NEED_LOCKS:
+            tables = [table for space in spaces for table in space.tables]
+            try:
+                self._locks = PageLocks(tables, self._device)
+            except OSError as error:
+                warnings.warn(
+                    f"{error}, so '{self._device}' cannot read tables in host memory by itself: "
+                    "each mini-batch waits for the list of its rows; allow the process to lock "
+                    "more memory (ulimit -l)",
+                    stacklevel=2,
+                )
+                return False
+            finally:
+                if before is not None:  # after the new ones, so that nothing is locked twice
+                    before.release()
+        make = self._kernels.host_rows
+        self._hosts = [make(space.tables, self._device, self._sizes) for space in spaces]
+        self._addresses = [space.addresses for space in spaces]
+        return True
+
+    def fetch(self, rows: NDArray[np.int32] | Tensor, slots: NDArray[np.int32] | Tensor) -> None:
+        """Copy rows and their state into slots.
+
+        Args:
+            rows: Row numbers, counted over all tables, (M,), on the host or on the device; there,
+                places of a negative number copy nothing.
+            slots: The slot of each row, (M,), in the same place.
+        """
+        self._copy(self._kernels.fetch_rows, rows, slots)
+
+    def write_back(
+        self, rows: NDArray[np.int32] | Tensor, slots: NDArray[np.int32] | Tensor
+    ) -> None:
+        """Copy rows and their state from slots to the tables; see `fetch`."""
+        self._copy(self._kernels.write_rows, rows, slots)
+
+    def wait(self) -> None:
+        """Have the host wait for the copies that the current stream has queued or waits for."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _copy(self, copy: Callable[..., None], rows: Any, slots: Any) -> None:
+        if not len(rows):
+            return
+        rows_M, slots_M = self._listed(rows), self._listed(slots)
+        for host, memory in zip(self._hosts, self._memories, strict=True):
+            self._use(host.addresses, host.first_rows, rows_M, slots_M)
+            copy(host, rows_M, slots_M, memory)
+
+    def _listed(self, numbers: Any) -> Tensor:
+        """A list on the device."""
+        if isinstance(numbers, torch.Tensor):
+            return numbers
+        return upload(numbers.astype(np.int64), self._device)
+
+    def _use(self, *tensors: Tensor) -> None:
+        """Keep memory of other streams from being given away before the current one has used it."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            for tensor in tensors:
+                tensor.record_stream(stream)

@@ -1,0 +1,165 @@
+"""Counts of claims: lookups, hits, rows fetched and written back, since the tiers were made.
+
+The host adds up the counts that it knows. Those of claims that it does not wait for are added up on
+the device, and are read with the report that needs them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.cpu.slots import SlotClaim
+
+__all__ = ["ClaimCounter", "HitRates", "TableHits", "TableSums", "TierCounts"]
+
+
+class TierCounts(NamedTuple):
+    """Counts since the tiers were made.
+
+    Attributes:
+        num_lookups: Values looked up.
+        num_hits: Values whose row was in its slot.
+        num_rows: Distinct rows of each ticket, summed over tickets.
+        num_rows_hit: Distinct rows that were in their slot.
+        num_fetched: Rows fetched from the cold store.
+        num_written_back: Rows written back to it.
+    """
+
+    num_lookups: int = 0
+    num_hits: int = 0
+    num_rows: int = 0
+    num_rows_hit: int = 0
+    num_fetched: int = 0
+    num_written_back: int = 0
+
+
+class HitRates(NamedTuple):
+    """What was in fast memory when mini-batches claimed slots, since the tiers were made.
+
+    Attributes:
+        lookups: Share of the lookups whose row was there.
+        distinct_rows: The same with every row counted once for each mini-batch.
+    """
+
+    lookups: float
+    distinct_rows: float
+
+    @classmethod
+    def of(cls, counts: Iterable[TierCounts]) -> HitRates:
+        """The rates of several tiers together; 0 before the first lookup."""
+        known = list(counts)
+        num_lookups = sum(each.num_lookups for each in known)
+        num_rows = sum(each.num_rows for each in known)
+        return cls(
+            sum(each.num_hits for each in known) / max(1, num_lookups),
+            sum(each.num_rows_hit for each in known) / max(1, num_rows),
+        )
+
+
+class TableHits(NamedTuple):
+    """Lookups of one table when mini-batches claimed slots, since the tiers were made.
+
+    Attributes:
+        num_lookups: Values looked up.
+        num_hits: Values whose row was in fast memory.
+    """
+
+    num_lookups: int
+    num_hits: int
+
+
+class TableSums:
+    """Sums of the lookups and hits of each table; kernels on a device do not count them.
+
+    Args:
+        num_tables: T.
+    """
+
+    def __init__(self, num_tables: int) -> None:
+        self._starts = np.zeros(num_tables + 1, np.uint64)
+        self._hits = np.zeros(num_tables, np.int64)
+        self._is_complete = True
+
+    def add(self, claim: SlotClaim) -> None:
+        """Add a claim."""
+        if claim.by_table is None:
+            self.miss()
+            return
+        starts, hits = claim.by_table
+        self._starts += starts
+        self._hits += hits
+
+    def miss(self) -> None:
+        """Note a claim whose counts by table are not known."""
+        self._is_complete = False
+
+    def hits(self) -> list[TableHits] | None:
+        """The sums by table; None if slots were claimed on a device."""
+        if not self._is_complete:
+            return None
+        starts = self._starts.tolist()
+        return [
+            TableHits(end - start, hits)
+            for (start, end), hits in zip(pairwise(starts), self._hits.tolist(), strict=True)
+        ]
+
+
+class ClaimCounter:
+    """Adds up the counts of claims.
+
+    Args:
+        num_tables: T.
+
+    Attributes:
+        table_sums: The counts by table.
+    """
+
+    def __init__(self, num_tables: int) -> None:
+        self.table_sums = TableSums(num_tables)
+        self._known = TierCounts()
+        self._on_device: Tensor | None = None  # (6,) int64, not yet in `_known`
+
+    def add(self, claim: SlotClaim | QueuedClaim) -> None:
+        """Add a claim; the host does not wait for one that was queued."""
+        if isinstance(claim, QueuedClaim):
+            self.table_sums.miss()
+            before = self._on_device
+            self._on_device = claim.counts if before is None else before + claim.counts
+            return
+        self.table_sums.add(claim)
+        old, moves = self._known, claim.moves
+        self._known = TierCounts(
+            num_lookups=old.num_lookups + claim.num_lookups,
+            num_hits=old.num_hits + claim.num_hits,
+            num_rows=old.num_rows + claim.num_rows,
+            num_rows_hit=old.num_rows_hit + claim.num_rows_hit,
+            num_fetched=old.num_fetched + len(moves.fetched_rows),
+            num_written_back=old.num_written_back + len(moves.written_rows),
+        )
+
+    def add_written_back(self, count: int) -> None:
+        """Add rows that were written back without a claim."""
+        count += self._known.num_written_back
+        self._known = self._known._replace(num_written_back=count)
+
+    def read(self) -> TierCounts:
+        """The sums; the host waits for a device that has a part of them."""
+        if self._on_device is not None:
+            more, self._on_device = self._on_device.tolist(), None
+            self._known = TierCounts(*map(add, self._known, more))
+        return self._known
+
+    def start_from(self, counts: TierCounts) -> None:
+        """Continue with sums of an earlier run, or of other slots."""
+        self._known, self._on_device = counts, None

@@ -1,0 +1,66 @@
+"""Rows that were written back by lists on a device, for the record of changed rows.
+
+The lists are copied to the host without waiting. Rows are marked once their list has arrived; a
+flush marks all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.update.changed_rows import ChangedRows
+
+__all__ = ["WrittenRows"]
+
+
+class _Coming(NamedTuple):
+    """A list that is copied to the host."""
+
+    rows: Tensor
+    event: torch.cuda.Event | None
+    record: ChangedRows
+
+
+class WrittenRows:
+    """Lists of rows on their way to the host, and the records that they are meant for."""
+
+    def __init__(self) -> None:
+        self._coming: deque[_Coming] = deque()
+
+    def add(self, rows: Tensor, record: ChangedRows) -> None:
+        """Start to copy a list.
+
+        Args:
+            rows: Rows counted over all tables, (M,) int64 on the device; negative for no row.
+            record: Gets the rows later.
+        """
+        if rows.is_cuda:
+            copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            copied.copy_(rows, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._coming.append(_Coming(copied, event, record))
+        else:
+            self._coming.append(_Coming(rows.clone(), None, record))
+
+    def mark(self, *, is_complete: bool = False) -> None:
+        """Mark the rows of lists that have arrived.
+
+        Args:
+            is_complete: Whether the host waits for all lists.
+        """
+        while self._coming:
+            rows, event, record = self._coming[0]
+            if event is not None and is_complete:
+                event.synchronize()
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                return
+            known = rows.numpy()
+            record.mark_rows(known[known >= 0])
+            self._coming.popleft()

@@ -1,0 +1,288 @@
+"""A device that reaches the cold store: the host queues claims and transfers, and waits for none.
+
+The CPU stands in for a device. It interprets the kernels that copy rows.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.slots import TorchSlotMap
+from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.saved_tables import SavedTables
+from recsys.embeddings.tiers.cold import device_copies
+from recsys.embeddings.update.changed_rows import rows_of
+from recsys.errors import IdOutOfRange
+
+pytest.importorskip("triton")
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=300, embedding_dim=4),
+    TableConfig(name="goods", num_embeddings=260, embedding_dim=4, feature_names=("goods", "seen")),
+]
+FEATURES = ["users", "goods", "seen"]
+BUDGET = 4 * 560 + 60 * (16 + 16 + 8)  # 60 slots
+
+
+@pytest.fixture(autouse=True)
+def _reaches_the_host(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_BY_TRITON", {"cuda", "cpu"})
+
+
+@pytest.fixture
+def never_waits(monkeypatch):
+    """Claims that wait fail."""
+
+    def refuse(*arguments):
+        raise AssertionError("a claim waits")
+
+    monkeypatch.setattr(TorchSlotMap, "claim", refuse)
+
+
+def make_module(device, budget=BUDGET, optimizer=None):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBagCollection(
+        TABLES, device=device, optimizer=optimizer or Adagrad(lr=0.1), budget=budget
+    )
+
+
+def make_batches(count, device, longest=None, batch_size=4, seed=0):
+    """Ids of three features; one-hot if `longest` is None."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        if longest is None:
+            values = torch.randint(0, 250, (len(FEATURES), batch_size), generator=generator)
+            found.append(JaggedIds.from_one_hot(FEATURES, values.to(device)))
+            continue
+        shape = (len(FEATURES) * batch_size,)
+        lengths = torch.randint(0, longest + 1, shape, generator=generator)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        values = torch.randint(0, 250, (int(lengths.sum()),), generator=generator)
+        found.append(JaggedIds(FEATURES, values, offsets).to(device))
+    return found
+
+
+def train(module, batches, *, is_ahead=True):
+    """A step for each mini-batch but the last; looks one mini-batch ahead."""
+    if is_ahead:
+        module.prefetch(batches[0])
+    for ids, following in itertools.pairwise(batches):
+        claim = module.prefetch(following) if is_ahead else None
+        module(ids).values().square().sum().backward()
+        assert claim is None or claim.is_held
+    if is_ahead:
+        claim.cancel()
+
+
+@pytest.mark.parametrize("longest", [None, 2], ids=["one-hot", "jagged"])
+@pytest.mark.parametrize("is_ahead", [True, False])
+@pytest.mark.usefixtures("never_waits")
+def test_steps_do_nothing_that_would_wait_for_a_device(device, no_round_trips, longest, is_ahead):
+    modules = [make_module(device, None), make_module(device)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    batches = make_batches(12, device, longest)
+    for module in modules:  # makes state, and compiles kernels
+        train(module, batches[:3], is_ahead=False)
+
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with no_round_trips:
+            train(modules[1], batches, is_ahead=is_ahead)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+    train(modules[0], batches, is_ahead=False)
+    assert all(each.residency.counts.num_written_back > 0 for each in modules[1].tiers())
+    for expected, found in zip(*(each.table_weights() for each in modules), strict=True):
+        assert torch.equal(found, expected.cpu())
+
+
+@pytest.mark.parametrize("longest", [None, 2], ids=["one-hot", "jagged"])
+def test_counts_are_those_of_claims_that_wait(device, monkeypatch, longest):
+    batches = make_batches(10, device, longest)
+    found = []
+    for types in (set(), {"cuda", "cpu"}):
+        monkeypatch.setattr(kernel_choice, "_BY_TRITON", types)
+        module = make_module(device)
+        train(module, batches)
+        [tiers] = module.tiers()
+        found.append(tiers.residency.counts)
+
+    assert found[0] == found[1]
+    assert found[0].num_written_back > 0
+
+
+def test_a_claim_that_may_not_fit_is_waited_for(device, monkeypatch):
+    module = make_module(device)
+    [tiers] = module.tiers()
+    assert tiers.hot.num_slots == 60
+    waited, claim = [], TorchSlotMap.claim
+    monkeypatch.setattr(
+        TorchSlotMap, "claim", lambda *arguments: waited.append(1) or claim(*arguments)
+    )
+    few, more = make_batches(1, device)[0], make_batches(1, device, batch_size=20)[0]
+
+    held = [module.prefetch(few) for _ in range(5)]
+    assert not waited
+    for each in held:
+        each.cancel()
+    held = [module.prefetch(more), module.prefetch(few)]
+
+    assert len(waited) == 1  # 60 lookups may be as many rows; they turn out to be fewer
+    assert all(each.is_held for each in held[:1])
+
+
+def test_rows_that_are_pinned_leave_fewer_slots_to_claims(device, monkeypatch):
+    module = make_module(device)
+    [tiers] = module.tiers()
+    batches = make_batches(3, device)
+    for ids in (batches[0], batches[0]):
+        module(ids).values().sum().backward()
+    num_pinned, _ = tiers.residency.pin_popular(1.0, 0)
+    assert num_pinned
+    waited, claim = [], TorchSlotMap.claim
+    monkeypatch.setattr(
+        TorchSlotMap, "claim", lambda *arguments: waited.append(1) or claim(*arguments)
+    )
+
+    held = [module.prefetch(batches[1]) for _ in range((60 - num_pinned) // 12)]
+    assert not waited
+    held.append(module.prefetch(batches[2]))
+
+    assert waited
+    assert all(each.is_held for each in held)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_an_id_that_is_no_row_is_named_later_and_no_row_is_updated(device, is_ahead, padding_idx):
+    bag = HotColdEmbeddingBag(
+        300,
+        4,
+        mode="sum",
+        padding_idx=padding_idx,
+        device=device,
+        optimizer=SGD(lr=0.5),
+        budget=4 * 300 + 60 * 24,
+    )
+    good = torch.tensor([[1, 3], [5, 9]], device=device)
+    bag(good).sum().backward()
+    before = bag.weight.detach().clone()
+    bad = torch.tensor([[5, 3], [300, 7]], device=device)
+
+    if is_ahead:
+        assert bag.prefetch(bad).is_held
+        bag(good)  # does not report what a later lookup does wrong
+    bag(bad).sum()
+
+    with pytest.raises(IdOutOfRange, match=r"sample 1: id 300 is not in \[0, 300\)"):
+        bag.check_input()
+    assert torch.equal(bag.weight, before)
+    bag(good).sum().backward()
+    assert not torch.equal(bag.weight, before)
+
+
+def test_no_row_is_updated_from_a_bad_mini_batch_on(device):
+    module = make_module(device, optimizer=SGD(lr=0.5))
+    before = [table.detach().clone() for table in module.table_weights()]
+    values = torch.tensor([[1, 2], [3, 4], [5, 999]], device=device)
+
+    loss = module(JaggedIds.from_one_hot(FEATURES, values)).values().sum()
+
+    with pytest.raises(IdOutOfRange, match="feature 'seen', sample 1: id 999"):
+        loss.backward()
+    assert all(map(torch.equal, module.table_weights(), before))
+
+
+def test_rows_written_back_are_recorded_as_changed(device, monkeypatch):
+    batches = make_batches(10, device)
+    found = []
+    for types in (set(), {"cuda", "cpu"}):
+        monkeypatch.setattr(kernel_choice, "_BY_TRITON", types)
+        module = make_module(device)
+        saved = SavedTables(module)
+        saved.track()
+        train(module, batches)
+        saved.flush()
+        found.append([rows_of(bits).tolist() for bits in saved.take_changed()])
+
+    assert found[0] == found[1]
+    assert all(map(len, found[0]))
+
+
+class Buffer:
+    """Ids that a loader writes into the same memory."""
+
+    def __init__(self, device):
+        self.values = torch.zeros(len(FEATURES), 4, dtype=torch.int64, device=device)
+
+    def fill(self, first, *, is_unseen):
+        values = torch.arange(12, device=self.values.device).view(3, 4) + first
+        (self.values.data if is_unseen else self.values).copy_(values)
+        return JaggedIds.from_one_hot(FEATURES, self.values.data if is_unseen else self.values)
+
+
+@pytest.mark.parametrize("is_unseen", [True, False])
+def test_ids_that_were_overwritten_do_not_take_the_claim(device, is_unseen):
+    module, buffer = make_module(device), Buffer(device)
+    expected = module.table_weights()[0].detach().clone()[40:44]
+
+    claim = module.prefetch(buffer.fill(0, is_unseen=is_unseen))
+    found = module(buffer.fill(40, is_unseen=is_unseen))["users"]
+
+    assert claim.is_held
+    assert torch.equal(found.cpu(), expected.cpu())
+
+
+def test_samples_whose_rows_are_fetched_are_known(device):
+    module = make_module(device)
+    module(make_batches(1, device)[0]).values().sum().backward()
+    values = make_batches(1, device)[0].values().clone().view(3, 4)
+    values[0, 1], values[2, 3] = 251, 252
+    claim = module.prefetch(JaggedIds.from_one_hot(FEATURES, values))
+
+    assert [each.tolist() for each in claim.missing_samples()] == [[False, True, False, True]]
+
+
+def test_memory_that_cannot_be_locked_is_copied_through_staging(device, monkeypatch):
+    def refuse(tensors, device):
+        raise OSError("CUDA cannot page-lock 4096 bytes of memory (out of memory)")
+
+    monkeypatch.setattr(device_copies, "_NEED_LOCKS", {"cuda", "cpu"})
+    monkeypatch.setattr(device_copies, "PageLocks", refuse)
+    modules = [make_module(device, None), make_module(device)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    batches = make_batches(8, device)
+
+    with pytest.warns(UserWarning, match=r"out of memory\), so .* waits for the list") as said:
+        train(modules[1], batches)
+
+    train(modules[0], batches, is_ahead=False)
+    assert len(said) == 1
+    for expected, found in zip(*(each.table_weights() for each in modules), strict=True):
+        assert torch.equal(found, expected.cpu())
+
+
+def test_state_is_locked_when_an_update_makes_it(device, monkeypatch):
+    locked = []
+
+    def lock(tensors, device):
+        locked.append([tuple(tensor.shape) for tensor in tensors])
+        return SimpleNamespace(release=lambda: None)
+
+    monkeypatch.setattr(device_copies, "_NEED_LOCKS", {"cuda", "cpu"})
+    monkeypatch.setattr(device_copies, "PageLocks", lock)
+    module = make_module(device)
+
+    train(module, make_batches(4, device))
+
+    rows = [(300, 4), (260, 4)]
+    assert locked == [[*rows, (0, 4), (0, 4)], [*rows, *rows]]
