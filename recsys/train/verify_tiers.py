@@ -179,10 +179,13 @@ class _Run:
         return differing
 
     def numbers(self) -> dict[str, Tensor]:
-        """Parameters and the state of the rows, by name."""
-        found = dict(self.model.state_dict())
+        """Parameters and the state of the rows, by name, on the CPU.
+
+        With a budget, tables of a model on a GPU are in the host's memory.
+        """
+        found = {name: value.cpu() for name, value in self.model.state_dict().items()}
         for state in self.optimizers[-1].state_dict()["state"].values():
-            found |= {name: torch.as_tensor(value) for name, value in state.items()}
+            found |= {name: torch.as_tensor(value).cpu() for name, value in state.items()}
         return found
 
 

@@ -361,3 +361,24 @@ def test_steps_that_are_no_number_of_steps_are_refused(steps):
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             steps=steps,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_a_model_on_a_gpu_agrees_and_so_does_its_run_at_a_budget(name):
+    torch.manual_seed(0)
+    bags = nn.ModuleList(nn.EmbeddingBag(300, 4, mode="sum", sparse=True) for _ in range(2)).cuda()
+    optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
+    ids = [torch.randint(0, 300, (7, 3), device="cuda") for _ in range(6)]
+
+    report = recsys.verify(
+        bags,
+        ids,
+        loss=lambda model, batch: sum(bag(batch).square().sum() for bag in model),
+        optimizer=optimizer(bags.parameters(), lr=0.05),
+        budget=2400 + 60 * 40,
+    )
+
+    assert report.ok, str(report)
+    assert report.tiered.num_steps == 6

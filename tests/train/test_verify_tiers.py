@@ -95,3 +95,15 @@ def test_a_schedule_that_sums_in_another_order_is_refused(small_config):
 def test_runs_that_skip_are_not_verified(small_config):
     with pytest.raises(ConfigError, match=r"skip\.policy 'random_drop' leaves some out"):
         verify_budgets(small_config(TABLES, "skip.policy=random_drop"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_every_budget_equals_everything_resident_on_a_gpu(small_config, name):
+    config = small_config(TABLES, f"optimizer.name={name}", "device=cuda")
+
+    found = verify_budgets(config)
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert [each.tiers is None for each in found] == [False, False, False, True]
