@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._support.sizes import parse_bytes
+from recsys.cli.bench_gpu import add_gpu_options, bench_gpu
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     skipping.add_argument("--quick", action="store_true", help="small tables, few rounds")
     skipping.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048], metavar="B")
 
+    add_gpu_options(add("gpu", bench_gpu, "correctness, speed and memory on one CUDA GPU"))
     _add_distributed_options(
         add("distributed", _bench_distributed, "tables on several processes, against TorchRec")
     )

@@ -1,0 +1,1 @@
+"""`recsys bench gpu`: correctness, speed and memory on one GPU, in a few minutes."""

@@ -1,0 +1,64 @@
+"""Tables in the host's memory, filled once and used by several providers in turn.
+
+Each provider gets tensors of its own on the same memory. They train on one another's rows, which
+changes no time: every provider only sees numbers that another one has written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from recsys._support.memory import empty_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from recsys.embeddings.table import TableConfig
+
+__all__ = ["HostTables", "bags_on"]
+
+_BLOCK_ROWS = 1 << 16
+
+
+class HostTables:
+    """The rows of all tables, one after the other.
+
+    Args:
+        sizes: Rows per table.
+        dim: D.
+
+    Attributes:
+        rows: (R, D) float32. Every page is written, since untouched pages would share one page of
+            zeros.
+    """
+
+    def __init__(self, sizes: Sequence[int], dim: int) -> None:
+        self.rows = empty_rows(sum(sizes), dim)
+        self._sizes = list(sizes)
+        # Drawing 4 billion numbers would take longer than measuring.
+        block = torch.empty(min(_BLOCK_ROWS, len(self.rows)), dim).uniform_(-0.01, 0.01)
+        for part in torch.split(self.rows, len(block)):
+            part.copy_(block[: len(part)])
+
+    def tables(self) -> list[Tensor]:
+        """The rows of each table, (E, D), as new tensors on this memory."""
+        parts = torch.split(self.rows, self._sizes)
+        # Through numpy, so that each has a storage and a version of its own.
+        return [torch.from_numpy(part.numpy()) for part in parts]
+
+
+def bags_on(tables: Sequence[TableConfig], rows: Sequence[Tensor]) -> nn.ModuleDict:
+    """The modules of an `EmbeddingBagCollection` on given rows, (E, D) each."""
+    return nn.ModuleDict(
+        {
+            table.name: nn.EmbeddingBag(
+                table.num_embeddings, table.embedding_dim, mode="sum", sparse=True, _weight=weight
+            )
+            for table, weight in zip(tables, rows, strict=True)
+        }
+    )
