@@ -18,6 +18,7 @@ __all__ = [
     "alone_with",
     "appearing_whole",
     "describe_taken",
+    "existing",
     "flush_to_disk",
     "lock_unless_read",
     "read_together",
@@ -109,7 +110,7 @@ def require_place(file: Path) -> None:
     if file.exists() and not file.is_file():
         kind = "a folder" if file.is_dir() else "not a plain file"
         raise ConfigError(f"{file} is {kind}; name a file to be written")
-    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    folder = existing(file.absolute().parent)
     if not folder.is_dir():
         raise ConfigError(
             f"{file} cannot be written: {folder} is not a folder; choose another name"
@@ -118,6 +119,11 @@ def require_place(file: Path) -> None:
         raise ConfigError(
             f"{file} cannot be written: no permission to write to {folder}; choose another folder"
         )
+
+
+def existing(path: Path) -> Path:
+    """A path, or if it does not exist, the nearest one above it that does."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 def flush_to_disk(path: Path) -> None:

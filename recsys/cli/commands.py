@@ -118,6 +118,11 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     train.add_argument(
         "--checkpoint", type=int, metavar="N", help="with --resume: continue from checkpoint N"
     )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the run, tell what it will take of memory and disk, and write nothing",
+    )
     train.set_defaults(run_command=_train)
 
     evaluate = commands["evaluate"]
@@ -202,6 +207,11 @@ def _train(options: argparse.Namespace) -> int:
     from recsys.train.loop.resume import resumed_config
     from recsys.train.ranks.launched import is_launched
 
+    if options.dry_run and (is_launched() or options.resume):
+        raise ConfigError(
+            "--dry-run is for a new run on one process; leave out "
+            f"{'--resume' if options.resume else 'torchrun'}"
+        )
     if is_launched() and not options.run:
         raise ConfigError("several processes train in one folder; name it by --run DIR")
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
@@ -216,6 +226,11 @@ def _train(options: argparse.Namespace) -> int:
         require_data(config.data)
         RunFolder.require_place(run_dir)
 
+    if options.dry_run:
+        from recsys.train.dry_run import dry_run
+
+        print(dry_run(config, run_dir))
+        return 0
     from recsys.report.summary import format_run
     from recsys.train.trainer import train
 

@@ -59,6 +59,7 @@ examples:
   recsys train synthetic:criteo-kaggle --set synthetic.num_samples=200000
   recsys train store --run run --set model.embedding_dim=32 --set optimizer.lr=0.05
   recsys train store --set budget=256MiB --set cold_tier=file
+  recsys train store --set budget=256MiB --dry-run
   recsys train --run run --resume --set epochs=2
 """
 

@@ -217,8 +217,8 @@ def _require_floor(found: Estimate) -> None:
         f"budget must be at least {found.floor_bytes} bytes ({round_up_bytes(found.floor_bytes)}), "
         f"got {found.budget_bytes} ({format_bytes(found.budget_bytes)}): that much holds the row "
         f"map of {found.num_rows:,} rows and the rows of a mini-batch of {found.batch_size:,} "
-        "samples, without two bags that have a row in common; raise it, make batch_size smaller, "
-        "or give a smaller lookups_per_bag if they have"
+        "samples; raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where "
+        "bags have rows in common)"
     )
 
 
@@ -228,7 +228,7 @@ def _rows_of_mini_batch(
     """The most distinct rows that a mini-batch looks up, by the `id()` of the table.
 
     Raises:
-        ValueError: a number of lookups is not positive, or is for no table.
+        ValueError: a number of lookups is negative, or is for no table.
     """
     weights, configs = configs_of(tables)
     given = lookups_per_bag if isinstance(lookups_per_bag, Mapping) else {}
@@ -240,8 +240,8 @@ def _rows_of_mini_batch(
     rows = {}
     for config in configs:
         found: Any = given.get(config.name, 1) if given else lookups_per_bag
-        if not isinstance(found, int | float) or not found > 0:
-            raise ValueError(f"lookups_per_bag must be above 0, got {found!r}")
+        if not isinstance(found, int | float) or not found >= 0:
+            raise ValueError(f"lookups_per_bag must be at least 0, got {found!r}")
         most = batch_size * len(config.feature_names) * found
         rows[id(weights[config.name])] = round(min(config.num_embeddings, most))
     return rows

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from recsys.conversion.accelerated import LeftAlone
     from recsys.embeddings.tiers.budget import FastMemory
 
-__all__ = ["Estimate"]
+__all__ = ["Estimate", "format_line"]
+
+
+def format_line(name: str, num_bytes: int, note: str) -> str:
+    """A line of an estimate: what takes the bytes, their number, and a note."""
+    return f"{name:<24}{format_bytes(num_bytes):>9}  {note}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +87,7 @@ class Estimate:
         state = "with optimizer state" if self.has_optimizer else "without optimizer state"
         everything = format_bytes(self.everything_bytes)
         lines = [f"{tables} of {self.num_rows:,} rows take {everything} {state}"]
-        widths = (24, 9)
-        for name, num_bytes, note in self._rows():
-            size = format_bytes(num_bytes)
-            lines.append(f"{name:<{widths[0]}}{size:>{widths[1]}}  {note}".rstrip())
+        lines += [format_line(*each) for each in self._rows()]
         if not self.has_optimizer:
             lines.append("the state is not known without optimizer=")
         lines += [f"left as it was: {x.names[0]}: {x.reason}" for x in self.left_alone]

@@ -82,6 +82,7 @@ def test_options_are_these_and_no_others():
             "--config": "",
             "--set": "",
             "--run": "",
+            "--dry-run": "",
             "--resume": "",
             "--checkpoint": "",
         },

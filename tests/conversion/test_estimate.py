@@ -487,7 +487,7 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkey
     ("options", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
-        ({"lookups_per_bag": 0}, ValueError, "lookups_per_bag must be above 0, got 0"),
+        ({"lookups_per_bag": -1}, ValueError, "lookups_per_bag must be at least 0, got -1"),
         ({"lookups_per_bag": {"t": 1}}, ValueError, r"there is no table 't'; the tables are \['us"),
         ({"budget": "many"}, ConfigError, "budget must be a number of bytes"),
         ({"budget": "5000"}, BudgetTooSmall, "the row map of 1250 rows and one row take 5064"),

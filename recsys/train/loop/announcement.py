@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from recsys._support.files import existing
 from recsys._support.sizes import format_bytes
 from recsys.train.parts.budget import MemoryNeeds
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["announce", "warn_of_full_disk"]
+__all__ = ["announce", "lack_of_disk", "warn_of_full_disk"]
 
 
 def announce(config: TrainConfig, source: SampleSource) -> None:
@@ -41,11 +42,26 @@ def warn_of_full_disk(config: TrainConfig, source: SampleSource, run_dir: Path) 
         source: Its data.
         run_dir: Its folder, which exists.
     """
-    num_bytes, free = MemoryNeeds(config, source).rows, shutil.disk_usage(run_dir).free
-    if config.save_model and num_bytes > free:
-        warnings.warn(
-            f"{run_dir} has {format_bytes(free)} of free disk, and the rows in the model file take "
-            f"{format_bytes(num_bytes)}; make room before training ends, choose another disk by "
-            "--run, or set save_model=false",
-            stacklevel=2,
-        )
+    lack = lack_of_disk(config, run_dir, MemoryNeeds(config, source).rows)
+    if lack:
+        warnings.warn(lack, stacklevel=2)
+
+
+def lack_of_disk(config: TrainConfig, run_dir: Path, rows_bytes: int, cold_bytes: int = 0) -> str:
+    """What the disk of a run lacks for its model file, and the way out; "" if it has room.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: Its folder, which may not exist yet.
+        rows_bytes: Bytes of the rows in the model file.
+        cold_bytes: Bytes of rows in files on the same disk, which are deleted after the run.
+    """
+    free = shutil.disk_usage(existing(run_dir)).free
+    if not config.save_model or rows_bytes + cold_bytes <= free:
+        return ""
+    beside = f" beside the {format_bytes(cold_bytes)} of rows in files" if cold_bytes else ""
+    return (
+        f"{run_dir} has {format_bytes(free)} of free disk, and the rows in the model file take "
+        f"{format_bytes(rows_bytes)}{beside}; make room before training ends, choose another disk "
+        "by --run, or set save_model=false"
+    )

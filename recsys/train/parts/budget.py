@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["MemoryNeeds", "enough_budget", "require_budget"]
+__all__ = ["MemoryNeeds", "enough_budget", "first_batch", "require_budget"]
 
 
 class MemoryNeeds:
@@ -101,7 +101,7 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
     needs, budget_bytes = MemoryNeeds(config, source), parse_bytes(config.budget, "budget")
     if config.cold_tier == "host" and needs.everything <= budget_bytes:
         return
-    batch = _first_batch(config, source)
+    batch = first_batch(config, source)
     distinct = needs.num_distinct(batch)
     floor = needs.floor(needs.slots(distinct))
     if floor <= budget_bytes:
@@ -119,7 +119,7 @@ def enough_budget(config: TrainConfig, source: SampleSource) -> str:
     """A budget, as text, that holds every mini-batch of a run without a plan."""
     features, sizes = features_by_table(source), source.table_sizes
     # The length of a bag has no bound but the rows of its table.
-    is_one_hot = _first_batch(config, source).sparse_features.is_known_one_hot()
+    is_one_hot = first_batch(config, source).sparse_features.is_known_one_hot()
     most = {
         table: min(size, config.batch_size * len(features[table])) if is_one_hot else size
         for table, size in sizes.items()
@@ -128,7 +128,7 @@ def enough_budget(config: TrainConfig, source: SampleSource) -> str:
     return round_up_bytes(needs.floor(needs.slots(most)))
 
 
-def _first_batch(config: TrainConfig, source: SampleSource) -> Batch:
+def first_batch(config: TrainConfig, source: SampleSource) -> Batch:
     """The first mini-batch of the training split."""
     train = source.splits["train"]
     samples = range(train.start, min(train.stop, train.start + config.batch_size))

@@ -71,6 +71,7 @@ __all__ = [
     "open_source",
     "permutation_seed",
     "require_features_of",
+    "tables_budget",
 ]
 
 
@@ -228,7 +229,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
     rate, seed = config.schedule.sample_rate, config.seed
     train = source.splits["train"]
     profile = PopularityProfile.count(source, train, rate=rate, seed=seed)
-    budget = _tables_budget(config, source)
+    budget = tables_budget(config, source)
     try:
         return plan_hot_rows(
             profile,
@@ -247,7 +248,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         ) from None
 
 
-def _tables_budget(config: TrainConfig, source: SampleSource) -> str:
+def tables_budget(config: TrainConfig, source: SampleSource) -> str:
     """The budget of the tables: without what `Paper` keeps of hot rows beside them."""
     if config.skip.policy != "paper" or not config.budget:
         return config.budget
@@ -366,7 +367,7 @@ def build_model(
         tables_of(source, config.model),
         config.optimizer,
         device if table_device is None else torch.device(table_device),
-        budget=_tables_budget(config, source),
+        budget=tables_budget(config, source),
         plan=plan,
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,

@@ -6,6 +6,7 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
+from recsys._support.files import existing
 from recsys._support.sizes import format_bytes
 from recsys.errors import ColdTierError
 
@@ -25,7 +26,7 @@ def require_disk(folder: Path, num_bytes: int) -> None:
     Raises:
         ColdTierError: the disk has no room.
     """
-    disk = os.statvfs(_existing(folder))
+    disk = os.statvfs(existing(folder))
     # Some file systems do not report their size.
     if disk.f_blocks and num_bytes > disk.f_bavail * disk.f_frsize:
         raise no_room(folder, num_bytes, errno.ENOSPC)
@@ -39,15 +40,10 @@ def no_room(folder: Path, num_bytes: int, number: int) -> ColdTierError:
         num_bytes: Their bytes.
         number: What the system said, an `errno`.
     """
-    disk = os.statvfs(_existing(folder))
+    disk = os.statvfs(existing(folder))
     return ColdTierError(
         number,
         f"{folder}: new tables or their state take {format_bytes(num_bytes)} on disk, and "
         f"{format_bytes(disk.f_bavail * disk.f_frsize)} are free ({os.strerror(number)}); free "
         "some space, or choose another cold_path",
     )
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())

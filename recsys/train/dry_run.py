@@ -1,0 +1,180 @@
+"""`recsys train --dry-run`: checks a run and tells what it will take, without starting it.
+
+The data is opened, the plan is read or made, and the model is built with its tables on the "meta"
+device. No table is allocated, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recsys._support.files import existing
+from recsys._support.sizes import format_bytes, parse_bytes
+from recsys.batch import features_by_table
+from recsys.conversion.estimate import estimate, require_machine
+from recsys.conversion.estimated import Estimate, format_line
+from recsys.errors import ConfigError
+from recsys.train.loop.announcement import lack_of_disk
+from recsys.train.loop.cold_folder import cold_folder
+from recsys.train.loop.run_checkpoints import writes_checkpoints
+from recsys.train.parts.budget import MemoryNeeds, enough_budget, first_batch, require_budget
+from recsys.train.parts.build import build_model, choose_plan, open_source, tables_budget
+from recsys.train.run_files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["DryRun", "dry_run"]
+
+_NUM_KEPT = 2  # checkpoints: the newest one and the one before
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a run will take; `str` of it is a table in words.
+
+    Attributes:
+        run_dir: The folder that the run would make.
+        data: The data, in words.
+        tables: What the tables take; the least budget is that of the first mini-batch.
+        snapshot_bytes: The part of the budget that `skip.policy` "paper" keeps for snapshots of hot
+            rows, beside that of the tables.
+        enough_bytes: A budget that holds every mini-batch; None without a budget or with a plan.
+        model_bytes: The tensors of the model file; 0 without one.
+        checkpoint_bytes: Rows and state in a checkpoint; 0 without checkpoints.
+        free_bytes: Free disk at `run_dir`.
+    """
+
+    run_dir: Path
+    data: str
+    tables: Estimate
+    snapshot_bytes: int
+    enough_bytes: int | None
+    model_bytes: int
+    checkpoint_bytes: int
+    free_bytes: int
+
+    def __str__(self) -> str:
+        lines = [self.data, str(self.tables)]
+        if self.snapshot_bytes:
+            note = "of the budget, beside that of the tables"
+            lines.append(format_line("snapshots of hot rows", self.snapshot_bytes, note))
+        if self.enough_bytes is not None:
+            note = "holds every mini-batch; the least budget holds the first"
+            lines.append(format_line("enough budget", self.enough_bytes, note))
+        if self.model_bytes:
+            lines.append(format_line("model file", self.model_bytes, "on disk"))
+        if self.checkpoint_bytes:
+            kept = _NUM_KEPT * self.checkpoint_bytes
+            merging = format_bytes(kept + self.checkpoint_bytes)
+            note = f"on disk at most: {_NUM_KEPT} are kept, each of up to "
+            note += f"{format_bytes(self.checkpoint_bytes)}; {merging} while they are merged"
+            lines.append(format_line("checkpoints", kept, note))
+        lines.append(format_line("free disk", self.free_bytes, f"at {existing(self.run_dir)}"))
+        lines.append(f"the run would be in {self.run_dir}; nothing was written")
+        return "\n".join(lines)
+
+
+def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
+    """Check a run and size it, up to the allocation of its tables.
+
+    Args:
+        config: The configuration.
+        run_dir: The folder that the run would make.
+
+    Raises:
+        AlreadyExists: `run_dir` is not empty, or the folder for rows in files exists.
+        BudgetTooSmall: the budget does not hold the rows of the first mini-batch.
+        ColdTierError: the disk has no room for rows in files.
+        ConfigError, ProfileError, StoreError: the configuration does not fit the data or the
+            machine, or the disk has no room for the model file.
+    """
+    run_dir = Path(run_dir)
+    if config.embeddings == "fbgemm":
+        raise ConfigError(
+            "a dry run builds tables without memory, which embeddings 'fbgemm' cannot; leave out "
+            "--dry-run, or size embeddings 'torch', whose rows take the same"
+        )
+    source = open_source(config)
+    require_budget(config, source)
+    RunFolder.require_place(run_dir)
+    with cold_folder(config, run_dir) as cold_path:
+        found = _size_tables(config, source, cold_path)
+    tables, model = found
+    require_machine(tables)
+    rows_bytes = MemoryNeeds(config, source).rows
+    is_same_disk = bool(cold_path) and _disk_of(Path(cold_path)) == _disk_of(run_dir)
+    cold_bytes = tables.disk_bytes if is_same_disk else 0
+    if lack := lack_of_disk(config, run_dir, rows_bytes, cold_bytes):
+        raise ConfigError(lack)
+    model_bytes = sum(each.nbytes for each in model.state_dict().values())
+    free = shutil.disk_usage(existing(run_dir)).free
+    checkpoint_bytes = tables.everything_bytes if writes_checkpoints(config) else 0
+    written = cold_bytes + (model_bytes if config.save_model else 0)
+    if written + _NUM_KEPT * checkpoint_bytes > free:
+        warnings.warn(
+            f"{run_dir} has {format_bytes(free)} of free disk, and checkpoints may take "
+            f"{format_bytes(_NUM_KEPT * checkpoint_bytes)}; one that does not fit is left out, and "
+            "training goes on",
+            stacklevel=2,
+        )
+    of_tables = parse_bytes(tables_budget(config, source) or 0)
+    has_plan = bool(config.plan) or config.schedule.name == "fae"
+    has_enough = bool(config.budget) and not has_plan
+    return DryRun(
+        run_dir=run_dir,
+        data=f"{config.data}: {source.num_samples:,} samples, {len(source.splits['train']):,} of "
+        "them to train on",
+        tables=tables,
+        snapshot_bytes=parse_bytes(config.budget or 0) - of_tables,
+        enough_bytes=parse_bytes(enough_budget(config, source)) if has_enough else None,
+        model_bytes=model_bytes if config.save_model else 0,
+        checkpoint_bytes=checkpoint_bytes,
+        free_bytes=free,
+    )
+
+
+def _size_tables(
+    config: TrainConfig, source: SampleSource, cold_path: str
+) -> tuple[Estimate, nn.Module]:
+    """What the tables take, and the model with tables on the "meta" device.
+
+    Raises:
+        Exception: as for `dry_run`.
+    """
+    plan = choose_plan(config, source)
+    resident = replace(config, budget="", plan="", cold_tier="host", cold_path="")
+    train_model, optimizers = build_model(resident, source, table_device="meta")
+    model: nn.Module = train_model.model
+    if config.embeddings != "recsys":
+        of_rows: Optimizer = optimizers[-1]
+        return estimate(model, optimizer=of_rows, batch_size=config.batch_size), model
+    distinct = MemoryNeeds(config, source).num_distinct(first_batch(config, source))
+    lookups = {
+        f"t_{table}": distinct.get(table, 0) / (config.batch_size * len(features))
+        for table, features in features_by_table(source).items()
+    }
+    tables = estimate(
+        model,
+        tables_budget(config, source) or None,
+        config.batch_size,
+        plan=plan,
+        cold_tier=config.cold_tier,
+        cold_path=cold_path or None,
+        lookups_per_bag=lookups,
+        staleness=config.skip.staleness.settings() if config.skip.needs_stale_rows else None,
+        device=config.device,
+    )
+    return tables, model
+
+
+def _disk_of(path: Path) -> int:
+    return existing(path).stat().st_dev

@@ -1,0 +1,281 @@
+"""What a dry run says is what the run then takes; a dry run allocates and writes nothing."""
+
+import os
+import shutil
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recsys.cli import main
+from recsys.conversion import estimate as estimate_module
+from recsys.errors import (
+    AlreadyExists,
+    BudgetTooSmall,
+    ColdTierError,
+    ConfigError,
+    StoreError,
+)
+from recsys.train.checkpoint.manifest import read_manifest
+from recsys.train.dry_run import dry_run
+from recsys.train.parts.budget import MemoryNeeds
+from recsys.train.parts.build import open_source
+from recsys.train.trainer import train
+
+DATA = "synthetic:criteo-kaggle"
+TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor in memory that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        found = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        sizes = [each.nbytes for each in found if not each.is_meta]
+        self.num_bytes = max([self.num_bytes, *sizes])
+        return result
+
+
+def length_of_header(file):
+    with file.open("rb") as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("cold_tier", ["host", "file"])
+@pytest.mark.parametrize("budget", ["30KiB", "1MiB"])
+def test_the_figures_are_those_of_the_run(small_config, tmp_path, optimizer, cold_tier, budget):
+    settings = [TABLES, f"optimizer.name={optimizer}", f"budget={budget}"]
+    settings += [f"cold_tier={cold_tier}", "checkpoint.every_steps=5"]
+    if cold_tier == "file":
+        settings.append(f"cold_path={tmp_path / 'cold'}")
+    config, run_dir = small_config(*settings), tmp_path / "run"
+
+    told = dry_run(config, run_dir)
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="no cold tier") if told.tables.all_fits else nullcontext():
+        record = train(config, run_dir, show_progress=False)
+
+    tiers = record["tiers"]
+    assert told.tables.all_fits == (tiers is None) == (budget == "1MiB" and cold_tier == "host")
+    if tiers is not None:
+        assert told.tables.num_slots == tiers["num_slots"]
+        assert told.tables.fast_bytes == tiers["hot_bytes"]
+        assert told.tables.num_rows == tiers["num_rows"]
+    else:
+        assert told.tables.fast_bytes == told.tables.everything_bytes
+    files = sum(file.stat().st_size for file in tmp_path.glob("cold/*.bin"))
+    assert told.tables.disk_bytes == files
+    assert bool(files) == (cold_tier == "file")
+    saved = run_dir / "model.safetensors"
+    assert told.model_bytes == saved.stat().st_size - length_of_header(saved)
+    manifest = read_manifest(run_dir / "checkpoints")
+    of_tables = [manifest.arrays[name] for names in manifest.tables.values() for name in names]
+    assert told.checkpoint_bytes == sum(array.num_bytes for array in of_tables)
+    needs = MemoryNeeds(config, open_source(config))
+    assert told.tables.everything_bytes == needs.everything
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["schedule.name=fae", "budget=30KiB"],
+        [
+            "skip.policy=observe",
+            "skip.staleness.window=33",
+            "skip.staleness.max_rows=20",
+            "skip.staleness.threshold=0.1",
+            "batch_size=8",
+            "budget=60KiB",
+            "cold_tier=file",
+        ],
+        ["model.name=dcn_v2", "budget=30KiB"],
+        ["embeddings=torch", "optimizer.name=adagrad"],
+    ],
+)
+def test_schedules_policies_models_and_providers_are_sized_as_they_run(
+    small_config, tmp_path, settings
+):
+    config = small_config(TABLES, "synthetic.num_samples=2100", *settings)
+
+    told = dry_run(config, tmp_path / "run")
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    hot_bytes = told.tables.fast_bytes - told.tables.fast.tracker_bytes
+    if record["tiers"] is not None:
+        assert hot_bytes == record["tiers"]["hot_bytes"]
+        assert told.tables.num_slots == record["tiers"]["num_slots"]
+    else:
+        assert hot_bytes == told.tables.everything_bytes
+    if record["skipped"] is not None:
+        assert told.tables.fast.tracker_bytes == record["skipped"]["staleness"]["memory_bytes"]
+    saved = tmp_path / "run" / "model.safetensors"
+    assert told.model_bytes == saved.stat().st_size - length_of_header(saved)
+
+
+def test_the_part_of_the_budget_for_snapshots_is_told_apart(small_config, tmp_path):
+    settings = ["skip.policy=paper", "schedule.name=fae", "schedule.rate=100"]
+    config = small_config(TABLES, *settings, "schedule.adaptive=false", "budget=40KiB")
+
+    told = dry_run(config, tmp_path / "run")
+    with pytest.warns(UserWarning, match="the second snapshot comes after"):  # in so short a run
+        record = train(config, tmp_path / "run", show_progress=False)
+
+    assert told.tables.fast_bytes == record["tiers"]["hot_bytes"]
+    snapshots = record["skipped"]["paper"]["memory_bytes"]
+    assert snapshots <= told.snapshot_bytes == 40 * 2**10 - told.tables.budget_bytes
+    assert "snapshots of hot rows" in str(told)
+
+
+def test_a_store_with_bags_is_sized_as_it_runs(small_config, table_store, tmp_path):
+    config = small_config("budget=15KiB", "cold_tier=file", data=str(table_store()))
+
+    told = dry_run(config, tmp_path / "run")
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    assert told.tables.fast_bytes == record["tiers"]["hot_bytes"]
+    assert told.enough_bytes > told.tables.floor_bytes  # bags may have any rows
+
+
+def test_the_least_budget_is_that_of_the_first_mini_batch(small_config, tmp_path):
+    told = dry_run(small_config(TABLES, "budget=30KiB"), tmp_path / "run")
+    least = told.tables.floor_bytes
+
+    with pytest.raises(BudgetTooSmall, match=rf"budget='{least - 1}' .* \({least} bytes\)"):
+        dry_run(small_config(TABLES, f"budget={least - 1}"), tmp_path / "run")
+    with pytest.raises(BudgetTooSmall, match=rf"budget='{least - 1}' .* \({least} bytes\)"):
+        train(small_config(TABLES, f"budget={least - 1}"), tmp_path / "run", show_progress=False)
+
+    assert dry_run(small_config(TABLES, f"budget={least}"), tmp_path / "run").tables.num_slots
+    assert least < told.enough_bytes
+    enough = small_config(TABLES, f"budget={told.enough_bytes}", "schedule.name=sequential")
+    assert train(enough, tmp_path / "run", show_progress=False)["status"] == "finished"
+
+
+def test_a_terabyte_of_synthetic_tables_is_sized_without_its_memory(
+    small_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 2**50))
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: type(real)((*real[:4], 2**50, *real[5:])))
+    sizes = [80_000_000] * 26
+    config = small_config(
+        f"synthetic.table_sizes={sizes}",
+        "model.embedding_dim=128",
+        "model.dense_arch=[8, 128]",
+        "budget=9GiB",
+        "cold_tier=file",
+        "optimizer.name=rowwise_adagrad",
+    )
+
+    with LargestTensor() as largest:
+        told = dry_run(config, tmp_path / "run")
+
+    assert told.tables.everything_bytes == sum(sizes) * (128 * 4 + 4) == told.tables.disk_bytes
+    assert told.tables.fast_bytes <= 9 * 2**30 < told.tables.fast_bytes + 1024
+    assert largest.num_bytes < 2**24
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_could_not_start_is_refused_as_by_training(small_config, tmp_path):
+    config = small_config()
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes").touch()
+
+    with pytest.raises(AlreadyExists, match=r"run folder .*full is not empty"):
+        dry_run(config, full)
+    files = ("cold_tier=file", f"cold_path={full}", "budget=1MiB")
+    with pytest.raises(AlreadyExists, match=r"cold_path .*full exists"):
+        dry_run(small_config(*files), tmp_path / "run")
+    with pytest.raises(StoreError, match="full is not a"):
+        dry_run(small_config(data=str(full)), tmp_path / "run")
+    with pytest.raises(ConfigError, match="plan: there is no file"):
+        dry_run(small_config("plan=nosuch", "budget=1MiB"), tmp_path / "run")
+    with pytest.raises(ConfigError, match="a dry run builds tables without memory, which embedd"):
+        dry_run(small_config("embeddings=fbgemm"), tmp_path / "run")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+            dry_run(small_config("device=cuda"), tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_machine_without_the_memory_is_refused(small_config, tmp_path, monkeypatch):
+    need = dry_run(small_config(), tmp_path / "run").tables.host_bytes
+    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: need - 1)
+
+    with pytest.raises(ConfigError, match="host memory: tables and dense parameters take"):
+        dry_run(small_config(), tmp_path / "run")
+    dry_run(small_config("budget=8KiB", "cold_tier=file"), tmp_path / "run")
+
+
+def test_a_disk_without_room_is_refused(small_config, tmp_path, monkeypatch):
+    sized = dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
+    rows = 2401 * 4 * 4
+
+    def set_free(num_bytes):
+        usage = shutil.disk_usage(tmp_path)._replace(free=num_bytes)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    set_free(rows - 1)
+    with pytest.raises(ConfigError, match="of free disk, and the rows in the model file take 37"):
+        dry_run(small_config(TABLES), tmp_path / "run")
+    dry_run(
+        small_config(TABLES, "save_model=false", "checkpoint.every_seconds=0"), tmp_path / "run"
+    )
+    monkeypatch.undo()
+    set_free(rows + sized.tables.disk_bytes - 1)
+    with pytest.raises(ConfigError, match=r"take 37\.5 KiB beside the 37\.5 KiB of rows"):
+        dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
+    monkeypatch.undo()
+    set_free(sized.model_bytes + 2 * sized.checkpoint_bytes - 1)
+    with pytest.warns(UserWarning, match=r"and checkpoints may take .* training goes on"):
+        dry_run(small_config(TABLES), tmp_path / "run")
+    monkeypatch.undo()
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: type(real)((*real[:4], 1, *real[5:])))
+    with pytest.raises(ColdTierError, match=r"run.cold: new tables or their state take 37.5 KiB"):
+        dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
+
+
+def test_the_command_prints_what_a_run_would_take_and_makes_no_folder(
+    small_settings, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    command = ["train", DATA, *small_settings, "--set", TABLES, "--set", "budget=30KiB"]
+
+    assert main([*command, "--dry-run"]) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        f"{DATA}: 2,100 samples, 1,800 of them to train on\n4 tables of 2,401"
+    )
+    for name in ("fast memory (cpu)", "least budget", "enough budget", "host memory", "disk"):
+        assert f"\n{name} " in printed
+    assert "\nmodel file " in printed
+    assert "2 are kept, each of up to 37.5 KiB" in printed
+    assert printed.endswith("; nothing was written\n")
+    assert "the run would be in runs/20" in printed
+    assert main([*command, "--dry-run", "--run", "mine", "--set", "save_model=false"]) == 0
+    printed = capsys.readouterr().out
+    assert "model file" not in printed
+    assert "the run would be in mine; nothing" in printed
+    assert main([*command, "--dry-run", "--set", "budget=1KiB"]) == 2
+    assert "budget='1KiB' is too small" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_is_for_one_process_and_a_new_run(monkeypatch, capsys):
+    assert main(["train", DATA, "--dry-run", "--resume", "--run", "mine"]) == 2
+    assert (
+        "--dry-run is for a new run on one process; leave out --resume" in capsys.readouterr().err
+    )
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", DATA, "--dry-run", "--run", "mine"]) == 2
+    assert "leave out torchrun" in capsys.readouterr().err
