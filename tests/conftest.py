@@ -218,6 +218,17 @@ def quick_pictures(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk():
+    """Flushing takes most of the time of short runs; no test cuts the power.
+
+    A descriptor that is not open is still an error. Processes that tests start do flush.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def calibrated_once():
     """The same scores have the same gain and bias, which take most of a small source's making."""
     known = {}

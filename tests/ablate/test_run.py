@@ -92,7 +92,6 @@ def test_running_again_repeats_no_finished_cell_and_redoes_the_others(
 def test_a_cell_that_was_stopped_continues_from_its_checkpoint_if_it_can(
     ablation, run_here, tmp_path, capsys, monkeypatch, change
 ):
-    monkeypatch.setattr("os.fsync", lambda _: None)
     text = f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"
     config = ablation(text, "checkpoint.every_steps=4")
     expected, _ = run_here(config)

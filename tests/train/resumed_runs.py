@@ -1,7 +1,6 @@
 """What tests of resumed runs share: short runs that are stopped, continued and compared."""
 
 import json
-import os
 import signal
 from dataclasses import replace
 
@@ -50,12 +49,6 @@ def stop_at(monkeypatch):
         monkeypatch.setattr(Progress, "add", add_and_stop)
 
     return plan
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """Flushing takes most of the time of short runs; no test here cuts the power."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def run(config, folder, **options):

@@ -32,7 +32,6 @@ from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-no_waiting_for_the_disk = SHARED["no_waiting_for_the_disk"]
 stop_at = SHARED["stop_at"]
 
 BATCH_SIZE = 16

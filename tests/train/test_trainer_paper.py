@@ -13,7 +13,7 @@ from recsys.pipeline.skip.paper_classifier import PaperClassifier
 from recsys.train.parts.build import build_model, choose_plan, open_source
 
 RUNS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("resumed_runs.py"))))
-stop_at, no_waiting_for_the_disk = RUNS.stop_at, RUNS.no_waiting_for_the_disk
+stop_at = RUNS.stop_at
 SETTINGS = (
     *RUNS.SETTINGS,
     "batch_size=32",

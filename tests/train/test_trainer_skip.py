@@ -16,7 +16,6 @@ from recsys.report.summary import format_run, format_skipping
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 history = SHARED["history"]
 last_state = SHARED["last_state"]
-no_waiting_for_the_disk = SHARED["no_waiting_for_the_disk"]
 require_same = SHARED["require_same"]
 require_same_run = SHARED["require_same_run"]
 run = SHARED["run"]

@@ -35,7 +35,6 @@ from tests.train.test_models import CUSTOM
 from tests.train.test_models import SMALL as SMALL_OF_MODELS
 from tests.train.test_table_stores import RUNS, SETTINGS, SHARED
 
-no_waiting_for_the_disk = SHARED["no_waiting_for_the_disk"]
 stop_at = SHARED["stop_at"]
 
 FEATURES = (

@@ -27,8 +27,6 @@ SPLITS = ("train", "test", "validation")
 @pytest.fixture(autouse=True)
 def small_and_fast(monkeypatch):
     monkeypatch.setattr("recsys.datasets.criteo.text.BLOCK_BYTES", 4000)
-    # Processes are killed here, not machines: what was written can be read without the disk.
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture
