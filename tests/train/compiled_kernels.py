@@ -1,9 +1,13 @@
-"""Trains with a configuration, and prints the kernels that are first needed while its clock runs.
+"""Trains with configurations, and prints the kernels first needed while the clock of a run is on.
 
-Run as a process: kernels that another run has used are not compiled again.
+    compiled_kernels.py '{"NAME": ["FOLDER OF THE RUN", "SETTING", ...], ...}'
+
+Each run has a process, forked from this one, which has run no kernel: in the process of another
+run, kernels that the other has used would not be compiled again.
 """
 
 import json
+import os
 import sys
 
 from numba.core.dispatcher import Dispatcher
@@ -12,7 +16,7 @@ import recsys.train.trainer as trainer
 from recsys.config import load_config
 
 
-def main(run_dir, *settings):
+def needed_while_it_trains(run_dir, *settings):
     found = []
     compile_, fit = Dispatcher.compile, trainer._fit
     is_fitting = False
@@ -31,8 +35,15 @@ def main(run_dir, *settings):
             is_fitting = False
 
     Dispatcher.compile, trainer._fit = compile_and_note, fit_and_note
-    trainer.train(load_config(None, list(settings)), run_dir)
-    sys.stdout.write(json.dumps(found))
+    trainer.train(load_config(None, list(settings)), run_dir, show_progress=False)
+    return found
 
 
-main(*sys.argv[1:])
+for name, arguments in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if not child:
+        found = needed_while_it_trains(*arguments)
+        sys.stdout.write(f"{json.dumps([name, found])}\n")
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)

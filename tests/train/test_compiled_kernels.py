@@ -1,11 +1,16 @@
-"""No kernel of skipping is compiled, or loaded, while the clock of a run is on."""
+"""No kernel is compiled, or loaded, while the clock of a run is on."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.train.test_table_stores import RUNS
+from tests.train.test_table_stores import SETTINGS as STORE_SETTINGS
+from tests.train.test_weighted_bags import FEATURES as WEIGHTED_FEATURES
 
 SETTINGS = ("synthetic.table_sizes=[9, 7, 1, 12]", "batch_size=32", "optimizer.name=adagrad")
 POLICIES = {
@@ -20,18 +25,34 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_first_step_compiles_no_kernel(small_settings, tmp_path, policy):
-    settings = (*small_settings[1::2], *SETTINGS, "epochs=2", f"skip.policy={policy}")
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_the_first_step_compiles_no_kernel(small_settings, table_store, tmp_path):
+    small = small_settings[1::2]
+    cases = {
+        f"skip.policy={policy}": (*SETTINGS, "epochs=2", f"skip.policy={policy}", *more)
+        for policy, more in POLICIES.items()
+    }
+    stores = {
+        "bags": table_store("bags"),
+        "weighted bags": table_store("weighted bags", features=WEIGHTED_FEATURES),
+    }
+    for name, store in stores.items():
+        for case in ("resident", "freeze_rows"):
+            cases[f"{name}, {case}"] = (*STORE_SETTINGS, *RUNS[case], f'data="{store}"')
+    arguments = {name: [str(tmp_path / name), *small, *case] for name, case in cases.items()}
+
     program = Path(__file__).with_name("compiled_kernels.py")
-    command = [sys.executable, "-W", "ignore", program, tmp_path / "run"]
-    found = subprocess.run(
-        [*command, *settings, *POLICIES[policy]],
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", program, json.dumps(arguments)],
         check=True,
         capture_output=True,
         text=True,
     )
 
-    assert json.loads(found.stdout.splitlines()[-1]) == []
-    skipped = json.loads((tmp_path / "run" / "run.json").read_text())["skipped"]
-    assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert dict(map(json.loads, lines)) == {name: [] for name in cases}, done.stderr
+    for policy in POLICIES:
+        record = json.loads((tmp_path / f"skip.policy={policy}" / "run.json").read_text())
+        skipped = record["skipped"]
+        assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0

@@ -1,10 +1,7 @@
 """Training on stores whose features share tables, have bags, or have no dense features."""
 
-import json
 import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -386,14 +383,3 @@ def test_evaluating_on_data_with_other_features_is_refused(small_config, table_s
 
     same = evaluate_run(tmp_path / "run", str(table_store("same", num_samples=350)))
     assert same["test"].num_samples == len(classic_splits(350)["test"])
-
-
-@pytest.mark.parametrize("case", ["resident", "freeze_rows"])
-def test_the_first_step_compiles_no_kernel(small_settings, table_store, tmp_path, case):
-    settings = (*small_settings[1::2], *SETTINGS, *RUNS[case], f'data="{table_store()}"')
-    program = Path(__file__).with_name("compiled_kernels.py")
-    command = [sys.executable, "-W", "ignore", program, tmp_path / "run", *settings]
-
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-
-    assert json.loads(found.stdout.splitlines()[-1]) == []

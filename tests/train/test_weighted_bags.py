@@ -3,7 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -180,17 +179,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(small_config, weighted_store, tm
     SHARED["run_and_resume"](config, tmp_path / "run", [(7, None), (13, signal.SIGINT)], stop_at)
 
     SHARED["require_same_run"](config, tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("case", ["resident", "freeze_rows"])
-def test_the_first_step_compiles_no_kernel(small_settings, weighted_store, tmp_path, case):
-    settings = (*small_settings[1::2], *SETTINGS, *RUNS[case], f'data="{weighted_store()}"')
-    program = Path(__file__).with_name("compiled_kernels.py")
-    command = [sys.executable, "-W", "ignore", program, tmp_path / "run", *settings]
-
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-
-    assert json.loads(found.stdout.splitlines()[-1]) == []
 
 
 @pytest.mark.parametrize("name", ["din", "tbsm", "looked_up:Sum"])
