@@ -17,7 +17,7 @@ NUM_ROWS, DIM = 1_600_000, 64
 TABLE_BYTES = NUM_ROWS * DIM * 4
 
 CHILD = """
-import json, re, sys, threading
+import json, os, re, sys, threading
 from pathlib import Path
 from types import SimpleNamespace
 from safetensors.torch import load_file
@@ -36,25 +36,31 @@ def watch():
     while not is_done.wait(0.002):
         most = max(most, anonymous_bytes())
 
-command, run, out = sys.argv[1:]
-first = most = anonymous_bytes()
-is_done = threading.Event()
-watcher = threading.Thread(target=watch, daemon=True)
-watcher.start()
-found = None
-if command == "evaluate":
-    found = {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
-elif command.startswith("predict "):
-    found = predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
-elif command == "save":
-    model = SimpleNamespace(state_dict=lambda: load_file(Path(run) / "model.safetensors"))
-    RunFolder.create(out, load_config(Path(run) / "config.toml")).save_model(model)
-else:
-    export_run(run, command, out)
-most = max(most, anonymous_bytes())
-is_done.set()
-watcher.join()
-print(json.dumps([found, most - first]))
+def carry_out(command, run, out):
+    if command == "evaluate":
+        return {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
+    if command.startswith("predict "):
+        return predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
+    if command == "save":
+        model = SimpleNamespace(state_dict=lambda: load_file(Path(run) / "model.safetensors"))
+        return RunFolder.create(out, load_config(Path(run) / "config.toml")).save_model(model)
+    return export_run(run, command, out) and None
+
+for line in sys.stdin:  # each command has a process, a fork of this one, which has only imported
+    child = os.fork()
+    if not child:
+        first = most = anonymous_bytes()
+        is_done = threading.Event()
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        found = carry_out(*json.loads(line))
+        most = max(most, anonymous_bytes())
+        is_done.set()
+        watcher.join()
+        print(json.dumps([found, most - first]), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print("null", flush=True)
 """
 
 
@@ -73,18 +79,23 @@ def large_run(tmp_path_factory):
     (folder / "model.safetensors").unlink()
 
 
-def carry_out(command, run, out):
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, command, run, out],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def carry_out():
+    """Carries out a command in a process of its own."""
+    command = [sys.executable, "-c", CHILD]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as process:
+
+        def run(*arguments):
+            process.stdin.write(f"{json.dumps(list(map(str, arguments)))}\n")
+            answer = json.loads(process.stdout.readline())
+            assert answer is not None, "it failed; its error is in the captured stderr"
+            return answer
+
+        yield run
 
 
-def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
+def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, carry_out, tmp_path):
     folder, record = large_run
 
     metrics, num_bytes = carry_out("evaluate", folder, tmp_path)
@@ -93,7 +104,7 @@ def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
     assert num_bytes < TABLE_BYTES / 2
 
 
-def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
+def test_samples_are_predicted_without_tables_in_memory(large_run, carry_out, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _ = large_run
     _, source, model = open_saved_model(folder)
@@ -122,7 +133,7 @@ def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["save", "torchrec", "classic", "safetensors"])
-def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
+def test_a_model_is_written_without_its_tables_in_memory(large_run, carry_out, tmp_path, command):
     folder, _ = large_run
     out = tmp_path / "out"
 
