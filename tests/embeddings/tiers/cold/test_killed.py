@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -20,19 +21,30 @@ PROGRAM = Path(__file__).with_name("training_to_kill.py")
 TRAINING = SimpleNamespace(**runpy.run_path(str(PROGRAM)))
 
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+
+
+@pytest.fixture(scope="module")
+def trainings():
+    """The process whose forks train."""
+    command = [sys.executable, PROGRAM]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as process:
+        yield process
+
+
 @pytest.fixture
-def kill(tmp_path):
-    """Start the training, and kill it once it has made so many steps."""
+def kill(trainings, tmp_path):
+    """Start a training, and kill it once it has made so many steps."""
 
     def run(num_steps, *options):
-        command = [sys.executable, PROGRAM, tmp_path / "rows", tmp_path / "checkpoint.pt", *options]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                made = list(islice(process.stdout, num_steps))
-            finally:
-                process.send_signal(signal.SIGKILL)
+        arguments = str(tmp_path / "rows"), str(tmp_path / "checkpoint.pt"), *options
+        trainings.stdin.write(f"{json.dumps(arguments)}\n")
+        child, *made = islice(trainings.stdout, 1 + num_steps)
+        os.kill(int(child), signal.SIGKILL)
+        ended = next(line for line in trainings.stdout if line.startswith("ended"))
         assert made[-1] == f"{num_steps}\n"
-        assert process.returncode == -signal.SIGKILL
+        assert ended == f"ended with -{signal.SIGKILL.value}\n"
         return tmp_path / "rows"
 
     return run

@@ -1,9 +1,13 @@
-"""A training on the file tier, to be run in a process of its own and killed.
+"""Trainings on the file tier, each in a process of its own, to be killed.
 
-Says the number of each step it has made. Behind step `CHECKPOINT_AT` it saves a checkpoint, behind
-`SYNC_AT` the folder is synced; with `--stop-there` it does nothing more then.
+Every line of the input is a JSON list, the arguments of `main`, for one training. It begins as a
+fork of this process, because imports take seconds. It says the number of its process, and then that
+of each step it has made. Behind step `CHECKPOINT_AT` it saves a checkpoint, behind `SYNC_AT` the
+folder is synced; with `--stop-there` it does nothing more then. Its exit code is told at the end.
 """
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -50,6 +54,11 @@ def batches(first=0):
         yield JaggedIds.from_one_hot(list(SIZES), torch.stack(values))
 
 
+def say(what):
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
 def main(folder, checkpoint, *options):
     """Train until somebody ends it."""
     model = in_files(folder)
@@ -64,11 +73,15 @@ def main(folder, checkpoint, *options):
         if step == SYNC_AT:
             pipeline.detach()
             model.embeddings.sync()
-        sys.stdout.write(f"{step}\n")
-        sys.stdout.flush()
+        say(step)
         if step == SYNC_AT and "--stop-there" in options:
             time.sleep(3600)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            say(os.getpid())
+            main(*json.loads(line))
+        say(f"ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
