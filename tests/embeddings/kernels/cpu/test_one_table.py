@@ -1,5 +1,8 @@
 """Pooled lookup in one table: as `pooled_lookup`, from the caller's own tensors."""
 
+import itertools
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -33,9 +36,23 @@ def pool(ids, offsets, num_bags, *, dim=8, is_mean=False, dtype=torch.float32, k
     return kind, result, kept, table
 
 
-@pytest.mark.parametrize("dim", [1, 3, 8, 16, 264])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+# `make stress` compiles the kernel for all; otherwise each dim, and each dtype with each of ids.
+SOME = [
+    (1, torch.float64, torch.int64),
+    (3, torch.float32, torch.int32),
+    (8, torch.float32, torch.int64),
+    (16, torch.float64, torch.int32),
+    (264, torch.float32, torch.int64),
+]
+ALL = list(
+    itertools.product(
+        [1, 3, 8, 16, 264], [torch.float32, torch.float64], [torch.int32, torch.int64]
+    )
+)
+CASES = ALL if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else SOME
+
+
+@pytest.mark.parametrize(("dim", "dtype", "id_type"), CASES)
 @pytest.mark.parametrize("num_bags", [1, 5, 4000])
 def test_one_id_per_bag_is_copied(dim, dtype, id_type, num_bags, num_threads):
     ids = torch.randint(0, NUM_ROWS, (num_bags,)).to(id_type)
