@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -161,7 +161,6 @@ def _dense(gradient):
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(steps, min_size=2, max_size=5), st.sampled_from(sorted(OPTIMIZERS)))
 def test_models_that_call_tables_in_any_order_train_as_plain_ones(program, name):
     torch.manual_seed(0)
