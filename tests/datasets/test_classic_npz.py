@@ -226,13 +226,16 @@ def test_an_array_that_ends_early_or_late_is_refused(store, tmp_path, change, wh
         read_classic_npz(tmp_path / "bad.npz", tmp_path / "back")
 
 
-def test_a_sample_larger_than_a_block_and_tables_that_are_none_are_refused(store, tmp_path):
+def test_a_sample_larger_than_a_block_and_tables_that_are_none_are_refused(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("recsys.datasets.interchange.npy_blocks._BLOCK_BYTES", 2**16)
     for name, change, message in (
         ("counts", {"counts": np.zeros(0, np.int32)}, r"counts: must have at least one table"),
         (
             "wide",
-            {"X_int": np.zeros((45, 2**23 + 1), np.int64)},
-            r"X_int: a sample must have at most 67108864 bytes, got 67108872",
+            {"X_int": np.zeros((45, 2**13 + 1), np.int64)},
+            r"X_int: a sample must have at most 65536 bytes, got 65544",
         ),
     ):
         np.savez_compressed(tmp_path / f"{name}.npz", **(classic_arrays(store) | change))
