@@ -18,7 +18,7 @@ import torch
 
 from recsys.bench.gpu.clock import Clock, allocated_bytes, peak_bytes, reset_peak
 from recsys.bench.parts.scheduled import SCHEDULES, TurnSteps, count_rows, subtract_counts
-from recsys.embeddings.tiers.residency import TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 from recsys.models import DLRM, DLRMTrain
 from recsys.pipeline import TrainPipeline
 

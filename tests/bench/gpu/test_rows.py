@@ -6,7 +6,7 @@ from recsys.bench.gpu.clock import Clock, Limits, gemm_seconds, measure_limits, 
 from recsys.bench.gpu.providers import Turn
 from recsys.bench.gpu.rows import Floor, Measured, rows_of_case, table_of_case
 from recsys.bench.parts.harness import ModelledRow
-from recsys.embeddings.tiers.residency import TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 
 CASE = Case(Model("kaggle", 128, 1000, "tf32"), "0.1", has_baselines=True)
 
