@@ -38,7 +38,12 @@ def add_gpu_options(gpu: argparse.ArgumentParser) -> None:
         metavar="B",
         help="of kaggle, the most important first; default: 16384 2048 65536",
     )
-    gpu.add_argument("--precision", default="tf32", choices=("fp32", "tf32", "bf16"))
+    gpu.add_argument(
+        "--precision",
+        default="tf32",
+        choices=("fp32", "tf32", "bf16"),
+        help="of kaggle's matrix products; rows and updates are float32; default: tf32",
+    )
     gpu.add_argument(
         "--shares",
         nargs="+",
