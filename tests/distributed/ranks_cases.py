@@ -365,6 +365,20 @@ def bad_ids(rank, world):
     return found
 
 
+def bad_ids_in_a_pipeline(rank, world, theirs):
+    """The error of a pipeline if the third mini-batch of rank 1 has a bad id, and steps before."""
+    model = shard(world, "mixed", model=TrainModel)
+    optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+    parts = [of_rank(step, 16 * rank, 16 * rank + 16, 32) for step in range(NUM_STEPS)]
+    if rank == 1:
+        parts[2][1].values()[3] = LIMITS["f0"] + 7
+    pipeline = TrainPipelineSparseDist if theirs else HotColdTrainPipelineSparseDist
+    running, batches, num_steps = pipeline(model, optimizer, CPU), iter(Batch(*p) for p in parts), 0
+    while (error := error_of(partial(running.progress, batches))) is None:
+        num_steps += 1
+    return error, num_steps
+
+
 def bad_budget(rank, world):
     """The error if the budget of rank 1 is smaller than its row maps."""
     tiers = {"budget": 100 if rank else 10**6}

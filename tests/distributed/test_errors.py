@@ -36,6 +36,15 @@ def test_a_bad_id_on_one_rank_is_an_error_on_every_rank(ranks):
                 assert torch.equal(rows, others)
 
 
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_bad_id_in_a_pipeline_is_an_error_on_every_rank(ranks, theirs):
+    first, second = ranks("bad_ids_in_a_pipeline", theirs=theirs)
+
+    assert second[0].startswith("IdOutOfRange: feature 'f0', sample")
+    assert first[0] == f"OtherRankFailed: rank 1 has failed, so every rank stops: {second[0]}"
+    assert first[1] == second[1]
+
+
 def test_a_rank_that_cannot_be_built_is_an_error_on_every_rank(ranks):
     first, second = ranks("bad_budget")
 
