@@ -351,16 +351,20 @@ def bad_ids(rank, world):
     """
     found = {}
     for kind in ("table_wise", "row_wise", "mixed"):
-        model, plain = shard(world, kind), shard(world, kind)
-        train(model, BOUNDS[world], num_steps=1)
-        dense, features, _ = of_rank(1, 8 * rank, 8 * rank + 8, 32)
+        is_weighted = kind == "mixed"
+        exchange = "rows" if is_weighted else "pooled"
+        model, plain = (
+            shard(world, kind, is_weighted=is_weighted, exchange=exchange) for _ in range(2)
+        )
+        train(model, BOUNDS[world], num_steps=1, is_weighted=is_weighted)
+        dense, features, _ = of_rank(1, 8 * rank, 8 * rank + 8, 32, is_weighted)
         bad = features
         if rank == 1:
             features.values()[3] = LIMITS["f0"] + 7
             bad = None
         errors = [error_of(partial(model, dense, each)) for each in (features, bad)]
-        train(model, BOUNDS[world], first_step=1)
-        train(plain, BOUNDS[world])
+        train(model, BOUNDS[world], first_step=1, is_weighted=is_weighted)
+        train(plain, BOUNDS[world], is_weighted=is_weighted)
         found[kind] = errors, found_in(model), found_in(plain)
     return found
 

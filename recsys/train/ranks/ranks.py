@@ -3,8 +3,8 @@
     samples       of each mini-batch, process r of W reads the r-th part
     rows          TorchRec moves ids and vectors between processes
     dense part    every process has it; TorchRec averages its gradients
-    reports       after each step, every process gets all losses, logits and labels, so all know the
-                  same metrics; the first one writes the run folder
+    reports       after each forward, every process gets all losses, logits and labels, so all know
+                  the same metrics; the first one writes the run folder
     checkpoints   each process writes its rows to its own folder in `DIR/shards`
 
 So all processes must see the same file system.
