@@ -16,15 +16,13 @@ import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
-from numba.core.sigutils import normalize_signature
 
 from recsys._support import jit
 from recsys.ablate.config import load_ablation
 from recsys.config import load_config
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.synthetic.parameters import calibrate
+from tests.compiling import compile_once
 
 
 def _run_alone_but_compile_for_threads():
@@ -41,34 +39,13 @@ def _run_alone_but_compile_for_threads():
     jit.ParallelKernel.__call__ = call
 
 
-def _compile_once():
-    """Of processes that run tests side by side, one compiles a kernel; the others wait for it.
-
-    Without the lock all of them would compile it, which takes longer.
-    """
-    compile_anew = Dispatcher.compile
-
-    def compile_once(dispatcher, signature):
-        function, folder = dispatcher.py_func, dispatcher.stats.cache_path
-        is_compiled = normalize_signature(signature)[0] in dispatcher.overloads
-        if is_compiled or folder is None:
-            return compile_anew(dispatcher, signature)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        lock = Path(folder, f"{function.__module__}.{function.__qualname__}.lock")
-        # The lock of threads comes first, as it does in numba: a kernel compiles those it calls.
-        with global_compiler_lock, FileLock(lock, is_singleton=True):
-            return compile_anew(dispatcher, signature)
-
-    Dispatcher.compile = compile_once
-
-
 # Where several processes run the tests (`pytest -n`), each computes on one thread, and so do the
 # processes that tests start.
 _IS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 if _IS_ONE_OF_SEVERAL:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    _compile_once()
+    compile_once()
     _run_alone_but_compile_for_threads()
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -45,7 +45,6 @@ def cells_of(rows):
     return {(row.case, row.provider, row.metric): row for row in rows}
 
 
-@pytest.mark.serial
 @pytest.mark.slow
 def test_bytes_of_vectors_are_those_of_arithmetic(measured):
     cells, case = cells_of(measured), f"{CASE},plan="
@@ -66,7 +65,6 @@ def test_bytes_of_vectors_are_those_of_arithmetic(measured):
     assert sum(parts) == 2 * expected
 
 
-@pytest.mark.serial
 @pytest.mark.slow
 def test_the_model_computes_what_is_counted_but_for_the_sizes_that_ranks_announce(measured):
     cells = cells_of(measured)
@@ -81,7 +79,6 @@ def test_the_model_computes_what_is_counted_but_for_the_sizes_that_ranks_announc
             assert 0 <= getattr(counted, which) - getattr(computed, which) < 100, provider
 
 
-@pytest.mark.serial
 @pytest.mark.slow
 def test_all_providers_have_equal_losses(measured):
     losses = [row.median for row in measured if row.metric == "loss"]
@@ -90,7 +87,6 @@ def test_all_providers_have_equal_losses(measured):
     assert max(losses) - min(losses) < 1e-5
 
 
-@pytest.mark.serial
 @pytest.mark.slow
 def test_the_rows_of_the_model_and_no_others_say_so_in_the_file(measured, tmp_path):
     write_rows(tmp_path / "distributed.json", measured)
@@ -104,7 +100,6 @@ def test_the_rows_of_the_model_and_no_others_say_so_in_the_file(measured, tmp_pa
     assert len(rows) == len(measured)
 
 
-@pytest.mark.serial
 @pytest.mark.slow
 def test_a_budget_is_a_share_of_the_bytes_of_a_ranks_rows(measured):
     cells, case = cells_of(measured), f"{CASE},plan=row_wise"

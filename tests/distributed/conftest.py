@@ -78,14 +78,6 @@ def _receive(connection):
         return "the process has ended", None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tests of ranks run one by one, because they share these processes."""
-    for item in items:
-        if {"ranks", "failing_ranks"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker("serial")
-
-
 @pytest.fixture(scope="session")
 def _all_ranks(tmp_path_factory):
     pools = {}

@@ -2,7 +2,7 @@
 
     torchrun ... killed_run.py RUN SEED
 
-Before the first restart, a rank drawn by the seed kills itself. The seed "none" kills nothing.
+Before the first restart, a rank drawn by the seed kills itself.
 """
 
 import os
@@ -17,6 +17,11 @@ from ranks_train import run_training
 
 from recsys._support.plain_warnings import plain_warnings
 from recsys.train.loop.progress import Progress
+
+
+def settings_of(run):
+    settings = "checkpoint.every_steps=5", "budget=60KiB", "cold_tier=file"
+    return [*settings, f"cold_path={run}.rows"]
 
 
 def kill_later(seconds):
@@ -41,15 +46,13 @@ def kill_soon_after(step, seconds):
 
 
 def main():
-    run, seed = Path(sys.argv[1]), sys.argv[2]
-    if seed != "none" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        generator = random.Random(int(seed))
+    run, seed = Path(sys.argv[1]), int(sys.argv[2])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        generator = random.Random(seed)
         if generator.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"]):
             kill_soon_after(generator.randrange(42), generator.uniform(0, 0.1))
-    settings = ["checkpoint.every_steps=5", "budget=60KiB", "cold_tier=file"]
-    settings.append(f"cold_path={run}.rows")
     with plain_warnings("killed_run"):
-        run_training(run, settings, resume=True)
+        run_training(run, settings_of(run), resume=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """One rank of the tests: runs functions of `ranks_cases.py` and the files beside it."""
 
 import io
+import os
 import traceback
 import warnings
 from datetime import timedelta
 
 import torch
 
+from tests.compiling import compile_once
+
 
 def serve(rank, world, store, connection, limit):
     torch.set_num_threads(1)
+    compile_once()
+    os.fsync = os.fstat  # as in the process of the tests: `no_waiting_for_the_disk`
     warnings.simplefilter("ignore")
     torch.distributed.init_process_group(
         "gloo",

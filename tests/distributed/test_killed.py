@@ -10,6 +10,8 @@ from ranks_shared import IS_STRESS
 
 pytest.importorskip("torchrec")
 
+from killed_run import settings_of  # imports TorchRec
+
 HERE = Path(__file__).parent
 SEEDS = range(20) if IS_STRESS else range(1)
 
@@ -32,9 +34,9 @@ def launch(run, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.serial
-def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
-    assert "warning" not in launch(tmp_path / "whole", "none")
+def test_a_killed_run_ends_as_an_uninterrupted_one(ranks, tmp_path):
+    whole = str(tmp_path / "whole")
+    ranks("trains_a_run", run=whole, settings=settings_of(whole))
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
 
     for seed in SEEDS:
@@ -42,6 +44,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
         messages = launch(run, seed)
         assert "exitcode: -9" in messages, messages
         assert "not synced" not in messages, messages
+        assert "warning" not in messages, messages
         assert (run / "model.safetensors").read_bytes() == expected, seed
         assert sorted(path.name for path in Path(f"{run}.rows").iterdir()) == [
             f"model.sparse_arch.embedding_bag_collection.collection.rank-{rank}-of-2"
