@@ -14,7 +14,7 @@ from ranks_cases import error_of
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
 from recsys.distributed.input_checks import InputChecks
-from recsys.errors import IdOutOfRange
+from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train.checkpoint import writer
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.trainer import train
@@ -46,6 +46,13 @@ def trains_a_run(rank, world, **arguments):
     found = run_training(**arguments)
     dist.barrier()  # the first rank has written the files
     return found
+
+
+def is_refused(rank, world, **arguments):
+    """What each rank says; an error that the test sees would end it."""
+    with pytest.raises(ConfigError) as refused:
+        run_training(**arguments)
+    return str(refused.value)
 
 
 def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
