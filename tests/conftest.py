@@ -24,6 +24,10 @@ from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.synthetic.parameters import calibrate
 from tests.compiling import compile_once
 
+# Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def _run_alone_but_compile_for_threads():
     """Kernels run on one thread; those of a test that wants more are compiled for its second run.
@@ -74,6 +78,16 @@ def _sample(folder, name="train.txt.gz"):
     if not path.is_file():
         pytest.skip(f"RECSYS_DATA has no {folder}/{name}")
     return path
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def triton_device(request):
+    """A device whose tensors Triton kernels can be launched with: a GPU; without one, the CPU."""
+    pytest.importorskip("triton")
+    has_gpu = torch.cuda.is_available()
+    if has_gpu != (request.param == "cuda"):
+        pytest.skip("kernels are compiled here" if has_gpu else "torch sees no CUDA device")
+    return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True, scope="module")

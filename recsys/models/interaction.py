@@ -3,7 +3,7 @@
 PyTorch multiplies many small matrices fast, but the indexing around the product is slow: in
 bfloat16, choosing the pairs of 2,048 samples takes three times as long as multiplying them. On the
 CPU, two kernels here copy numbers into and out of the product. They never compute, so the
-arithmetic is PyTorch's.
+arithmetic is PyTorch's. On CUDA, a Triton kernel does it all; see `triton_interaction`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from recsys._support.jit import num_parts, parallel_kernel
+from recsys._support.triton_support import has_triton
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["InteractionArch", "interact", "interact_reference"]
+
+# Device types that use Triton kernels. Tests add "cpu".
+_BY_TRITON = {"cuda"}
+# The most vectors that the Triton kernels multiply. Without TF32, products of float32 keep their
+# factors in registers; 64 vectors took more than 128 registers a thread.
+_MOST_VECTORS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 
 
 class InteractionArch(nn.Module):
@@ -85,6 +92,10 @@ def interact(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor, pair_of_entry
         dtype = torch.get_autocast_dtype(device_type)
     if torch.compiler.is_compiling():  # the compiler fuses the copies itself
         return interact_reference(dense.to(dtype), sparse.to(dtype), entry_of_pair)
+    if _has_triton_kernels(sparse, dtype):
+        from recsys.models.triton_interaction import TritonInteraction
+
+        return cast("Tensor", TritonInteraction.apply(dense.to(dtype), sparse))  # type: ignore[no-untyped-call]
     return cast(
         "Tensor",
         _InteractFunction.apply(dense.to(dtype), sparse, entry_of_pair, pair_of_entry),  # type: ignore[no-untyped-call]
@@ -172,6 +183,15 @@ class _InteractFunction(torch.autograd.Function):
         of_vectors = torch.bmm(symmetric.view(batch_size, num_vectors, num_vectors), vectors)
         of_sparse = of_vectors[:, 1:].to(ctx.sparse_dtype, memory_format=torch.contiguous_format)
         return gradient[:, :dim] + of_vectors[:, 0], of_sparse, None, None
+
+
+def _has_triton_kernels(sparse: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        sparse.device.type in _BY_TRITON
+        and type(sparse) in (Tensor, nn.Parameter)
+        and sparse.shape[1] < _MOST_VECTORS.get(dtype, 0)
+        and has_triton()
+    )
 
 
 def _has_kernels(tensor: Tensor) -> bool:

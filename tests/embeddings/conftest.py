@@ -1,7 +1,5 @@
 """What tests of embeddings share."""
 
-import os
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,10 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-
-# Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 OPTIMIZERS = [
     SGD(lr=0.5),
