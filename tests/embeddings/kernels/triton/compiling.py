@@ -42,6 +42,7 @@ class Compiled(NamedTuple):
         widest_load: Bits that the widest load from global memory reads at once, per thread.
         widest_store: The same of stores.
         num_fused: How many instructions multiply and add with one rounding.
+        key: Differs from that of every other kernel, dtype and block size.
     """
 
     launch: str
@@ -54,6 +55,7 @@ class Compiled(NamedTuple):
     widest_load: int
     widest_store: int
     num_fused: int
+    key: str
 
 
 class NoGpu:
@@ -123,6 +125,7 @@ def _measure(launch, capability, kernel):
         _widest(kernel.asm["ptx"], "ld"),
         _widest(kernel.asm["ptx"], "st"),
         len(re.findall(r"\b[DFH]FMA", dumped)),
+        kernel.hash,
     )
 
 

@@ -18,27 +18,37 @@ ALL_CASES = [
 
 def launches(is_all):
     for dtype, dim in ALL_CASES if is_all else CASES:
-        space = TorchRowSpace([torch.zeros(9, dim, dtype=dtype)] * 2)
-        lookups = Lookups(
-            tables=np.array([0, 1, 1], np.uint64),
-            positions=np.array([0, 1, 0], np.uint64),
-            columns=np.array([2 * dim, 0, dim], np.uint64),
-            width=3 * dim,
-        )
-        result = torch.zeros(8, 3 * dim, dtype=space.compute_dtype)
-        values, offsets = torch.zeros(16, dtype=torch.int64), torch.arange(17)
-        one_hot = TorchBags(values, None, None, 8, is_mean=False)
-        weighted = TorchBags(values, offsets, result[0, :1].expand(16), 8, is_mean=True, padding=3)
-        jagged = weighted._replace(weights=None, is_mean=False, padding=None)
-        how = ", 16 bytes" if dim * dtype.itemsize % 16 == 0 else ""
-        kinds = {
-            "one-hot": one_hot,
-            "jagged": jagged,
-            "weighted, unfused": weighted._replace(is_mean=False),
-            "weighted mean": weighted,
-        }
-        for name, bags in kinds.items():
-            call = (space, lookups, bags, result)
-            yield f"{name} {dtype}, D={dim}{how}", lambda call=call: pooled_lookup(*call)
-        call = (space, lookups, weighted, result, result[0, :1].repeat(16))
-        yield f"dots {dtype}, D={dim}", lambda call=call: row_gradient_dots(*call)
+        for name, launch in launches_of(dtype, dim, batch_size=8):
+            how = ", 16 bytes" if dim * dtype.itemsize % 16 == 0 and name != "dots" else ""
+            yield f"{name} {dtype}, D={dim}{how}", launch
+    for number, batch_size in enumerate((8, 1, 37)):
+        for name, launch in launches_of(torch.float32, 32, batch_size, shift=number % 2):
+            yield f"{name}, each mini-batch", launch
+
+
+def launches_of(dtype, dim, batch_size, shift=0):
+    """Calls with two features; ids, offsets and weights begin anywhere in memory."""
+    space = TorchRowSpace([torch.zeros(9, dim, dtype=dtype)] * 2)
+    lookups = Lookups(
+        tables=np.array([0, 1, 1], np.uint64),
+        positions=np.array([0, 1, 0], np.uint64),
+        columns=np.array([2 * dim, 0, dim], np.uint64),
+        width=3 * dim,
+    )
+    result = torch.zeros(batch_size, 3 * dim, dtype=space.compute_dtype)
+    size = 2 * batch_size
+    values, offsets = torch.zeros(size + shift).long()[shift:], torch.arange(size + 1 + shift)
+    weights = torch.zeros(size + shift, dtype=result.dtype)[shift:]
+    one_hot = TorchBags(values, None, None, batch_size, is_mean=False)
+    jagged = one_hot._replace(offsets=offsets[shift:])
+    weighted = jagged._replace(weights=weights)
+    kinds = {
+        "one-hot": one_hot,
+        "jagged": jagged,
+        "weighted, unfused": weighted,
+        "weighted mean": weighted._replace(is_mean=True, padding=3),
+    }
+    for name, bags in kinds.items():
+        yield name, lambda bags=bags: pooled_lookup(space, lookups, bags, result)
+    dots = space, lookups, kinds["weighted mean"], result, torch.zeros_like(weights)
+    yield "dots", lambda: row_gradient_dots(*dots)

@@ -68,3 +68,16 @@ def test_products_are_rounded_before_they_are_added(compiled):
 
     assert rounding
     assert not fused
+
+
+def test_another_mini_batch_compiles_nothing_anew(compiled):
+    """Launches that differ in their mini-batch alone have one name."""
+    keys = {}
+    for kernel in compiled:
+        if "each mini-batch" in kernel["launch"]:
+            name = kernel["launch"], kernel["kernel"], kernel["capability"]
+            keys.setdefault(name, []).append(kernel["key"])
+
+    assert keys
+    assert all(len(of_name) > 1 for of_name in keys.values())
+    assert all(len(set(of_name)) == 1 for of_name in keys.values())
