@@ -5,6 +5,10 @@ import tempfile
 import threading
 import tracemalloc
 import weakref
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -14,11 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.choice import HostCopies
 from recsys.embeddings.kernels.cpu.slots import DIRTY, PINNED, POPULAR, NoSuchRow
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
 from recsys.embeddings.tiers.cold.file_store import FileStore
 from recsys.embeddings.tiers.cold.host_store import HostStore
 from recsys.embeddings.tiers.residency import NotEnoughSlots, Residency
@@ -90,10 +96,88 @@ class OpeningQueue(TransferQueue):
         super().settle()
 
 
+class ReachedTables(NamedTuple):
+    """Tables that copies find by the number of a row; instead of `HostRows`, to be fast."""
+
+    tables: list
+    device: torch.device
+    sizes: tuple
+
+    def row(self, number):
+        for table, size in zip(self.tables, self.sizes, strict=True):
+            if number < size:
+                return table[number]
+            number -= size
+        raise AssertionError("no such row")
+
+    @staticmethod
+    def fetch(host, rows, slots, memory):
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            if row >= 0:
+                memory[slot] = host.row(row)
+
+    @staticmethod
+    def write(host, rows, slots, memory):
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            if row >= 0:
+                host.row(row).copy_(memory[slot].view_as(host.row(row)))
+
+
+class LateStream:
+    """A `TransferStream` that makes transfers as late as it may: once they are waited for."""
+
+    def __init__(self):
+        self.queued, self.num_done, self.is_open = [], 0, False
+
+    @contextmanager
+    def transfer(self):
+        self.is_open = True
+        yield
+        self.is_open = False
+
+    @property
+    def last(self):
+        number = len(self.queued)
+        return SimpleNamespace(number=number, query=lambda: self.num_done >= number)
+
+    def wait(self, done=None):
+        end = len(self.queued) if done is None else done.number
+        while self.num_done < end:
+            self.queued[self.num_done]()
+            self.num_done += 1
+
+
+class LateCopies(DeviceCopies):
+    """Copies of transfers are made when their stream makes them, all others at once."""
+
+    stream = None
+
+    def fetch(self, rows, slots):
+        self._later(super().fetch, rows, slots)
+
+    def write_back(self, rows, slots):
+        self._later(super().write_back, rows, slots)
+
+    def _later(self, copy, rows, slots):
+        if self.stream is not None and self.stream.is_open:
+            self.stream.queued.append(partial(copy, rows, slots))
+        else:
+            copy(rows, slots)
+
+
 class World:
     """Tables, their residency, and what each row should be."""
 
-    def __init__(self, num_slots, pinned=(), *, is_in_files=False, is_on_device=False):
+    def __init__(
+        self,
+        num_slots,
+        pinned=(),
+        *,
+        is_in_files=False,
+        is_on_device=False,
+        is_reached=False,
+        is_late=False,
+    ):
         self.tables = [torch.zeros(size, DIM) for size in SIZES]
         self.state = [torch.zeros(size) for size in SIZES]
         files = None
@@ -119,7 +203,13 @@ class World:
         hot.pin(np.array(pinned, np.int32))
         store = HostStore(lambda: spaces) if files is None else FileStore(files, lambda: spaces)
         self.store = FaultyStore(store)
-        self.residency = Residency(hot, self.store)
+        copies = None
+        if is_reached:
+            kernels = HostCopies(ReachedTables, ReachedTables.fetch, ReachedTables.write)
+            copies = LateCopies([hot.rows, *hot.states], SIZES, lambda: spaces, kernels)
+            if is_late:
+                copies.stream = hot._stream = LateStream()
+        self.residency = Residency(hot, self.store, copies)
         self.residency.queue = OpeningQueue(self.store.gate)
 
     def write(self, table, row, value):
@@ -203,11 +293,17 @@ class ResidencyMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 24),
         pinned=st.lists(st.integers(0, 20), unique=True, max_size=6),
         is_in_files=st.booleans(),
-        is_on_device=st.booleans(),
+        how=st.sampled_from(["host", "device", "reached", "reached late"]),
     )
-    def build(self, num_slots, pinned, is_in_files, is_on_device):
+    def build(self, num_slots, pinned, is_in_files, how):
+        is_reached = "reached" in how
         self.world = World(
-            num_slots, pinned[:num_slots], is_in_files=is_in_files, is_on_device=is_on_device
+            num_slots,
+            pinned[:num_slots],
+            is_in_files=is_in_files and not is_reached,
+            is_on_device=how != "host",
+            is_reached=is_reached,
+            is_late="late" in how,
         )
         self.tickets = []
         self.rows_of = {}  # by what has the slots, which several tickets may share

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recsys.embeddings import HotColdEmbeddingBag
+from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.tiers.cold.staging import TransferStream
 
@@ -142,22 +143,25 @@ class Recorded:
     The CPU stands in for the device, and does at once what a stream would do later.
     """
 
-    def __init__(self, cuda, device):
+    def __init__(self, cuda, device, *, is_reached=False):
         self.bag = HotColdEmbeddingBag(
             NUM_ROWS, 4, mode="sum", device=device, optimizer=SGD(lr=0.5), budget=4 * 300 + 12 * 24
         )
         [tiers] = self.bag.tiers()
         self.cuda, self.copies, self.hot = cuda, {}, tiers.hot
         self.hot._stream = TransferStream([FakeMemory()])
+        copying = tiers.residency._copies if is_reached else self.hot
+        assert copying is not None
         for name in ("fetch", "write_back"):
-            setattr(self.hot, name, self._recorded(name, getattr(self.hot, name)))
+            setattr(copying, name, self._recorded(name, getattr(copying, name)))
 
     def _recorded(self, name, copy):
-        def recorded(cold, rows, slots):
-            for row in rows.tolist():
-                stream, times = self.cuda.current_stream(), len(self.copies)
-                self.copies[name, row, times] = stream, stream.work((name, row, times))
-            copy(cold, rows, slots)
+        def recorded(*arguments):
+            for row in arguments[-2].tolist():
+                if row >= 0:
+                    stream, times = self.cuda.current_stream(), len(self.copies)
+                    self.copies[name, row, times] = stream, stream.work((name, row, times))
+            copy(*arguments)
 
         return recorded
 
@@ -172,12 +176,23 @@ class Recorded:
         return [key for key in self.copies if key[:2] == (what, row)]
 
 
+@pytest.fixture(params=[False, True], ids=["staged", "reached"])
+def is_reached(request, monkeypatch):
+    """Whether the device copies rows of the host by itself; the CPU stands in for it."""
+    if request.param:
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("kernels are compiled here")
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "_BY_TRITON", {"cuda", "cpu"} if request.param else set())
+    return request.param
+
+
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_step_comes_after_the_transfers_of_its_rows_and_these_after_the_step_before(
-    cuda, monkeypatch, is_ahead
+    cuda, is_reached, is_ahead
 ):
-    monkeypatch.setattr("recsys.embeddings.kernels.choice._BY_TORCH", {"cuda", "cpu"})
-    run = Recorded(cuda, torch.device("cpu"))
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
     batches = [torch.arange(6).view(1, 6) + 6 * step for step in range(8)]
 
     for step, ids in enumerate(batches):
@@ -194,12 +209,24 @@ def test_a_step_comes_after_the_transfers_of_its_rows_and_these_after_the_step_b
     assert all(key[1] // 6 in run.copies[key][1] for key in written)
 
 
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_a_step_does_not_come_after_transfers_for_later_steps(cuda, is_reached):
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
+    ids = torch.arange(4).view(1, 4)
+    claims = [run.bag.prefetch(each) for each in (ids, ids + 4)]
+
+    before = run.compute("step", ids)
+
+    assert all(set(run.of_row("fetch", row)) <= before for row in range(4))
+    assert not any(set(run.of_row("fetch", row)) & before for row in range(4, 8))
+    assert claims[1].is_held
+
+
 @pytest.mark.parametrize("what", ["flush", "lookup"])
 def test_a_flush_and_a_lookup_without_a_ticket_come_after_rows_fetched_ahead(
-    cuda, monkeypatch, what
+    cuda, is_reached, what
 ):
-    monkeypatch.setattr("recsys.embeddings.kernels.choice._BY_TORCH", {"cuda", "cpu"})
-    run = Recorded(cuda, torch.device("cpu"))
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
     ids = torch.arange(6).view(1, 6)
     run.compute("step", ids)
     claim = run.bag.prefetch(ids + 6)

@@ -5,7 +5,7 @@ Only `kernels.choice` imports these modules, and only for tables on CUDA: a CPU 
 triton.
 
     pooled_lookup   sums the rows of every bag; computes the gradient of per-sample weights
-    transfers       copies rows between slots and pinned host memory, by lists on the device
+    transfers       copies rows between slots and page-locked host memory, by lists on the device
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.
 Sizes that follow from a model are `tl.constexpr`; those that change with a mini-batch are not, so

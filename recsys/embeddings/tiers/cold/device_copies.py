@@ -111,9 +111,20 @@ class DeviceCopies:
     def _copy(self, copy: Callable[..., None], rows: Any, slots: Any) -> None:
         if not len(rows):
             return
-        rows_M, slots_M = self._listed(rows), self._listed(slots)
+        if self._device.type != "cuda":
+            self._launch(copy, self._listed(rows), self._listed(slots))
+            return
+        with torch.cuda.device(self._device):  # Triton launches kernels on the current device
+            rows_M, slots_M = self._listed(rows), self._listed(slots)
+            stream = torch.cuda.current_stream(self._device)
+            # Their memory belongs to other streams, which must not use it again before this one.
+            for host in self._hosts:
+                for tensor in (host.addresses, host.first_rows, rows_M, slots_M):
+                    tensor.record_stream(stream)
+            self._launch(copy, rows_M, slots_M)
+
+    def _launch(self, copy: Callable[..., None], rows_M: Tensor, slots_M: Tensor) -> None:
         for host, memory in zip(self._hosts, self._memories, strict=True):
-            self._use(host.addresses, host.first_rows, rows_M, slots_M)
             copy(host, rows_M, slots_M, memory)
 
     def _listed(self, numbers: Any) -> Tensor:
@@ -121,10 +132,3 @@ class DeviceCopies:
         if isinstance(numbers, torch.Tensor):
             return numbers
         return upload(numbers.astype(np.int64), self._device)
-
-    def _use(self, *tensors: Tensor) -> None:
-        """Keep memory of other streams from being given away before the current one has used it."""
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            for tensor in tensors:
-                tensor.record_stream(stream)
