@@ -28,6 +28,10 @@ from tests.compiling import compile_once
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def _run_alone_but_compile_for_threads():
     """Kernels run on one thread; those of a test that wants more are compiled for its second run.

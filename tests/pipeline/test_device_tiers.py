@@ -1,0 +1,56 @@
+"""Schedules on a device that copies rows of the host by itself; the CPU stands in for it."""
+
+import pytest
+import torch
+
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.errors import errors_on
+from recsys.embeddings.kernels.torch.slots import TorchSlotMap
+from recsys.embeddings.optimizer import Adagrad
+from recsys.pipeline import Hotline, LookAhead, TrainPipeline
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "_BY_TRITON", {"cuda", "cpu"})
+    yield
+    errors_on(torch.device("cpu")).forget()
+
+
+@pytest.mark.parametrize("num_more", [100, 0], ids=["roomy", "tight"])
+@pytest.mark.parametrize("schedule", [LookAhead(2), Hotline(learning_steps=0)], ids=str)
+@pytest.mark.filterwarnings("ignore:schedule=LookAhead")
+def test_a_schedule_trains_as_the_resident_module(small, monkeypatch, schedule, num_more):
+    waited, claim = [], TorchSlotMap.claim
+    monkeypatch.setattr(
+        TorchSlotMap, "claim", lambda *arguments: waited.append(1) or claim(*arguments)
+    )
+    optimizer = Adagrad(lr=0.1)
+    tables = small.make_tables([200, 150], [4, 4])
+    batches = [small.make_batch(tables, seed, share=0.2) for seed in range(12)]
+    budget = small.budget_for(tables, optimizer, batches, num_more)
+    models = [small.Model(tables, optimizer), small.Model(tables, optimizer, budget=budget)]
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+    expected = small.run_plain(models[0], dense[0], batches)
+
+    pipeline = TrainPipeline(models[1], dense[1], schedule=schedule)
+    losses = small.run(pipeline, iter(batches))
+
+    [tiers] = models[1].embeddings.tiers()
+    assert tiers.residency._copies is not None
+    assert not (waited and num_more)
+    assert small.num_claimed(models[1]) == 0
+    if isinstance(schedule, LookAhead):
+        assert waited or num_more
+        assert losses == expected
+        small.require_equal(*models)
+        return
+    assert pipeline.popular_split.num_split > 0
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=1e-4, atol=1e-5)
