@@ -7,6 +7,7 @@ modules may share a tensor. So each run of pages is registered once in a process
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from contextlib import suppress
@@ -36,7 +37,7 @@ class PageLocks:
     Until then it also keeps the tensors: memory must not be freed while it is registered.
 
     Args:
-        tensors: Contiguous tensors on the CPU.
+        tensors: Contiguous tensors on the CPU. Those that torch has pinned are left as they are.
         device: The CUDA device that uses the memory. `release` waits for it.
 
     Raises:
@@ -47,18 +48,25 @@ class PageLocks:
         kept = [tensor for tensor in tensors if tensor.nbytes]
         runs: list[tuple[int, int]] = []
         try:
-            for begin, end in _page_runs(kept):
+            for begin, end in _page_runs([each for each in kept if not _is_pinned(each)]):
                 _lock(begin, end, runs, device)
         except BaseException:
             _unlock(runs)
             raise
         # `kept` is an argument, so that the memory outlives its registration.
-        self._finalizer = weakref.finalize(self, _release, runs, kept, device)
+        self._finalizer = weakref.finalize(self, _release, runs, kept, device, os.getpid())
         self._finalizer.atexit = False  # the driver frees what a process leaves
 
     def release(self) -> None:
         """Unlock the memory, unless others need it; a second call does nothing."""
         self._finalizer()
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    """Whether others have page-locked a tensor, not this module."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    is_own = any(run[0] < end and begin < run[1] for run in list(_USERS))
+    return not is_own and tensor.is_pinned()
 
 
 def _page_runs(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -99,8 +107,10 @@ def _unlock(runs: Iterable[tuple[int, int]]) -> None:
                 torch.cuda.cudart().cudaHostUnregister(run[0])  # type: ignore[no-untyped-call]
 
 
-def _release(runs: Sequence[tuple[int, int]], kept: list[Tensor], device: torch.device) -> None:
-    if runs:
+def _release(
+    runs: Sequence[tuple[int, int]], kept: list[Tensor], device: torch.device, process: int
+) -> None:
+    if runs and process == os.getpid():  # a fork has no CUDA
         torch.cuda.synchronize(device)  # kernels may still use the memory
         _unlock(runs)
     kept.clear()

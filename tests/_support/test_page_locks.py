@@ -110,6 +110,17 @@ def test_what_cannot_be_locked_leaves_nothing_locked_and_says_why(cudart):
     assert not cudart.runs
 
 
+def test_memory_that_torch_has_pinned_is_not_locked_again(cudart, monkeypatch):
+    pinned, other = memory(2), memory(2)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor is pinned)
+
+    locks = PageLocks([pinned, other], DEVICE)
+
+    assert cudart.holds(other)
+    assert not cudart.holds(pinned)
+    locks.release()
+
+
 @pytest.mark.gpu
 def test_a_device_reads_and_writes_memory_that_is_locked():
     if not torch.cuda.is_available():

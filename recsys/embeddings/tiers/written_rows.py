@@ -43,8 +43,7 @@ class WrittenRows:
         if rows.is_cuda:
             copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             copied.copy_(rows, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event = torch.cuda.current_stream(rows.device).record_event()
             self._coming.append(_Coming(copied, event, record))
         else:
             self._coming.append(_Coming(rows.clone(), None, record))

@@ -64,6 +64,12 @@ class FaultyStore:
     def write_back(self, hot, rows, slots):
         self._move("write_back", hot, rows, slots)
 
+    def copy(self, name, copy, *arguments):
+        """In place of a kernel, which the device runs on rows and slots."""
+        if self.faults[name] > 0:
+            raise OSError(f"{name} failed")
+        copy(*arguments)
+
     def _move(self, name, hot, rows, slots):
         self.gate.wait()
         self.num_moves += 1
@@ -205,7 +211,11 @@ class World:
         self.store = FaultyStore(store)
         copies = None
         if is_reached:
-            kernels = HostCopies(ReachedTables, ReachedTables.fetch, ReachedTables.write)
+            kernels = HostCopies(
+                ReachedTables,
+                partial(self.store.copy, "fetch", ReachedTables.fetch),
+                partial(self.store.copy, "write_back", ReachedTables.write),
+            )
             copies = LateCopies([hot.rows, *hot.states], SIZES, lambda: spaces, kernels)
             if is_late:
                 copies.stream = hot._stream = LateStream()
@@ -433,13 +443,11 @@ LATER_USES = {
 }
 
 
-@pytest.mark.parametrize("is_on_device", [False, True])
+@pytest.mark.parametrize("how", ["host", "device", "reached"])
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("what", ["fetch", "write_back"])
-def test_after_a_failed_transfer_every_use_raises_the_named_error(
-    what, in_background, is_on_device
-):
-    world = World(num_slots=2, is_on_device=is_on_device)
+def test_after_a_failed_transfer_every_use_raises_the_named_error(what, in_background, how):
+    world = World(num_slots=2, is_on_device=how != "host", is_reached=how == "reached")
     updated(world, [(0, 0), (0, 1)])
     world.store.faults[what] = 1
 

@@ -9,6 +9,7 @@ Letters: as in `slots`.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,12 +55,11 @@ def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
         lookups: As for `queue_claim`.
         bags: The input.
     """
-    tables: list[int] = lookups.tables.tolist()
     sizes = slot_map.numbers.sizes
     if bags.offsets is None:
-        counts = {table: tables.count(table) * bags.batch_size for table in set(tables)}
-        return sum(min(count, sizes[table]) for table, count in counts.items())
-    return min(len(bags.values), sum(sizes[table] for table in set(tables)))
+        counts = Counter(lookups.tables.tolist())
+        return sum(min(count * bags.batch_size, sizes[table]) for table, count in counts.items())
+    return min(len(bags.values), sum(sizes[table] for table in lookups.distinct_tables))
 
 
 def queue_claim(

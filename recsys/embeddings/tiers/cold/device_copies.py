@@ -118,9 +118,9 @@ class DeviceCopies:
             rows_M, slots_M = self._listed(rows), self._listed(slots)
             stream = torch.cuda.current_stream(self._device)
             # Their memory belongs to other streams, which must not use it again before this one.
-            for host in self._hosts:
-                for tensor in (host.addresses, host.first_rows, rows_M, slots_M):
-                    tensor.record_stream(stream)
+            places = [each for host in self._hosts for each in (host.addresses, host.first_rows)]
+            for tensor in (rows_M, slots_M, *places):
+                tensor.record_stream(stream)
             self._launch(copy, rows_M, slots_M)
 
     def _launch(self, copy: Callable[..., None], rows_M: Tensor, slots_M: Tensor) -> None:
