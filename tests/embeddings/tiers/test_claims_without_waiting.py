@@ -4,7 +4,8 @@ The CPU stands in for a device. It interprets the kernels that copy rows.
 """
 
 import itertools
-from types import SimpleNamespace
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,13 +38,21 @@ def _reaches_the_host(monkeypatch, device):
 
 
 @pytest.fixture
-def never_waits(monkeypatch):
-    """Claims that wait fail."""
+def never_waits(monkeypatch, no_round_trips):
+    """A context in which neither a claim nor another operation may wait for a device."""
 
     def refuse(*arguments):
-        raise AssertionError("a claim waits")
+        raise AssertionError("this waits for the device")
 
-    monkeypatch.setattr(TorchSlotMap, "claim", refuse)
+    @contextmanager
+    def context():
+        with monkeypatch.context() as patch, no_round_trips:
+            patch.setattr(TorchSlotMap, "claim", refuse)
+            for name in ("cpu", "tolist"):
+                patch.setattr(torch.Tensor, name, refuse)
+            yield
+
+    return context()
 
 
 def make_module(device, budget=BUDGET, optimizer=None):
@@ -82,20 +91,24 @@ def train(module, batches, *, is_ahead=True):
         claim.cancel()
 
 
-@pytest.mark.parametrize("longest", [None, 2], ids=["one-hot", "jagged"])
-@pytest.mark.parametrize("is_ahead", [True, False])
-@pytest.mark.usefixtures("never_waits")
-def test_steps_do_nothing_that_would_wait_for_a_device(device, no_round_trips, longest, is_ahead):
+@pytest.mark.parametrize(
+    ("longest", "is_ahead", "is_frozen"),
+    [(None, True, False), (None, False, False), (2, True, False), (2, False, True)],
+)
+def test_steps_do_nothing_that_would_wait_for_a_device(
+    device, never_waits, longest, is_ahead, is_frozen
+):
     modules = [make_module(device, None), make_module(device)]
     modules[1].load_state_dict(modules[0].state_dict())
     batches = make_batches(12, device, longest)
-    for module in modules:  # makes state, and compiles kernels
-        train(module, batches[:3], is_ahead=False)
+    for module in modules:
+        module.table_weights()[1].requires_grad_(not is_frozen)
+        train(module, batches[:3], is_ahead=False)  # makes state, and compiles kernels
 
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        with no_round_trips:
+        with never_waits:
             train(modules[1], batches, is_ahead=is_ahead)
     finally:
         if device.type == "cuda":
@@ -290,12 +303,22 @@ def test_memory_that_cannot_be_locked_is_copied_through_staging(device, monkeypa
         assert torch.equal(found, expected.cpu())
 
 
+def test_without_triton_rows_pass_through_staging(device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "recsys.embeddings.kernels.triton", None)
+    module = make_module(device)
+
+    train(module, make_batches(4, device))
+
+    assert all(each.residency._copies is None for each in module.tiers())
+    assert all(each.residency.counts.num_fetched > 0 for each in module.tiers())
+
+
 def test_state_is_locked_when_an_update_makes_it(device, monkeypatch):
-    locked = []
+    locked, make_locks = [], device_copies.PageLocks
 
     def lock(tensors, device):
         locked.append([tuple(tensor.shape) for tensor in tensors])
-        return SimpleNamespace(release=lambda: None)
+        return make_locks(tensors if device.type == "cuda" else [], device)
 
     monkeypatch.setattr(device_copies, "_NEED_LOCKS", {"cuda", "cpu"})
     monkeypatch.setattr(device_copies, "PageLocks", lock)
