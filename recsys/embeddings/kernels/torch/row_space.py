@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,22 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.torch.bags import Layer
     from recsys.embeddings.rows.lookups import Lookups
 
-__all__ = ["RowNumbers", "TorchRowSpace", "TorchRows", "upload"]
+__all__ = ["RowNumbers", "TableStarts", "TorchRowSpace", "TorchRows", "upload"]
+
+
+class TableStarts(NamedTuple):
+    """The tables that have rows, in the order of their rows.
+
+    Attributes:
+        first_rows: Number of each table's first row, ascending.
+        tables: The number of each table.
+        row_of_slot: If rows are in slots: the row in each slot, (S,) int32; then `first_rows` are
+            of these.
+    """
+
+    first_rows: Tensor
+    tables: Tensor
+    row_of_slot: Tensor | None
 
 
 class RowNumbers:
@@ -68,7 +83,7 @@ class RowNumbers:
         self.errors = errors_on(device)
         self.layers: dict[tuple[Lookups, int], tuple[Layer, list[Layer]]] = {}
         self.placed: dict[Lookups, Any] = {}
-        self._starts: tuple[Tensor, Tensor] | None = None
+        self._starts: TableStarts | None = None
         self._firsts: Tensor | None = None
 
     def numbers_of(self, sequence: Sequence[int]) -> Tensor:
@@ -77,12 +92,7 @@ class RowNumbers:
 
     def table_of(self, rows: Tensor) -> Tensor:
         """The table of each row, (U,) int64."""
-        if self._starts is None:
-            held = [number for number, size in enumerate(self.sizes) if size]
-            held.sort(key=self.first_rows.__getitem__)
-            starts = [self.first_rows[number] for number in held]
-            self._starts = self.numbers_of(starts), self.numbers_of(held)
-        starts_T, tables_T = self._starts
+        starts_T, tables_T, _ = self.starts
         return tables_T[torch.searchsorted(starts_T, rows, right=True) - 1]
 
     def ids_of(self, rows: Tensor) -> Tensor:
@@ -90,6 +100,16 @@ class RowNumbers:
         if self._firsts is None:
             self._firsts = self.numbers_of(self.first_rows)
         return rows - self._firsts[self.table_of(rows)]
+
+    @property
+    def starts(self) -> TableStarts:
+        """Where the tables begin."""
+        if self._starts is None:
+            held = [number for number, size in enumerate(self.sizes) if size]
+            held.sort(key=self.first_rows.__getitem__)
+            starts = [self.first_rows[number] for number in held]
+            self._starts = TableStarts(self.numbers_of(starts), self.numbers_of(held), None)
+        return self._starts
 
 
 class TorchRows(RowNumbers, ABC):
@@ -120,6 +140,10 @@ class TorchRows(RowNumbers, ABC):
             other: A space of the same class, over the same tables.
             tables: The tables that the rows belong to; both spaces have rows of them.
         """
+
+    @abstractmethod
+    def shifts(self, other: Any, tables: Sequence[int]) -> Tensor | None:
+        """What `translate` adds to the rows of each table, (T,) int64; None for nothing."""
 
 
 class TorchRowSpace(TorchRows, AbstractRowSpace):
@@ -160,15 +184,19 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
 
     def translate(self, rows: Tensor, other: TorchRowSpace, tables: Sequence[int]) -> Tensor:
         """See `TorchRows`."""
+        shifts_T = self.shifts(other, tables)
+        return rows if shifts_T is None else rows + shifts_T[other.table_of(rows)]
+
+    def shifts(self, other: TorchRowSpace, tables: Sequence[int]) -> Tensor | None:
+        """See `TorchRows`."""
         shifts = [0] * len(self.first_rows)
         for table in tables:
             shifts[table] = self.first_rows[table] - other.first_rows[table]
         if not any(shifts):
-            return rows
+            return None
         if self._shifts[0] != shifts:
             self._shifts = shifts, self.numbers_of(shifts)
-        assert self._shifts[1] is not None
-        return rows + self._shifts[1][other.table_of(rows)]
+        return self._shifts[1]
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:

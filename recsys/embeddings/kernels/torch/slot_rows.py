@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys.embeddings.kernels.cpu.slots import NOWHERE
-from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRows
+from recsys.embeddings.kernels.torch.row_space import RowNumbers, TableStarts, TorchRows
 from recsys.embeddings.kernels.torch.slots import slots_of
 
 if TYPE_CHECKING:
@@ -72,6 +72,15 @@ class SlotRows(TorchRows):
     def translate(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
         """See `TorchRows`; a row's state has the row's slot."""
         return rows
+
+    def shifts(self, other: Any, tables: Sequence[int]) -> Tensor | None:
+        """See `TorchRows`; nothing, for the same reason."""
+        return None
+
+    @property
+    def starts(self) -> TableStarts:
+        """Where the tables begin among the rows in the slots."""
+        return self._numbers.starts._replace(row_of_slot=self._slots.row_of_slot)
 
 
 class TieredRows(RowNumbers):

@@ -5,6 +5,9 @@ Only `kernels.choice` imports these modules, and only for tables on CUDA: a CPU 
 triton.
 
     pooled_lookup   sums the rows of every bag; computes the gradient of per-sample weights
+    row_runs        sorts lookups by row
+    row_sums        sums the gradients of each row
+    row_update      updates each row once, by its sum
     transfers       copies rows between slots and page-locked host memory, by lists on the device
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.

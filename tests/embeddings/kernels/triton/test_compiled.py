@@ -53,8 +53,12 @@ def test_kernels_leave_room_for_others_on_a_multiprocessor(compiled):
 
 
 def test_rows_are_moved_sixteen_bytes_at_a_time(compiled):
-    """Launches that count on it say so in their name."""
-    wide = [kernel for kernel in compiled if "16 bytes" in kernel["launch"]]
+    """Launches that count on it say so in their name; after "by", they name which kernels do."""
+    wide = []
+    for kernel in compiled:
+        _, is_wide, kernels = kernel["launch"].partition("16 bytes")
+        if is_wide and (not kernels or kernel["kernel"] in kernels):
+            wide.append(kernel)
     narrow = [kernel for kernel in wide if min(kernel["widest_load"], kernel["widest_store"]) < 128]
 
     assert wide

@@ -1,0 +1,275 @@
+"""Sums the gradients of each row, in an order that depends on the row's lookups alone.
+
+Each chunk of a run is summed in lookup order, then the chunks of a run that has several. Sums have
+places that follow from places among the sorted lookups, so that no list of runs is needed:
+
+    run of one lookup         none; its sum is its gradient
+    run of two or more        p // 2, if it begins at p
+    later chunk of a run      N // 2 + p // CHUNK, if it begins at p; the next run begins after p
+    total of several chunks   p // 2 + 1, if the run begins at p; no other run begins so near
+
+Letters: N lookups of a ledger, D dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
+from recsys.embeddings.kernels.triton.row_runs import CHUNK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.row_space import TorchRows
+    from recsys.embeddings.kernels.triton.row_runs import Runs
+
+__all__ = ["block_rows", "gradients_at", "num_programs", "sum_runs"]
+
+_NUM_WARPS = 4
+_TILE_BYTES = 4096  # of the rows that a program sums at once: 8 float32 per thread
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_UNROLLED = 4  # lookups of each chunk that are requested at once
+_BAD = BAD_GRADIENT << KIND_BITS  # recorded without a position, as by the torch kernel
+
+
+def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
+    """Sum the gradients of each run, and record an error if a sum is not finite.
+
+    Args:
+        space: The tables.
+        runs: The lookups.
+
+    Returns:
+        Sums in places that the module describes, (N / 2 + N / CHUNK + 1, D); other places are
+        undefined.
+    """
+    num_lookups, dim, device = len(runs.rows), space.dim, space.device
+    num_places = num_lookups // 2 + triton.cdiv(num_lookups, CHUNK) + 1
+    sums = torch.empty(num_places, dim, dtype=space.compute_dtype, device=device)
+    rows_at_once, first_error = block_rows(dim, space.compute_dtype), space.errors.first
+    _sum_kernel[(min(triton.cdiv(num_lookups, rows_at_once), num_programs(device)),)](
+        runs.gradient,
+        runs.order,
+        runs.sources,
+        runs.scales,
+        runs.first_columns,
+        runs.rows,
+        runs.chunks,
+        runs.counts,
+        sums,
+        first_error,
+        num_lookups,
+        runs.batch_size,
+        runs.gradient.stride(0),
+        space.num_rows,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_ROWS=rows_at_once,
+        CHUNK_SIZE=CHUNK,
+        UNROLLED=_UNROLLED,
+        VECTOR=runs.vector,
+        BAD=_BAD,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    if num_lookups > CHUNK:
+        lanes = 4 * rows_at_once
+        _join_kernel[(min(num_lookups // CHUNK, num_programs(device)),)](
+            runs.long_runs,
+            runs.counts,
+            runs.rows,
+            sums,
+            first_error,
+            num_lookups,
+            DIM=dim,
+            BLOCK_DIM=triton.next_power_of_2(dim),
+            LANES=lanes,
+            LEVELS=lanes.bit_length() - 1,
+            CHUNK_SIZE=CHUNK,
+            BAD=_BAD,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return sums
+
+
+def block_rows(dim: int, dtype: torch.dtype) -> int:
+    """How many rows a program sums or updates at once."""
+    row_bytes: int = triton.next_power_of_2(dim) * dtype.itemsize
+    return max(1, min(128, _TILE_BYTES // row_bytes))
+
+
+def num_programs(device: torch.device) -> int:
+    """How many programs share work whose extent only the device knows."""
+    if device.type != "cuda":
+        return 3  # interpreted, one after the other
+    properties = torch.cuda.get_device_properties(device)
+    num_multiprocessors: int = properties.multi_processor_count
+    return num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+
+
+@triton.jit
+def gradients_at(
+    gradient,
+    order_N,
+    sources_N,
+    scales_N,
+    first_columns,
+    places,
+    is_lookup,
+    batch_size,
+    stride,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The scaled gradients of the lookups at some places in the order of rows; else zeros."""
+    lookups = tl.load(order_N + places, is_lookup, 0)
+    if sources_N is not None:
+        begins = tl.load(sources_N + lookups, is_lookup, 0)
+    else:
+        numbers = lookups.to(tl.int32)
+        features = numbers // batch_size
+        begins = (numbers - features * batch_size).to(tl.int64) * stride
+        if first_columns is not None:
+            begins += tl.load(first_columns + features * DIM, is_lookup, 0)
+        else:
+            begins += features * DIM
+    begins = tl.multiple_of(begins, [VECTOR])
+    columns = tl.arange(0, BLOCK_DIM)
+    is_number = is_lookup[:, None] & (columns < DIM)[None, :]
+    result = tl.load(gradient + (begins[:, None] + columns[None, :]), is_number, 0)
+    if scales_N is not None:
+        result *= tl.load(scales_N + lookups, is_lookup, 0)[:, None]
+    return result
+
+
+@triton.jit(do_not_specialize=["num_lookups", "batch_size", "stride"])
+def _sum_kernel(
+    gradient,
+    order_N,
+    sources_N,
+    scales_N,
+    first_columns,
+    rows_N,
+    chunks,
+    counts,
+    sums,
+    first_error,
+    num_lookups,
+    batch_size,
+    stride,
+    num_rows,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BAD: tl.constexpr,
+):
+    """Sum BLOCK_ROWS chunks at a time; store the sums of those of several lookups."""
+    num_chunks = tl.load(counts)
+    columns = tl.arange(0, BLOCK_DIM)
+    is_bad = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.int1)
+    tile = tl.program_id(0)  # no `range`: the interpreter cannot make one of numbers on a device
+    while tile * BLOCK_ROWS < num_chunks:
+        numbers = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        is_chunk = numbers < num_chunks
+        begins = tl.load(chunks + numbers, is_chunk, 0)
+        ends = tl.load(chunks + num_lookups + numbers, is_chunk, 0)
+        rows = tl.load(rows_N + begins)
+        lengths = tl.where(rows < num_rows, ends - begins, 0)
+        is_first = tl.load(rows_N + begins - 1, begins > 0, -1) != rows
+        summed = tl.zeros([BLOCK_ROWS, BLOCK_DIM], sums.dtype.element_ty)
+        longest = tl.max(lengths, 0)
+        number = longest * 0
+        while number < longest:
+            for ahead in tl.static_range(UNROLLED):
+                summed += gradients_at(
+                    gradient,
+                    order_N,
+                    sources_N,
+                    scales_N,
+                    first_columns,
+                    begins + (number + ahead),
+                    number + ahead < lengths,
+                    batch_size,
+                    stride,
+                    DIM,
+                    BLOCK_DIM,
+                    VECTOR,
+                )
+            number += UNROLLED
+        is_bad |= _not_finite(summed)
+        at = tl.where(is_first, begins // 2, num_lookups // 2 + begins // CHUNK_SIZE)
+        is_stored = (lengths > 0) & ((lengths > 1) | (is_first == 0))
+        is_number = is_stored[:, None] & (columns < DIM)[None, :]
+        tl.store(sums + (at.to(tl.int64)[:, None] * DIM + columns[None, :]), summed, is_number)
+        tile += tl.num_programs(0)
+    _record(first_error, is_bad, BAD)
+
+
+@triton.jit(do_not_specialize=["num_lookups"])
+def _join_kernel(
+    long_runs,
+    counts,
+    rows_N,
+    sums,
+    first_error,
+    num_lookups,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    BAD: tl.constexpr,
+):
+    """Sum the chunks of a run: every LANES-th one in order, then these sums in pairs.
+
+    The sum is stored at a place that no program reads: of several threads that read the same
+    number, one might be later than the store of another.
+    """
+    num_runs = tl.load(counts + 1)
+    columns = tl.arange(0, BLOCK_DIM)
+    is_bad = tl.zeros([1, BLOCK_DIM], tl.int1)
+    number = tl.program_id(0)
+    while number < num_runs:
+        begin = tl.load(long_runs + number)
+        row = tl.load(rows_N + begin)
+        summed = tl.zeros([LANES, BLOCK_DIM], sums.dtype.element_ty)
+        first = begin
+        while tl.load(rows_N + first, first < num_lookups, -1) == row:
+            begins = first + tl.arange(0, LANES) * CHUNK_SIZE
+            is_chunk = tl.load(rows_N + begins, begins < num_lookups, -1) == row
+            at = tl.where(begins == begin, begin // 2, num_lookups // 2 + begins // CHUNK_SIZE)
+            is_number = is_chunk[:, None] & (columns < DIM)[None, :]
+            of_chunks = sums + (at.to(tl.int64)[:, None] * DIM + columns[None, :])
+            summed += tl.load(of_chunks, is_number, 0)
+            first += LANES * CHUNK_SIZE
+        for _ in tl.static_range(LEVELS):
+            # Pairs of two: no layout of threads can change the order.
+            summed = tl.sum(tl.reshape(summed, [2, summed.shape[0] // 2, BLOCK_DIM]), 0)
+        is_bad |= _not_finite(summed)
+        at = (begin // 2 + 1).to(tl.int64)
+        tl.store(sums + (at * DIM + columns[None, :]), summed, (columns < DIM)[None, :])
+        number += tl.num_programs(0)
+    _record(first_error, is_bad, BAD)
+
+
+@triton.jit
+def _not_finite(numbers):
+    """Where numbers are nan or inf."""
+    return (tl.abs(numbers) < float("inf")) == 0
+
+
+@triton.jit
+def _record(first_error, is_bad, BAD: tl.constexpr):
+    """Record an error of a kernel if any entry of a matrix says so."""
+    is_any = tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0
+    tl.atomic_min(first_error, BAD, is_any)

@@ -1,0 +1,42 @@
+"""Calls for `compiling.py`."""
+
+import numpy as np
+import torch
+
+from recsys.embeddings.kernels.torch.bags import TorchBags
+from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.triton.row_runs import find_runs
+from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.lookups import Lookups
+from recsys.embeddings.rows.row_space import compute_dtype
+
+NUM_TABLES, BATCH_SIZE = 26, 16
+
+
+def tables(dtype, dim):
+    return TorchRowSpace([torch.zeros(16, dim, dtype=dtype) for _ in range(NUM_TABLES)])
+
+
+def entry(dtype, dim, *, is_one_hot):
+    """One-hot bags, or bags of any length, weighted and averaged, with padding."""
+    computed, numbers = compute_dtype(dtype), np.arange(NUM_TABLES, dtype=np.uint64)
+    lookups = Lookups(
+        tables=numbers, positions=numbers, columns=numbers * np.uint64(dim), width=NUM_TABLES * dim
+    )
+    num_bags = NUM_TABLES * BATCH_SIZE
+    bags = TorchBags.from_tensors(
+        torch.zeros(num_bags, dtype=torch.int64),
+        torch.arange(num_bags + 1),
+        None if is_one_hot else torch.ones(num_bags, dtype=computed),
+        BATCH_SIZE,
+        is_mean=not is_one_hot,
+        is_one_hot=is_one_hot or None,
+        padding=None if is_one_hot else 1,
+    )
+    return LedgerEntry(lookups, bags, torch.zeros(BATCH_SIZE, NUM_TABLES, dim, dtype=computed))
+
+
+def launches(is_all):
+    for is_one_hot in (True, False):
+        arguments = tables(torch.float32, 16), [entry(torch.float32, 16, is_one_hot=is_one_hot)]
+        yield f"find_runs, {is_one_hot=}", lambda arguments=arguments: find_runs(*arguments)

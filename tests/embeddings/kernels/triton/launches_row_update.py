@@ -1,0 +1,55 @@
+"""Calls for `compiling.py`."""
+
+import numpy as np
+import torch
+from launches_row_runs import NUM_TABLES, entry, tables
+
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.triton.row_update import row_update
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.rows.row_space import compute_dtype
+
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+CASES = [
+    (torch.float32, 128, RowWiseAdagrad(lr=0.1)),
+    (torch.float32, 64, Adam(lr=0.1)),
+    (torch.float32, 1, SGD(lr=0.1)),
+    (torch.bfloat16, 64, PartialRowWiseAdam(lr=0.1)),
+    (torch.float16, 16, SGD(lr=0.1)),
+    (torch.float64, 32, Adagrad(lr=0.1)),
+]
+ALL_CASES = [
+    (dtype, dim, optimizer)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    for dim in (1, 16, 64, 100, 128, 256)
+    for optimizer in OPTIMIZERS
+]
+
+
+def update(dtype, dim, optimizer, *, is_one_hot):
+    """A call for one entry; rows of 16 bits are rounded stochastically."""
+    states = [
+        TorchRowSpace(
+            [torch.zeros(16, size, dtype=compute_dtype(dtype)) for _ in range(NUM_TABLES)]
+        )
+        for size in optimizer.state_sizes(dim).values()
+    ]
+    keys = TO_NEAREST if dtype.itemsize > 2 else np.arange(NUM_TABLES, dtype=np.uint64)
+    rates, ledger = np.ones((NUM_TABLES, 2)), [entry(dtype, dim, is_one_hot=is_one_hot)]
+    return lambda: row_update(tables(dtype, dim), states, optimizer, rates, ledger, keys)
+
+
+def launches(is_all):
+    for dtype, dim, optimizer in ALL_CASES if is_all else CASES:
+        for is_one_hot in (True, False):
+            is_wide = dim * dtype.itemsize % 16 == 0
+            how = ", 16 bytes by _sum_kernel and _update_kernel" if is_wide else ""
+            name = f"row_update {dtype}, D={dim}, {type(optimizer).__name__}, {is_one_hot=}{how}"
+            yield name, update(dtype, dim, optimizer, is_one_hot=is_one_hot)
