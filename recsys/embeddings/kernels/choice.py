@@ -82,9 +82,11 @@ def kernels_on(device: torch.device) -> Kernels:
     )
     if device.type in _BY_TRITON and has_triton():
         from recsys.embeddings.kernels.triton import pooled_lookup as by_triton
+        from recsys.embeddings.kernels.triton.row_update import row_update as row_update_by_triton
 
         kernels.pooled_lookup = by_triton.pooled_lookup
         kernels.row_gradient_dots = by_triton.row_gradient_dots
+        kernels.row_update = row_update_by_triton
     return kernels
 
 

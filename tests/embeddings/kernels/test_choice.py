@@ -8,6 +8,7 @@ import torch
 from recsys._support.triton_support import has_triton
 from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
+from recsys.embeddings.kernels.torch.row_update import row_update
 
 CPU = torch.device("cpu")
 
@@ -24,11 +25,13 @@ def _as_on_cuda(monkeypatch):
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_triton_kernels_are_taken_where_there_are_any():
     by_triton = pytest.importorskip("recsys.embeddings.kernels.triton.pooled_lookup")
+    updating = pytest.importorskip("recsys.embeddings.kernels.triton.row_update")
 
     kernels = choice.kernels_on(CPU)
 
     assert kernels.pooled_lookup is by_triton.pooled_lookup
     assert kernels.row_gradient_dots is by_triton.row_gradient_dots
+    assert kernels.row_update is updating.row_update
 
 
 @pytest.mark.usefixtures("_as_on_cuda")
@@ -42,6 +45,7 @@ def test_without_triton_torch_operations_are_taken_and_one_warning_says_why(monk
 
     assert kernels.pooled_lookup is by_torch.pooled_lookup
     assert kernels.row_gradient_dots is by_torch.row_gradient_dots
+    assert kernels.row_update is row_update
 
 
 def test_tables_on_a_cpu_need_no_triton():
