@@ -6,6 +6,7 @@ are added (`enable_fp_fusion=False`), and means are divided with correct roundin
 
 A program handles some bags of one lookup, and at most `_MOST_COLUMNS` columns of them. The program
 that reads an id checks it. Rows are read and written 16 bytes per thread at a time if D allows it.
+No two programs write to one place, except to the first error, which they lower atomically.
 
 Letters: B samples, F features, L lookups, N values, R rows, D dim, W columns of the output.
 """
@@ -39,6 +40,7 @@ _COPYING_WARPS = 4
 # Jagged bags have one warp per program, so that a bag waits for few others: with D=128 in float32,
 # one warp reads one row at a time. This many rows of a bag are under way at once.
 _UNROLL = 4
+_MOST_BAGS = 64  # per warp, for short rows; each bag takes registers
 _MOST_KEPT = 64
 _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
     tl.constexpr(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
@@ -79,7 +81,6 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
     placed, dim = _place(space, lookups), space.dim
     block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
     num_chunks = triton.cdiv(dim, block_dim)
-    numbers_of_warp = 32 * max(1, 16 // space.rows.itemsize)
     of_model = {
         "NUM_LOOKUPS": num_lookups,
         "NUM_CHUNKS": num_chunks,
@@ -92,7 +93,7 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
     tensors = values, space.rows, placed.of_lookups, result, space.errors.first
     with torch.cuda.device_of(result):
         if bags.is_plain:
-            block_bags = max(1, _COPYING_WARPS * _COPIES * numbers_of_warp // block_dim)
+            block_bags = _block_bags(space, block_dim, _COPYING_WARPS, _COPIES)
             num_programs = triton.cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
             _one_hot_kernel[(num_programs,)](
                 *tensors,
@@ -102,7 +103,7 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
                 num_warps=_COPYING_WARPS,
             )
             return -1
-        block_bags = max(1, numbers_of_warp // block_dim)
+        block_bags = _block_bags(space, block_dim)
         num_programs = triton.cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
         num_checked = max(
             0 if offsets is None else len(offsets), 0 if weights is None else len(values)
@@ -134,7 +135,7 @@ def row_gradient_dots(
         return
     placed, dim = _place(space, lookups), space.dim
     block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
-    block_bags = max(1, 32 * max(1, 16 // space.rows.itemsize) // block_dim)
+    block_bags = _block_bags(space, block_dim)
     values, offsets, _ = _contiguous(bags)
     with torch.cuda.device_of(result):
         _dots_kernel[(triton.cdiv(bags.batch_size, block_bags) * placed.num_features,)](
@@ -158,6 +159,12 @@ def row_gradient_dots(
             PADDING=bags.padding,
             num_warps=1,
         )
+
+
+def _block_bags(space: TorchRows, block_dim: int, num_warps: int = 1, num_copies: int = 1) -> int:
+    """How many bags a program has, if each thread reads 16 bytes `num_copies` times."""
+    num_numbers = num_warps * num_copies * 32 * 16 // space.rows.itemsize
+    return min(max(1, num_numbers // block_dim), num_warps * _MOST_BAGS)
 
 
 def _contiguous(bags: TorchBags) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -176,6 +176,27 @@ def test_a_weight_that_is_nan_is_recorded(triton_device, make_case):
         space.errors.check()
 
 
+@pytest.mark.parametrize("place", [("weights", 899), ("offsets", 290)], ids=str)
+def test_errors_far_into_an_input_are_recorded(triton_device, place):
+    """Beyond what the first program checks."""
+    name, position = place
+    space = TorchRowSpace([torch.zeros(5, 4, device=triton_device)])
+    weights, offsets = torch.ones(900), torch.arange(0, 903, 3)
+    (weights if name == "weights" else offsets)[position] = torch.nan if name == "weights" else 0
+    bags = TorchBags(
+        torch.zeros(900, dtype=torch.int64, device=triton_device),
+        offsets.to(triton_device),
+        weights.to(triton_device),
+        300,
+        is_mean=False,
+    )
+
+    pooled_lookup(space, Lookups.one(0, 4), bags, torch.zeros(300, 4, device=triton_device))
+
+    with pytest.raises(ValueError, match=str(position)):
+        space.errors.check()
+
+
 @pytest.mark.parametrize("longest", [None, 3])
 def test_tables_without_rows_have_only_invalid_ids(triton_device, longest):
     lookups = Lookups.one(0, 4)
