@@ -188,7 +188,7 @@ def _look_up(bag: TableModule, place: BagPlace, looked_up: BagInput, bags: BagIn
 
 def _made(bag: TableModule, place: BagPlace, looked_up: BagInput) -> Any:
     values, offsets, weights, is_one_hot = looked_up[:4]
-    return place.group.kernels.make_bags(
+    made = place.group.kernels.make_bags(
         values,
         offsets,
         weights,
@@ -196,6 +196,7 @@ def _made(bag: TableModule, place: BagPlace, looked_up: BagInput) -> Any:
         is_mean=bag.mode == "mean",
         is_one_hot=is_one_hot,
     )
+    return made._replace(given=looked_up.given) if looked_up.given else made
 
 
 def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: float) -> None:

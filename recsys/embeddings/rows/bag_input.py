@@ -16,7 +16,7 @@ from recsys.embeddings.rows.lookups import counts_up
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -39,6 +39,7 @@ class BagInput(NamedTuple):
     weights: Tensor | None
     is_one_hot: bool  # every bag has one id
     shape: torch.Size | None = None  # shape of the B ids given to nn.Embedding; None for bags
+    given: Sequence[Tensor] = ()  # on a device, the arguments that these were made from
 
     def without(self, row: int) -> BagInput:
         """The same bags without the lookups of one row."""
@@ -174,6 +175,7 @@ def read_bags(
             bounds.contiguous(),
             None if weights is None else weights.reshape(-1),
             is_one_hot=ids.dim() == 2 and not ids.is_nested and ids.shape[1] == 1,
+            given=() if ids.is_nested else (ids,) if offsets is None else (ids, offsets),
         )
     is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
     if not is_one_hot and (ids.dim() == 1 or ids.is_nested):

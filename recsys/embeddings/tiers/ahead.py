@@ -39,39 +39,39 @@ class InputIds(NamedTuple):
         values: Rows, (N,).
         offsets: Where bags begin, (F * B + 1,); None if bag i is value i.
         batch_size: B, the number of bags per feature.
-        given: The tensors that were copied; empty on the CPU.
+        padding: An id without a row; None for none.
+        given: The tensors that the ids were made from; empty on the CPU.
     """
 
     values: Tensor
     offsets: Tensor | None
     batch_size: int
-    given: Sequence[_Given | None] = ()
+    padding: int | None = None
+    given: Sequence[_Given] = ()
 
     @classmethod
     def copy(cls, bags: Bags) -> InputIds:
         """Copy the ids of a module's input."""
         offsets = None if bags.offsets is None else _tensor_of(bags.offsets).clone()
-        found: Any = (bags.values, bags.offsets)
-        is_on_device = isinstance(bags.values, torch.Tensor)
-        given = [None if each is None else _Given.of(each) for each in found if is_on_device]
-        return cls(_tensor_of(bags.values).clone(), offsets, bags.batch_size, given)
+        given = [_Given.of(each) for each in _given(bags)]
+        values = _tensor_of(bags.values).clone()
+        return cls(values, offsets, bags.batch_size, _padding_of(bags), given)
 
     def are_given_by(self, bags: Bags) -> bool:
-        """Whether an input is the very tensors that were copied, which no operation has written to.
+        """Whether an input is made from the same tensors, which no operation has written to since.
 
         On a device, only this shows without waiting that ids are equal.
         """
-        if not self.given or self.batch_size != bags.batch_size:
+        if not self.given or not self._are_like(bags):
             return False
-        found: Any = (bags.values, bags.offsets)
-        return all(
-            known is now if known is None or now is None else known.is_still(now)
-            for known, now in zip(self.given, found, strict=True)
-        )
+        found = _given(bags)
+        if len(found) != len(self.given):
+            return False
+        return all(known.is_still(now) for known, now in zip(self.given, found, strict=True))
 
     def are_of(self, bags: Bags) -> bool:
         """Whether these ids equal those of an input; the host waits if they are on a device."""
-        if self.batch_size != bags.batch_size:
+        if not self._are_like(bags):
             return False
         if not torch.equal(self.values, _tensor_of(bags.values)):
             return False
@@ -84,6 +84,9 @@ class InputIds(NamedTuple):
         # One of the two may have offsets although bag i is value i.
         one_by_one = torch.arange(len(known), dtype=known.dtype, device=known.device)
         return torch.equal(known, one_by_one)
+
+    def _are_like(self, bags: Bags) -> bool:
+        return self.batch_size == bags.batch_size and self.padding == _padding_of(bags)
 
     def samples_with(self, is_selected: Tensor, positions: Sequence[int]) -> Tensor:
         """Which samples have a selected value.
@@ -117,7 +120,7 @@ class InputIds(NamedTuple):
             places = (first_values.unsqueeze(1) + samples).flatten()
         else:
             places, offsets = places_of_samples(self.offsets, self.batch_size, samples)
-        return places, InputIds(self.values[places], offsets, len(samples))
+        return places, InputIds(self.values[places], offsets, len(samples), self.padding)
 
 
 class _Given(NamedTuple):
@@ -152,6 +155,19 @@ _UNSEEN = -1
 def _root_of(tensor: Tensor) -> Tensor:
     base = base_of(tensor)
     return tensor if base is None else base
+
+
+def _given(bags: Any) -> Sequence[Tensor]:
+    """The tensors of an input on a device; none on the CPU, where comparing takes no time."""
+    if not isinstance(bags.values, torch.Tensor):
+        return ()
+    return bags.given or [each for each in (bags.values, bags.offsets) if each is not None]
+
+
+def _padding_of(bags: Any) -> int | None:
+    """An id that needs no row; on the CPU, such ids were left out."""
+    padding: int | None = bags.padding if isinstance(bags.values, torch.Tensor) else None
+    return padding
 
 
 def _tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.saved_tables import SavedTables
+from recsys.embeddings.tiers.ahead import InputIds
 from recsys.embeddings.tiers.cold import device_copies
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import IdOutOfRange
@@ -118,6 +120,45 @@ def test_steps_do_nothing_that_would_wait_for_a_device(
     assert all(each.residency.counts.num_written_back > 0 for each in modules[1].tiers())
     for expected, found in zip(*(each.table_weights() for each in modules), strict=True):
         assert torch.equal(found, expected.cpu())
+
+
+@pytest.mark.parametrize("shape", ["2-D", "1-D", "1-D with the last offset"])
+def test_bags_find_their_claims_without_waiting(device, never_waits, shape):
+    bag = HotColdEmbeddingBag(
+        300,
+        4,
+        mode="sum",
+        padding_idx=7,
+        include_last_offset=shape.endswith("last offset"),
+        device=device,
+        optimizer=SGD(lr=0.5),
+        budget=4 * 300 + 60 * 24,
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 300, (12,), generator=generator).to(device) for _ in range(5)]
+    offsets = torch.tensor([0, 3, 3, 9], device=device)
+    inputs = [(each.view(4, 3),) if shape == "2-D" else (each, offsets) for each in ids]
+    bag(*inputs[0]).sum().backward()
+
+    with never_waits:
+        claim = bag.prefetch(*inputs[0])
+        for now, following in itertools.pairwise(inputs):
+            coming = bag.prefetch(*following)
+            bag(*now).sum().backward()
+            assert not claim.is_held
+            claim = coming
+
+    assert claim.is_held
+
+
+def test_a_claim_without_a_row_for_padding_is_for_lookups_with_this_padding():
+    bags = TorchBags(torch.tensor([1, 3]), None, None, 2, is_mean=False, padding=3)
+    ids = InputIds.copy(bags)
+
+    assert ids.are_given_by(bags)
+    assert ids.are_of(bags)
+    assert not ids.are_given_by(bags._replace(padding=None))
+    assert not ids.are_of(bags._replace(padding=None))
 
 
 @pytest.mark.parametrize("longest", [None, 2], ids=["one-hot", "jagged"])

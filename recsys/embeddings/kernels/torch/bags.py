@@ -54,6 +54,7 @@ class TorchBags(NamedTuple):
         batch_size: B.
         is_mean: Whether a bag is averaged.
         padding: An id that adds nothing to its bag; None for none.
+        given: The tensors that values and offsets were made from; empty for these themselves.
     """
 
     values: Tensor
@@ -62,6 +63,7 @@ class TorchBags(NamedTuple):
     batch_size: int
     is_mean: bool
     padding: int | None = None
+    given: Sequence[Tensor] = ()
 
     @classmethod
     def from_tensors(
@@ -91,12 +93,13 @@ class TorchBags(NamedTuple):
             values=self.values.clone(),
             offsets=None if self.offsets is None else self.offsets.clone(),
             weights=None if self.weights is None else self.weights.clone(),
+            given=(),
         )
 
     def at_slots(self, slot_of_value: Tensor) -> TorchBags:
         """The same bags with slots in place of rows; a padding id has the slot `NOWHERE`."""
         padding = None if self.padding is None else NOWHERE
-        return self._replace(values=slot_of_value, padding=padding)
+        return self._replace(values=slot_of_value, padding=padding, given=())
 
     def values_of(self, feature: int) -> NDArray[Any]:
         """The rows of one feature, copied to the host; the host waits."""
