@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from recsys.models import interaction
 from recsys.models.interaction import InteractionArch, interact_reference
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
 @pytest.fixture(scope="module")

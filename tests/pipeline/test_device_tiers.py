@@ -8,6 +8,7 @@ from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import Adagrad
 from recsys.pipeline import Hotline, LookAhead, TrainPipeline
+from tests.host_copies import reach_host
 
 pytest.importorskip("triton")
 
@@ -17,7 +18,7 @@ def _stand_in(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
     monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
-    monkeypatch.setattr(kernel_choice, "_BY_TRITON", {"cuda", "cpu"})
+    reach_host(monkeypatch)
     yield
     errors_on(torch.device("cpu")).forget()
 

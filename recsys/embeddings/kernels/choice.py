@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recsys._support.triton_support import has_triton
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.cpu.row_update import row_update
+from recsys.embeddings.kernels.cpu.slots import SlotMap
 from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.errors import errors_on
+from recsys.embeddings.kernels.torch.queued_claims import queue_claim
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.kernels.torch.row_update import row_update as row_update_by_torch
+from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.rows.lookups import Bags
 from recsys.embeddings.rows.row_space import RowSpace
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.cpu.row_update import BadRow
     from recsys.embeddings.kernels.torch.errors import DeferredErrors
+    from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
 
 __all__ = ["NUMBA", "HostCopies", "Kernels", "host_copies_on", "is_by_torch", "kernels_on"]
 
@@ -49,6 +53,8 @@ class Kernels:
         pooled_lookup: Like `cpu.pooled_lookup.pooled_lookup`.
         row_gradient_dots: Like `cpu.pooled_lookup.row_gradient_dots`.
         row_update: Like `cpu.row_update.row_update`.
+        make_slot_map: Makes the map of slots, like `SlotMap` or `TorchSlotMap`.
+        queue_claim: Like `torch.queued_claims.queue_claim`; None if claims never wait.
         errors: Collects errors that a later call raises; None if kernels raise their own.
     """
 
@@ -57,10 +63,14 @@ class Kernels:
     pooled_lookup: Callable[..., int]
     row_gradient_dots: Callable[..., None]
     row_update: Callable[..., BadRow | None]
+    make_slot_map: Callable[..., Any]
+    queue_claim: Callable[..., QueuedClaim] | None
     errors: DeferredErrors | None
 
 
-NUMBA = Kernels(RowSpace, Bags.from_tensors, pooled_lookup, row_gradient_dots, row_update, None)
+NUMBA = Kernels(
+    RowSpace, Bags.from_tensors, pooled_lookup, row_gradient_dots, row_update, SlotMap, None, None
+)
 
 
 def is_by_torch(device: torch.device) -> bool:
@@ -78,15 +88,20 @@ def kernels_on(device: torch.device) -> Kernels:
         by_torch.pooled_lookup,
         by_torch.row_gradient_dots,
         row_update_by_torch,
+        TorchSlotMap,
+        queue_claim,
         errors_on(device),
     )
     if device.type in _BY_TRITON and has_triton():
         from recsys.embeddings.kernels.triton import pooled_lookup as by_triton
+        from recsys.embeddings.kernels.triton import slots as slots_by_triton
         from recsys.embeddings.kernels.triton.row_update import row_update as row_update_by_triton
 
         kernels.pooled_lookup = by_triton.pooled_lookup
         kernels.row_gradient_dots = by_triton.row_gradient_dots
         kernels.row_update = row_update_by_triton
+        kernels.make_slot_map = slots_by_triton.TritonSlotMap
+        kernels.queue_claim = slots_by_triton.queue_claim
     return kernels
 
 

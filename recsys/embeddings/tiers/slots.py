@@ -7,9 +7,9 @@ The row map tells in one step whether a row is in a slot. The budget pays for it
 
 These bytes do not include memory in proportion to a mini-batch, like its ids and pooled rows. A
 ticket's slot numbers take 4 bytes per lookup and 4 per row. A claim takes at most 20 bytes per
-lookup and 32 per row in all, freed before the mini-batch is computed. On a device a claim takes
-more, because each torch operation allocates its result, and staging takes at most 16 MiB. An
-observer of claims (`Forecast`) takes at most 0.7 MB.
+lookup and 32 per row in all, freed before the mini-batch is computed. On a device without Triton a
+claim takes more, because each torch operation allocates its result. On all devices staging takes at
+most 16 MiB. An observer of claims (`Forecast`) takes at most 0.7 MB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from recsys._support.memory import empty_rows
-from recsys.embeddings.kernels.choice import is_by_torch
+from recsys.embeddings.kernels.choice import is_by_torch, kernels_on
 from recsys.embeddings.kernels.cpu.slots import (
     AWAITED,
     DIRTY,
@@ -31,13 +31,10 @@ from recsys.embeddings.kernels.cpu.slots import (
     PINNED,
     POPULAR,
     Shortage,
-    SlotMap,
 )
 from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
-from recsys.embeddings.kernels.torch.queued_claims import queue_claim
 from recsys.embeddings.kernels.torch.slot_rows import SlotRows, TieredRows, number_rows
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
 from recsys.embeddings.tiers.cold.staging import Staging, TransferStream
 
@@ -65,7 +62,8 @@ __all__ = [
     "slot_bytes",
 ]
 
-MAX_SLOTS = AWAITED - 1  # a slot number and the AWAITED bit fit in an int32
+# A slot number and the AWAITED bit fit in an int32, and so does the mark of a claim on a device.
+MAX_SLOTS = AWAITED - 2
 _MAP_BYTES_PER_ROW = 4
 _RECORD_BYTES_PER_SLOT = 8  # row, claims, uses, flags
 _MIN_POPULAR_USES = 2  # a row used by one mini-batch only has one use
@@ -122,8 +120,8 @@ class ClaimObserver(Protocol):
 class Slots:
     """Slots for some rows of a row space, in host memory or on a device.
 
-    Numba kernels claim slots on the CPU, and torch operations on a device (`kernels_on`). All rare
-    operations are written once, in torch, for both.
+    Numba kernels claim slots on the CPU, and Triton kernels or torch operations on a device
+    (`kernels_on`). All rare operations are written once, in torch, for all of them.
 
     A device copies rows by itself (`DeviceCopies`), or they pass through `Staging`. On CUDA,
     transfers run on a stream of their own and overlap with computing:
@@ -183,15 +181,17 @@ class Slots:
         self._stream: TransferStream | None = None
         self._both: tuple[RowSpace, RowSpace] | None = None  # (tables, tables and slots)
         spaces: list[Any]
+        kernels = kernels_on(device)
+        self._queue_claim: Any = kernels.queue_claim
         if not is_by_torch(device):
-            self.map = SlotMap(self.first_rows, num_slots)
+            self.map = kernels.make_slot_map(self.first_rows, num_slots)
             spaces = [_SlotSpace(memory, sizes) for memory in memories]
             spaces[0].row_names = self.map.arrays.row_of_slot
             spaces[0].first_names = self.first_rows
             self.arrays = [space.flat.reshape(num_slots, space.dim) for space in spaces]
         else:
             self._numbers = number_rows(sizes, dim, self.rows)
-            self.map = TorchSlotMap(self._numbers, num_slots)
+            self.map = kernels.make_slot_map(self._numbers, num_slots)
             spaces = [SlotRows(each, self.map.tensors, self._numbers) for each in memories]
             self.arrays = []
             self._staging = Staging(memories, self.first_rows)
@@ -283,7 +283,7 @@ class Slots:
 
     def queue_claim(self, lookups: Lookups, bags: Any, num_needed: int) -> QueuedClaim:
         """As `claim`, on a device and without waiting; see `queued_claims.queue_claim`."""
-        claim = queue_claim(self.map, lookups, bags, num_needed)
+        claim: QueuedClaim = self._queue_claim(self.map, lookups, bags, num_needed)
         if self.observer is not None:
             self.observer.claimed(lookups, bags)
         return claim

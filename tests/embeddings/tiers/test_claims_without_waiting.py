@@ -1,10 +1,9 @@
 """A device that reaches the cold store: the host queues claims and transfers, and waits for none.
 
-The CPU stands in for a device. It interprets the kernels that copy rows.
+The CPU stands in for a device. One test interprets the kernels that do it on a real one.
 """
 
 import itertools
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -21,8 +20,9 @@ from recsys.embeddings.tiers.ahead import InputIds
 from recsys.embeddings.tiers.cold import device_copies
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import IdOutOfRange
+from tests.host_copies import HOST_COPIES, reach_host, use_triton
 
-pytest.importorskip("triton")
+TritonSlotMap = pytest.importorskip("recsys.embeddings.kernels.triton.slots").TritonSlotMap
 
 TABLES = [
     TableConfig(name="users", num_embeddings=300, embedding_dim=4),
@@ -34,9 +34,7 @@ BUDGET = 4 * 560 + 60 * (16 + 16 + 8)  # 60 slots
 
 @pytest.fixture(autouse=True)
 def _reaches_the_host(monkeypatch, device):
-    if torch.cuda.is_available() and device.type == "cpu":
-        pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(kernel_choice, "_BY_TRITON", {"cuda", "cpu"})
+    reach_host(monkeypatch)
 
 
 @pytest.fixture
@@ -49,7 +47,8 @@ def never_waits(monkeypatch, no_round_trips):
     @contextmanager
     def context():
         with monkeypatch.context() as patch, no_round_trips:
-            patch.setattr(TorchSlotMap, "claim", refuse)
+            for kind in (TorchSlotMap, TritonSlotMap):
+                patch.setattr(kind, "claim", refuse)
             for name in ("cpu", "tolist"):
                 patch.setattr(torch.Tensor, name, refuse)
             yield
@@ -62,6 +61,13 @@ def make_module(device, budget=BUDGET, optimizer=None):
     return HotColdEmbeddingBagCollection(
         TABLES, device=device, optimizer=optimizer or Adagrad(lr=0.1), budget=budget
     )
+
+
+def noted_claims(monkeypatch, slot_map):
+    """Gets an entry for every claim that waits."""
+    waited, kind, claim = [], type(slot_map), type(slot_map).claim
+    monkeypatch.setattr(kind, "claim", lambda *arguments: waited.append(1) or claim(*arguments))
+    return waited
 
 
 def make_batches(count, device, longest=None, batch_size=4, seed=0):
@@ -94,12 +100,20 @@ def train(module, batches, *, is_ahead=True):
 
 
 @pytest.mark.parametrize(
-    ("longest", "is_ahead", "is_frozen"),
-    [(None, True, False), (None, False, False), (2, True, False), (2, False, True)],
+    ("longest", "is_ahead", "is_frozen", "by_triton"),
+    [
+        (None, True, False, False),
+        (None, False, False, False),
+        (2, True, False, False),
+        (2, False, True, False),
+        (None, True, False, True),
+    ],
 )
 def test_steps_do_nothing_that_would_wait_for_a_device(
-    device, never_waits, longest, is_ahead, is_frozen
+    device, never_waits, monkeypatch, longest, is_ahead, is_frozen, by_triton
 ):
+    if by_triton:
+        use_triton(monkeypatch)
     modules = [make_module(device, None), make_module(device)]
     modules[1].load_state_dict(modules[0].state_dict())
     batches = make_batches(12, device, longest)
@@ -165,8 +179,8 @@ def test_a_claim_without_a_row_for_padding_is_for_lookups_with_this_padding():
 def test_counts_are_those_of_claims_that_wait(device, monkeypatch, longest):
     batches = make_batches(10, device, longest)
     found = []
-    for types in (set(), {"cuda", "cpu"}):
-        monkeypatch.setattr(kernel_choice, "_BY_TRITON", types)
+    for copies in (None, HOST_COPIES):
+        reach_host(monkeypatch, copies)
         module = make_module(device)
         train(module, batches)
         [tiers] = module.tiers()
@@ -180,10 +194,7 @@ def test_a_claim_that_may_not_fit_is_waited_for(device, monkeypatch):
     module = make_module(device)
     [tiers] = module.tiers()
     assert tiers.hot.num_slots == 60
-    waited, claim = [], TorchSlotMap.claim
-    monkeypatch.setattr(
-        TorchSlotMap, "claim", lambda *arguments: waited.append(1) or claim(*arguments)
-    )
+    waited = noted_claims(monkeypatch, tiers.hot.map)
     few, more = make_batches(1, device)[0], make_batches(1, device, batch_size=20)[0]
 
     held = [module.prefetch(few) for _ in range(5)]
@@ -204,10 +215,7 @@ def test_rows_that_are_pinned_leave_fewer_slots_to_claims(device, monkeypatch):
         module(ids).values().sum().backward()
     num_pinned, _ = tiers.residency.pin_popular(1.0, 0)
     assert num_pinned
-    waited, claim = [], TorchSlotMap.claim
-    monkeypatch.setattr(
-        TorchSlotMap, "claim", lambda *arguments: waited.append(1) or claim(*arguments)
-    )
+    waited = noted_claims(monkeypatch, tiers.hot.map)
 
     held = [module.prefetch(batches[1]) for _ in range((60 - num_pinned) // 12)]
     assert not waited
@@ -261,8 +269,8 @@ def test_no_row_is_updated_from_a_bad_mini_batch_on(device):
 def test_rows_written_back_are_recorded_as_changed(device, monkeypatch):
     batches = make_batches(10, device)
     found = []
-    for types in (set(), {"cuda", "cpu"}):
-        monkeypatch.setattr(kernel_choice, "_BY_TRITON", types)
+    for copies in (None, HOST_COPIES):
+        reach_host(monkeypatch, copies)
         module = make_module(device)
         saved = SavedTables(module)
         saved.track()
@@ -345,7 +353,8 @@ def test_memory_that_cannot_be_locked_is_copied_through_staging(device, monkeypa
 
 
 def test_without_triton_rows_pass_through_staging(device, monkeypatch):
-    monkeypatch.setitem(sys.modules, "recsys.embeddings.kernels.triton", None)
+    use_triton(monkeypatch)
+    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
     module = make_module(device)
 
     train(module, make_batches(4, device))

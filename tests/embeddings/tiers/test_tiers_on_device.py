@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import pickle
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from torch import nn
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.errors import BudgetTooSmall, IdOutOfRange
+from tests.host_copies import HOST_COPIES, reach_host, use_triton
 
 # A feature looked up in three tables, a table by two features; two dims.
 TABLES = [
@@ -40,13 +39,7 @@ STATE_BYTES = {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}
 @pytest.fixture(autouse=True, params=[False, True], ids=["staged", "reached"])
 def is_reached(request, monkeypatch):
     """Whether the device copies rows of the host by itself."""
-    params = getattr(request.node, "callspec", SimpleNamespace(params={})).params
-    if request.param:
-        pytest.importorskip("triton")
-        if torch.cuda.is_available() and params.get("device") == "cpu":
-            pytest.skip("kernels are compiled here")
-    types = {"cuda", "cpu"} if request.param else set()
-    monkeypatch.setattr(kernel_choice, "_BY_TRITON", types)
+    reach_host(monkeypatch, HOST_COPIES if request.param else None)
     return request.param
 
 
@@ -103,6 +96,20 @@ def test_a_run_is_that_of_the_resident_module_to_the_last_bit(device, optimizer,
 
     train(modules, device, num_steps=40, is_one_hot=is_one_hot)
 
+    assert all(each.residency.counts.num_written_back > 0 for each in modules[1].tiers())
+    require_equal(*modules)
+
+
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_triton_kernels_alone_train_as_the_resident_module(device, monkeypatch):
+    triton_slots = pytest.importorskip("recsys.embeddings.kernels.triton.slots")
+    use_triton(monkeypatch)
+    modules = pair(device, RowWiseAdagrad(lr=0.1), budget=6000)
+
+    train(modules, device, num_steps=6)
+
+    kinds = {type(each.hot.map) for each in modules[1].tiers()}
+    assert torch.cuda.is_available() or kinds == {triton_slots.TritonSlotMap}
     assert all(each.residency.counts.num_written_back > 0 for each in modules[1].tiers())
     require_equal(*modules)
 
@@ -236,7 +243,6 @@ def test_weights_of_lookups_get_their_gradient(device):
     require_equal(*modules)
 
 
-@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_a_bag_with_a_budget_is_that_without(device, mode, padding_idx):

@@ -14,6 +14,7 @@ from recsys.embeddings import HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.tiers.cold.staging import TransferStream
+from tests.host_copies import HOST_COPIES, reach_host
 
 NUM_ROWS = 300
 
@@ -179,12 +180,8 @@ class Recorded:
 @pytest.fixture(params=[False, True], ids=["staged", "reached"])
 def is_reached(request, monkeypatch):
     """Whether the device copies rows of the host by itself; the CPU stands in for it."""
-    if request.param:
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("kernels are compiled here")
     monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
-    monkeypatch.setattr(kernel_choice, "_BY_TRITON", {"cuda", "cpu"} if request.param else set())
+    reach_host(monkeypatch, HOST_COPIES if request.param else None)
     return request.param
 
 

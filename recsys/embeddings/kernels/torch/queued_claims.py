@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.torch.slots import TorchSlotMap, Transfer
     from recsys.embeddings.rows.lookups import Lookups
 
-__all__ = ["NO_SLOT", "QueuedClaim", "most_rows", "queue_claim"]
+__all__ = ["NO_SLOT", "QueuedClaim", "most_rows", "num_enough", "queue_claim"]
 
 NO_SLOT = -2  # in `QueuedClaim.slot_of_value`; the lookup refuses it, as it refuses no padding
 
@@ -62,6 +62,16 @@ def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
     return min(len(bags.values), sum(sizes[table] for table in lookups.distinct_tables))
 
 
+def num_enough(slot_map: TorchSlotMap, num_needed: int) -> int:
+    """So many slots from the hand on have enough for a claim, beside those of tickets and pins.
+
+    Args:
+        slot_map: The slots.
+        num_needed: As for `queue_claim`.
+    """
+    return max(1, num_needed + slot_map.num_pinned - slot_map.first_slot)
+
+
 def queue_claim(
     slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags, num_needed: int
 ) -> QueuedClaim:
@@ -81,9 +91,7 @@ def queue_claim(
     is_row_N = rows_N < slots.num_rows
     num_hits = (slots_of(slots, rows_N) != NOWHERE).sum()
     rows_U = distinct_rows(torch.where(is_row_N, rows_N, NOWHERE))
-    # Of so many slots, those that tickets need and those that are pinned leave enough for this one.
-    num_looked_at = num_needed + slot_map.num_pinned - slot_map.first_slot
-    num_looked_at = max(1, num_looked_at, LOOKED_AT * len(rows_U))
+    num_looked_at = max(num_enough(slot_map, num_needed), LOOKED_AT * len(rows_U))
     slot_U, transfer = claim(slots, rows_U, num_looked_at, first_slot=slot_map.first_slot)
     slot_N = slots_of(slots, rows_N)
     num_rows = (rows_U != NOWHERE).sum()

@@ -158,11 +158,7 @@ class TorchSlotMap:
         if listed.first_bad != _NO_PLACE:
             raise NoSuchRow(listed.first_bad)
         if not listed.is_enough:
-            is_missing, is_needed = needs(slots, rows_U)
-            is_pinned = ((slots.flags & PINNED) > 0)[:-1]
-            num_missing, num_idle = int(is_missing.sum()), int((~is_needed & ~is_pinned).sum())
-            needed = is_needed.nonzero().flatten()
-            raise Shortage(needed, num_missing, num_missing - num_idle)
+            raise self._shortage(rows_U)
         return SlotClaim(
             slots_of(slots, rows_N),
             slot_U,
@@ -203,6 +199,13 @@ class TorchSlotMap:
         _, layers = layers_of(self.numbers, lookups, bags.num_features)
         found = [rows_of(self.numbers, layer, bags) for layer in layers]
         return torch.cat([rows for rows, _ in found]), torch.cat([is_bad for _, is_bad in found])
+
+    def _shortage(self, rows_U: Tensor) -> Shortage:
+        """The error of a claim of these rows; the host waits."""
+        is_missing, is_needed = needs(self.tensors, rows_U)
+        is_pinned = ((self.flags & PINNED) > 0)[:-1]
+        num_missing, num_idle = int(is_missing.sum()), int((~is_needed & ~is_pinned).sum())
+        return Shortage(is_needed.nonzero().flatten(), num_missing, num_missing - num_idle)
 
     def _try(self, rows_U: Tensor, numbers: Tensor, num_looked_at: int) -> tuple[Tensor, _Listed]:
         """Claim, and copy the result to the host in one piece."""

@@ -8,6 +8,9 @@ triton.
     row_runs        sorts lookups by row
     row_sums        sums the gradients of each row
     row_update      updates each row once, by its sum
+    slots           the map of the slots
+    claims          gives the rows of a mini-batch slots, and evicts rows
+    claim_kernels   the kernels of a claim
     transfers       copies rows between slots and page-locked host memory, by lists on the device
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.

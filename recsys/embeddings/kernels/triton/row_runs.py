@@ -254,7 +254,8 @@ def _larger(one, other):
         "gradient_at",
         "stride",
         "padding",
-    ]
+    ],
+    do_not_specialize_on_alignment=["values", "offsets", "weights"],
 )
 def _locate_kernel(
     rows_N,

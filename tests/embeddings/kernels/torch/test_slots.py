@@ -1,20 +1,31 @@
-"""Slots against those of the kernels for the CPU, and against a dictionary of rows."""
+"""Slots on a device against those of the kernels for the CPU, and against a dictionary of rows.
+
+Operations of torch and Triton kernels claim in turn.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.slots import AWAITED, DIRTY, NOWHERE, PINNED, Shortage, SlotMap
+from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
+from recsys.embeddings.kernels.torch.slot_rows import number_rows
 from recsys.embeddings.kernels.torch.slots import (
     TorchSlots,
+    Transfer,
     claim,
     distinct_rows,
     first_unpinned,
     mark_dirty,
     needs,
     release,
+    slots_of,
 )
 from recsys.embeddings.rows.lookups import Bags, Lookups
 
@@ -30,92 +41,179 @@ batches = st.lists(
 )
 
 
+class Claimed(NamedTuple):
+    """Distinct rows and the slot of each, the slot of each value, and the rows to copy."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    slot_of_value: torch.Tensor
+    transfer: Transfer
+
+
+class ByTorch:
+    """Slots of rows, claimed by operations of torch."""
+
+    keeps_order = True  # the k-th row without a slot takes the k-th slot
+
+    def __init__(self, num_slots):
+        self.slots = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
+
+    def claim(self, rows, num_looked_at=None, first_slot=0):
+        values = torch.as_tensor(rows)
+        rows_U = distinct_rows(values)
+        slot_U, transfer = claim(self.slots, rows_U, num_looked_at, first_slot=first_slot)
+        return Claimed(rows_U, slot_U, slots_of(self.slots, values), transfer)
+
+    def mark_dirty(self, held):
+        mark_dirty(self.slots, held)
+
+    def release(self, held):
+        release(self.slots, held)
+
+
+SMALL_PROGRAMS = {"_BLOCK_VALUES": 4, "_BLOCK_SLOTS": 2, "_MOST_PROGRAMS": 2}
+
+
+class ByTriton:
+    """The same by Triton kernels.
+
+    Args:
+        num_slots: S.
+        is_split: Whether even small cases are divided among several programs.
+    """
+
+    keeps_order = False
+
+    def __init__(self, num_slots, *, is_split=False):
+        from recsys.embeddings.kernels.triton import claims
+        from recsys.embeddings.kernels.triton.slots import TritonSlotMap
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._claims = claims
+        # On a GPU a block should fill the threads of a program; larger cases are in
+        # `triton/test_claim_kernels`.
+        self._sizes = SMALL_PROGRAMS if is_split and device.type == "cpu" else {}
+        numbers = number_rows([NUM_ROWS], 1, torch.zeros(1, 1, device=device))
+        self._map = TritonSlotMap(numbers, num_slots)
+        self.slots, self.mark_dirty = self._map.tensors, self._map.mark_dirty
+        self.release = self._map.release
+        _, [self._layer] = layers_of(numbers, Lookups.one(0, 1), 1)
+
+    def claim(self, rows, num_looked_at=None, first_slot=0):
+        values = torch.as_tensor(rows, device=self.slots.flags.device)
+        bags = TorchBags(values, None, None, len(values), is_mean=False)
+        num_places = 16 * (1 + len(values) // 16)
+        with mock.patch.multiple(self._claims, **self._sizes) if self._sizes else nullcontext():
+            started = self._claims.claim(
+                self.slots, self._layer, bags, num_places, num_looked_at, first_slot=first_slot
+            )
+        return Claimed(started.rows.long(), started.held, started.slot_of_value, started.transfer)
+
+
+@pytest.fixture(scope="module", params=[ByTorch, ByTriton], ids=["torch", "triton"])
+def slots_of_kind(request):
+    """Makes slots of rows that one kind of kernels claims, from the number of slots."""
+    if request.param is ByTriton:
+        pytest.importorskip("triton")
+    return request.param
+
+
+def listed(numbers):
+    """Those that are not `NOWHERE`."""
+    return numbers[numbers != NOWHERE].tolist()
+
+
 def num_needed(slots, rows_U):
     """How many slots tickets and these rows need."""
     return sum(int(each.sum()) for each in needs(slots, rows_U))
 
 
 class BothSlots:
-    """The same claims by numba, which gets distinct rows in ascending order, and by torch."""
+    """The same claims by numba, which gets distinct rows in ascending order, and on a device."""
 
-    def __init__(self, num_slots, num_pinned=0):
-        self.ours = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
+    def __init__(self, ours, pinned):
+        self.ours, num_slots = ours, ours.slots.num_slots
         self.theirs = SlotMap(np.array([0, NUM_ROWS], np.uint64), num_slots)
-        for slot in range(num_pinned):
+        pinned = range(pinned.start, min(pinned.stop, num_slots))
+        for slot in pinned:
             row = NUM_ROWS - 1 - slot
-            for slots in (self.ours, self.theirs):
+            for slots in (ours.slots, self.theirs):
                 slots.slot_of_row[row] = slot + AWAITED
                 slots.row_of_slot[slot], slots.flags[slot] = row, PINNED
         self.theirs.recount()
-        self.num_pinned = num_pinned
+        self.first_slot = 0 if pinned.start else min(len(pinned), num_slots - 1)
 
     def claim(self, rows):
-        rows_U = distinct_rows(torch.tensor(rows))
-        first_slot = first_unpinned(self.ours)
-        assert first_slot == min(self.num_pinned, self.ours.num_slots - 1)
-        needed = num_needed(self.ours, rows_U)
+        first_slot = first_unpinned(self.ours.slots)
+        assert first_slot == self.first_slot
+        distinct = torch.tensor(np.unique(rows), device=self.ours.slots.flags.device)
+        needed = num_needed(self.ours.slots, distinct)
         before = self.theirs.slot_of_row.clone()
-        slot_U, transfer = claim(self.ours, rows_U, first_slot=first_slot)
-        values = np.unique(rows)
-        bags = Bags(values, None, None, len(values), is_mean=False)
+        claimed = self.ours.claim(rows, first_slot=first_slot)
+        rows_U, slot_U, slot_of_value, transfer = claimed
+        assert sorted(listed(rows_U)) == distinct.tolist()
+        bags = Bags(distinct.cpu().numpy(), None, None, len(distinct), is_mean=False)
         if not transfer.is_enough:
             with pytest.raises(Shortage) as raised:
                 self.theirs.claim(Lookups.one(0, 1), bags)
             assert raised.value.num_needed == needed
-            assert (slot_U == NOWHERE).all()
+            assert not any(listed(each) for each in (slot_U, *transfer[:4]))
             assert torch.equal(self.theirs.slot_of_row, before)
-            return slot_U, transfer
+            return claimed
+        assert self.ours.slots.row_of_slot[slot_of_value].tolist() == rows
         found = self.theirs.claim(Lookups.one(0, 1), bags)
-        assert slot_U[slot_U != NOWHERE].tolist() == found.slot_of_value.tolist()
-        for ours, theirs in (
-            (transfer.written_slots, found.moves.written_slots),
-            (transfer.written_rows, found.moves.written_rows),
-        ):
-            assert ours[ours != NOWHERE].tolist() == theirs.tolist()
-        fetched = transfer.fetched_rows[transfer.fetched_rows != NOWHERE].tolist()
-        assert fetched == sorted(found.moves.fetched_rows.tolist())
-        return slot_U, transfer
+        self._compare(listed(slot_U), found.slot_of_value.tolist())
+        written = [listed(each) for each in transfer[:2]]
+        theirs = found.moves.written_rows.tolist(), found.moves.written_slots.tolist()
+        self._compare(list(zip(*written, strict=True)), list(zip(*theirs, strict=True)))
+        fetched = dict(zip(*map(listed, transfer[2:4]), strict=True))
+        assert sorted(fetched) == sorted(found.moves.fetched_rows.tolist())
+        assert sorted(fetched.values()) == sorted(found.moves.fetched_slots.tolist())
+        for row, slot in fetched.items():
+            assert self.ours.slots.slot_of_row[row] == slot
+            assert self.ours.slots.row_of_slot[slot] == row
+        if not self.ours.keeps_order:
+            # From here on, the same rows are in the same slots.
+            self.ours.slots.slot_of_row[:-1] = self.theirs.slot_of_row
+            self.ours.slots.row_of_slot[:-1] = self.theirs.row_of_slot
+        return claimed
+
+    def _compare(self, ours, theirs):
+        assert (ours == theirs) if self.ours.keeps_order else (sorted(ours) == sorted(theirs))
 
     def require_same(self):
-        for name, found in zip(TorchSlots._fields[:5], self.ours, strict=False):
+        for name, found in zip(TorchSlots._fields[:5], self.ours.slots, strict=False):
             assert found[:-1].tolist() == getattr(self.theirs, name).tolist(), name
-        assert int(self.ours.hand) == self.theirs._hand
+        assert int(self.ours.slots.hand) == self.theirs._hand
 
 
-@given(batches=batches, num_slots=st.integers(1, 10), num_pinned=st.integers(0, 3))
-def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, num_pinned):
-    both = BothSlots(num_slots, min(num_pinned, num_slots))
+def require_slots_of_the_cpu(ours, batches, pinned):
+    """The same slots are taken as by the kernels for the CPU."""
+    both = BothSlots(ours, pinned)
     held = []
 
     for rows, is_updated, _ in batches:
-        slot_U, transfer = both.claim(rows)
+        _, slot_U, _, transfer = both.claim(rows)
         both.require_same()
         held.append(slot_U)
         if is_updated and transfer.is_enough:
-            mark_dirty(both.ours, slot_U)
-            both.theirs.mark_dirty(slot_U[slot_U != NOWHERE].numpy())
+            both.ours.mark_dirty(slot_U)
+            both.theirs.mark_dirty(listed(slot_U))
         if len(held) > 1:
             given_back = held.pop(0)
-            release(both.ours, given_back)
-            both.theirs.release(given_back[given_back != NOWHERE].int().numpy())
+            both.ours.release(given_back)
+            both.theirs.release(np.array(listed(given_back), np.int32))
         both.require_same()
 
 
 def copy(target, source, targets, sources):
     """As a transfer says."""
-    is_row = sources != NOWHERE
-    target[targets[is_row]] = source[sources[is_row]]
+    target[listed(targets)] = source[listed(sources)]
 
 
-@given(
-    batches=batches,
-    num_slots=st.integers(1, 10),
-    num_looked_at=st.one_of(st.none(), st.integers(1, 12)),
-)
-def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
-    batches, num_slots, num_looked_at
-):
-    slots = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
+def require_newest_values(ours, batches, num_looked_at):
+    """Every row has its newest value in its slot or in the cold store."""
+    slots, num_slots = ours.slots, ours.slots.num_slots
     cold = torch.arange(NUM_ROWS, dtype=torch.float64).view(-1, 1)
     hot = torch.full((num_slots, 1), torch.nan, dtype=torch.float64)
     expected, held, places = dict(enumerate(cold.flatten().tolist())), [], []
@@ -123,10 +221,9 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
     for number, (rows, is_updated, length) in enumerate(batches):
         for end, slot_U in [each for each in held if each[0] <= number]:
             held.remove((end, slot_U))
-            release(slots, slot_U)
-        rows_U = distinct_rows(torch.tensor(rows))
+            ours.release(slot_U)
         before = [each.clone() for each in slots]
-        slot_U, transfer = claim(slots, rows_U, num_looked_at)
+        rows_U, slot_U, _, transfer = ours.claim(rows, num_looked_at)
         if not transfer.is_enough:
             is_all = num_looked_at is None or num_looked_at >= num_slots
             assert all(map(torch.equal, slots, before))
@@ -147,11 +244,45 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
                 expected[row] += 100
                 hot[places[row]] += 100
         if is_updated:
-            mark_dirty(slots, slot_U)
+            ours.mark_dirty(slot_U)
 
     for row, value in expected.items():
         slot = int(slots.slot_of_row[row])
         assert (cold[row] if slot == NOWHERE else hot[slot]).item() == value
+
+
+CASES = {"batches": batches, "num_slots": st.integers(1, 10)}
+PINNED_SLOTS = st.sampled_from([range(0), range(2), range(3), range(1, 2), range(2, 5)])
+WINDOWS = st.one_of(st.none(), st.integers(1, 12))
+SLOW = settings(max_examples=settings().max_examples // 4)  # kernels may be interpreted
+
+
+@given(**CASES, pinned=PINNED_SLOTS)
+def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, pinned):
+    require_slots_of_the_cpu(ByTorch(num_slots), batches, pinned)
+
+
+@SLOW
+@given(**CASES, pinned=PINNED_SLOTS, is_split=st.booleans())
+def test_triton_takes_slots_as_the_kernels_for_the_cpu(batches, num_slots, pinned, is_split):
+    pytest.importorskip("triton")
+    require_slots_of_the_cpu(ByTriton(num_slots, is_split=is_split), batches, pinned)
+
+
+@given(**CASES, num_looked_at=WINDOWS)
+def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
+    batches, num_slots, num_looked_at
+):
+    require_newest_values(ByTorch(num_slots), batches, num_looked_at)
+
+
+@SLOW
+@given(**CASES, num_looked_at=WINDOWS, is_split=st.booleans())
+def test_every_row_that_triton_moves_has_its_newest_value(
+    batches, num_slots, num_looked_at, is_split
+):
+    pytest.importorskip("triton")
+    require_newest_values(ByTriton(num_slots, is_split=is_split), batches, num_looked_at)
 
 
 @pytest.mark.parametrize(
@@ -163,29 +294,28 @@ def test_distinct_rows_come_first_and_in_order(rows, expected):
     assert distinct_rows(torch.tensor(rows, dtype=torch.int64)).tolist() == expected
 
 
-def test_a_claim_does_nothing_that_would_wait_for_a_device(no_round_trips):
-    slots = TorchSlots.empty(NUM_ROWS, 4, CPU)
+def test_a_claim_does_nothing_that_would_wait_for_a_device(slots_of_kind, no_round_trips):
+    ours = slots_of_kind(4)
     mini_batches = torch.tensor([[1, 2, 2], [5, 5, 9], [2, 1, 7]])
     held = []
 
     with no_round_trips:
         for rows in mini_batches:
-            held.append(claim(slots, distinct_rows(rows))[0])
-            mark_dirty(slots, held[-1])
-            release(slots, held[-1])
+            held.append(ours.claim(rows).slots)
+            ours.mark_dirty(held[-1])
+            ours.release(held[-1])
 
-    assert [slot_U.tolist() for slot_U in held] == [[0, 1, -1], [2, 3, -1], [0, 1, 2]]
+    assert [sorted(listed(slot_U)) for slot_U in held] == [[0, 1], [2, 3], [0, 1, 2]]
 
 
-def test_a_claim_that_finds_too_few_slots_changes_nothing():
-    slots = TorchSlots.empty(NUM_ROWS, 3, CPU)
-    held, _ = claim(slots, torch.tensor([4, 7]))
-    mark_dirty(slots, held)
-    before = [each.clone() for each in slots]
+def test_a_claim_that_finds_too_few_slots_changes_nothing(slots_of_kind):
+    ours = slots_of_kind(3)
+    ours.mark_dirty(ours.claim([4, 7]).slots)
+    before = [each.clone() for each in ours.slots]
 
-    slot_U, transfer = claim(slots, torch.tensor([1, 4, 5]))
+    claimed = ours.claim([1, 4, 5])
 
-    assert not transfer.is_enough
-    assert slot_U.tolist() == [NOWHERE] * 3
-    assert all(torch.equal(*pair) for pair in zip(slots, before, strict=True))
-    assert int((slots.flags & DIRTY).sum()) == 2 * DIRTY
+    assert not claimed.transfer.is_enough
+    assert not listed(claimed.slots)
+    assert all(torch.equal(*pair) for pair in zip(ours.slots, before, strict=True))
+    assert int((ours.slots.flags & DIRTY).sum()) == 2 * DIRTY

@@ -10,30 +10,33 @@ from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import compute_dtype
 
-NUM_TABLES, BATCH_SIZE = 26, 16
+NUM_TABLES = 26
 
 
 def tables(dtype, dim):
     return TorchRowSpace([torch.zeros(16, dim, dtype=dtype) for _ in range(NUM_TABLES)])
 
 
-def entry(dtype, dim, *, is_one_hot):
-    """One-hot bags, or bags of any length, weighted and averaged, with padding."""
+def entry(dtype, dim, *, is_one_hot, batch_size=16, shift=0):
+    """One-hot bags, or bags of any length, weighted and averaged, with padding.
+
+    Ids, offsets and weights begin `shift` numbers after the start of their memory.
+    """
     computed, numbers = compute_dtype(dtype), np.arange(NUM_TABLES, dtype=np.uint64)
     lookups = Lookups(
         tables=numbers, positions=numbers, columns=numbers * np.uint64(dim), width=NUM_TABLES * dim
     )
-    num_bags = NUM_TABLES * BATCH_SIZE
+    num_bags = NUM_TABLES * batch_size
     bags = TorchBags.from_tensors(
-        torch.zeros(num_bags, dtype=torch.int64),
-        torch.arange(num_bags + 1),
-        None if is_one_hot else torch.ones(num_bags, dtype=computed),
-        BATCH_SIZE,
+        torch.zeros(num_bags + shift, dtype=torch.int64)[shift:],
+        torch.arange(num_bags + 1 + shift)[shift:],
+        None if is_one_hot else torch.ones(num_bags + shift, dtype=computed)[shift:],
+        batch_size,
         is_mean=not is_one_hot,
         is_one_hot=is_one_hot or None,
         padding=None if is_one_hot else 1,
     )
-    return LedgerEntry(lookups, bags, torch.zeros(BATCH_SIZE, NUM_TABLES, dim, dtype=computed))
+    return LedgerEntry(lookups, bags, torch.zeros(batch_size, NUM_TABLES, dim, dtype=computed))
 
 
 def launches(is_all):

@@ -26,14 +26,16 @@ CASES = [
     (torch.float64, 32, Adagrad(lr=0.1)),
 ]
 ALL_CASES = [
-    (dtype, dim, optimizer)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    for dim in (1, 16, 64, 100, 128, 256)
-    for optimizer in OPTIMIZERS
+    *((torch.float32, 64, optimizer) for optimizer in OPTIMIZERS),
+    *(
+        (dtype, dim, OPTIMIZERS[-1])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        for dim in (1, 16, 64, 100, 128, 256)
+    ),
 ]
 
 
-def update(dtype, dim, optimizer, *, is_one_hot):
+def update(dtype, dim, optimizer, **how):
     """A call for one entry; rows of 16 bits are rounded stochastically."""
     states = [
         TorchRowSpace(
@@ -42,7 +44,7 @@ def update(dtype, dim, optimizer, *, is_one_hot):
         for size in optimizer.state_sizes(dim).values()
     ]
     keys = TO_NEAREST if dtype.itemsize > 2 else np.arange(NUM_TABLES, dtype=np.uint64)
-    rates, ledger = np.ones((NUM_TABLES, 2)), [entry(dtype, dim, is_one_hot=is_one_hot)]
+    rates, ledger = np.ones((NUM_TABLES, 2)), [entry(dtype, dim, **how)]
     return lambda: row_update(tables(dtype, dim), states, optimizer, rates, ledger, keys)
 
 
@@ -53,3 +55,8 @@ def launches(is_all):
             how = ", 16 bytes by _sum_kernel and _update_kernel" if is_wide else ""
             name = f"row_update {dtype}, D={dim}, {type(optimizer).__name__}, {is_one_hot=}{how}"
             yield name, update(dtype, dim, optimizer, is_one_hot=is_one_hot)
+    for is_one_hot in (True, False):
+        for number, batch_size in enumerate((8, 1, 37)):
+            how = {"is_one_hot": is_one_hot, "batch_size": batch_size, "shift": number % 2}
+            launch = update(torch.float32, 32, Adam(lr=0.1), **how)
+            yield f"row_update, {is_one_hot=}, each mini-batch", launch

@@ -1,0 +1,180 @@
+"""Claims slots on a CUDA device: four launches, without a sort; see `claim_kernels`.
+
+Letters: N values, W slots looked at, U places for distinct rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from recsys.embeddings.kernels.torch.slots import Transfer
+from recsys.embeddings.kernels.triton.claim_kernels import (
+    NUM_BINS,
+    count_kernel,
+    mark_kernel,
+    resolve_kernel,
+    take_kernel,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.bags import Layer, TorchBags
+    from recsys.embeddings.kernels.torch.slots import TorchSlots
+
+__all__ = ["ClaimNumbers", "StartedClaim", "claim"]
+
+_BLOCK_VALUES = 256
+_BLOCK_SLOTS = 512
+_MOST_PROGRAMS = 256  # that look at slots: each reads the counts of all of them
+_NUM_NUMBERS = 16  # so that the lists behind them begin at a multiple of 64 bytes
+
+
+class ClaimNumbers(NamedTuple):
+    """The numbers of a claim.
+
+    Attributes:
+        bad: N minus the position of the first value that is no row; 0 for none.
+        is_enough: Whether slots were claimed; see `Transfer`. The other numbers count only then.
+        num_lookups: Values looked up that are rows.
+        num_hits: Values whose row was in its slot.
+        num_rows, num_rows_hit: Distinct rows, and those that were in their slot.
+        num_fetched, num_written: Rows to fetch, and rows to write back.
+    """
+
+    bad: int
+    is_enough: bool
+    num_lookups: int
+    num_hits: int
+    num_rows: int
+    num_rows_hit: int
+    num_fetched: int
+    num_written: int
+
+
+class StartedClaim(NamedTuple):
+    """A claim that the device may still be making.
+
+    Attributes:
+        slot_of_value: (N,) int32; `NOWHERE` for a value that is not looked up, and
+            `claim_kernels.NO_ROW` for one that is looked up and is not a row of its table.
+        held: The slots that count the claim, (U,) int32, with `NOWHERE` between them.
+        transfer: The rows to copy, int32. If `is_enough` is false, nothing was claimed, because
+            there are too few slots or a value is refused, and all lists hold only `NOWHERE`.
+        rows: The distinct rows looked up, (U,) int32, with `NOWHERE` between them.
+        listed: For one copy to the host, in one array: numbers, then the lists of `transfer`.
+    """
+
+    slot_of_value: Tensor
+    held: Tensor
+    transfer: Transfer
+    rows: Tensor
+    listed: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """The last six of `ClaimNumbers`, on the device, (6,) int32."""
+        return self.listed[2:8]
+
+    def wait(self) -> tuple[ClaimNumbers, NDArray[np.int32]]:
+        """Wait for the device; the numbers, and the lists of `transfer`, (4, U)."""
+        listed = self.listed.cpu().numpy()
+        return ClaimNumbers(*listed[:8].tolist()), listed[_NUM_NUMBERS:].reshape(4, -1)
+
+
+def claim(
+    slots: TorchSlots,
+    layer: Layer,
+    bags: TorchBags,
+    num_places: int,
+    num_looked_at: int | None = None,
+    *,
+    first_slot: int = 0,
+    refuses: bool = True,
+) -> StartedClaim:
+    """Give every row a slot, and count a ticket into all of them; all or nothing.
+
+    The host waits for nothing.
+
+    Args:
+        slots: Changed in place; at least one.
+        layer: Which features are looked up in which tables.
+        bags: The input.
+        num_places: U: at least the number of distinct rows; a multiple of 16, so that no list's
+            alignment depends on the mini-batch.
+        num_looked_at: W: the claim considers this many slots from the hand on; None for all.
+        first_slot: All slots before it are pinned and not considered.
+        refuses: Whether nothing is claimed if a value is not a row of its table. If False, the rows
+            of all other values are claimed.
+    """
+    device, num_values = slots.flags.device, len(bags.values)
+    num_others = slots.num_slots - first_slot
+    num_looked_at = min(num_looked_at or num_others, num_others)
+    num_chunks = triton.cdiv(num_looked_at, _BLOCK_SLOTS * _MOST_PROGRAMS)
+    num_programs = triton.cdiv(num_looked_at, _BLOCK_SLOTS * num_chunks)
+    window = first_slot, slots.num_slots, num_looked_at, num_chunks
+
+    num_listed, num_counts = _NUM_NUMBERS + 4 * num_places, num_programs * NUM_BINS
+    listed, counts, rows, held, slot_of_value = (
+        torch.empty(size, dtype=torch.int32, device=device)
+        for size in (num_listed, num_counts, num_places, num_places, num_values)
+    )
+    numbers, *lists = listed.split([_NUM_NUMBERS] + [num_places] * 4)
+    numbers.zero_()
+    is_enough = torch.empty((), dtype=torch.bool, device=device)
+
+    mark_kernel[(triton.cdiv(num_values, _BLOCK_VALUES),)](
+        bags.values,
+        bags.offsets,
+        layer.lookup_of_feature,
+        layer.first_rows,
+        layer.sizes,
+        slots.slot_of_row,
+        slots.num_claims,
+        slot_of_value,
+        numbers,
+        rows,
+        num_values,
+        max(bags.batch_size, 1),
+        0 if bags.padding is None else bags.padding,
+        num_places,
+        HAS_PADDING=bags.padding is not None,
+        NUM_FEATURES=bags.num_features,
+        NUM_BITS=bags.num_features.bit_length(),
+        NUM_LOOKUPS=len(layer.positions),
+        BLOCK=_BLOCK_VALUES,
+    )
+    count_kernel[(num_programs,)](*slots[1:], counts, *window, BLOCK=_BLOCK_SLOTS)
+    take_kernel[(num_programs,)](
+        *slots,
+        counts,
+        numbers,
+        is_enough,
+        rows,
+        held,
+        *lists,
+        *window,
+        REFUSES=refuses,
+        MOST_PROGRAMS=_MOST_PROGRAMS,
+        BLOCK=_BLOCK_SLOTS,
+    )
+    resolve_kernel[(triton.cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
+        slots.slot_of_row,
+        slots.num_claims,
+        slots.num_uses,
+        slots.hand,
+        numbers,
+        rows,
+        held,
+        *lists,
+        slot_of_value,
+        num_values,
+        num_places,
+        BLOCK=_BLOCK_VALUES,
+    )
+    return StartedClaim(slot_of_value, held, Transfer._make([*lists, is_enough]), rows, listed)

@@ -1,0 +1,159 @@
+"""The map of the slots on a CUDA device, with Triton kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from recsys.embeddings.kernels.cpu.slots import (
+    DIRTY,
+    NOWHERE,
+    Moves,
+    NoSuchRow,
+    Shortage,
+    SlotClaim,
+)
+from recsys.embeddings.kernels.torch.bags import layers_of
+from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, num_enough
+from recsys.embeddings.kernels.torch.slots import LOOKED_AT, TorchSlotMap
+from recsys.embeddings.kernels.triton.claims import claim
+from recsys.embeddings.rows.lookups import Lookups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.bags import TorchBags
+    from recsys.embeddings.kernels.triton.claims import StartedClaim
+
+__all__ = ["TritonSlotMap", "queue_claim"]
+
+_ALIGNMENT = 16  # see `claims.claim`
+_BLOCK = 256  # slots of a list that a program works at
+_DIRTY, _NOWHERE = tl.constexpr(DIRTY), tl.constexpr(NOWHERE)
+_NO_LOOKUPS = Lookups.nothing()
+
+
+class TritonSlotMap(TorchSlotMap):
+    """As `TorchSlotMap`, with Triton kernels; slots are numbered in int32.
+
+    `start` and `finish` are the halves of `claim`: the host may do other work between them.
+    """
+
+    def claim(self, lookups: Lookups, bags: TorchBags) -> SlotClaim:
+        """As `SlotMap.claim`; the host waits once, to learn which rows to copy."""
+        try:
+            return self.finish(self.start(lookups, bags))
+        except Shortage:
+            return self.finish(self.start(lookups, bags, self.tensors.num_slots))
+
+    def start(
+        self,
+        lookups: Lookups,
+        bags: TorchBags,
+        num_looked_at: int = 0,
+        *,
+        refuses: bool = True,
+    ) -> StartedClaim:
+        """Start to claim; the host waits for nothing.
+
+        Args:
+            lookups: Which features are looked up in which tables; each feature in at most one.
+            bags: The input.
+            num_looked_at: The claim considers at least this many slots from the hand on, and four
+                for each row that the mini-batch can have.
+            refuses: Whether nothing is claimed if a value is not a row of its table.
+        """
+        if not bags.batch_size:
+            lookups = _NO_LOOKUPS
+        layer, _ = layers_of(self.numbers, lookups, bags.num_features)
+        num_places = self._most_rows(lookups, bags)
+        num_looked_at = max(num_looked_at, LOOKED_AT * num_places)
+        with torch.cuda.device_of(self.flags):
+            return claim(
+                self.tensors,
+                layer,
+                bags,
+                num_places,
+                num_looked_at,
+                first_slot=self.first_slot,
+                refuses=refuses,
+            )
+
+    def finish(self, started: StartedClaim) -> SlotClaim:
+        """Wait for a claim that refuses values, and copy its lists to the host.
+
+        Raises:
+            NoSuchRow: a value is not a row of its table; nothing was claimed.
+            Shortage: too few of the slots that were looked at are free; nothing was claimed.
+        """
+        numbers, (written_rows, written_slots, rows, at) = started.wait()
+        if numbers.bad:
+            raise NoSuchRow(len(started.slot_of_value) - numbers.bad)
+        if not numbers.is_enough:
+            raise self._shortage(started.rows.long())
+        is_written, is_fetched = written_rows != NOWHERE, rows != NOWHERE
+        moves = Moves(
+            rows[is_fetched], at[is_fetched], written_rows[is_written], written_slots[is_written]
+        )
+        return SlotClaim(
+            started.slot_of_value,
+            started.held,
+            moves,
+            numbers.num_lookups,
+            numbers.num_hits,
+            numbers.num_rows,
+            numbers.num_rows_hit,
+        )
+
+    def release(self, held: Tensor) -> None:
+        """As `SlotMap.release`."""
+        grid = (triton.cdiv(len(held), _BLOCK),)
+        with torch.cuda.device_of(self.flags):
+            _release_kernel[grid](self.num_claims, held, len(held), BLOCK=_BLOCK)
+
+    def mark_dirty(self, slots: Any) -> None:
+        """As `SlotMap.mark_dirty`; `NOWHERE` stands for no slot."""
+        slots_M = torch.as_tensor(slots).to(self.flags.device)
+        grid = (triton.cdiv(len(slots_M), _BLOCK),)
+        with torch.cuda.device_of(self.flags):
+            _mark_dirty_kernel[grid](self.flags, slots_M, len(slots_M), BLOCK=_BLOCK)
+
+    def _most_rows(self, lookups: Lookups, bags: TorchBags) -> int:
+        """U: no mini-batch of this size has more distinct rows."""
+        num_values, sizes = len(bags.values), self.numbers.sizes
+        # Only the device knows the lengths of bags, so one feature may have all values.
+        longest = bags.batch_size if bags.offsets is None else num_values
+        num_lookups = np.bincount(lookups.tables.astype(np.int64), minlength=len(sizes))
+        most = min(num_values, int(np.minimum(sizes, num_lookups * longest).sum()))
+        return max(1, -(-most // _ALIGNMENT)) * _ALIGNMENT
+
+
+def queue_claim(
+    slot_map: TritonSlotMap, lookups: Lookups, bags: TorchBags, num_needed: int
+) -> QueuedClaim:
+    """As `torch.queued_claims.queue_claim`."""
+    num_looked_at = num_enough(slot_map, num_needed)
+    started = slot_map.start(lookups, bags, num_looked_at, refuses=False)
+    return QueuedClaim(started.slot_of_value, started.held, started.transfer, started.counts.long())
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def _release_kernel(num_claims, held_M, num_places, BLOCK: tl.constexpr):
+    """A slot has one place in a ticket, so no two programs count in the same slot."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.load(held_M + places, places < num_places, _NOWHERE)
+    is_held = slots >= 0
+    tl.store(num_claims + slots, tl.load(num_claims + slots, is_held, 0) - 1, is_held)
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def _mark_dirty_kernel(flags, slots_M, num_places, BLOCK: tl.constexpr):
+    """If a slot is listed twice, both programs write the same flags."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.load(slots_M + places, places < num_places, _NOWHERE)
+    is_slot = slots >= 0
+    tl.store(flags + slots, tl.load(flags + slots, is_slot, 0) | _DIRTY, is_slot)

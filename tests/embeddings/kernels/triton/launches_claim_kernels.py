@@ -1,0 +1,34 @@
+"""Calls for `compiling.py`."""
+
+import numpy as np
+import torch
+
+from recsys.embeddings.kernels.torch.bags import TorchBags
+from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.triton.slots import TritonSlotMap
+from recsys.embeddings.rows.lookups import Lookups
+
+# dtype of ids, whether bag i is value i, the id that is padding
+CASES = [(torch.int64, True, None), (torch.int64, False, None), (torch.int32, False, 3)]
+NUM_TABLES, BATCH_SIZE = 26, 2
+
+
+def launches(is_all):
+    every = np.arange(NUM_TABLES, dtype=np.uint64)
+    lookups = Lookups(tables=every, positions=every, columns=every, width=NUM_TABLES)
+    numbers = number_rows([50] * NUM_TABLES, 1, torch.zeros(1, 1))
+    slots = TritonSlotMap(numbers, 3000)
+    for dtype, is_one_hot, padding in CASES:
+        offsets = torch.arange(NUM_TABLES * BATCH_SIZE + 1, dtype=dtype)
+        bags = TorchBags.from_tensors(
+            torch.zeros(NUM_TABLES * BATCH_SIZE, dtype=dtype),
+            offsets,
+            None,
+            BATCH_SIZE,
+            is_mean=False,
+            is_one_hot=is_one_hot,
+            padding=padding,
+        )
+        name = f"claim {dtype}, is_one_hot={is_one_hot}, padding={padding}"
+        yield name, lambda bags=bags: slots.start(lookups, bags)
+    yield "claim that refuses nothing", lambda: slots.start(lookups, bags, refuses=False)

@@ -1,0 +1,61 @@
+"""Copies of rows as a device makes them by itself, by numpy: the CPU stands in for the device.
+
+Triton's interpreter takes a hundred times as long, so few tests copy rows by it.
+"""
+
+import numpy as np
+import torch
+
+from recsys.embeddings.kernels import choice
+from recsys.embeddings.kernels.choice import HostCopies
+from recsys.embeddings.tiers import recipe
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy knows no bfloat16
+
+
+class _HostRows:
+    def __init__(self, tables, device, sizes=None):
+        self.tables = [table.detach() for table in tables]
+        self.firsts = np.cumsum([0, *(map(len, tables) if sizes is None else sizes)])
+
+
+def _copy(host, rows, slots, in_slots, *, is_fetch):
+    rows, slots = rows.numpy(), slots.numpy()
+    in_slots = _numbers(in_slots)
+    for table, first, end in zip(host.tables, host.firsts, host.firsts[1:], strict=False):
+        places = np.flatnonzero((rows >= first) & (rows < end))
+        at, ids = slots[places], rows[places] - first
+        if not len(table):
+            in_slots[at] = 0 if is_fetch else in_slots[at]
+        elif is_fetch:
+            in_slots[at] = _numbers(table)[ids]
+        else:
+            _numbers(table)[ids] = in_slots[at]
+
+
+def _numbers(rows):
+    return rows.detach().view(len(rows), -1).view(_BITS[rows.itemsize]).numpy()
+
+
+HOST_COPIES = HostCopies(
+    _HostRows,
+    lambda *arguments: _copy(*arguments, is_fetch=True),
+    lambda *arguments: _copy(*arguments, is_fetch=False),
+)
+
+
+def reach_host(monkeypatch, copies=HOST_COPIES):
+    """Have the CPU copy rows by itself, as a device does; None: have neither do it."""
+
+    def host_copies_on(device):
+        is_real = copies is not None and device.type == "cuda"
+        return choice.host_copies_on(device) if is_real else copies
+
+    monkeypatch.setattr(recipe, "host_copies_on", host_copies_on)
+
+
+def use_triton(monkeypatch):
+    """Have Triton kernels do everything, on the CPU too if there is no GPU: it interprets them."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(choice, "_BY_TRITON", {"cuda", "cpu"})
+    monkeypatch.setattr(recipe, "host_copies_on", choice.host_copies_on)
