@@ -26,6 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 HERE = Path(__file__).parent
+_dumped = {}  # by kernel, since several launches are of one
 
 
 class Compiled(NamedTuple):
@@ -41,7 +42,7 @@ class Compiled(NamedTuple):
         threads: Per program.
         widest_load: Bits that the widest load from global memory reads at once, per thread.
         widest_store: The same of stores.
-        num_fused: How many instructions multiply and add with one rounding.
+        num_fused: Instructions that multiply and add with one rounding; None if not counted.
         key: Differs from that of every other kernel, dtype and block size.
     """
 
@@ -54,7 +55,7 @@ class Compiled(NamedTuple):
     threads: int
     widest_load: int
     widest_store: int
-    num_fused: int
+    num_fused: int | None
     key: str
 
 
@@ -106,13 +107,7 @@ def _load(path):
 
 
 def _measure(launch, capability, kernel):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        tool = Path(nvidia.__file__).parent / "bin/cuobjdump"
-        command = [tool, "-res-usage", "-sass", file.name]
-        dumped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [usage] = re.findall(r"REG:.*", dumped)
+    usage, num_fused = _dump(kernel.hash, kernel.asm["cubin"], is_read="unfused" in launch)
     taken = {key: int(number) for key, number in re.findall(r"(\w+):(\d+)", usage)}
     return Compiled(
         launch,
@@ -124,9 +119,27 @@ def _measure(launch, capability, kernel):
         kernel.metadata.num_warps * 32,
         _widest(kernel.asm["ptx"], "ld"),
         _widest(kernel.asm["ptx"], "st"),
-        len(re.findall(r"\b[DFH]FMA", dumped)),
+        num_fused,
         kernel.hash,
     )
+
+
+def _dump(key, cubin, *, is_read):
+    """What a kernel takes, and how many fused multiply-adds it has if its code is read."""
+    if (key, is_read) not in _dumped:
+        _dumped[key, is_read] = _dump_anew(cubin, is_read=is_read)
+    return _dumped[key, is_read]
+
+
+def _dump_anew(cubin, *, is_read):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(nvidia.__file__).parent / "bin/cuobjdump"
+        command = [tool, "-res-usage", *(["-sass"] if is_read else []), file.name]
+        dumped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [usage] = re.findall(r"REG:.*", dumped)
+    return usage, len(re.findall(r"\b[DFH]FMA", dumped)) if is_read else None
 
 
 def _widest(ptx, operation):
