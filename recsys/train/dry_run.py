@@ -18,6 +18,7 @@ from recsys.batch import features_by_table
 from recsys.conversion.estimate import estimate, require_machine
 from recsys.conversion.estimated import Estimate, format_line
 from recsys.errors import ConfigError
+from recsys.train.checkpoint.blocks import BLOCK_BYTES
 from recsys.train.loop.announcement import lack_of_disk
 from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.run_checkpoints import writes_checkpoints
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from recsys.datasets.source import SampleSource
 
 __all__ = ["DryRun", "dry_run"]
-
-_NUM_KEPT = 2  # checkpoints: the newest one and the one before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +72,13 @@ class DryRun:
         if self.model_bytes:
             lines.append(format_line("model file", self.model_bytes, "on disk"))
         if self.checkpoint_bytes:
-            kept = _NUM_KEPT * self.checkpoint_bytes
+            kept = _kept_bytes(self.checkpoint_bytes)
+            updates = format_bytes(kept - self.checkpoint_bytes)
             merging = format_bytes(kept + self.checkpoint_bytes)
-            note = f"on disk at most: {_NUM_KEPT} are kept, each of up to "
-            note += f"{format_bytes(self.checkpoint_bytes)}; {merging} while they are merged"
+            note = (
+                f"on disk for rows and state: {format_bytes(self.checkpoint_bytes)}, and updates "
+            )
+            note += f"of up to {updates}; {merging} while they are merged; dense parts on top"
             lines.append(format_line("checkpoints", kept, note))
         lines.append(format_line("free disk", self.free_bytes, f"at {existing(self.run_dir)}"))
         lines.append(f"the run would be in {self.run_dir}; nothing was written")
@@ -119,11 +121,11 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     free = shutil.disk_usage(existing(run_dir)).free
     checkpoint_bytes = tables.everything_bytes if writes_checkpoints(config) else 0
     written = cold_bytes + (model_bytes if config.save_model else 0)
-    if written + _NUM_KEPT * checkpoint_bytes > free:
+    if checkpoint_bytes and written + _kept_bytes(checkpoint_bytes) > free:
         warnings.warn(
             f"{run_dir} has {format_bytes(free)} of free disk, and checkpoints may take "
-            f"{format_bytes(_NUM_KEPT * checkpoint_bytes)}; one that does not fit is left out, and "
-            "training goes on",
+            f"{format_bytes(_kept_bytes(checkpoint_bytes))}; one that does not fit is left out, "
+            "and training goes on",
             stacklevel=2,
         )
     of_tables = parse_bytes(tables_budget(config, source) or 0)
@@ -174,6 +176,11 @@ def _size_tables(
         device=config.device,
     )
     return tables, model
+
+
+def _kept_bytes(checkpoint_bytes: int) -> int:
+    """Rows and state that checkpoints keep: all of them, and updates until these are merged."""
+    return checkpoint_bytes + max(checkpoint_bytes, BLOCK_BYTES)
 
 
 def _disk_of(path: Path) -> int:
