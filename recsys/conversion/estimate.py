@@ -76,7 +76,7 @@ def estimate(
         plan: As for `accelerate`.
         profile: As for `accelerate`.
         cold_tier: As for `accelerate`.
-        cold_path: If given, its disk must have room for the files.
+        cold_path: If given, it must be writable, and its disk must have room for the files.
         lookups_per_bag: Distinct rows that a bag of a mini-batch adds, on average; by the table's
             name in a plan if tables differ, and 1 for tables without an entry. The length of bags
             is the safe choice. Where bags repeat rows, fewer are enough.
@@ -90,7 +90,7 @@ def estimate(
     Raises:
         BudgetTooSmall: the budget cannot hold the rows of such a mini-batch. The message names the
             least budget.
-        ColdTierError: the disk of `cold_path` has no room.
+        ColdTierError: the disk of `cold_path` has no room, or may not be written to.
         ConfigError: host memory is too small, or an argument cannot be read.
         ProfileError, TypeError, ValueError: as for `accelerate`.
     """
@@ -239,9 +239,11 @@ def _rows_of_mini_batch(
         )
     rows = {}
     for config in configs:
-        found: Any = given.get(config.name, 1) if given else lookups_per_bag
+        found: Any = lookups_per_bag
+        if isinstance(lookups_per_bag, Mapping):
+            found = lookups_per_bag.get(config.name, 1)
         if not isinstance(found, int | float) or not found >= 0:
-            raise ValueError(f"lookups_per_bag must be at least 0, got {found!r}")
+            raise ValueError(f"lookups_per_bag must be a number of at least 0, got {found!r}")
         most = batch_size * len(config.feature_names) * found
         rows[id(weights[config.name])] = round(min(config.num_embeddings, most))
     return rows

@@ -246,6 +246,7 @@ def test_lookups_per_bag_are_of_all_tables_or_by_table():
     assert least(1) == 40 * row + 20 * small_row
     assert least(10) == 400 * row + 150 * small_row  # no more than the table has
     assert least({"users": 2.5}) == 70 * row + 20 * small_row
+    assert least({}) == least(1)
     assert least(float("inf")) == 1100 * row + 150 * small_row
 
 
@@ -466,6 +467,14 @@ def test_a_gpu_without_the_memory_is_refused(monkeypatch):
         recsys.estimate(Bags(), "21KiB", optimizer=SGD(lr=0.1), device="cuda")
 
 
+def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    options = {"optimizer": SGD(lr=0.1), "cold_tier": "file", "cold_path": tmp_path / "rows"}
+
+    with pytest.raises(ColdTierError, match=r"rows: must be a writable folder, and .* not be wr"):
+        recsys.estimate(bags_on("meta"), "20KiB", **options)
+
+
 def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkeypatch):
     folder = tmp_path / "not" / "there"
     options = {"optimizer": SGD(lr=0.1), "cold_tier": "file", "cold_path": folder}
@@ -487,7 +496,12 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkey
     ("options", "error", "message"),
     [
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
-        ({"lookups_per_bag": -1}, ValueError, "lookups_per_bag must be at least 0, got -1"),
+        (
+            {"lookups_per_bag": -1},
+            ValueError,
+            "lookups_per_bag must be a number of at least 0, got -1",
+        ),
+        ({"lookups_per_bag": "2"}, ValueError, "must be a number of at least 0, got '2'"),
         ({"lookups_per_bag": {"t": 1}}, ValueError, r"there is no table 't'; the tables are \['us"),
         ({"budget": "many"}, ConfigError, "budget must be a number of bytes"),
         ({"budget": "5000"}, BudgetTooSmall, "the row map of 1250 rows and one row take 5064"),

@@ -17,16 +17,22 @@ __all__ = ["no_room", "require_disk"]
 
 
 def require_disk(folder: Path, num_bytes: int) -> None:
-    """Check that the disk of a folder has room for the files of tables and their state.
+    """Check that a folder can be written to, and has room for the files of tables and their state.
 
     Args:
         folder: The folder; if it does not exist, its disk is that of the folder above it.
         num_bytes: Bytes of the files.
 
     Raises:
-        ColdTierError: the disk has no room.
+        ColdTierError: no permission to write, or no room on the disk.
     """
-    disk = os.statvfs(existing(folder))
+    place = existing(folder)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ColdTierError(
+            f"{folder}: must be a writable folder, and {place} may not be written to; choose "
+            "another cold_path, or change its permissions"
+        )
+    disk = os.statvfs(place)
     # Some file systems do not report their size.
     if disk.f_blocks and num_bytes > disk.f_bavail * disk.f_frsize:
         raise no_room(folder, num_bytes, errno.ENOSPC)
