@@ -7,6 +7,7 @@ PyTorch takes seconds to import.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from datetime import datetime
@@ -60,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         if error.errno is not None:  # the system's; errors of recsys name a way out themselves
-            reason += "; name another place"
+            reason += "; free some space, or" if error.errno == errno.ENOSPC else ";"
+            reason += " name another place"
         print(f"recsys {options.command}: {reason}", file=sys.stderr)
         return 2
     return status

@@ -1,4 +1,5 @@
 import argparse
+import errno
 import json
 import os
 import re
@@ -611,3 +612,13 @@ def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_s
     assert "goes with --to safetensors only" in capsys.readouterr().err
     assert main([*export, "--to", "safetensors", "--checkpoint", "x", "--out", files[0]]) == 2
     assert "must be a number or 'last', got 'x'" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_with_what_helps(monkeypatch, tmp_path, capsys):
+    def fill(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("recsys.cli.commands.require_place", fill)
+
+    assert main(["bench", "lookup", "--quick", "--json", str(tmp_path / "rows.json")]) == 2
+    assert capsys.readouterr().err.endswith("; free some space, or name another place\n")
