@@ -112,12 +112,11 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
         found = _size_tables(config, source, cold_path)
     tables, model = found
     require_machine(tables)
-    rows_bytes = MemoryNeeds(config, source).rows
     is_same_disk = bool(cold_path) and _disk_of(Path(cold_path)) == _disk_of(run_dir)
     cold_bytes = tables.disk_bytes if is_same_disk else 0
-    if lack := lack_of_disk(config, run_dir, rows_bytes, cold_bytes):
-        raise ConfigError(lack)
     model_bytes = sum(each.nbytes for each in model.state_dict().values())
+    if lack := lack_of_disk(config, run_dir, model_bytes, cold_bytes):
+        raise ConfigError(lack)
     free = shutil.disk_usage(existing(run_dir)).free
     checkpoint_bytes = tables.everything_bytes if writes_checkpoints(config) else 0
     written = cold_bytes + (model_bytes if config.save_model else 0)

@@ -216,21 +216,20 @@ def test_a_machine_without_the_memory_is_refused(small_config, tmp_path, monkeyp
 
 def test_a_disk_without_room_is_refused(small_config, tmp_path, monkeypatch):
     sized = dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
-    rows = 2401 * 4 * 4
 
     def set_free(num_bytes):
         usage = shutil.disk_usage(tmp_path)._replace(free=num_bytes)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    set_free(rows - 1)
-    with pytest.raises(ConfigError, match="of free disk, and the rows in the model file take 37"):
+    set_free(sized.model_bytes - 1)
+    with pytest.raises(ConfigError, match=r"free disk, and the model file takes at least 38\.6"):
         dry_run(small_config(TABLES), tmp_path / "run")
     dry_run(
         small_config(TABLES, "save_model=false", "checkpoint.every_seconds=0"), tmp_path / "run"
     )
     monkeypatch.undo()
-    set_free(rows + sized.tables.disk_bytes - 1)
-    with pytest.raises(ConfigError, match=r"take 37\.5 KiB beside the 37\.5 KiB of rows"):
+    set_free(sized.model_bytes + sized.tables.disk_bytes - 1)
+    with pytest.raises(ConfigError, match=r"takes at least .* beside the 37\.5 KiB of rows"):
         dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
     monkeypatch.undo()
     set_free(sized.model_bytes + sized.checkpoint_bytes + 16 * 2**20 - 1)

@@ -47,21 +47,21 @@ def warn_of_full_disk(config: TrainConfig, source: SampleSource, run_dir: Path) 
         warnings.warn(lack, stacklevel=2)
 
 
-def lack_of_disk(config: TrainConfig, run_dir: Path, rows_bytes: int, cold_bytes: int = 0) -> str:
+def lack_of_disk(config: TrainConfig, run_dir: Path, model_bytes: int, cold_bytes: int = 0) -> str:
     """What the disk of a run lacks for its model file, and the way out; "" if it has room.
 
     Args:
         config: The configuration of the run.
         run_dir: Its folder, which may not exist yet.
-        rows_bytes: Bytes of the rows in the model file.
+        model_bytes: Bytes of the model file, or of the rows in it.
         cold_bytes: Bytes of rows in files on the same disk, which are deleted after the run.
     """
     free = shutil.disk_usage(existing(run_dir)).free
-    if not config.save_model or rows_bytes + cold_bytes <= free:
+    if not config.save_model or model_bytes + cold_bytes <= free:
         return ""
     beside = f" beside the {format_bytes(cold_bytes)} of rows in files" if cold_bytes else ""
     return (
-        f"{run_dir} has {format_bytes(free)} of free disk, and the rows in the model file take "
-        f"{format_bytes(rows_bytes)}{beside}; make room before training ends, choose another disk "
-        "by --run, or set save_model=false"
+        f"{run_dir} has {format_bytes(free)} of free disk, and the model file takes at least "
+        f"{format_bytes(model_bytes)}{beside}; make room before training ends, choose another "
+        "disk by --run, or set save_model=false"
     )
