@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PageLocks"]
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process
+# cudaHostRegisterPortable and cudaHostRegisterMapped: every device of this process reaches the
+# memory by the address that the host uses.
+_FLAGS = 1 | 2
 _PAGE_BYTES = mmap.PAGESIZE
 
 # A run of pages, as (begin, end), and how many `PageLocks` need it.
@@ -119,7 +121,7 @@ def _release(
 def _register(begin: int, end: int, device: torch.device) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        error = cudart.cudaHostRegister(begin, end - begin, _PORTABLE)
+        error = cudart.cudaHostRegister(begin, end - begin, _FLAGS)
         if int(error):
             _clear_error(device)
             raise OSError(

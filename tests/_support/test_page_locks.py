@@ -21,6 +21,7 @@ class FakeCudart:
 
     def cudaHostRegister(self, begin, num_bytes, flags):  # noqa: N802
         assert begin % PAGE == num_bytes % PAGE == 0
+        assert flags == 1 | 2  # portable and mapped
         self.num_calls += 1
         end = begin + num_bytes
         if any(begin < last and first < end for first, last in self.runs.items()):
