@@ -342,6 +342,8 @@ def _update_kernel(
                 of_averages = averages + (at[:, None] * DIM + columns[None, :])
                 is_average = is_number
             average = tl.load(of_averages, is_average, 1)
+            if AVERAGE_DIM == 1:
+                tl.debug_barrier()  # all threads of a row have read the number that one replaces
             if momentum is None:
                 average += squares
             else:

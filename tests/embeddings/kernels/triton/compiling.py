@@ -43,6 +43,8 @@ class Compiled(NamedTuple):
         widest_load: Bits that the widest load from global memory reads at once, per thread.
         widest_store: The same of stores.
         num_fused: Instructions that multiply and add with one rounding; None if not counted.
+        waits: Whether there is a barrier between each load of single numbers and the next store of
+            some; loads and stores of several numbers at once are not considered.
         key: Differs from that of every other kernel, dtype and block size.
     """
 
@@ -56,6 +58,7 @@ class Compiled(NamedTuple):
     widest_load: int
     widest_store: int
     num_fused: int | None
+    waits: bool
     key: str
 
 
@@ -120,6 +123,7 @@ def _measure(launch, capability, kernel):
         _widest(kernel.asm["ptx"], "ld"),
         _widest(kernel.asm["ptx"], "st"),
         num_fused,
+        not re.search(r"l(?=s)", _order(kernel.asm["ptx"])),
         kernel.hash,
     )
 
@@ -140,6 +144,12 @@ def _dump_anew(cubin, *, is_read):
         dumped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [usage] = re.findall(r"REG:.*", dumped)
     return usage, len(re.findall(r"\b[DFH]FMA", dumped)) if is_read else None
+
+
+def _order(ptx):
+    """Loads (l) and stores (s) of single numbers in global memory, and barriers (b), in order."""
+    found = re.findall(r"\b(?:(ld|st)\.global\.(?!v\d)|(bar\.sync))", ptx)
+    return "".join((access or "b")[0] for access, _ in found)
 
 
 def _widest(ptx, operation):

@@ -20,6 +20,7 @@ OPTIMIZERS = [
 CASES = [
     (torch.float32, 128, RowWiseAdagrad(lr=0.1)),
     (torch.float32, 64, Adam(lr=0.1)),
+    (torch.float32, 1024, RowWiseAdagrad(lr=0.1)),
     (torch.float32, 1, SGD(lr=0.1)),
     (torch.bfloat16, 64, PartialRowWiseAdam(lr=0.1)),
     (torch.float16, 16, SGD(lr=0.1)),
@@ -53,6 +54,8 @@ def launches(is_all):
         for is_one_hot in (True, False):
             is_wide = dim * dtype.itemsize % 16 == 0
             how = ", 16 bytes by _sum_kernel and _update_kernel" if is_wide else ""
+            if 1 in optimizer.state_sizes(dim).values():
+                how += ", replaces a number of several threads"
             name = f"row_update {dtype}, D={dim}, {type(optimizer).__name__}, {is_one_hot=}{how}"
             yield name, update(dtype, dim, optimizer, is_one_hot=is_one_hot)
     for is_one_hot in (True, False):

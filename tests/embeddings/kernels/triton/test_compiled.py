@@ -74,6 +74,18 @@ def test_products_are_rounded_before_they_are_added(compiled):
     assert not fused
 
 
+def test_numbers_that_several_threads_read_are_replaced_after_a_barrier(compiled):
+    """By launches that say so in their name. The interpreter has no threads that could be late."""
+    replacing = [
+        kernel
+        for kernel in compiled
+        if "of several threads" in kernel["launch"] and kernel["kernel"] == "_update_kernel"
+    ]
+
+    assert replacing
+    assert all(kernel["waits"] for kernel in replacing)
+
+
 def test_another_mini_batch_compiles_nothing_anew(compiled):
     """Launches that differ in their mini-batch alone have one name."""
     keys = {}
