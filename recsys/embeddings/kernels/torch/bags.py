@@ -45,7 +45,7 @@ _MOST_KEPT = 64
 
 
 class TorchBags(NamedTuple):
-    """`Bags` of tensors.
+    """`Bags` of tensors, which are contiguous.
 
     Attributes:
         values: (N,) int32 or int64, feature by feature.
@@ -77,14 +77,19 @@ class TorchBags(NamedTuple):
         is_one_hot: bool | None = None,
         padding: int | None = None,
     ) -> TorchBags:
-        """Like `Bags.from_tensors`, but never reads offsets: bags are one-hot only if told so."""
+        """Like `Bags.from_tensors`, but never reads offsets: bags are one-hot only if told so.
+
+        Tensors that are not contiguous, like a column of a matrix, are copied.
+        """
+        made_from = (values,) if is_one_hot else (values, offsets)
         return cls(
-            values,
-            None if is_one_hot else offsets,
-            None if weights is None else weights.detach(),
+            values.contiguous(),
+            None if is_one_hot else offsets.contiguous(),
+            None if weights is None else weights.detach().contiguous(),
             batch_size,
             is_mean and not is_one_hot,
             padding,
+            () if all(each.is_contiguous() for each in made_from) else made_from,
         )
 
     def copied(self) -> TorchBags:

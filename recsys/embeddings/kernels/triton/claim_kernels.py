@@ -360,5 +360,6 @@ def resolve_kernel(
     rows = tl.load(slot_of_value + places, places < num_values, _NOWHERE).to(tl.int64)
     found = tl.load(slot_of_row + rows, rows >= 0, _NOWHERE, volatile=True)
     slots = tl.where(rows >= 0, _slot(_unmarked(found)), rows.to(tl.int32))
-    slots = tl.where(has_enough, slots, _NOWHERE)
+    # Without slots no value may look like one that is not looked up, or like padding.
+    slots = tl.where(has_enough | (rows == _NOWHERE), slots, _NO_ROW)
     tl.store(slot_of_value + places, slots, places < num_values)

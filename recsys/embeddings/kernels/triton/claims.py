@@ -62,7 +62,8 @@ class StartedClaim(NamedTuple):
 
     Attributes:
         slot_of_value: (N,) int32; `NOWHERE` for a value that is not looked up, and
-            `claim_kernels.NO_ROW` for one that is looked up and is not a row of its table.
+            `claim_kernels.NO_ROW` for one that is looked up and is not a row of its table, or if
+            nothing was claimed.
         held: The slots that count the claim, (U,) int32, with `NOWHERE` between them.
         transfer: The rows to copy, int32. If `is_enough` is false, nothing was claimed, because
             there are too few slots or a value is refused, and all lists hold only `NOWHERE`.

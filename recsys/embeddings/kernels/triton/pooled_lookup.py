@@ -89,7 +89,7 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
         "MULTIPLE": placed.multiple,
         "BLOCK_DIM": block_dim,
     }
-    values, offsets, weights = _contiguous(bags)
+    values, offsets, weights = bags.values, bags.offsets, bags.weights
     tensors = values, space.rows, placed.of_lookups, result, space.errors.first
     with torch.cuda.device_of(result):
         if bags.is_plain:
@@ -136,18 +136,17 @@ def row_gradient_dots(
     placed, dim = _place(space, lookups), space.dim
     block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
     block_bags = _block_bags(space, block_dim)
-    values, offsets, _ = _contiguous(bags)
     with torch.cuda.device_of(result):
         _dots_kernel[(triton.cdiv(bags.batch_size, block_bags) * placed.num_features,)](
-            values,
+            bags.values,
             space.rows,
             placed.of_lookups,
             placed.feature_ends,
             gradient,
             result,
             bags.batch_size,
-            offsets,
-            len(values),
+            bags.offsets,
+            len(bags.values),
             NUM_LOOKUPS=len(lookups.tables),
             NUM_FEATURES=placed.num_features,
             WIDTH=lookups.width,
@@ -165,16 +164,6 @@ def _block_bags(space: TorchRows, block_dim: int, num_warps: int = 1, num_copies
     """How many bags a program has, if each thread reads 16 bytes `num_copies` times."""
     num_numbers = num_warps * num_copies * 32 * 16 // space.rows.itemsize
     return min(max(1, num_numbers // block_dim), num_warps * _MOST_BAGS)
-
-
-def _contiguous(bags: TorchBags) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, offsets and weights."""
-    offsets, weights = bags.offsets, bags.weights
-    return (
-        bags.values.contiguous(),
-        None if offsets is None else offsets.contiguous(),
-        None if weights is None else weights.contiguous(),
-    )
 
 
 def _place(space: TorchRows, lookups: Lookups) -> _Placed:

@@ -46,7 +46,8 @@ class Runs(NamedTuple):
         chunks: Where chunks begin and end among them, (2, N) int32, in any order.
         long_runs: Where runs of several chunks begin, (N / CHUNK,) int32, in any order.
         counts: Number of chunks and of `long_runs`, (2,) int32.
-        gradient: The first gradient, (B, W).
+        gradients: All gradients, (B, W) each. Kernels find the others from the first one; they are
+            kept here, since some are copies.
         sources: Where the gradient of each lookup of the ledger begins, in numbers from the first
             one, (N,) int64; None for one-hot bags of one entry, where it is computed.
         scales: Factor of each lookup of the ledger, (N,); None for 1.
@@ -61,7 +62,7 @@ class Runs(NamedTuple):
     chunks: Tensor
     long_runs: Tensor
     counts: Tensor
-    gradient: Tensor
+    gradients: Sequence[Tensor]
     sources: Tensor | None
     scales: Tensor | None
     first_columns: Tensor | None
@@ -111,7 +112,7 @@ def find_runs(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Runs | None:
         torch.empty(2, num_lookups, dtype=torch.int32, device=device),
         torch.empty(num_lookups // CHUNK, dtype=torch.int32, device=device),
         torch.zeros(2, dtype=torch.int32, device=device),
-        parts[0].gradient,
+        [part.gradient for part in parts],
         sources,
         scales,
         parts[0].layer.columns,

@@ -53,7 +53,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
     sums = torch.empty(num_places, dim, dtype=space.compute_dtype, device=device)
     rows_at_once, first_error = block_rows(dim, space.compute_dtype), space.errors.first
     _sum_kernel[(min(triton.cdiv(num_lookups, rows_at_once), num_programs(device)),)](
-        runs.gradient,
+        runs.gradients[0],
         runs.order,
         runs.sources,
         runs.scales,
@@ -65,7 +65,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
         first_error,
         num_lookups,
         runs.batch_size,
-        runs.gradient.stride(0),
+        runs.gradients[0].stride(0),
         space.num_rows,
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),

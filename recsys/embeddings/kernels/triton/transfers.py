@@ -99,7 +99,7 @@ def _copy(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places"])
 def _copy_kernel(
     addresses,
     first_rows,

@@ -47,3 +47,36 @@ def test_runs_are_cut_into_chunks_counted_from_their_first_lookup(
         num_chunks, num_long = found.counts.tolist()
         assert sorted(found.chunks[:, :num_chunks].T.tolist()) == expected
         assert num_long == sum(length > CHUNK for length in lengths)
+
+
+def entry_of(rows, gradient):
+    """One-hot lookups in the only table."""
+    bags = TorchBags.from_tensors(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
+    return LedgerEntry(Lookups.one(0, 2), bags, gradient)
+
+
+def test_ids_may_be_a_column_of_a_matrix(triton_device):
+    matrix = torch.tensor([[4, 9], [2, 9], [7, 9]], device=triton_device)
+    space = TorchRowSpace([torch.zeros(10, 2, device=triton_device)])
+    gradient = torch.zeros(3, 2, device=triton_device)
+
+    found = find_runs(space, [entry_of(matrix[:, 0], gradient)])
+
+    assert found.rows.tolist() == [2, 4, 7]
+
+
+def test_gradients_that_were_converted_live_as_long_as_their_runs(triton_device):
+    """Kernels that are still queued read them; only the first one is an argument."""
+    space = TorchRowSpace([torch.zeros(10, 2, device=triton_device)])
+    ledger = [
+        entry_of(
+            torch.arange(3, device=triton_device),
+            torch.full((3, 2), number, dtype=torch.float64, device=triton_device),
+        )
+        for number in range(3)
+    ]
+
+    found = find_runs(space, ledger)
+
+    assert [each.dtype for each in found.gradients] == [torch.float32] * 3
+    assert [each[0, 0].item() for each in found.gradients] == [0, 1, 2]

@@ -126,6 +126,30 @@ def test_a_claim_that_refuses_no_value_claims_the_rows_of_the_others(triton_devi
     assert counts == [3, 2, 2, 1, 1, 1]
 
 
+def test_values_of_a_claim_without_slots_are_no_padding(triton_device):
+    numbers = number_rows([9], 1, torch.zeros(1, 1, device=triton_device))
+    slots = TritonSlotMap(numbers, 1)
+    values = torch.tensor([4, 0, 2], device=triton_device)
+    bags = TorchBags(values, None, None, 3, is_mean=False, padding=0)
+
+    started = slots.start(Lookups.one(0, 1), bags, refuses=False)
+
+    assert not started.transfer.is_enough
+    assert started.slot_of_value.tolist() == [NO_ROW, NOWHERE, NO_ROW]
+    assert (slots.num_claims == 0).all()
+
+
+def test_ids_may_be_a_column_of_a_matrix(triton_device):
+    numbers = number_rows([9], 1, torch.zeros(1, 1, device=triton_device))
+    column = torch.tensor([[4, 1], [2, 1], [4, 1]], device=triton_device)[:, 0]
+    bags = TorchBags.from_tensors(column, column, None, 3, is_mean=False, is_one_hot=True)
+
+    claim = TritonSlotMap(numbers, 5).claim(Lookups.one(0, 1), bags)
+
+    assert sorted(claim.moves.fetched_rows.tolist()) == [2, 4]
+    assert bags.given == (column,)
+
+
 def test_triton_claims_slots_where_it_is_installed(triton_device, monkeypatch):
     for kind in ("_BY_TORCH", "_BY_TRITON"):
         monkeypatch.setattr(choice, kind, {triton_device.type})
