@@ -416,6 +416,7 @@ class Tiers:
         if self.files is not None:
             self.files.mark_dirty()
             self.files.expect(lookups=False)
+        self.residency.settle()  # a device may be yet to read the tables, for lookups it has queued
         self.is_exposed = True
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:

@@ -378,3 +378,21 @@ def test_state_is_locked_when_an_update_makes_it(device, monkeypatch):
 
     rows = [(300, 4), (260, 4)]
     assert locked == [[*rows, (0, 4), (0, 4)], [*rows, *rows]]
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.detach, lambda table: table.data])
+def test_tables_are_given_out_once_the_device_has_read_them(device, monkeypatch, read):
+    """A caller may write to them, and a lookup that comes before must not see it."""
+    waited, wait = [], device_copies.DeviceCopies.wait
+    monkeypatch.setattr(
+        device_copies.DeviceCopies, "wait", lambda copies: waited.append(copies) or wait(copies)
+    )
+    module = make_module(device)
+    module.table_weights()
+    pooled = module(make_batches(1, device)[0])  # no row was updated, so none is written back
+    waited.clear()
+
+    read(next(module.parameters()))
+
+    assert pooled is not None
+    assert waited
