@@ -90,8 +90,8 @@ class DeferredErrors:
         if self.first.is_cuda:
             first = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             first.copy_(self.first, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            # Of the copy's device, which need not be the current one.
+            event = torch.cuda.current_stream(self.first.device).record_event()
             self._reports.append(_Report(first, event, explain))
         else:
             self._reports.append(_Report(self.first.clone(), None, explain))
