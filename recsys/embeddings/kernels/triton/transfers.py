@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HostRows", "fetch_rows", "write_rows"]
 
-_BLOCK_ROWS = 16  # rows a program copies; each of its warps has several reads under way
 _NUM_WARPS = 4
+# A program copies about so many bytes: each of its threads has two reads of 16 bytes under way.
+_BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 2
+_MOST_ROWS = 256  # of a program
 # Numbers are copied as integers of their size, so every dtype is copied bit by bit.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -82,7 +84,9 @@ def _copy(
     if not len(rows_M):
         return
     bits = _BITS[in_slots.dtype.itemsize]
-    _copy_kernel[(triton.cdiv(len(rows_M), _BLOCK_ROWS),)](
+    block_dim = triton.next_power_of_2(host.dim)
+    block_rows = min(max(1, _BLOCK_BYTES // (block_dim * bits.itemsize)), _MOST_ROWS)
+    _copy_kernel[(triton.cdiv(len(rows_M), block_rows),)](
         host.addresses,
         host.first_rows,
         rows_M,
@@ -91,8 +95,8 @@ def _copy(
         len(rows_M),
         NUM_TABLES=len(host.addresses),
         DIM=host.dim,
-        BLOCK_DIM=triton.next_power_of_2(host.dim),
-        BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_DIM=block_dim,
+        BLOCK_ROWS=block_rows,
         IS_FETCH=is_fetch,
         IS_ALIGNED=host.is_aligned,
         num_warps=_NUM_WARPS,
