@@ -165,6 +165,19 @@ def test_a_first_loss_that_is_far_above_the_others_is_not_in_the_picture(figures
     assert captions == ["first losses, up to 4, are cut off", ""]
 
 
+@pytest.mark.parametrize("losses", [[0.4792776506558009], [3.0] + 19 * [0.5]])
+def test_losses_that_are_equal_have_a_height_in_the_picture(figures, losses):
+    history = [
+        {"num_samples": number, "train_loss": loss, "train_auc": None}
+        for number, loss in enumerate(losses)
+    ]
+
+    draw_run(history, "test")  # a warning would be an error
+
+    low, high = figures[0].axes[0].get_ylim()
+    assert low < losses[-1] < high
+
+
 def test_reports_that_jump_are_drawn_as_their_mean(figures):
     history = [
         {"num_samples": step, "train_loss": 0.4 + 0.2 * (step % 2), "train_auc": 0.5}

@@ -277,13 +277,12 @@ def _hide_first_losses(axis: Axes, reports: Sequence[float]) -> None:
     says what is above the picture.
     """
     rest = reports[len(reports) // _HIDDEN :]
-    low, high = axis.get_ylim()
+    low, high = axis.dataLim.ymin, axis.dataLim.ymax
     most = max([each for each in rest if np.isfinite(each)], default=high)
-    if most < (low + high) / 2:
-        low = axis.dataLim.ymin
+    if low < most < (low + high) / 2:
         axis.set_ylim(low - 0.05 * (most - low), most + 0.1 * (most - low))
         axis.set_title(
-            f"first losses, up to {axis.dataLim.ymax:.3g}, are cut off",
+            f"first losses, up to {high:.3g}, are cut off",
             fontsize="small",
             loc="left",
         )
