@@ -164,6 +164,7 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
     assert losses(whole) == losses(parts)
 
 
+@pytest.mark.in_ci("then the other one")
 @pytest.mark.parametrize(
     "failing",
     [[(0, 0), (2, 99)], [(2, 3), (3, 99)]],

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 READERS = (*DATA, *TABLES, *RUNS, *VALUES)
-NUM_CASES = {"dev": 5, "ci": 6, "stress": 1000}[settings.get_current_profile_name()]
+NUM_CASES = {"dev": 5, "ci": 3, "stress": 1000}[settings.get_current_profile_name()]
 
 
 @pytest.fixture(scope="module", autouse=True)

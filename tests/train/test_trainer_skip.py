@@ -82,6 +82,7 @@ CASES = {policy: (policy, ()) for policy in POLICIES} | {
 }
 
 
+@pytest.mark.in_ci("two tiers", "paper")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, case):
     policy, settings = CASES[case]

@@ -51,6 +51,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.in_ci("guarded", "subsample", "random_drop")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_and_tier_gives_equal_results(skips, name, tmp_path):
     policy = skips.POLICIES[name]
@@ -82,6 +83,7 @@ def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
     assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+@pytest.mark.in_ci("3-")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):

@@ -250,6 +250,7 @@ def test_the_order_of_a_sum_depends_on_the_rows_lookups_alone(triton_device):
         assert torch.equal(among[1:2], alone)
 
 
+@pytest.mark.in_ci("dtype0", "dtype2")
 @pytest.mark.parametrize("dtype", DTYPES)
 @few
 @given(seed=st.integers(0, 2**31), optimizer=st.sampled_from(OPTIMIZERS), how=st.sampled_from(HOW))
