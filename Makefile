@@ -20,6 +20,7 @@ help:
 	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
 	@echo "make fuzz SECONDS=600               read damaged and hostile files, for ten minutes"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
+	@echo "make bench QUICK=1                 run every bench at a small size, numbers into build/bench/"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
 	@echo "make site                          build these docs as a site, with the public signatures"
@@ -75,19 +76,28 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
+# Quick sizes show that every bench works here; their numbers say nothing.
+QUICK ?=
+MEASURED := $(if $(QUICK),build/bench,docs/benchmarks)
+BENCH := $(BIN)/recsys bench
+SIZE := $(if $(QUICK),--quick)
 bench: setup
-	$(BIN)/recsys bench prepare --json docs/benchmarks/prepare.json
-	$(BIN)/recsys bench prepare --kaggle-size --json docs/benchmarks/prepare_kaggle_size.json
-	$(BIN)/recsys bench step --json docs/benchmarks/step.json
-	$(BIN)/recsys bench lookup --json docs/benchmarks/lookup.json
-	$(BIN)/recsys bench synthetic --json docs/benchmarks/generator.json
-	$(BIN)/recsys bench tiers --shares floor 0.02 0.05 0.2 1 \
-		--schedule sequential,lookahead-2,hotline --json docs/benchmarks/tiers.json
-	$(BIN)/recsys bench count --json docs/benchmarks/count.json
-	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
-	$(BIN)/recsys bench checkpoints --json docs/benchmarks/checkpoints.json
-	$(BIN)/recsys bench skipping --json docs/benchmarks/skipping.json
-	$(BIN)/recsys bench distributed --json docs/benchmarks/distributed.json
+	mkdir -p $(MEASURED)
+	$(BENCH) prepare $(SIZE) --json $(MEASURED)/prepare.json
+	$(if $(QUICK),,$(BENCH) prepare --kaggle-size --json $(MEASURED)/prepare_kaggle_size.json)
+	$(BENCH) prepare --table $(SIZE) --json $(MEASURED)/prepare_table.json
+	$(BENCH) step $(SIZE) --json $(MEASURED)/step.json
+	$(BENCH) lookup $(SIZE) --json $(MEASURED)/lookup.json
+	$(BENCH) models $(SIZE) --json $(MEASURED)/models.json
+	$(BENCH) synthetic $(SIZE) --json $(MEASURED)/generator.json
+	$(BENCH) tiers $(SIZE) --schedule sequential,lookahead-2,hotline \
+		$(if $(QUICK),,--shares floor 0.02 0.05 0.2 1) --json $(MEASURED)/tiers.json
+	$(BENCH) count $(SIZE) --json $(MEASURED)/count.json
+	$(BENCH) rand-em $(SIZE) --json $(MEASURED)/rand_em.json
+	$(BENCH) checkpoints $(SIZE) --json $(MEASURED)/checkpoints.json
+	$(BENCH) predict $(SIZE) --json $(MEASURED)/predict.json
+	$(BENCH) skipping $(SIZE) --json $(MEASURED)/skipping.json
+	$(BENCH) distributed $(SIZE) --json $(MEASURED)/distributed.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh

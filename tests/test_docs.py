@@ -15,6 +15,7 @@ from recsys.bench.parts.harness import median_of_ratios, ratio, rows_by_provider
 from recsys.bench.parts.scheduled import Turn
 from recsys.bench.rand_em import bench_rand_em
 from recsys.bench.synthetic import write_store
+from recsys.cli.commands import build_parser
 from recsys.datasets import SyntheticCriteo
 from recsys.embeddings.tiers.counts import TierCounts
 from recsys.train.trainer import train
@@ -509,6 +510,14 @@ def test_every_command_of_the_readme_is_one_of_the_makefile(pytestconfig):
         named |= set(re.findall(r"make (\w+)", (pytestconfig.rootpath / document).read_text()))
 
     assert {"train", "test", "check", "setup"} <= named <= targets
+
+
+def test_make_bench_runs_every_bench_that_needs_no_gpu(pytestconfig):
+    makefile = (pytestconfig.rootpath / "Makefile").read_text()
+    commands = next(each for each in build_parser()._actions if each.dest == "command").choices
+    benches = next(each for each in commands["bench"]._actions if each.choices).choices
+
+    assert set(re.findall(r"\$\(BENCH\) ([\w-]+)", makefile)) == set(benches) - {"gpu"}
 
 
 def test_kept_commands_name_no_place_of_the_machine_they_ran_on(pytestconfig):
