@@ -178,6 +178,18 @@ def test_losses_that_are_equal_have_a_height_in_the_picture(figures, losses):
     assert low < losses[-1] < high
 
 
+def test_a_run_of_one_report_is_drawn_whole(figures):
+    history = [{"num_samples": 5, "train_loss": 1.2, "train_auc": 0.5}]
+    history.append({"num_samples": 5, "test": {"logloss": 2.8, "auc": 0.5}})
+
+    draw_run(history, "test")
+
+    low, high = figures[0].axes[0].get_ylim()
+    assert low < 1.2
+    assert high > 2.8
+    assert figures[0].axes[0].get_title(loc="left") == ""
+
+
 def test_reports_that_jump_are_drawn_as_their_mean(figures):
     history = [
         {"num_samples": step, "train_loss": 0.4 + 0.2 * (step % 2), "train_auc": 0.5}
