@@ -1,0 +1,123 @@
+"""The programs of `examples`, with small sizes; what they print is read as users read it.
+
+`tests/test_frameworks.py` runs those of `examples/frameworks`, `tests/conversion` and
+`tests/distributed` the two measurements.
+"""
+
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def example(pytestconfig, monkeypatch, tmp_path):
+    """Loads an example by name; it runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name: runpy.run_path(str(pytestconfig.rootpath / "examples" / f"{name}.py"))
+
+
+def numbers_after(text, printed):
+    return [float(number) for number in re.findall(rf"{text} (\d+\.\d+)", printed)]
+
+
+def test_the_quickstart_learns_and_loads_what_it_saved(example, capsys, tmp_path):
+    example("quickstart")["main"](num_samples=21_000)
+
+    trained, loaded = numbers_after("test AUC", capsys.readouterr().out)
+    assert trained == loaded > 0.65
+    assert torch.load(tmp_path / "quickstart.pt")
+
+
+def test_one_line_keeps_the_losses(example, capsys):
+    example("swap_one_line")["main"](num_batches=8)
+
+    printed = capsys.readouterr().out
+    (difference,) = re.findall(r"largest difference of a loss: (\S+)", printed)
+    assert float(difference) < 1e-5
+    assert re.search(r"seconds: [\d.]+ plain, [\d.]+ accelerated", printed)
+
+
+@pytest.mark.filterwarnings("ignore")  # they are TorchRec's
+def test_both_ways_into_torchrec_keep_the_losses(example, capsys):
+    pytest.importorskip("torchrec")
+
+    example("swap_into_torchrec")["main"](num_samples=5600)
+
+    printed = capsys.readouterr().out
+    first, last = numbers_after("first loss", printed), numbers_after(", last", printed)
+    assert len(first) == len(last) == 3
+    assert max(first) - min(first) < 1e-5
+    assert max(last) - min(last) < 1e-5
+    assert last[0] < first[0]
+
+
+def test_without_torchrec_its_example_says_what_is_missing(example, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+
+    with pytest.raises(SystemExit, match="needs TorchRec: pip install"):
+        example("swap_into_torchrec")
+
+
+def test_a_raw_file_is_prepared_once_and_trained(example, capsys, tmp_path, raw_line):
+    raw = tmp_path / "train.txt"
+    lines = [
+        raw_line(label=str(number % 2), categories=[f"{number % 7:08x}"] * 26)
+        for number in range(700)
+    ]
+    raw.write_text("\n".join(lines) + "\n")
+    main = example("train_criteo")["main"]
+
+    main([str(raw), "--adagrad"])
+    written = (tmp_path / "criteo" / "store" / "meta.json").stat().st_mtime_ns
+    (tmp_path / "criteo" / "run").rename(tmp_path / "first")
+    main([str(raw), "--adagrad"])
+
+    aucs = numbers_after("test AUC", capsys.readouterr().out)
+    assert len(aucs) == 2
+    assert aucs[0] == aucs[1]
+    assert (tmp_path / "criteo" / "store" / "meta.json").stat().st_mtime_ns == written
+
+
+def test_the_first_lines_of_kaggle_are_trained_on_a_budget(example, capsys, kaggle_10k):
+    example("train_criteo")["main"]([str(kaggle_10k), "--adagrad", "--budget", "4MiB"])
+
+    printed = capsys.readouterr().out
+    assert 0.5 < numbers_after("test AUC", printed)[0] < 0.8
+    assert 0.4 < numbers_after("test logloss", printed)[0] < 0.7
+    assert re.search(r"^[\d,]+ samples/s in training$", printed, re.MULTILINE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_table_larger_than_the_allowed_memory_is_trained(pytestconfig, tmp_path):
+    code = (  # it limits the memory of its process for good
+        "import runpy, sys; main = runpy.run_path(sys.argv[1])['main'];"
+        "main(num_rows=400_000, num_steps=100, limit_bytes=64 * 2**20)"
+    )
+    script = pytestconfig.rootpath / "examples" / "larger_than_memory.py"
+
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, script],
+        cwd=tmp_path,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    assert "nn.EmbeddingBag: " in ended.stdout
+    assert "98 MiB of rows, and as much of state, are in files" in ended.stdout
+    (used,) = re.findall(r"(\d+) MiB of memory were used for them, 64 allowed", ended.stdout)
+    assert 0 < int(used) < 64
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_examples_lists_every_program(pytestconfig):
+    folder = pytestconfig.rootpath / "examples"
+    text = (folder / "README.md").read_text()
+
+    listed = re.findall(r"\[([\w.]+)\]\(\1\)", text)
+
+    assert set(listed) == {file.name for file in folder.iterdir()} - {"README.md", "__pycache__"}
