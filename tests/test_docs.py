@@ -501,17 +501,6 @@ def test_every_decision_is_in_the_index(pytestconfig):
     assert {name: f"# {title}" for title, name in index} == pages
 
 
-def test_every_command_of_the_readme_is_one_of_the_makefile(pytestconfig):
-    makefile = (pytestconfig.rootpath / "Makefile").read_text()
-    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
-
-    named = set()
-    for document in ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md"):
-        named |= set(re.findall(r"make (\w+)", (pytestconfig.rootpath / document).read_text()))
-
-    assert {"train", "test", "check", "setup"} <= named <= targets
-
-
 def test_make_bench_runs_every_bench_that_needs_no_gpu(pytestconfig):
     makefile = (pytestconfig.rootpath / "Makefile").read_text()
     commands = next(each for each in build_parser()._actions if each.dest == "command").choices
