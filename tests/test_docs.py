@@ -434,54 +434,6 @@ def test_kept_results_are_of_a_commit(pytestconfig):
         assert environment["dirty"] is False, record
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        "docs/popularity.md",
-        "docs/python.md",
-        "docs/schedules.md",
-        "docs/slipstream.md",
-    ],
-)
-def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    snippets = re.findall(
-        r"^```python\n(.*?)^```",
-        (pytestconfig.rootpath / name).read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
-
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, name, "exec"), {})
-
-
-def test_the_tour_runs_from_its_first_block_to_its_last(pytestconfig, capsys):
-    text = (pytestconfig.rootpath / "docs" / "tour.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.M)
-    found = {}
-
-    for code, shown in blocks:
-        exec(compile(code, "docs/tour.md", "exec"), found)
-        # Another machine has other last digits.
-        numbers = r"\d[\d.,]*(?:e[-+]\d+)?"
-        assert re.sub(numbers, "#", capsys.readouterr().out) == re.sub(numbers, "#", shown)
-
-    assert found["losses_ahead"] == found["losses_tiered"]
-    assert found["losses_tiered"] == pytest.approx(found["losses"], abs=1e-4)
-
-
-def test_the_printed_estimate_is_that_of_its_snippet(pytestconfig, capsys):
-    text = (pytestconfig.rootpath / "docs" / "popularity.md").read_text()
-    pattern = r"^```python\n([^`]*recsys\.estimate\([^`]*)^```\n\nprints\n\n```\n(.*?)^```"
-    [(snippet, printed)] = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
-
-    exec(compile(snippet, "docs/popularity.md", "exec"), {})
-
-    assert capsys.readouterr().out == printed
-
-
 def test_every_link_between_documents_leads_to_a_file(pytestconfig):
     root = pytestconfig.rootpath
     documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import tomllib
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from recsys.ablate.config import load_ablation
 from recsys.cli.commands import build_parser
 from recsys.config import load_config
+from recsys.datasets import Schema
 from recsys.errors import ConfigError
 from tests.doc_commands import commands_of, lines_meant
 
@@ -119,3 +121,19 @@ def test_scripts_that_documents_run_exist():
 
     assert len(scripts) > 15
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
+
+
+def test_tables_of_keys_are_those_of_an_ablation_or_a_schema(tmp_path):
+    blocks = [
+        block
+        for file in DOCUMENTS
+        for block in re.findall(r"^```toml\n(.*?)^```", file.read_text("utf-8"), re.DOTALL | re.M)
+    ]
+
+    assert len(blocks) >= 5
+    for block in blocks:
+        if "[ablate]" in block:
+            (tmp_path / "ablation.toml").write_text(block)
+            load_ablation(tmp_path / "ablation.toml", ())
+        else:  # a part of a schema may leave the label to the reader
+            Schema.from_dict({"label": "click", **tomllib.loads(block)})
