@@ -337,6 +337,9 @@ def load_config(
             TOML is taken as a string.
         values: Top-level keys, by name.
 
+    Returns:
+        The configuration.
+
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
@@ -349,6 +352,13 @@ def load_config(
 
 def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Read the nested keys of a TOML file and apply settings; no value is checked yet.
+
+    Args:
+        file: TOML; keys with dots are tables. None for no file.
+        settings: Strings such as `optimizer.lr=0.01`, which win over the file.
+
+    Returns:
+        The nested keys.
 
     Raises:
         ConfigError: the file is not TOML, or a setting is not key=value.
@@ -374,6 +384,12 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
 def build_config(tree: Mapping[str, Any]) -> TrainConfig:
     """Build a configuration from nested keys.
 
+    Args:
+        tree: Keys and values; those of a table of keys are a mapping.
+
+    Returns:
+        The configuration.
+
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
@@ -389,25 +405,35 @@ def build_config(tree: Mapping[str, Any]) -> TrainConfig:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The whole configuration as TOML."""
+    """The whole `config` as TOML."""
     tree = dataclasses.asdict(config)
     return tomli_w.dumps({key: value for key, value in tree.items() if value is not None})
 
 
 def describe_config(config: TrainConfig) -> dict[str, Any]:
-    """The whole configuration in JSON types, with the dense optimizer resolved."""
+    """The whole `config` in JSON types, with the dense optimizer resolved."""
     dense = dataclasses.asdict(config.resolved_dense_optimizer)
     return {**dataclasses.asdict(config), "dense_optimizer": dense}
 
 
 def describe_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Every key of a configuration: its name, its default and its meaning."""
+    """Every key of a configuration: its name, its default and its meaning.
+
+    Args:
+        kind: The class of the configuration.
+        prefix: What stands before each name, with a dot at its end.
+    """
     for each in walk_keys(kind, prefix):
         yield each.name, each.default, each.meaning
 
 
 def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested keys.
+
+    Args:
+        tree: The nested keys; changed.
+        key: Names joined by dots.
+        value: The value of the key.
 
     Raises:
         ConfigError: a part before the last dot is a value, not a table, or there are many dots.

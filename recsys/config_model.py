@@ -140,7 +140,11 @@ class ModelConfig:
         return ":" in self.name
 
     def dim_of(self, table: str) -> int:
-        """Columns of a table."""
+        """Columns of a table.
+
+        Args:
+            table: Its name.
+        """
         return self.table_dims.get(table, self.embedding_dim)
 
     def _check_tables(self) -> None:

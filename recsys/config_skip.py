@@ -135,6 +135,9 @@ class PaperConfig:
     def settings(self, seed: int) -> Paper:
         """The policy of these keys.
 
+        Args:
+            seed: Seed of the policy's sample.
+
         Raises:
             ConfigError: keys conflict.
         """

@@ -140,8 +140,15 @@ class JaggedIds:
     def from_one_hot(cls, keys: Sequence[str], rows_FB: Tensor) -> JaggedIds:
         """One lookup per feature and sample.
 
+        Args:
+            keys: Names of the features.
+            rows_FB: Rows of every feature, sample by sample; not copied if contiguous.
+
         Shape:
-            rows_FB (F, B) int32 or int64, else MalformedBags; not copied if contiguous.
+            rows_FB (F, B) int32 or int64.
+
+        Raises:
+            MalformedBags: `rows_FB` is no tensor (F, B), or the names are no list of texts.
         """
         _list_of_names(keys)
         _require_tensors(rows_FB=rows_FB)
@@ -209,6 +216,9 @@ class JaggedIds:
     def concatenate(cls, parts: Sequence[JaggedIds]) -> JaggedIds:
         """The samples of several inputs with the same features, one input after the other; a copy.
 
+        Args:
+            parts: The inputs.
+
         Raises:
             MalformedBags: features differ, or only some of the inputs have weights.
         """
@@ -248,7 +258,12 @@ class JaggedIds:
         return cls._unchecked(keys, values, offsets, by_feature(weights) if weights else None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedIds:
-        """A copy on `device`, or `self` if it is there already."""
+        """A copy on `device`, or `self` if it is there already.
+
+        Args:
+            device: Device of the result.
+            non_blocking: Whether to return before a copy from page-locked memory is finished.
+        """
         if self._values.device == torch.device(device):
             return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -305,6 +320,9 @@ class JaggedIds:
     @classmethod
     def from_torchrec(cls, features: KeyedJaggedTensor) -> JaggedIds:
         """The tensors of a `torchrec.KeyedJaggedTensor`; nothing is copied unless dtypes differ.
+
+        Args:
+            features: Features of one batch size.
 
         Raises:
             ValueError: its features have different batch sizes.

@@ -58,7 +58,12 @@ class Batch:
                 )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on `device`."""
+        """The batch on `device`.
+
+        Args:
+            device: Device of the result.
+            non_blocking: Whether to return before a copy from page-locked memory is finished.
+        """
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def select(self, samples: Tensor) -> Batch:
@@ -80,6 +85,9 @@ class Batch:
         """The samples of several mini-batches, one after the other; a copy.
 
         If only some of them have weights, the samples of the others get weight 1.
+
+        Args:
+            parts: The mini-batches, with the same features.
 
         Raises:
             MalformedBags: their features differ.

@@ -165,6 +165,9 @@ def restore(model: nn.Module) -> Accelerated:
     Rows and optimizer state are as trained. Gradients that no step has used become each table's
     `grad`.
 
+    Args:
+        model: The model that was given to `accelerate`.
+
     Returns:
         What was replaced.
 

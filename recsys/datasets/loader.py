@@ -150,6 +150,9 @@ class BatchLoader(ResumableLoader[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of `state`. The batch size may differ.
 
+        Args:
+            state: What `state_dict` returned.
+
         Raises:
             ConfigError: the state was taken with other data, another seed or another shuffling, or
                 it is no state of a loader.

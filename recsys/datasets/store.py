@@ -111,6 +111,9 @@ class Store:
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """The given samples, in the given order; see `SampleSource.read`.
 
+        Args:
+            samples: Numbers of samples, (B,) in [0, num_samples).
+
         Raises:
             IndexError: a sample number is out of range.
             StoreError: a label is neither 0 nor 1; a dense feature is not a number or, where its

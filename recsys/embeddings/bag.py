@@ -161,6 +161,11 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     ) -> Tensor:
         """Look up and pool.
 
+        Args:
+            input: Ids of rows, one bag a line, or with `offsets` one bag after the other.
+            offsets: Where each bag begins in a one-dimensional input.
+            per_sample_weights: A factor for each id, with mode "sum".
+
         Shape:
             input (B, L), or (N,) with offsets (B,) or (B + 1,), or nested; per_sample_weights as
             input; result (B, D).
@@ -206,8 +211,16 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         correct. If slots are scarce, the latest prefetch is given up first. `TrainPipeline` calls
         this. Without tiers it does nothing.
 
+        Args:
+            input: As for `forward`.
+            offsets: As for `forward`.
+            per_sample_weights: As for `forward`.
+
         Shape:
             As for `forward`.
+
+        Returns:
+            The claim on slots; it need not be kept.
 
         Raises:
             IdOutOfRange: as for `forward`.

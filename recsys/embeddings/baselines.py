@@ -62,6 +62,9 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
     def make_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
         """The `torch.optim` optimizer that updates these rows.
 
+        Args:
+            config: Its name and constants.
+
         Raises:
             ConfigError: `torch.optim` has no such optimizer for sparse gradients.
         """
@@ -84,6 +87,9 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
 
     def forward(self, features: Features) -> PooledEmbeddings:
         """Look up and pool the rows of every bag.
+
+        Args:
+            features: `JaggedIds`, or a `KeyedJaggedTensor` of TorchRec.
 
         Shape:
             result (B, sum of dims).
@@ -182,6 +188,9 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
     def forward(self, features: Features) -> PooledEmbeddings:
         """Look up and pool the rows of every bag.
 
+        Args:
+            features: `JaggedIds`, or a `KeyedJaggedTensor` of TorchRec.
+
         Shape:
             result (B, sum of dims).
         """
@@ -250,6 +259,9 @@ def _concatenate(
 
 def require_torch_optimizer(config: OptimizerConfig) -> None:
     """Refuse a row optimizer that `torch.optim` does not have.
+
+    Args:
+        config: The optimizer of the rows.
 
     Raises:
         ConfigError: it has no such optimizer for sparse gradients.

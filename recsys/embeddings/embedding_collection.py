@@ -208,8 +208,11 @@ class HotColdEmbeddingCollection(AbstractTables):
         """Look up; a `KeyedJaggedTensor` gives `JaggedTensor`s, `JaggedIds` give
         `JaggedEmbeddings`, by feature.
 
+        Args:
+            features: `JaggedIds`, or a `KeyedJaggedTensor` of TorchRec.
+
         Shape:
-            rows of a feature with N ids (N, D), always float32.
+            result: for each feature with N ids its rows, (N, D), always float32.
 
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.

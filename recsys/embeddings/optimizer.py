@@ -68,7 +68,11 @@ class AbstractRowOptimizer:
         _require_betas(getattr(self, "betas", (0.0, 0.0)))
 
     def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row in each state array, by TorchRec's name of the array."""
+        """Numbers per row in each state array, by TorchRec's name of the array.
+
+        Args:
+            dim: D, columns of the table.
+        """
         return dict.fromkeys(self._PER_COLUMN, dim) | dict.fromkeys(self._PER_ROW, 1)
 
     @property
@@ -89,6 +93,9 @@ class AbstractRowOptimizer:
 @dataclass(frozen=True, kw_only=True)
 class SGD(AbstractRowOptimizer):
     """Stochastic gradient descent; no state.
+
+    Attributes:
+        lr: Learning rate.
 
     Raises:
         ValueError: `lr` is negative or not finite.
@@ -153,7 +160,12 @@ class Adam(AbstractRowOptimizer):
     _PER_COLUMN = ("momentum1", "exp_avg_sq")
 
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """The factor includes the correction `c`; eps is added before it."""
+        """The factor includes the correction `c`; eps is added before it.
+
+        Args:
+            lr: As in `AbstractRowOptimizer`.
+            step: As in `AbstractRowOptimizer`.
+        """
         return lr * _correction(self.betas, step), self.eps
 
 
@@ -177,7 +189,12 @@ class PartialRowWiseAdam(AbstractRowOptimizer):
     _PER_COLUMN, _PER_ROW = ("momentum1",), ("exp_avg_sq",)
 
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """The factor includes the correction `c`; eps is scaled as if it were added after it."""
+        """The factor includes the correction `c`; eps is scaled as if it were added after it.
+
+        Args:
+            lr: As in `AbstractRowOptimizer`.
+            step: As in `AbstractRowOptimizer`.
+        """
         return lr * _correction(self.betas, step), self.eps * sqrt(1 - self.betas[1] ** step)
 
 

@@ -257,7 +257,13 @@ class AbstractPooledModel(nn.Module, ABC):
             self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
-        """Logits, (B, 1)."""
+        """Logits, (B, 1).
+
+        Args:
+            dense_features: Dense features, (B, I).
+            sparse_features: F features of B samples: `JaggedIds`, or a `KeyedJaggedTensor` of
+                TorchRec.
+        """
         return self.head(self.dense_arch(dense_features), self.sparse_arch(sparse_features))
 
     @abstractmethod

@@ -69,6 +69,10 @@ def to_classic(state_dict: Mapping[str, Tensor], feature_names: Sequence[str]) -
         For F features and embedding_dim D, the first top layer's weight has D + F * (F + 1) / 2
         columns in both models.
 
+    Returns:
+        The same weights under the names of the other model, and a copy of that of the first top
+        layer.
+
     Raises:
         WeightsError: keys are missing or unexpected, or shapes do not fit each other.
     """
@@ -88,6 +92,10 @@ def from_classic(
             classic script has it under "state_dict".
         feature_names: The features in the order of the classic tables; table i becomes
             `t_<feature_names[i]>`.
+
+    Returns:
+        The same weights under the names of the other model, and a copy of that of the first top
+        layer.
 
     Raises:
         WeightsError: keys are missing or unexpected, or shapes do not fit each other.

@@ -154,7 +154,12 @@ class DCNv2(AbstractPooledModel):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def head(self, embedded_dense: Tensor, embedded_sparse: Tensor) -> Tensor:
-        """Logits, (B, over_arch_layer_sizes[-1]), of samples whose vectors are known."""
+        """Logits, (B, over_arch_layer_sizes[-1]), of samples whose vectors are known.
+
+        Args:
+            embedded_dense: Results of `dense_arch`, (B, D).
+            embedded_sparse: Results of `sparse_arch`, (B, F, D).
+        """
         return cast("Tensor", self.over_arch(self.inter_arch(embedded_dense, embedded_sparse)))
 
 

@@ -93,7 +93,12 @@ class DeepFM(AbstractPooledModel):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def head(self, embedded_dense: Tensor, embedded_sparse: Tensor) -> Tensor:
-        """Logits, (B, 1), of samples whose vectors are known."""
+        """Logits, (B, 1), of samples whose vectors are known.
+
+        Args:
+            embedded_dense: Results of `dense_arch`, (B, D).
+            embedded_sparse: Results of `sparse_arch`, (B, F, D).
+        """
         vectors = torch.cat([embedded_dense.unsqueeze(1), embedded_sparse], dim=1)
         first_order = vectors[:, :, 0].sum(1, keepdim=True)
         second_order = factorization_machine(vectors[:, :, 1:])

@@ -111,7 +111,13 @@ class DIN(nn.Module):
         self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
-        """Logits, (B, 1)."""
+        """Logits, (B, 1).
+
+        Args:
+            dense_features: Dense features, (B, I).
+            sparse_features: F features of B samples: `JaggedIds`, or a `KeyedJaggedTensor` of
+                TorchRec.
+        """
         rows = look_up("DIN", self.embedding_collection, sparse_features)
         candidates = self._roles.candidates
         vectors = {

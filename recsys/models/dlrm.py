@@ -81,7 +81,12 @@ class DLRM(AbstractPooledModel):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def head(self, embedded_dense: Tensor, embedded_sparse: Tensor) -> Tensor:
-        """Logits, (B, over_arch_layer_sizes[-1]), of samples whose vectors are known."""
+        """Logits, (B, over_arch_layer_sizes[-1]), of samples whose vectors are known.
+
+        Args:
+            embedded_dense: Results of `dense_arch`, (B, D).
+            embedded_sparse: Results of `sparse_arch`, (B, F, D).
+        """
         return cast("Tensor", self.over_arch(self.inter_arch(embedded_dense, embedded_sparse)))
 
 
@@ -108,7 +113,15 @@ class DLRMTrain(nn.Module):
         self.loss_fn = nn.BCEWithLogitsLoss()
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports."""
+        """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports.
+
+        Args:
+            batch: B samples with their labels.
+
+        Returns:
+            (loss, (loss, logits, labels)): the loss, (), with gradient; then detached tensors: the
+            loss, logits (B,) and labels (B,).
+        """
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         weights = getattr(batch, "weights", None)
         if weights is None:

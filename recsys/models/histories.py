@@ -144,6 +144,11 @@ def sum_of_bags(values: Tensor, lengths: Tensor, bags: Tensor | None = None) -> 
 def pad_left(values: Tensor, lengths: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     """The last T rows of each bag; shorter bags get zeros before their first row.
 
+    Args:
+        values: The rows of all bags, one bag after the other.
+        lengths: Rows of each bag.
+        num_steps: T.
+
     Shape:
         values (N, D); lengths (B,), with sum N, which is not checked; results: rows (B, T, D), a
         view of values on the CPU if all bags have T rows, and whether a row is one of the bag's

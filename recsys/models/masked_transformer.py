@@ -97,7 +97,14 @@ class MaskedTransformerArch(nn.Module):
         self.out_features = self.products.out_features
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Combine one dense and F sparse vectors per sample."""
+        """Combine one dense and F sparse vectors per sample.
+
+        Shape:
+            dense_features (B, D); sparse_features (B, F, D); result (B, D + F * (F + 1) / 2).
+
+        Raises:
+            ValueError: F or D is another than that of the module.
+        """
         if sparse_features.shape[1:] != self._shape:
             raise ValueError(
                 f"MaskedTransformerArch: sparse_features must be (B, {self._shape[0]}, "

@@ -186,7 +186,13 @@ class TBSM(nn.Module):
         self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
-        """Logits, (B, 1)."""
+        """Logits, (B, 1).
+
+        Args:
+            dense_features: Dense features, (B, I).
+            sparse_features: F features of B samples: `JaggedIds`, or a `KeyedJaggedTensor` of
+                TorchRec.
+        """
         fields, is_step = self._fields(sparse_features)
         num_samples, num_vectors = fields.shape[:2]
         vectors = self.tower(self._dense(dense_features).flatten(0, 1), fields.flatten(0, 1))

@@ -229,7 +229,7 @@ class TrainPipeline:
             self._current = None
 
     def steps(self, batches: Iterable[Any]) -> Generator[tuple[Tensor, Any]]:
-        """Call `progress` until there is no mini-batch left.
+        """The results of `progress`, until there is no mini-batch left.
 
         If this generator is closed early, it closes the iterator that it has made. When a
         `BatchLoader` or `HotColdLoader` is then iterated again, it continues with the next
@@ -253,7 +253,7 @@ class TrainPipeline:
                     iterator.close()
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record every stage and transfer in a timeline from now on; None stops recording."""
+        """Record every stage and transfer in `timeline` from now on; None stops recording."""
         self.clock.timeline = timeline
         for number, tiers in enumerate(self._inputs.tiers()):
             tiers.residency.queue.on_span = (

@@ -185,7 +185,11 @@ class SyntheticCriteo:
         return times_of_random_split(samples, self._num_samples, self._split_key)
 
     def seconds(self, samples: range) -> NDArray[np.int64] | None:
-        """Seconds since 1970 of sample numbers, (B,); None without `samples_per_day`."""
+        """Seconds since 1970 of sample numbers, (B,); None without `samples_per_day`.
+
+        Args:
+            samples: Numbers of samples.
+        """
         if not self._in_time.samples_per_day:
             return None
         return self.times(np.array(samples, np.int64)) * 86_400 // self._in_time.samples_per_day

@@ -131,13 +131,23 @@ class AbstractTables(nn.Module, ABC):
 
     @abstractmethod
     def prefetch(self, *arguments: Any) -> Prefetched:
-        """Start to fetch the rows for `forward` of the same arguments."""
+        """Start to fetch the rows for `forward` of the same arguments.
+
+        Args:
+            arguments: Those of `forward`.
+
+        Returns:
+            The claim on slots; it need not be kept.
+        """
 
     @abstractmethod
     def parts(self, *arguments: Any) -> list[Part]:
         """What `forward` of the same arguments looks up, with one bag for each sample.
 
         Only for modules whose rows a recsys optimizer updates.
+
+        Args:
+            arguments: Those of `forward`.
         """
 
     def detach(self) -> None:
@@ -243,7 +253,12 @@ class AbstractTables(nn.Module, ABC):
             self.row_updater.sync()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `nn.Module`. Updated rows are written back first; they stay in fast memory."""
+        """As in `nn.Module`. Updated rows are written back first; they stay in fast memory.
+
+        Args:
+            args: As in `nn.Module`.
+            kwargs: As in `nn.Module`.
+        """
         with ExitStack() as stack:
             for tiers in self.tiers():
                 stack.enter_context(tiers.only_read())

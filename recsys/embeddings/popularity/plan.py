@@ -121,7 +121,7 @@ def plan_hot_rows(
     window_lookups: int = 2048,
     small_share: float | None = None,
 ) -> HotPlan:
-    """Choose the rows to be pinned.
+    """A plan of the rows to be pinned.
 
     Args:
         profile: Counts of these tables, or of their features.
@@ -235,7 +235,7 @@ class HotPlan:
         return int(np.count_nonzero(self._is_pinned))
 
     def pinned_rows(self, table: str) -> NDArray[np.int64]:
-        """The pinned rows of a table, ascending, (P,) int64.
+        """The pinned rows of `table`, ascending, (P,) int64.
 
         Raises:
             KeyError: there is no such table.
@@ -292,7 +292,7 @@ class HotPlan:
     def of_rows(
         self, rows: Mapping[str, tuple[int, int]], budget: int | str | None = None
     ) -> HotPlan:
-        """Plan again for some rows of some tables, as one process of several has them.
+        """The plan for some rows of some tables, as one process of several has them.
 
         Args:
             rows: By table: the first row, and the number of rows. Rows that the plan does not know
@@ -347,7 +347,7 @@ class HotPlan:
         return self.profile.coverages_of(levels, 1, on, samples)[0]
 
     def retarget(self, budget: int | str) -> HotPlan:
-        """The plan of the same profile for another budget.
+        """The plan of the same profile for another `budget`, in bytes or as "256MiB".
 
         Raises:
             BudgetTooSmall, ConfigError: see `plan_hot_rows`.
@@ -362,14 +362,14 @@ class HotPlan:
         )
 
     def save(self, file: str | Path) -> None:
-        """Write the plan. The file appears when it is complete; it can be loaded as a profile."""
+        """Write `file`, which appears when it is complete; it can be loaded as a profile, too."""
         tables = {name: list(table) for name, table in self.tables.items()}
         plan = {"tables": tables} | {key: getattr(self, key) for key in _ARGUMENTS}
         write_profile(Path(file), self.profile.about() | {"plan": plan}, self.profile.counts())
 
     @classmethod
     def load(cls, file: str | Path) -> HotPlan:
-        """Read a file written by `save`.
+        """Read a `file` written by `save`.
 
         Raises:
             FileNotFoundError: there is no such file.

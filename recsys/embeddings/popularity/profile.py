@@ -168,7 +168,7 @@ class PopularityProfile:
         self._add_block(block_of(batch), self.num_samples_seen, named_from=0)
 
     def merge(self, other: PopularityProfile) -> None:
-        """Add the counts of another profile.
+        """Add the counts of `other`, a profile of the same tables.
 
         Raises:
             ProfileError: it has other tables or another rate.
@@ -184,7 +184,7 @@ class PopularityProfile:
         self.num_samples_seen += other.num_samples_seen
 
     def decay(self, factor: float) -> None:
-        """Multiply every count by a factor, so that later lookups weigh more.
+        """Multiply every count by `factor`, so that later lookups weigh more.
 
         Counts stay integers: a product is rounded up with the probability of its fraction, by a
         random generator seeded by the seed and `num_decays`. So the expected counts are exact after
@@ -205,7 +205,7 @@ class PopularityProfile:
             block[:] = whole + (chance.random(len(block)) < share - whole)
 
     def counts(self, table: str | None = None) -> NDArray[Any]:
-        """Lookups of each row of a table, or of all tables; a read-only view.
+        """Lookups of each row of `table`, or of all R rows of all tables; a read-only view.
 
         Shape:
             (E,) or (R,) uint32 or int64.
@@ -293,7 +293,7 @@ class PopularityProfile:
         on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
         samples: range | None = None,
     ) -> list[Coverage]:
-        """`coverage` for several numbers of rows, reading the lookups once.
+        """`coverage` for each of `nums_rows`; it reads the lookups, `on` and `samples`, once.
 
         Raises:
             ConfigError: see `coverage`; or there are no numbers of rows, or more than 254.
@@ -358,7 +358,7 @@ class PopularityProfile:
         return coverages_by_level(levels, num_levels, measured.values, num_samples)
 
     def for_tables(self, tables: Sequence[TableConfig]) -> PopularityProfile:
-        """A profile for a model's tables, with the counts of this one.
+        """A profile for the `tables` of a model, with the counts of this one.
 
         A table takes the counts of the profile's table of the same name. If there is none, it takes
         the sum over the profile's tables that count exactly its features (for a store, each column
@@ -429,7 +429,7 @@ class PopularityProfile:
 
     @classmethod
     def from_about(cls, about: Mapping[str, Any], counts: NDArray[Any]) -> PopularityProfile:
-        """Rebuild a profile from its `about()` and its counts, which are not copied."""
+        """Rebuild a profile from its `about()` and its `counts`, (R,), which are not copied."""
         profile = cls(about["tables"], rate=about["rate"], seed=about["seed"])
         features = {name: tuple(own) for name, own in about["features"].items()}
         profile._rows = RowCounts(about["tables"], features)
@@ -439,12 +439,12 @@ class PopularityProfile:
         return profile
 
     def save(self, file: str | Path) -> None:
-        """Write an .npz archive without pickles. The file appears when it is complete."""
+        """Write an .npz archive without pickles to `file`, which appears when it is complete."""
         write_profile(Path(file), self.about(), self._rows.values)
 
     @classmethod
     def load(cls, file: str | Path) -> PopularityProfile:
-        """Read a file written by `save`.
+        """Read a `file` written by `save`.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -195,6 +195,9 @@ class StalenessTracker:
 
         The numbers may fall again, down to the last step's: after look-ahead was dropped, a raw
         mini-batch that its mini-batch was made of in part is taken again.
+
+        Args:
+            number: Number of a mini-batch.
         """
         self._flag_sets.use(number)
 
@@ -311,6 +314,9 @@ class StalenessTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, after rows and optimizers were loaded. `share` is not part of it.
+
+        Args:
+            state: What `state_dict` returned.
 
         Raises:
             ConfigError: `state` is not of a tracker with the same settings and tables; nothing has

@@ -144,7 +144,11 @@ class HotColdLoader(ResumableLoader[_Position]):
         return self._num_batches[_HOT]
 
     def hot_samples(self, first: int = 0) -> NDArray[np.int64]:
-        """The hot samples in this epoch's order, from hot mini-batch `first` on."""
+        """The hot samples in this epoch's order, from hot mini-batch `first` on; (M,) int64.
+
+        Args:
+            first: Number of a hot mini-batch of the epoch.
+        """
         return self._order(_HOT)[first * self.batch_size :]
 
     def last_hot_number(self, iterator: BatchIterator[_Position]) -> int | None:
@@ -165,7 +169,11 @@ class HotColdLoader(ResumableLoader[_Position]):
         return self._position.wants_loss
 
     def observe(self, loss: float) -> None:
-        """Give the scheduler the loss after a turn, on samples that are not trained on."""
+        """Give the scheduler the loss after a turn, on samples that are not trained on.
+
+        Args:
+            loss: The mean loss of those samples.
+        """
         self.scheduler.observe(loss)
         self._position.wants_loss = False
 
@@ -187,6 +195,9 @@ class HotColdLoader(ResumableLoader[_Position]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
+
+        Args:
+            state: What `state_dict` returned.
 
         Raises:
             ConfigError: `state` comes from other data, another plan, seed or batch size, or it is

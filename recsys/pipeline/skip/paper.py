@@ -102,11 +102,19 @@ class Paper:
             )
 
     def last_of_window(self, num_hot_batches: int) -> int:
-        """The hot mini-batch after whose update the second snapshot is taken."""
+        """The hot mini-batch after whose update the second snapshot is taken.
+
+        Args:
+            num_hot_batches: Hot mini-batches of an epoch.
+        """
         return self.first_snapshot + round(self.window_share * num_hot_batches)
 
     def num_sampled(self, num_hot_samples: int) -> int:
-        """The size of the sample."""
+        """The size of the sample.
+
+        Args:
+            num_hot_samples: Hot samples of an epoch.
+        """
         return int(self.sample_share * num_hot_samples)
 
 

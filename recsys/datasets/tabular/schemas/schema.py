@@ -158,6 +158,9 @@ class Schema:
     def from_toml(cls, path: str | Path) -> Schema:
         """Read a schema from a TOML file.
 
+        Args:
+            path: The file.
+
         Raises:
             ConfigError: the file cannot be read or is not TOML, a key is unknown, or a value is
                 not what the key accepts. The message begins with the file.
@@ -178,6 +181,9 @@ class Schema:
     @classmethod
     def from_dict(cls, tree: Any) -> Schema:
         """Build a schema from nested keys, as in the TOML file or from `as_dict`.
+
+        Args:
+            tree: A mapping of keys to values and mappings.
 
         Raises:
             ConfigError: a key is unknown, or a value is not what the key accepts.
