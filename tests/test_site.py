@@ -1,10 +1,14 @@
 """The site is built from the docs and the docstrings, and no link in it is broken."""
 
+import argparse
 import os
+import runpy
 import subprocess
 import sys
 
 from recsys import embeddings
+from recsys.cli.commands import build_parser
+from recsys.config import describe_keys
 
 
 def test_the_site_is_built_without_a_warning(pytestconfig, tmp_path):
@@ -25,3 +29,36 @@ def test_the_site_is_built_without_a_warning(pytestconfig, tmp_path):
     for name in embeddings.__all__:
         assert f".{name}" in signatures
     assert "fonts.googleapis" not in (tmp_path / "index.html").read_text("utf-8")
+
+
+def test_the_site_lists_every_command_and_every_option(pytestconfig):
+    pages = runpy.run_path(str(pytestconfig.rootpath / "docs/site/keys_and_commands.py"))
+
+    sections = pages["commands_page"]().split("\n#")
+
+    for command, options in commands_of(build_parser()):
+        (section,) = [each for each in sections if each.splitlines()[0].endswith(f"# {command}")]
+        for option in options:
+            assert f"| `{option}" in section, (command, option)
+    assert "| `--batch-size B` | samples per forward pass; default: 8192 |\n" in "".join(sections)
+
+
+def commands_of(parser):
+    """Every command with its option strings, and the commands under it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                options = [option for a in each._actions for option in a.option_strings]
+                yield each.prog, [option for option in options if option not in ("-h", "--help")]
+                yield from commands_of(each)
+
+
+def test_the_site_lists_every_configuration_key_with_its_default(pytestconfig):
+    pages = runpy.run_path(str(pytestconfig.rootpath / "docs/site/keys_and_commands.py"))
+
+    page = pages["keys_page"]()
+
+    for name, _, _ in describe_keys():
+        assert f"\n| `{name}` | " in page, name
+    assert "| `batch_size` | samples per step | integer at least 1 | 128 |\n" in page
+    assert " | number at least 0 | depends on name |\n" in page

@@ -1,4 +1,4 @@
-"""Pages of the site that are no files of docs/: the front page, and the public signatures.
+"""Pages of the site that are no files of docs/: the front page, and those made from the code.
 
 Links to files outside docs/ become their path in the project, since the site has no such files.
 """
@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keys_and_commands import commands_page, keys_page
 from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
@@ -33,9 +34,11 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the front page and the pages of signatures."""
+    """Add the front page and the pages made from the code."""
     readme = (_ROOT / "README.md").read_text("utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))
+    files.append(File.generated(config, "reference/cli.md", content=commands_page()))
+    files.append(File.generated(config, "reference/config.md", content=keys_page()))
     described: dict[int, str] = {}
     for package in _PACKAGES:
         page = f"reference/{package}.md"
