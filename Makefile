@@ -22,7 +22,7 @@ help:
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make bench QUICK=1                 run every bench at a small size, numbers into build/bench/"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
-	@echo "make tables                        make the tables in the docs from these numbers"
+	@echo "make tables                        make the tables and pictures in the docs"
 	@echo "make site                          build these docs as a site, with the public signatures"
 	@echo "make setup                         install pinned versions into .venv; the others call it"
 
@@ -107,6 +107,7 @@ coverage: setup
 
 tables: setup
 	$(BIN)/python docs/benchmarks/tables.py
+	$(BIN)/python docs/figures/figures.py
 
 # Its theme advertises its successor unless told not to.
 site: setup
