@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["commands_page", "keys_page"]
 
-_WIDTH = 88  # characters of a line of usage
+_WIDTH = 76  # characters of a line of usage
 
 
 def commands_page() -> str:
@@ -49,10 +49,10 @@ def keys_page() -> str:
         parts.append(f"## {name}\n")
         parts += [f"{_sentence(meaning)}\n"] if meaning else []
         rows = (
-            (f"`{key.name}`", _text(key.meaning), _text(key.accepts), _text(_default(key.default)))
+            (f"`{key.name}`", _text(_default(key.default)), _text(f"{key.meaning} ({key.accepts})"))
             for key in keys
         )
-        parts.append(_table(("key", "meaning", "values", "default"), rows))
+        parts.append(_table(("key", "default", "meaning, and the values it takes"), rows))
     return "\n".join(parts)
 
 

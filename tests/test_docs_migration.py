@@ -1,0 +1,86 @@
+"""docs/migration.md: its blocks run, its commands parse, and its keys exist."""
+
+import re
+import shlex
+
+import pytest
+import torch
+
+import recsys
+from recsys.cli.commands import build_parser
+from recsys.config import describe_keys, load_config
+
+
+@pytest.fixture
+def page(pytestconfig):
+    return (pytestconfig.rootpath / "docs" / "migration.md").read_text()
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_blocks_run_and_plan_what_the_page_says(page, tmp_path, monkeypatch):
+    pytest.importorskip("torchrec")
+    monkeypatch.chdir(tmp_path)
+    found = {}
+
+    for block in blocks(page, "python"):
+        exec(compile(block, "docs/migration.md", "exec"), found)
+
+    placed = found["plan"].plan[""]
+    assert {each.compute_kernel for each in placed.values()} == {"fused_uvm_caching"}
+    hit_rates = found["dlrm"].sparse_arch.embedding_bag_collection.hit_rates
+    assert 0 < hit_rates.lookups < 1
+    before, after = found["dlrm"].state_dict(), found["again"].state_dict()
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+
+
+def test_a_share_of_the_rows_is_held_by_the_budget_that_the_page_derives(page):
+    share, sizes, dim = 0.2, (20_000, 5_000), 16
+    assert "f times the bytes of rows and\nstate plus 4 bytes for each row of the tables" in page
+    model = torch.nn.ModuleList(torch.nn.EmbeddingBag(n, dim, sparse=True) for n in sizes)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    num_rows = sum(sizes)
+
+    budget = int(share * num_rows * dim * 4 * 2) + 4 * num_rows
+    estimate = recsys.estimate(model, budget, 64, optimizer=optimizer)
+
+    assert share * 0.9 < estimate.num_slots / num_rows <= share
+
+
+def test_the_commands_parse_and_their_settings_are_accepted(page):
+    parser = build_parser()
+    lines = [
+        line for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()
+    ]
+    inline = re.findall(r"`recsys ((?:export|prepare|convert)[^`]* --out [^`]*)`", page)
+
+    assert len(lines) + len(inline) > 5
+    for line in [*(line.removeprefix("recsys ") for line in lines), *inline]:
+        options = parser.parse_args(shlex.split(line))
+        if options.command == "train":
+            config = load_config(None, options.set, data="store")
+            assert config.batch_size in (128, 1024)
+
+
+def test_the_recipe_that_is_spelled_out_is_the_default(page):
+    settings = [
+        part for part in shlex.split(blocks(page, "sh")[1].replace("\\\n", "")) if "=" in part
+    ]
+
+    assert load_config(None, settings, data="store") == load_config(None, [], data="store")
+
+
+def test_every_key_that_is_named_exists(page):
+    keys = {name for name, _, _ in describe_keys()}
+    tables = {name.split(".")[0] for name in keys if "." in name}
+    here = " ".join(line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| "))
+    named = [each.partition("=")[0] for each in re.findall(r"`([a-z_.]+(?:=[^`]*)?)`", here)]
+    dotted = [name for name in named if name.split(".")[0] in tables and "." in name]
+
+    assert len(dotted) > 20
+    assert [name for name in dotted if name not in keys] == []
+    assert {"batch_size", "epochs", "seed", "shuffle", "prefetch", "device"} <= set(named) & keys
