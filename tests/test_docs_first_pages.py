@@ -1,5 +1,6 @@
 """What the pages for newcomers show is what the commands print, and their blocks run."""
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from recsys.cli import main
+from recsys.config import build_config, load_config
 
 
 @pytest.fixture
@@ -54,11 +56,31 @@ def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, capsys
     for hits, run, more in (
         (plain, "plain", []),
         (planned, "planned", ["--set", "plan=plan.npz"]),
+        ("", "resident", ["--set", "budget="]),  # as docs/getting-started.md compares
     ):
         assert main([*train[:-1], run, *more, "--set", "num_threads=1"]) == 0
-        record = json.loads((walk / run / "run.json").read_text())
         assert hits in capsys.readouterr().out
-        assert record["tiers"]["cold_tier"] == "host"
+    records = [
+        json.loads((walk / run / "run.json").read_text())
+        for run in ("plain", "planned", "resident")
+    ]
+    assert records[0]["metrics"] == records[1]["metrics"] == records[2]["metrics"]
+    assert records[2]["tiers"] is None
+
+
+def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
+    text = page("getting-started.md").replace("\\\n", "")
+    lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
+    [recipe] = blocks(page("budget.md"), "toml")
+
+    resident, budget = (
+        load_config(None, re.findall(r"--set (\S+)", line), data="store")
+        for line in lines
+        if "adagrad" in line
+    )
+
+    assert build_config(tomllib.loads(recipe) | {"data": "store"}) == resident
+    assert dataclasses.replace(resident, budget="8MiB") == budget
 
 
 @pytest.mark.slow
@@ -76,28 +98,6 @@ def test_the_first_run_on_real_data_is_the_one_that_is_shown(page, walk, capsys)
     assert prepared.endswith(
         f": {meta['num_samples']:,} samples, {sum(sizes):,} distinct ids in {len(sizes)} columns"
     )
-
-
-@pytest.mark.slow
-def test_a_budget_gives_the_metrics_of_the_run_without_one(page, walk):
-    """As docs/getting-started.md says of its last two commands."""
-    text = page("getting-started.md").replace("\\\n", "")
-    runs = [
-        line.replace("train store", "train stores/kaggle").split()[1:]
-        for block in blocks(text, "sh")
-        for line in block.splitlines()
-        if "adagrad" in line
-    ]
-
-    for run in runs:
-        assert main([*run, "--set", "num_threads=1"]) == 0
-
-    plain, budget = (
-        json.loads((walk / name / "run.json").read_text())
-        for name in ("runs/adagrad", "runs/budget")
-    )
-    assert plain["metrics"] == budget["metrics"]
-    assert (plain["tiers"], budget["config"]["budget"]) == (None, "8MiB")
 
 
 def test_the_page_about_files_reads_what_is_in_them(page, tmp_path, monkeypatch, capsys):
