@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 import tomllib
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from recsys.ablate.config import load_ablation
 from recsys.cli.commands import build_parser
-from recsys.config import load_config
+from recsys.config import TrainConfig, load_config
 from recsys.datasets import Schema
 from recsys.errors import ConfigError
 from tests.doc_commands import commands_of, lines_meant
@@ -123,7 +124,7 @@ def test_scripts_that_documents_run_exist():
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
 
 
-def test_tables_of_keys_are_those_of_an_ablation_or_a_schema(tmp_path):
+def test_toml_blocks_are_ablations_configurations_or_schemas(tmp_path):
     blocks = [
         block
         for file in DOCUMENTS
@@ -132,8 +133,12 @@ def test_tables_of_keys_are_those_of_an_ablation_or_a_schema(tmp_path):
 
     assert len(blocks) >= 5
     for block in blocks:
-        if "[ablate]" in block:
-            (tmp_path / "ablation.toml").write_text(block)
-            load_ablation(tmp_path / "ablation.toml", ())
+        keys = tomllib.loads(block)
+        file = tmp_path / "block.toml"
+        file.write_text(block)
+        if "ablate" in keys:
+            load_ablation(file, ())
+        elif keys.keys() <= {field.name for field in fields(TrainConfig)}:
+            load_config(file, ())
         else:  # a part of a schema may leave the label to the reader
-            Schema.from_dict({"label": "click", **tomllib.loads(block)})
+            Schema.from_dict({"label": "click", **keys})

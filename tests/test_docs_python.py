@@ -21,7 +21,10 @@ PAGES = [
 ]
 # Pages whose blocks need more, and what runs them.
 OTHER_PAGES = {
+    "docs/budget.md": "tests/test_docs_python.py",
     "docs/distributed.md": "tests/distributed/test_docs.py",
+    "docs/file-formats.md": "tests/test_docs_first_pages.py",
+    "docs/migration.md": "tests/test_docs_migration.py",
     "docs/models.md": "tests/test_docs_models.py",
     "docs/tour.md": "tests/test_docs_python.py",
 }
@@ -84,11 +87,11 @@ def test_the_tour_runs_from_its_first_block_to_its_last(capsys):
 
 
 def test_the_printed_estimate_is_that_of_its_snippet(capsys):
-    text = (ROOT / "docs" / "popularity.md").read_text("utf-8")
+    text = (ROOT / "docs" / "budget.md").read_text("utf-8")
     pattern = r"^```python\n([^`]*recsys\.estimate\([^`]*)^```\n\nprints\n\n```\n(.*?)^```"
     [(snippet, printed)] = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
 
-    exec(compile(snippet, "docs/popularity.md", "exec"), {})
+    exec(compile(snippet, "docs/budget.md", "exec"), {})
 
     assert capsys.readouterr().out == printed
 
