@@ -14,15 +14,12 @@ A class of the user's is built as `Class(embeddings, num_dense)`. Its `forward(b
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from recsys._support.user_classes import current_folder_last, import_class
 from recsys.batch import has_weighted_bags, histories_of
 from recsys.errors import ConfigError
 from recsys.models import (
@@ -38,7 +35,7 @@ from recsys.models.batch_train import BatchTrain
 from recsys.models.dlrm import initialize_classic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from recsys.config import ModelConfig
     from recsys.datasets.source import SampleSource
@@ -183,42 +180,8 @@ def _histories(name: str, source: SampleSource) -> Mapping[str, str]:
     return found
 
 
-@contextmanager
-def _current_folder_last() -> Iterator[None]:
-    """The current folder is searched for modules, after all others."""
-    folder = os.getcwd()  # noqa: PTH109  # sys.path has strings
-    is_new = folder not in sys.path
-    if is_new:
-        sys.path.append(folder)
-    try:
-        yield
-    finally:
-        if is_new:
-            sys.path.remove(folder)
-
-
 def _import_class(name: str) -> type[nn.Module]:
-    """The class that `module:Class` names; the current folder is searched last.
-
-    Raises:
-        ConfigError: there is no such module or class, or it is not an `nn.Module`.
-    """
-    module_name, _, class_name = name.partition(":")
-    try:
-        with _current_folder_last():
-            module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"model.name {name!r}: module {module_name} cannot be imported ({error}); install it, "
-            "or run the command in the folder that has it"
-        ) from error
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(
-            f"model.name {name!r}: {class_name} must be a class of torch.nn.Modules in "
-            f"{module_name}, got {found!r}"
-        )
-    return found
+    return import_class("model.name", name, nn.Module, "torch.nn.Modules")
 
 
 def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module:
@@ -229,7 +192,7 @@ def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module
     """
     custom = _import_class(name)
     try:
-        with _current_folder_last():
+        with current_folder_last():
             return custom(embeddings, num_dense)
     except TypeError as error:
         raise ConfigError(

@@ -1,0 +1,62 @@
+"""Classes of the user's that a configuration names as `module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["current_folder_last", "import_class"]
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def current_folder_last() -> Iterator[None]:
+    """The current folder is searched for modules, after all others."""
+    folder = os.getcwd()  # noqa: PTH109  # sys.path has strings
+    is_new = folder not in sys.path
+    if is_new:
+        sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if is_new:
+            sys.path.remove(folder)
+
+
+def import_class(key: str, name: str, base: type[_T], bases: str) -> type[_T]:
+    """The class that `module:Class` names; the current folder is searched last.
+
+    Args:
+        key: The key of the configuration, for errors.
+        name: Its value.
+        base: The class must derive from this one.
+        bases: Objects of `base`, in words.
+
+    Raises:
+        ConfigError: there is no such module or class, or it does not derive from `base`.
+    """
+    module_name, _, class_name = name.partition(":")
+    try:
+        with current_folder_last():
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} {name!r}: module {module_name} cannot be imported ({error}); install it, "
+            "or run the command in the folder that has it"
+        ) from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"{key} {name!r}: {class_name} must be a class of {bases} in {module_name}, got "
+            f"{found!r}"
+        )
+    return found
