@@ -16,6 +16,7 @@
     |   |-- importance: ImportanceConfig    constants of policy importance
     |   `-- paper: PaperConfig              constants of policy paper
     |-- eval: EvalConfig
+    |-- early_stopping: EarlyStoppingConfig
     |-- checkpoint: CheckpointConfig        how often the run saves its state
     `-- synthetic: SyntheticConfig          used when `data` is synthetic
 
@@ -37,6 +38,7 @@ from recsys._support.config_fields import build, check_fields, walk_keys
 from recsys._support.config_fields import key as _key
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
+from recsys.config_callbacks import EarlyStoppingConfig, check_callbacks
 from recsys.config_checkpoint import CheckpointConfig
 from recsys.config_model import (
     CrossNetConfig,
@@ -65,6 +67,7 @@ __all__ = [
     "CheckpointConfig",
     "CrossNetConfig",
     "DINConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "GuardConfig",
     "ImportanceConfig",
@@ -235,6 +238,9 @@ class TrainConfig:
     timeline_steps: int = _key(
         0, "first steps that are written to timeline.json; 0: no timeline", least=0
     )
+    callbacks: tuple[str, ...] = _key(
+        (), "what is told of the run: tensorboard, mlflow, wandb, or module:Class"
+    )
     embeddings: str = _key(
         "recsys", "implementation; torch: nn.EmbeddingBag, fbgemm: TBE", choices=EMBEDDINGS
     )
@@ -256,11 +262,15 @@ class TrainConfig:
     )
     skip: SkipConfig = _key(SkipConfig, "samples, or updates of rows, that are left out")
     eval: EvalConfig = _key(EvalConfig, "evaluation during training")
+    early_stopping: EarlyStoppingConfig = _key(
+        EarlyStoppingConfig, "end of a run whose evaluations no longer improve"
+    )
     checkpoint: CheckpointConfig = _key(CheckpointConfig, "checkpoints, to resume the run")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "synthetic data")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_callbacks(self.callbacks)
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be less than 2**63, got {self.seed}")
         if self.data.startswith(SYNTHETIC_PREFIX) and self.data not in _SYNTHETIC:

@@ -20,6 +20,7 @@
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is nan or inf
     |   `-- NonFiniteGradient                  a row gradient that has nan or inf in it
+    |-- CallbackFailed      (RuntimeError)     an error of a callback of a training run
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
 Each class also derives from the built-in error named beside it, so `except ValueError` works too. A
@@ -29,6 +30,7 @@ message names the place, the rule, the value found and the way out.
 __all__ = [
     "AlreadyExists",
     "BudgetTooSmall",
+    "CallbackFailed",
     "CheckpointError",
     "ColdTierDirty",
     "ColdTierError",
@@ -117,6 +119,10 @@ class TrainingDiverged(RecsysError, ArithmeticError):
 
 class NonFiniteGradient(TrainingDiverged):
     """The gradient of a row has nan or inf in it. On the CPU, all other rows were updated."""
+
+
+class CallbackFailed(RecsysError, RuntimeError):
+    """A callback has raised an error. The message names the callback, its method and the place."""
 
 
 class MissingDependency(RecsysError, ImportError):

@@ -84,7 +84,14 @@ def test_public_names_are_these_and_no_others():
             "Subsample",
             "TrainPipeline",
         ],
-        "recsys.train": ["train"],
+        "recsys.train": [
+            "Callback",
+            "EarlyStopping",
+            "MLflow",
+            "TensorBoard",
+            "WeightsAndBiases",
+            "train",
+        ],
         "recsys.config": [
             "CheckpointConfig",
             "CrossNetConfig",
@@ -124,6 +131,7 @@ def test_public_names_are_these_and_no_others():
             "CheckpointError",
             "ColdTierDirty",
             "ColdTierError",
+            "CallbackFailed",
             "ConfigError",
             "ConflictingWrite",
             "DatasetFormatError",

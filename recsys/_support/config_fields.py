@@ -34,6 +34,7 @@ _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
     tuple[int, ...]: "list of integers",
     tuple[float, ...]: "list of numbers",
+    tuple[str, ...]: "list of texts",
     dict[str, int]: "integers by name",
     dict[str, str]: "texts by name",
 }
@@ -197,6 +198,10 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         if isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value):
             return tuple(float(v) for v in value)
         raise ConfigError(f"{name} must be a list of numbers, got {value!r}")
+    if kind == tuple[str, ...]:
+        if isinstance(value, list | tuple) and all(type(v) is str for v in value):
+            return tuple(value)
+        raise ConfigError(f"{name} must be a list of texts, got {value!r}")
     if kind in (dict[str, int], dict[str, str]):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} must be a table of {_TYPE_NAMES[kind]}, got {value!r}")

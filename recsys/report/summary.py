@@ -20,6 +20,7 @@ __all__ = [
     "format_metrics",
     "format_run",
     "format_skipping",
+    "format_stopped_early",
     "format_tiers",
     "format_unknown",
     "tabulate_hits",
@@ -186,6 +187,8 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         if record["status"] == "interrupted" and record["checkpoints"] is not None:
             lines.append(f"continue it by: recsys train --run {run_dir} --resume")
         lines += ["measured so far:", ""]
+    if record.get("stopped_early") is not None:
+        lines += [*format_stopped_early(record["stopped_early"]), ""]
     lines += [
         format_metrics(record["metrics"]),
         *_little_learned(record["metrics"]),
@@ -210,6 +213,21 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         format_stalls(record["stalls"]),
     ]
     return "\n".join(lines)
+
+
+def format_stopped_early(stopped: Mapping[str, Any] | None) -> list[str]:
+    """A sentence on why training ended before its last step; empty if it did not."""
+    if stopped is None:
+        return []
+    start = f"stopped early at step {stopped['step']:,}: "
+    if stopped.get("metric") is None:
+        return [f"{start}{stopped['callback'] or 'a callback'} asked for it"]
+    metric, best, num_without = stopped["metric"], stopped["best"], stopped["num_without"]
+    return [
+        f"{start}the best {metric} on the {stopped['split']} split was {best:.4f} at step "
+        f"{stopped['best_step']:,}, and {_times('evaluation', num_without)} after it brought no "
+        "improvement; the model is that of the last step"
+    ]
 
 
 def _describe_processes(processes: Mapping[str, Any] | None) -> list[str]:

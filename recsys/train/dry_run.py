@@ -18,6 +18,7 @@ from recsys.batch import features_by_table
 from recsys.conversion.estimate import estimate, require_machine
 from recsys.conversion.estimated import Estimate, format_line
 from recsys.errors import ConfigError
+from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES
 from recsys.train.loop.announcement import lack_of_disk
 from recsys.train.loop.cold_folder import cold_folder
@@ -98,6 +99,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
         ColdTierError: the disk has no room for rows in files.
         ConfigError, ProfileError, StoreError: the configuration does not fit the data or the
             machine, or the disk has no room for the model file.
+        MissingDependency: a package that a callback logs to is not installed.
     """
     run_dir = Path(run_dir)
     if config.embeddings == "fbgemm":
@@ -105,7 +107,9 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
             "a dry run builds tables without memory, which embeddings 'fbgemm' cannot; leave out "
             "--dry-run, or size embeddings 'torch', whose rows take the same"
         )
+    callbacks = callbacks_of(config)
     source = open_source(config)
+    callbacks.require(config, source)
     require_budget(config, source)
     RunFolder.require_place(run_dir)
     with cold_folder(config, run_dir) as cold_path:

@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in
-from recsys._support.machine import (
-    describe_environment,
-    num_cores,
-    set_num_threads,
-    tune_allocator,
-)
+from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.config import describe_config
 from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import BudgetTooSmall, TrainingDiverged
@@ -25,6 +19,7 @@ from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
 from recsys.pipeline.timeline import Timeline
+from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.judge.popular_samples import PopularSamples
 from recsys.train.loop.announcement import announce, warn_of_full_disk
@@ -33,6 +28,7 @@ from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import LOWER_LR, Progress
 from recsys.train.loop.run_state import RunState
+from recsys.train.loop.settings_warnings import warn_of_no_effect, warn_of_threads
 from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.budget import enough_budget
 from recsys.train.parts.build import (
@@ -45,7 +41,6 @@ from recsys.train.parts.build import (
     open_source,
 )
 from recsys.train.parts.learning_rates import build_schedulers, continue_at
-from recsys.train.parts.skip_policy import warn_of_no_skipping
 from recsys.train.ranks.launched import processes_of
 from recsys.train.run_files.curves import plot_curves, plot_timeline
 from recsys.train.run_files.run_folder import RunFolder
@@ -62,6 +57,7 @@ if TYPE_CHECKING:
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
+    from recsys.train.callbacks import Callback
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
     from recsys.train.loop.run_checkpoints import RunCheckpoints
@@ -71,7 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _REPORTS_PER_RUN = 100
-_EVALUATIONS_PER_EPOCH = 10
 
 
 def train(
@@ -81,6 +76,7 @@ def train(
     resume: bool = False,
     checkpoint: int | None = None,
     show_progress: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train a model, save it, evaluate it, and write the results to a run folder.
 
@@ -97,18 +93,23 @@ def train(
             keys of `config` may differ from the run's, such as `budget`, `schedule` and `epochs`.
         checkpoint: With `resume`, continue from the checkpoint with this number.
         show_progress: Tell what the tables take, and draw a progress bar.
+        callbacks: Are told of the run, and may end it, besides those that `config` names. Of
+            several processes, only those of the first one are called.
 
     Returns:
-        The run record, as in `run.json`; `status` is "finished" or "interrupted".
+        The run record, as in `run.json`; `status` is "finished" or "interrupted". Of several
+        processes, only the first knows more than the step about why training was `stopped_early`.
 
     Raises:
         AlreadyExists: `run_dir` is not empty; or, with `resume`, it holds a finished run without a
             checkpoint.
         BudgetTooSmall: the budget does not hold the rows of a mini-batch. The message names one
             that does.
+        CallbackFailed: a callback raised an error.
         CheckpointError: the checkpoint is damaged. The message names one that is whole.
         ConfigError, StoreError: the configuration does not fit the data or the run to resume, or
             there is no data, or `run_dir` cannot be written to.
+        MissingDependency: a package that a callback logs to is not installed.
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
@@ -120,7 +121,7 @@ def train(
         if earlier is not None and earlier.record is not None:
             return earlier.record
         show_progress = show_progress and not processes.rank
-        return _train(config, processes, earlier, stack, show_progress=show_progress)
+        return _train(config, processes, earlier, stack, callbacks, show_progress=show_progress)
 
 
 def _train(
@@ -128,6 +129,7 @@ def _train(
     processes: AbstractProcesses,
     earlier: Reopened | None,
     stack: ExitStack,
+    given: Sequence[Callback],
     *,
     show_progress: bool,
 ) -> dict[str, Any]:
@@ -138,12 +140,15 @@ def _train(
         processes: Those that train together.
         earlier: The run to continue; None for a new one.
         stack: Is closed after the run.
+        given: The callbacks, besides those that `config` names.
         show_progress: Draw a progress bar.
     """
     run_dir = processes.own_dir
     with processes.together():
+        callbacks = RunCallbacks() if processes.rank else callbacks_of(config, given)
         source = open_source(config)
         processes.require(config, source)
+        callbacks.require(config, source)
         if earlier is None:
             RunFolder.require_place(run_dir)
         elif not processes.rank:
@@ -171,8 +176,8 @@ def _train(
         warn_of_full_disk(config, source, run_dir)
     clock = StageClock()
     with processes.said_once():
-        _warn_of_threads(config.num_threads)
-        _warn_of_no_effect(config, num_steps)
+        warn_of_threads(config.num_threads)
+        warn_of_no_effect(config, full_steps)
         pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes)
     pipeline.forecast_budget()
     schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
@@ -183,13 +188,16 @@ def _train(
         config.eval.split,
         show=show_progress,
         skips=pipeline.skipping is not None,
+        callbacks=callbacks,
     )
-    state = RunState(folder, loader, pipeline, progress)
+    state = RunState(folder, loader, pipeline, progress, callbacks)
     if earlier is not None:
         history_bytes = 0
         if earlier.saved is not None:
             of_run = processes.restore(folder, earlier, built)
-            history_bytes = state.load_state_dict(of_run, earlier.saved.number)
+            is_longer = config.epochs > earlier.config.epochs
+            number = earlier.saved.number
+            history_bytes = state.load_state_dict(of_run, number, is_longer=is_longer)
             continue_at(schedulers, full_steps.advance(progress.num_steps, _num_seen(pipeline)))
         folder.continue_run(config, history_bytes)
     checkpoints = processes.checkpoints(config, folder, built, earlier)
@@ -202,7 +210,10 @@ def _train(
         "environment": describe_environment(),
         "data": describe_source(source),
         "metrics": metrics,
+        "throughput": progress.throughput(),
+        "resumed": state.resumed,
     }
+    stack.callback(callbacks.end, record)
     run = _Run(
         config,
         processes,
@@ -214,13 +225,16 @@ def _train(
         full_steps,
         state,
         checkpoints,
+        callbacks,
     )
     try:
         with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
+            callbacks.start(folder.path, record)
             with progress:
                 _fit(run, interrupted)
             metrics[config.eval.split] = progress.last_evaluation
-            is_whole = is_finished = progress.num_samples == num_samples
+            is_whole = progress.num_samples == num_samples or callbacks.stopped is not None
+            is_finished = is_whole
             if checkpoints is not None and not is_whole:
                 checkpoints.wait()
             if config.save_model:
@@ -237,6 +251,7 @@ def _train(
                     folder.append_history({**progress.position(), **metrics})
             if checkpoints is not None:
                 checkpoints.end()
+                callbacks.checkpoints(checkpoints.newly_complete())
             record["status"] = "finished" if is_finished else "interrupted"
     except KeyboardInterrupt:
         metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
@@ -261,7 +276,7 @@ def _train(
                 "tiers": describe_tiers(saved),
                 "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
                 "checkpoints": None if checkpoints is None else checkpoints.describe(),
-                "resumed": state.resumed,
+                "stopped_early": callbacks.stopped,
                 "peak_memory_bytes": progress.peak_memory_bytes,
             }
             if timeline is not None:
@@ -287,6 +302,12 @@ class _Run:
     full_steps: FullSteps
     state: RunState
     checkpoints: RunCheckpoints | None
+    callbacks: RunCallbacks
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it has written a checkpoint."""
+        return self.checkpoints is not None and self.checkpoints.has_saved
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint, if the run writes any and its losses are finite.
@@ -304,11 +325,15 @@ class _Run:
 def _fit(run: _Run, interrupted: threading.Event) -> None:
     """The training loop: returns after the last epoch, or once `interrupted` is set.
 
+    It also returns after the step in which a callback asks for it.
+
     Raises:
         TrainingDiverged: the loss is no longer finite.
     """
     config, pipeline, loader, progress = run.config, run.pipeline, run.loader, run.progress
     clock, full_steps, processes = pipeline.clock, run.full_steps, run.processes
+    if run.callbacks.stopped is not None:  # killed after its last step
+        return
     run.model.train()
     clock.start()
     if run.checkpoints is not None:
@@ -329,7 +354,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
             if step == config.timeline_steps:
                 pipeline.record(None)
             is_last = full_step >= full_steps.num_steps
-            is_due = not is_last and _is_evaluation_due(full_steps, config)
+            is_due = not is_last and full_steps.is_evaluation_due(config.eval.every_steps)
             wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
             if is_due or wants_loss:
                 clock.mark("other")
@@ -349,16 +374,21 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                 clock.mark("evaluate")
             if full_steps.has_passed_one_of(_REPORTS_PER_RUN):
                 progress.report(epoch)
-            is_checkpoint_due = (
-                run.checkpoints is not None and not is_last and run.checkpoints.is_due(step)
+            is_checkpoint_due = False
+            if run.checkpoints is not None:
+                is_checkpoint_due = not is_last and run.checkpoints.is_due(step)
+                run.callbacks.checkpoints(run.checkpoints.newly_complete())
+            is_interrupted, is_checkpoint_due, is_stopped = processes.any_of(
+                interrupted.is_set(), is_checkpoint_due, run.callbacks.wants_stop
             )
-            is_interrupted, is_checkpoint_due = processes.any_of(
-                interrupted.is_set(), is_checkpoint_due
-            )
-            if is_interrupted or is_checkpoint_due:
+            if is_stopped:
+                run.callbacks.stop(step)
+                if progress.has_unreported_steps:
+                    progress.report(epoch)
+            if is_interrupted or is_checkpoint_due or (is_stopped and run.has_saved):
                 run.save_checkpoint()
             clock.mark("other")
-            if is_interrupted:
+            if is_interrupted or is_stopped:
                 # After the checkpoint, so that the next report of a resumed run is a whole one.
                 if progress.has_unreported_steps:
                     progress.report(epoch)
@@ -366,7 +396,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                 return
     if pipeline.skipping is not None:
         progress.end(config.epochs - 1, pipeline.skipping.num_seen)
-    if run.checkpoints is not None and run.checkpoints.has_saved:
+    if run.has_saved:
         run.save_checkpoint()
 
 
@@ -455,45 +485,3 @@ def _evaluate_at_end(
             # A ranking may take minutes, and a second Ctrl-C may end it.
             metrics[split] = with_ranking(found, model, source, split, config.eval).as_dict()
     return True
-
-
-def _warn_of_threads(num_threads: int) -> None:
-    """Warn if threads have to share cores, which makes every step slower."""
-    if num_threads > num_cores():
-        warnings.warn(
-            f"num_threads is {num_threads}, and this process may use {num_cores()} cores; threads "
-            "that share a core wait for each other; set num_threads to 0 for one per core",
-            stacklevel=3,
-        )
-
-
-def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
-    """Warn about settings that take effect only after the last step."""
-    schedule = config.lr_schedule
-    if schedule.warmup_steps > num_steps:
-        warnings.warn(
-            "learning rates never reach their full value: lr_schedule.warmup_steps is "
-            f"{schedule.warmup_steps}, and the run has {num_steps} steps; lower it",
-            stacklevel=3,
-        )
-    if config.eval.every_steps > num_steps:
-        warnings.warn(
-            "the only evaluation is the one after the last step: eval.every_steps is "
-            f"{config.eval.every_steps}, and the run has {num_steps} steps; lower it, or "
-            "ablate.eval_every_samples in an ablation with a target",
-            stacklevel=3,
-        )
-    if schedule.decay != "none" and schedule.first_decay_step >= num_steps:
-        warnings.warn(
-            f"learning rates never fall: lr_schedule.decay is {schedule.decay!r} from step "
-            f"{schedule.first_decay_step} on, and the run has {num_steps} steps; "
-            "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
-            stacklevel=3,
-        )
-    warn_of_no_skipping(config, num_steps)
-
-
-def _is_evaluation_due(full_steps: FullSteps, config: TrainConfig) -> bool:
-    if config.eval.every_steps:
-        return full_steps.has_passed(config.eval.every_steps)
-    return full_steps.has_passed_one_of(_EVALUATIONS_PER_EPOCH * config.epochs)

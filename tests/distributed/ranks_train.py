@@ -15,6 +15,7 @@ from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
 from recsys.distributed.input_checks import InputChecks
 from recsys.errors import ConfigError, IdOutOfRange
+from recsys.train import Callback
 from recsys.train.checkpoint import writer
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.trainer import train
@@ -46,6 +47,44 @@ def trains_a_run(rank, world, **arguments):
     found = run_training(**arguments)
     dist.barrier()  # the first rank has written the files
     return found
+
+
+class Stops(Callback):
+    """Asks to end training after the evaluation at a step, or raises an error at a report."""
+
+    def __init__(self, stop=None, fail=None):
+        self.stop, self.fail, self.calls = stop, fail, []
+
+    def on_report(self, report):
+        if report["step"] == self.fail:
+            raise KeyError("a callback")
+
+    def on_evaluation(self, evaluation):
+        self.calls.append(["evaluation", evaluation["step"]])
+        return evaluation["step"] == self.stop
+
+    def on_checkpoint(self, checkpoint):
+        self.calls.append(["checkpoint", checkpoint["step"]])
+
+
+def has_callbacks(rank, world, run, settings, resume=False, given=None, **options):
+    """Trains with a callback on one rank, or on all.
+
+    Args:
+        given: The rank that has it; None for all.
+        options: Of `Stops`.
+    """
+    config = load_config(None, [*SETTINGS, *settings], data="synthetic:criteo-kaggle")
+    callback = Stops(**options)
+    callbacks = [callback] if given in (rank, None) else []
+    record = train(config, run, resume=resume, callbacks=callbacks, show_progress=False)
+    dist.barrier()
+    return {
+        "calls": callback.calls,
+        "num_steps": record["throughput"]["num_steps"],
+        "metrics": record["metrics"],
+        "stopped_early": record["stopped_early"],
+    }
 
 
 def is_refused(rank, world, **arguments):

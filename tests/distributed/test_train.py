@@ -229,6 +229,64 @@ def test_a_loss_of_one_rank_that_is_not_finite_ends_all_as_one_process(ranks, tm
     assert not second["warnings"]
 
 
+STOPS = ("eval.every_steps=5", "early_stopping.patience=3", "early_stopping.min_delta=0.9")
+
+
+def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):
+    first, second = ranks("has_callbacks", run=str(tmp_path / "run"), settings=[*STOPS, *SAVES])
+
+    assert (first["num_steps"], second["num_steps"]) == (20, 20)
+    assert first["metrics"] == second["metrics"]
+    assert first["stopped_early"]["best_step"] == 5
+    assert second["stopped_early"] == {"step": 20, "callback": None}
+    evaluations = [["evaluation", step] for step in (5, 10, 15, 20)]
+    # All ranks find out what is complete when they save the next, and at the end.
+    assert first["calls"] == [*evaluations, ["checkpoint", 17], ["checkpoint", 20]]
+    assert second["calls"] == []
+
+
+def test_a_resumed_run_of_ranks_stops_where_the_uninterrupted_one_does(ranks, tmp_path):
+    settings = [*STOPS, "checkpoint.every_steps=7"]
+    ranks("has_callbacks", run=str(tmp_path / "whole"), settings=settings)
+    ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings)
+    [folder] = (tmp_path / "run" / "shards").iterdir()
+    for of_rank in folder.glob("rank-*"):  # as if it were killed before its last checkpoint
+        (of_rank / "00000003.json").unlink()
+        (of_rank / "LAST").unlink()
+    (tmp_path / "run" / "run.json").unlink()
+
+    found = ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings, resume=True)
+
+    assert [each["num_steps"] for each in found] == [20, 20]
+    assert found[0]["stopped_early"]["best_step"] == 5
+    assert found[0]["calls"][:2] == [["evaluation", 15], ["evaluation", 20]]
+    require_equal(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize(("given", "num_steps"), [(0, 10), (1, 41)])
+def test_a_callback_of_the_first_rank_alone_ends_all(ranks, tmp_path, given, num_steps):
+    found = ranks(
+        "has_callbacks",
+        run=str(tmp_path / "run"),
+        settings=["eval.every_steps=5"],
+        given=given,
+        stop=10,
+    )
+
+    assert [each["num_steps"] for each in found] == [num_steps] * 2
+
+
+def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):
+    run = tmp_path / "run"
+
+    (own, _), (others, seconds) = failing_ranks("has_callbacks", run=str(run), settings=[], fail=7)
+
+    assert "CallbackFailed: callback Stops: on_report raised KeyError" in own
+    assert "OtherRankFailed" in others
+    assert seconds < 30
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+
+
 def test_what_is_not_supported_is_refused(ranks, tmp_path):
     found = ranks("is_refused", run=str(tmp_path / "run"), settings=["batch_size=65"])
 

@@ -31,7 +31,7 @@ def test_what_would_come_behind_the_last_step_is_warned_of(small_config, tmp_pat
 
 
 def test_more_threads_than_cores_are_warned_of(small_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.trainer.num_cores", lambda: 0)
+    monkeypatch.setattr("recsys.train.loop.settings_warnings.num_cores", lambda: 0)
 
     with pytest.warns(UserWarning, match="num_threads is 1, .* may use 0 cores; .* set num_thr"):
         run(small_config("num_threads=1"), tmp_path / "run")

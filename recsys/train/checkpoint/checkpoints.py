@@ -239,6 +239,13 @@ class Checkpoints:
         self._settle(strict=strict)
         return None if self._last is None else self._last.number
 
+    @property
+    def newest(self) -> int | None:
+        """Number of the newest checkpoint that is known to be complete, without waiting for any."""
+        cut = self._cut
+        manifest = self._last if cut is None or cut.manifest is None else cut.manifest
+        return None if manifest is None else manifest.number
+
     def pin(self, number: int | None) -> None:
         """Keep a checkpoint, besides the two newest ones, until another is pinned.
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FullSteps"]
 
+_EVALUATIONS_PER_EPOCH = 10
+
 
 class FullSteps:
     """Counts the full steps of a run.
@@ -32,6 +34,7 @@ class FullSteps:
         self._per_epoch, self._batch_size = len(loader), loader.batch_size
         self._samples_per_epoch = len(loader.source.splits[loader.split])
         self.num_steps = epochs * self._per_epoch
+        self._num_evaluations = _EVALUATIONS_PER_EPOCH * epochs
         self.step = self._last = 0
 
     def advance(self, step: int, num_seen: int | None) -> int:
@@ -59,3 +62,14 @@ class FullSteps:
         The last step is one of them.
         """
         return self.step * times // self.num_steps > self._last * times // self.num_steps
+
+    def is_evaluation_due(self, every_steps: int) -> bool:
+        """Whether the last advance reached a step with an evaluation; see `EvalConfig`."""
+        if every_steps:
+            return self.has_passed(every_steps)
+        return self.has_passed_one_of(self._num_evaluations)
+
+    def num_evaluations(self, every_steps: int) -> int:
+        """Evaluations of the run before its last step."""
+        last = self.num_steps - 1
+        return last // every_steps if every_steps else min(self._num_evaluations - 1, last)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from recsys._support.machine import peak_memory_bytes
 from recsys._support.states import SavedState
 from recsys.errors import TrainingDiverged
+from recsys.train.callbacks.run_callbacks import RunCallbacks
 from recsys.train.metrics.metrics import auc, keys_of_evaluation
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Progress:
         split: Split of the evaluations during training.
         show: Draw the bar.
         skips: Whether the run skips samples: then positions also count the samples trained on.
+        callbacks: Are told of every line of the history.
 
     Attributes:
         num_steps: Steps so far.
@@ -74,6 +76,7 @@ class Progress:
         *,
         show: bool,
         skips: bool = False,
+        callbacks: RunCallbacks | None = None,
     ) -> None:
         self.num_steps = 0
         self.num_samples = self.num_trained_samples = 0
@@ -83,6 +86,7 @@ class Progress:
         self._split = split
         self._folder = folder
         self._clock = clock
+        self._callbacks = callbacks or RunCallbacks()
         self._bar = tqdm(
             total=num_samples,
             desc="train",
@@ -119,7 +123,9 @@ class Progress:
     def add_evaluation(self, evaluation: Metrics) -> None:
         """Write a history line about an evaluation made after the last step."""
         self.last_evaluation = evaluation.as_dict()
-        self._folder.append_history({**self.position(), self._split: self.last_evaluation})
+        entry = {**self.position(), self._split: self.last_evaluation}
+        self._folder.append_history(entry)
+        self._callbacks.evaluation(entry)
 
     @property
     def has_unreported_steps(self) -> bool:
@@ -156,6 +162,7 @@ class Progress:
             "train_auc": auc(logits, labels) if isfinite(loss) else None,
         }
         self._folder.append_history(entry)
+        self._callbacks.report(entry)
         shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
         if self.last_evaluation is not None:
             shown[f"{self._split}_auc"] = _rounded(self.last_evaluation["auc"])

@@ -32,12 +32,13 @@ _MAY_DIFFER = (
     "prefetch",
     "save_model",
     "timeline_steps",
+    "callbacks",
     "budget",
     "plan",
     "cold_tier",
     "cold_path",
 )
-_TABLES_THAT_MAY_DIFFER = ("schedule", "eval", "checkpoint")
+_TABLES_THAT_MAY_DIFFER = ("schedule", "eval", "checkpoint", "early_stopping")
 # They decide which samples come when, or in which order.
 _OF_ORDER = ("schedule.permute_within_batch", "schedule.permutation_seed")
 _OF_FAE = ("budget", "plan")

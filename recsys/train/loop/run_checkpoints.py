@@ -71,7 +71,9 @@ class RunCheckpoints:
         self._model, self._optimizers = model, optimizers
         self._made: Checkpoints | None = None
         self._has_failed = False  # to make the folder, since the last checkpoint was due
-        self._number = numbers_after if after is None else after
+        self._number = self._known = numbers_after if after is None else after
+        self._saved_at: dict[str, int] = {}  # position of the last `save`
+        self._complete: list[dict[str, int]] = []
         self._has_saved = after is not None or numbers_after > 0
         self._newest_of_all, self._when_complete = newest_of_all, when_complete
         self._is_complete = False
@@ -114,7 +116,7 @@ class RunCheckpoints:
         If the folder cannot be made, this warns, and training goes on.
 
         Args:
-            state: The state of everything but the model and its optimizers.
+            state: The state of everything but the model and its optimizers, as of `RunState`.
         """
         begin = perf_counter()
         self.wait_for_all()
@@ -125,6 +127,8 @@ class RunCheckpoints:
             number = self._number = self._number + 1
         if made is not None:
             made.save(state=state, number=number)
+        progress = state["progress"]
+        self._saved_at = {"step": progress["num_steps"], "num_samples": progress["num_samples"]}
         self._has_saved |= made is not None or are_several
         self._has_failed = False
         self.start()
@@ -145,9 +149,21 @@ class RunCheckpoints:
         if number is None or self._made is None:
             return
         self._made.pin(number)
+        self._note(number)
         if not self._is_complete:
             self._is_complete = True
             self._when_complete()
+
+    def newly_complete(self) -> list[dict[str, int]]:
+        """The checkpoints that were found complete since the last call; waits for none.
+
+        Each has its `number`, and the `step` and `num_samples` after which it was saved. Several
+        processes find out what all have in `wait_for_all`.
+        """
+        if self._made is not None and self._newest_of_all is None:
+            self._note(self._made.newest)
+        found, self._complete = self._complete, []
+        return found
 
     def end(self) -> None:
         """Wait until the last checkpoint of every process is written, and end. A collective."""
@@ -178,6 +194,12 @@ class RunCheckpoints:
     def describe(self) -> dict[str, Any] | None:
         """For a run record, after the end: what was written; None if nothing was prepared."""
         return self._described
+
+    def _note(self, number: int | None) -> None:
+        """Note a complete checkpoint. One that was not known is that of the last `save`."""
+        if number is not None and number > self._known:
+            self._known = number
+            self._complete.append({"number": number, **self._saved_at})
 
     def _describe(self, made: Checkpoints) -> None:
         found = made.describe()

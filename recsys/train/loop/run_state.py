@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.states import SavedState
 from recsys.errors import ConfigError
+from recsys.train.callbacks.run_callbacks import RunCallbacks
 
 if TYPE_CHECKING:
     from recsys.datasets.loader import BatchLoader
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunState"]
 
-_KEYS = ("data", "resumed", "history_bytes", "loader", "pipeline", "progress", "clock")
+_KEYS = ("data", "resumed", "history_bytes", "loader", "pipeline", "progress", "clock", "callbacks")
 
 
 class RunState:
@@ -27,6 +29,7 @@ class RunState:
         loader: The loader of the training split.
         pipeline: The pipeline, with the run's clock.
         progress: The run's counters.
+        callbacks: The run's callbacks.
 
     Attributes:
         resumed: For each time that the run was continued from a checkpoint: the `step` it continued
@@ -39,9 +42,10 @@ class RunState:
         loader: BatchLoader | HotColdLoader,
         pipeline: TrainPipeline,
         progress: Progress,
+        callbacks: RunCallbacks,
     ) -> None:
         self._folder, self._loader = folder, loader
-        self._pipeline, self._progress = pipeline, progress
+        self._pipeline, self._progress, self._callbacks = pipeline, progress, callbacks
         self.resumed: list[dict[str, int]] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,14 +58,16 @@ class RunState:
             "pipeline": self._pipeline.state_dict(),
             "progress": self._progress.state_dict(),
             "clock": self._pipeline.clock.state_dict(),
+            "callbacks": self._callbacks.state_dict(),
         }
 
-    def load_state_dict(self, state: Any, number: int) -> int:
+    def load_state_dict(self, state: Any, number: int, *, is_longer: bool) -> int:
         """Continue where `state` was saved; the model and its optimizers are restored already.
 
         Args:
             state: The state.
             number: The number of its checkpoint.
+            is_longer: As for `RunCallbacks.load_state_dict`.
 
         Returns:
             The length in bytes that the history had.
@@ -69,6 +75,8 @@ class RunState:
         Raises:
             ConfigError: the state was saved with other data, or it is no state of a run.
         """
+        if isinstance(state, Mapping):  # states of older versions lack the key
+            state = {"callbacks": RunCallbacks().state_dict(), **state}
         found = SavedState(f"the run of checkpoint {number}", state, _KEYS)
         data, resumed = self._loader.source.fingerprint, found["resumed"]
         if found["data"] != data:
@@ -84,6 +92,7 @@ class RunState:
         self._pipeline.load_state_dict(found["pipeline"])
         self._progress.load_state_dict(found["progress"])
         self._pipeline.clock.load_state_dict(found["clock"])
+        self._callbacks.load_state_dict(found["callbacks"], is_longer=is_longer)
         self.resumed = [
             {key: entry.whole(key) for key in ("step", "checkpoint")} for entry in entries
         ]

@@ -1,0 +1,65 @@
+"""The keys `early_stopping` and `callbacks`: what is told of a run, and what may end it early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from recsys._support.config_fields import check_fields, key
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["CALLBACKS", "IS_HIGHER_BETTER", "EarlyStoppingConfig", "check_callbacks"]
+
+CALLBACKS = ("tensorboard", "mlflow", "wandb")
+# The metrics of an evaluation during training that say how good predictions are.
+IS_HIGHER_BETTER = {
+    "auc": True,
+    "gauc": True,
+    "accuracy": True,
+    "logloss": False,
+    "normalized_entropy": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStoppingConfig:
+    """When training ends before its last step: once evaluations have stopped to improve."""
+
+    patience: int = key(
+        0, "evaluations without an improvement after which training ends; 0: never", least=0
+    )
+    metric: str = key(
+        "auc", "metric of the evaluations on eval.split", choices=tuple(IS_HIGHER_BETTER)
+    )
+    min_delta: float = key(
+        0.0, "an evaluation that is better by more than this is an improvement", least=0
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not self.patience and value != each.default:
+                raise ConfigError(
+                    f"{each.name} means nothing with patience 0, got {value!r}; set patience, or "
+                    "drop the key"
+                )
+
+
+def check_callbacks(names: Sequence[str]) -> None:
+    """Check the key `callbacks`.
+
+    Raises:
+        ConfigError: a name is neither one of `CALLBACKS` nor of the form module:Class.
+    """
+    for name in names:
+        module, _, class_name = name.partition(":")
+        parts = [*module.split("."), class_name]
+        if name not in CALLBACKS and not all(map(str.isidentifier, parts)):
+            raise ConfigError(
+                f"callbacks must be of {', '.join(map(repr, CALLBACKS))}, or module:Class; got "
+                f"{name!r}; a module is named as in an import, not by its file"
+            )

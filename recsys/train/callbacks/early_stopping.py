@@ -1,0 +1,127 @@
+"""`EarlyStopping`: ends training once evaluations have stopped to improve."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from recsys.config_callbacks import IS_HIGHER_BETTER, EarlyStoppingConfig
+from recsys.errors import ConfigError
+from recsys.train.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["EarlyStopping"]
+
+_UNDEFINED = ("auc", "gauc", "normalized_entropy")  # where all labels are equal
+
+
+class EarlyStopping(Callback):
+    """Ends training after `patience` evaluations in a row without an improvement.
+
+    The evaluations are those on `eval.split` during training, every `eval.every_steps`. The model
+    of the run is that of its last step, not that of the best evaluation.
+
+    Args:
+        patience: Evaluations, at least 1.
+        metric: "auc", "gauc" or "accuracy", of which higher is better, or "logloss" or
+            "normalized_entropy".
+        min_delta: An evaluation is an improvement if it is better than the best one by more than
+            this.
+
+    Raises:
+        ConfigError: an argument is out of range, or the metric is another one.
+    """
+
+    def __init__(self, patience: int, *, metric: str = "auc", min_delta: float = 0.0) -> None:
+        if patience < 1:
+            raise ConfigError(f"EarlyStopping: patience must be at least 1, got {patience}")
+        try:
+            EarlyStoppingConfig(patience=patience, metric=metric, min_delta=min_delta)
+        except ConfigError as error:
+            raise ConfigError(f"EarlyStopping: {error}") from None
+        self._patience, self._metric, self._min_delta = patience, metric, min_delta
+        self._split: str | None = None
+        self._best: float | None = None
+        self._best_step = self._num_without = 0
+
+    def require(self, config: TrainConfig, source: SampleSource) -> None:
+        """Check that evaluations have the metric; warn if they are on the test split.
+
+        Raises:
+            ConfigError: they do not have it.
+        """
+        from recsys.datasets.store import Store  # imports PyTorch
+
+        has_groups = isinstance(source, Store) and source.groups is not None
+        if self._metric == "gauc" and not has_groups:
+            raise ConfigError(
+                "early_stopping.metric 'gauc' is for data with groups, and the data has none; "
+                "choose 'auc' or another one"
+            )
+        is_ranked = isinstance(source, Store) and "ranking" in source.meta
+        if self._metric in _UNDEFINED and is_ranked:
+            raise ConfigError(
+                f"early_stopping.metric {self._metric!r} is null for data whose evaluations have "
+                "positives alone; choose 'logloss'"
+            )
+        if config.eval.split == "test":
+            warnings.warn(
+                "early stopping on eval.split 'test' chooses the step whose test metrics look "
+                "best, so they are too good; set eval.split to 'validation', or "
+                "ablate.target_split in an ablation with a target",
+                stacklevel=2,
+            )
+
+    def on_evaluation(self, evaluation: Mapping[str, Any]) -> bool:
+        """Compare with the best evaluation so far; True once patience is used up.
+
+        Raises:
+            ConfigError: the metric is null, because all labels are equal.
+        """
+        split = "test" if evaluation.get("test") else "validation"
+        value = evaluation[split][self._metric]
+        if value is None:
+            raise ConfigError(
+                f"{self._metric} of the evaluation at step {evaluation['step']} is null: all of "
+                "its labels are equal; raise eval.max_samples, or choose metric 'logloss'"
+            )
+        if split != self._split:  # a run that continues may evaluate on another one
+            self._split, self._best = split, None
+        if self._best is None or self._gain(value, self._best) > self._min_delta:
+            self._best, self._best_step, self._num_without = value, evaluation["step"], 0
+        else:
+            self._num_without += 1
+        return self._num_without >= self._patience
+
+    def on_end(self, record: Mapping[str, Any]) -> None:
+        """Forget this run: the object may be given to another one."""
+        self._split = self._best = None
+        self._best_step = self._num_without = 0
+
+    def describe(self) -> dict[str, Any]:
+        """For the run record: what was compared, and the best evaluation."""
+        return {
+            "metric": self._metric,
+            "split": self._split,
+            "best": self._best,
+            "best_step": self._best_step,
+            "num_without": self._num_without,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best evaluation, and how many have followed it."""
+        return self.describe()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue; the best value of another metric means nothing, and is dropped."""
+        if state["metric"] == self._metric:
+            self._split, self._best = state["split"], state["best"]
+            self._best_step, self._num_without = state["best_step"], state["num_without"]
+
+    def _gain(self, value: float, best: float) -> float:
+        return value - best if IS_HIGHER_BETTER[self._metric] else best - value

@@ -1,0 +1,342 @@
+"""Runs that end once their evaluations no longer improve."""
+
+import runpy
+import signal
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recsys.ablate.run import ablate
+from recsys.config import load_config
+from recsys.errors import CallbackFailed, ConfigError
+from recsys.report.page import write_report
+from recsys.report.summary import format_run
+from recsys.train import Callback, EarlyStopping, train
+from tests.train.judged_stores import SMALL_MODEL, write_store
+
+SHARED = runpy.run_path(str(Path(__file__).parents[1] / "resumed_runs.py"))
+Killed, stop_at = SHARED["Killed"], SHARED["stop_at"]
+RUNS = SimpleNamespace(**SHARED)
+# 15 steps an epoch. No evaluation is better by 0.9 than the first, after step 3.
+STOPS_AT_12 = (
+    *RUNS.SETTINGS,
+    "eval.every_steps=3",
+    "early_stopping.patience=3",
+    "early_stopping.min_delta=0.9",
+)
+AFTER_3 = {
+    "step": 12,
+    "callback": "EarlyStopping",
+    "metric": "auc",
+    "split": "validation",
+    "best_step": 3,
+    "num_without": 3,
+}
+
+
+def run(config, folder, **options):
+    return train(config, folder, show_progress=False, **options)
+
+
+def evaluations(stopping, values, metric="auc"):
+    """What it answers to evaluations with these values."""
+    return [
+        stopping.on_evaluation({"step": step, "validation": {metric: value}})
+        for step, value in enumerate(values, 1)
+    ]
+
+
+def test_it_stops_after_as_many_evaluations_without_an_improvement():
+    stopping = EarlyStopping(2)
+
+    assert evaluations(stopping, [0.5, 0.6, 0.6, 0.61, 0.6, 0.61]) == [False] * 5 + [True]
+    assert stopping.describe() == {
+        "metric": "auc",
+        "split": "validation",
+        "best": 0.61,
+        "best_step": 4,
+        "num_without": 2,
+    }
+
+
+def test_an_improvement_must_be_more_than_min_delta():
+    stopping = EarlyStopping(2, min_delta=0.25)
+
+    assert evaluations(stopping, [0.0, 0.25, 0.375, 0.5, 0.625]) == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert stopping.describe()["best"] == 0.375
+
+
+@pytest.mark.parametrize("metric", ["logloss", "normalized_entropy"])
+def test_of_a_loss_lower_is_better(metric):
+    assert evaluations(EarlyStopping(1, metric=metric), [0.6, 0.5, 0.55], metric)[-1]
+    assert not any(evaluations(EarlyStopping(1, metric=metric), [0.6, 0.5, 0.4], metric))
+
+
+def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path):
+    record = run(small_config(*STOPS_AT_12), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert record["throughput"]["num_steps"] == 12
+    first = next(each for each in RUNS.history(tmp_path / "run") if "validation" in each)
+    assert record["stopped_early"] == AFTER_3 | {"best": first["validation"]["auc"]}
+    assert record["metrics"]["test"]["num_samples"] == 150  # the whole split
+    *_, last = RUNS.history(tmp_path / "run")
+    assert last == {"step": 12, "num_samples": 1536, **record["metrics"]}
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "checkpoints" / "00000003.json").is_file()
+
+
+def test_it_equals_a_run_that_is_interrupted_at_the_same_step(small_config, tmp_path, stop_at):
+    stopped, plain = small_config(*STOPS_AT_12), small_config(*STOPS_AT_12[:-2])
+    run(stopped, tmp_path / "stopped")
+    stop_at((12, signal.SIGINT))
+    run(plain, tmp_path / "interrupted")
+
+    RUNS.require_same(
+        RUNS.load_file(tmp_path / "stopped" / "model.safetensors"),
+        RUNS.load_file(tmp_path / "interrupted" / "model.safetensors"),
+    )
+
+
+@pytest.mark.parametrize("case", ["resident", "lookahead", "file", "auto", "fae"])
+def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
+    small_config, tmp_path, stop_at, case
+):
+    config = small_config(*STOPS_AT_12, *RUNS.CASES[case])
+    whole = run(config, tmp_path / "whole")
+
+    stops = [(7, None), (10, signal.SIGINT), (11, None)]
+    record = RUNS.run_and_resume(config, tmp_path / "run", stops, stop_at)
+
+    assert record["stopped_early"] == whole["stopped_early"]
+    assert whole["throughput"]["num_steps"] == 12
+    RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("patience", [3, 4])  # within an epoch, and after its last step
+def test_a_run_that_was_killed_after_it_had_stopped_makes_no_further_step(
+    small_config, tmp_path, monkeypatch, patience
+):
+    config = small_config(*STOPS_AT_12, f"early_stopping.patience={patience}")
+    whole = run(config, tmp_path / "whole")
+    evaluate = RUNS.train.__globals__["evaluate_split"]
+
+    def killed_at_the_end(model, source, split, *arguments, **options):
+        if split == "test":
+            raise Killed
+        return evaluate(model, source, split, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recsys.train.trainer.evaluate_split", killed_at_the_end)
+        with pytest.raises(Killed):
+            run(config, tmp_path / "run")
+    record = run(config, tmp_path / "run", resume=True)
+
+    assert record["status"] == "finished"
+    assert record["stopped_early"] == whole["stopped_early"]
+    assert record["stopped_early"]["step"] == 3 * (patience + 1)
+    RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, tmp_path, capsys):
+    config = small_config(*STOPS_AT_12)
+    record = run(config, tmp_path / "run")
+
+    assert run(config, tmp_path / "run", resume=True)["stopped_early"] == record["stopped_early"]
+    assert "is finished; to train more, set epochs above 2" in capsys.readouterr().err
+
+    again = run(replace(config, epochs=3), tmp_path / "run", resume=True)
+    assert again["stopped_early"] == record["stopped_early"] | {"step": 15, "num_without": 4}
+    stopping = replace(config.early_stopping, patience=6)
+    longer = replace(config, epochs=4, early_stopping=stopping)
+    assert run(longer, tmp_path / "run", resume=True)["stopped_early"]["step"] == 21
+    off = small_config(*STOPS_AT_12[:-2], "epochs=5")
+    last = run(off, tmp_path / "run", resume=True)
+    assert last["stopped_early"] is None
+    assert last["throughput"]["num_steps"] == 75
+
+
+def test_the_same_object_begins_anew_in_another_run(small_config, tmp_path):
+    stopping = EarlyStopping(3, min_delta=0.9)
+    config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
+
+    found = [run(config, tmp_path / name, callbacks=[stopping]) for name in ("one", "other")]
+
+    assert [record["stopped_early"]["step"] for record in found] == [12, 12]
+
+
+def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
+    config = small_config(*STOPS_AT_12)
+    stop_at((10, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+
+    other = replace(config, early_stopping=replace(config.early_stopping, metric="accuracy"))
+    record = run(other, tmp_path / "run", resume=True)
+
+    assert record["stopped_early"]["best_step"] == 9  # the first after the checkpoint at step 8
+    assert record["stopped_early"]["step"] == 18
+
+
+def test_a_signal_in_the_step_that_stops_changes_nothing(small_config, tmp_path, stop_at):
+    stop_at((12, signal.SIGINT))
+
+    record = run(small_config(*STOPS_AT_12), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert record["stopped_early"]["step"] == 12
+    assert record["metrics"]["test"] is not None
+
+
+def test_a_run_that_skips_samples_stops(small_config, tmp_path):
+    settings = [*STOPS_AT_12, "skip.policy=random_drop", "skip.share=0.3"]
+
+    record = run(small_config(*settings), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert record["stopped_early"]["num_without"] == 3
+    assert record["throughput"]["num_samples"] < 3600
+
+
+def test_a_callback_of_the_user_ends_training(small_config, tmp_path):
+    class Stops(Callback):
+        def on_evaluation(self, evaluation):
+            return evaluation["step"] == 6
+
+    config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
+    record = run(config, tmp_path / "run", callbacks=[Callback(), Stops()])
+
+    assert record["stopped_early"] == {"step": 6, "callback": "Stops"}
+    assert record["throughput"]["num_steps"] == 6
+    assert "stopped early at step 6: Stops asked for it" in format_run(record, tmp_path / "run")
+
+
+def test_the_summary_and_the_page_say_in_a_sentence_why_it_ended(small_config, tmp_path):
+    record = run(small_config(*STOPS_AT_12), tmp_path / "run")
+
+    sentence = (
+        f"stopped early at step 12: the best auc on the validation split was "
+        f"{record['stopped_early']['best']:.4f} at step 3, and 3 evaluations after it brought no "
+        "improvement; the model is that of the last step"
+    )
+    assert sentence in format_run(record, tmp_path / "run")
+    assert sentence in write_report(tmp_path / "run").read_text()
+
+
+def test_a_run_to_its_last_step_says_nothing_of_it(small_config, tmp_path):
+    record = run(small_config(), tmp_path / "run")
+
+    assert record["stopped_early"] is None
+    assert "stopped early" not in format_run(record, tmp_path / "run")
+
+
+def test_stopping_by_the_test_split_is_warned_of_once(small_config, tmp_path):
+    config = small_config(*STOPS_AT_12, "eval.split=test")
+
+    with pytest.warns(UserWarning, match="early stopping on eval.split 'test' .* 'valid") as seen:
+        record = run(config, tmp_path / "run")
+
+    assert len(seen) == 1
+    assert record["stopped_early"]["split"] == "test"
+
+
+def test_a_patience_that_no_run_can_use_up_is_warned_of(small_config, tmp_path):
+    settings = ["eval.every_steps=5", "early_stopping.patience"]
+
+    with pytest.warns(UserWarning, match="never ends early: .* is 2, and the run has 2 evaluatio"):
+        run(small_config(f"{settings[1]}=2", settings[0]), tmp_path / "late")
+
+    run(small_config(f"{settings[1]}=1", settings[0]), tmp_path / "in_time")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("metric=recall", "metric must be one of 'auc', 'gauc', 'accuracy', 'logloss', 'normal"),
+        ("patience=-1", "patience must be at least 0"),
+        ("min_delta=-0.1", "min_delta must be finite and at least 0"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(small_config, setting, message):
+    with pytest.raises(ConfigError, match=f"early_stopping.{message}"):
+        small_config("early_stopping.patience=1", f"early_stopping.{setting}")
+
+
+@pytest.mark.parametrize("setting", ["metric=logloss", "min_delta=0.1"])
+def test_keys_without_patience_are_refused(small_config, setting):
+    with pytest.raises(ConfigError, match=r"means nothing with patience 0, got .*; set patience"):
+        small_config(f"early_stopping.{setting}")
+
+
+def test_arguments_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="EarlyStopping: patience must be at least 1, got 0"):
+        EarlyStopping(0)
+    with pytest.raises(ConfigError, match="EarlyStopping: metric must be one of 'auc'"):
+        EarlyStopping(1, metric="recall")
+
+
+def test_a_metric_that_the_data_lacks_is_refused_before_a_folder_is_made(small_config, tmp_path):
+    config = small_config("early_stopping.patience=1", "early_stopping.metric=gauc")
+
+    with pytest.raises(ConfigError, match="'gauc' is for data with groups, and the data has none"):
+        run(config, tmp_path / "run")
+
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("metric", ["auc", "gauc", "normalized_entropy"])
+def test_a_metric_that_is_null_for_positives_alone_is_refused(tmp_path, metric):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    settings = [*SMALL_MODEL, "early_stopping.patience=1", f"early_stopping.metric={metric}"]
+
+    with pytest.raises(ConfigError, match=f"'{metric}' is null for data .* positives alone"):
+        run(load_config(None, settings, data=str(store.path)), tmp_path / "run")
+
+
+def test_data_with_groups_stop_by_gauc(tmp_path):
+    store = write_store(tmp_path / "store")
+    settings = [*SMALL_MODEL, "early_stopping.patience=1", "early_stopping.metric=gauc"]
+    settings += ["early_stopping.min_delta=0.9", "eval.every_steps=3"]
+
+    record = run(load_config(None, settings, data=str(store.path)), tmp_path / "run")
+
+    assert record["stopped_early"]["step"] == 6
+    assert 0 < record["stopped_early"]["best"] < 1
+
+
+def test_a_metric_that_is_null_ends_the_run_by_name(small_config, tmp_path):
+    config = small_config("early_stopping.patience=1", "eval.max_samples=1")
+
+    with pytest.raises(CallbackFailed, match="auc of the evaluation at step 2 is null: all of its"):
+        run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_cells_of_an_ablation_with_a_target_stop_early(ablation, tmp_path, split):
+    config = ablation(
+        f"[ablate]\nseeds = [0]\ntarget_auc = 0.999\ntarget_split = '{split}'\n"
+        "eval_every_samples = 384\nlate_share = 0.5\n"
+        "[[ablate.variations]]\nname = 'whole'\n[[ablate.variations]]\nname = 'stops'\n"
+        "early_stopping.patience = 1\nearly_stopping.min_delta = 0.9\n"
+    )
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        record = ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
+
+    whole, stops = record["cells"]
+    assert whole["run"]["stopped_early"] is None
+    assert stops["run"]["stopped_early"]["step"] == 6
+    assert stops["late"]["num_evaluations"] == 3  # after steps 3 and 6, and the last one
+    assert stops["seconds_to_target_auc"] is None
+    found = [each for each in seen if "or ablate.target_split" in str(each.message)]
+    assert len(found) == (split == "test")
