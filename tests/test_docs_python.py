@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 # Pages of which each block runs by itself, in the order of the page and in one folder.
 PAGES = [
     "README.md",
+    "docs/callbacks.md",
     "docs/popularity.md",
     "docs/python.md",
     "docs/schedules.md",

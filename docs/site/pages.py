@@ -26,6 +26,7 @@ _PACKAGES = (  # in an order in which `recsys`, which repeats some names of the 
     "recsys.pipeline",
     "recsys.models",
     "recsys.datasets",
+    "recsys.train",
     "recsys.distributed",
     "recsys.errors",
     "recsys",
