@@ -82,7 +82,7 @@ def test_of_a_loss_lower_is_better(metric):
 
 
 def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path):
-    record = run(small_config(*STOPS_AT_12), tmp_path / "run")
+    record = run(small_config(*STOPS_AT_12, "checkpoint.every_steps=5"), tmp_path / "run")
 
     assert record["status"] == "finished"
     assert record["throughput"]["num_steps"] == 12
@@ -122,11 +122,16 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("patience", [3, 4])  # within an epoch, and after its last step
+@pytest.mark.parametrize(
+    ("patience", "batch_size"),
+    [(3, 128), (4, 128), (4, 16)],
+    ids=["within an epoch", "after its last step", "between two reports"],
+)
 def test_a_run_that_was_killed_after_it_had_stopped_makes_no_further_step(
-    small_config, tmp_path, monkeypatch, patience
+    small_config, tmp_path, monkeypatch, patience, batch_size
 ):
-    config = small_config(*STOPS_AT_12, f"early_stopping.patience={patience}")
+    changed = f"early_stopping.patience={patience}", f"batch_size={batch_size}"
+    config = small_config(*STOPS_AT_12, *changed)
     whole = run(config, tmp_path / "whole")
     evaluate = RUNS.train.__globals__["evaluate_split"]
 
