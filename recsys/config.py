@@ -239,7 +239,7 @@ class TrainConfig:
         0, "first steps that are written to timeline.json; 0: no timeline", least=0
     )
     callbacks: tuple[str, ...] = _key(
-        (), "what is told of the run: tensorboard, mlflow, wandb, or module:Class"
+        (), "called while the run trains: tensorboard, mlflow, wandb, or module:Class"
     )
     embeddings: str = _key(
         "recsys", "implementation; torch: nn.EmbeddingBag, fbgemm: TBE", choices=EMBEDDINGS
@@ -263,7 +263,7 @@ class TrainConfig:
     skip: SkipConfig = _key(SkipConfig, "samples, or updates of rows, that are left out")
     eval: EvalConfig = _key(EvalConfig, "evaluation during training")
     early_stopping: EarlyStoppingConfig = _key(
-        EarlyStoppingConfig, "end of a run whose evaluations no longer improve"
+        EarlyStoppingConfig, "end of training once evaluations stop improving"
     )
     checkpoint: CheckpointConfig = _key(CheckpointConfig, "checkpoints, to resume the run")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "synthetic data")

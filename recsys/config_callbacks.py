@@ -1,4 +1,4 @@
-"""The keys `early_stopping` and `callbacks`: what is told of a run, and what may end it early."""
+"""The keys `early_stopping` and `callbacks`: when a run ends early, and what else it calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IS_HIGHER_BETTER = {
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingConfig:
-    """When training ends before its last step: once evaluations have stopped to improve."""
+    """When training ends before its last step: once evaluations stop improving."""
 
     patience: int = key(
         0, "evaluations without an improvement after which training ends; 0: never", least=0

@@ -93,8 +93,8 @@ def train(
             keys of `config` may differ from the run's, such as `budget`, `schedule` and `epochs`.
         checkpoint: With `resume`, continue from the checkpoint with this number.
         show_progress: Tell what the tables take, and draw a progress bar.
-        callbacks: Are told of the run, and may end it, besides those that `config` names. Of
-            several processes, only those of the first one are called.
+        callbacks: Are called while the run trains, and may end it, besides those that `config`
+            names. Of several processes, only those of the first one are called.
 
     Returns:
         The run record, as in `run.json`; `status` is "finished" or "interrupted". Of several

@@ -1,4 +1,4 @@
-"""What is told of a run while it trains, and what may end it early: `Callback` and those built in.
+"""Callbacks: code that a run calls while it trains, for logging and early stopping.
 
 A package that a callback logs to is imported when the callback is made.
 """

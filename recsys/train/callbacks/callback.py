@@ -1,4 +1,4 @@
-"""`Callback`: the base class of what is told of a training run."""
+"""`Callback`: the base class of callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Callback"]
 
 
 class Callback:
-    """Is told of a run. Its methods do nothing: override those that you need.
+    """A run calls its methods while it trains. They do nothing: override those that you need.
 
     All are called between two steps, by the thread that trains; of several processes, on the first
     alone. Their time counts as the run's stage `other`, or as evaluation in `on_evaluation`. An

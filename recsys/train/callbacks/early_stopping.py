@@ -1,4 +1,4 @@
-"""`EarlyStopping`: ends training once evaluations have stopped to improve."""
+"""`EarlyStopping`: ends training once evaluations stop improving."""
 
 from __future__ import annotations
 

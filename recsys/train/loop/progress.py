@@ -56,7 +56,7 @@ class Progress:
         split: Split of the evaluations during training.
         show: Draw the bar.
         skips: Whether the run skips samples: then positions also count the samples trained on.
-        callbacks: Are told of every line of the history.
+        callbacks: Get every line of the history.
 
     Attributes:
         num_steps: Steps so far.
