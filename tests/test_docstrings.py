@@ -64,8 +64,15 @@ def functions_of(kind):
                 found = getattr(value, "__func__", value)  # of a class method
                 if isinstance(value, property | functools.cached_property):
                     found = getattr(value, "fget", None) or value.func
-                if inspect.isfunction(found) and not is_torchrecs(kind, name):
+                is_described = is_torchrecs(kind, name) or overrides_ours(base, name)
+                if inspect.isfunction(found) and not is_described:
                     yield f"{found.__module__}.{found.__qualname__}", found, value
+
+
+def overrides_ours(kind, name):
+    """Whether a base class of recsys describes a method, which this class overrides."""
+    bases = (base for base in kind.__mro__[1:] if base.__module__.startswith("recsys."))
+    return any(name in vars(base) for base in bases)
 
 
 def is_torchrecs(kind, name):

@@ -69,4 +69,8 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; called before `on_start`, unless the state is empty."""
+        """Continue from a checkpoint; called before `on_start`, unless the state is empty.
+
+        Args:
+            state: What `state_dict` returned.
+        """

@@ -52,6 +52,10 @@ class EarlyStopping(Callback):
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check that evaluations have the metric; warn if they are on the test split.
 
+        Args:
+            config: Of the run.
+            source: Its data.
+
         Raises:
             ConfigError: they do not have it.
         """

@@ -25,11 +25,20 @@ class AbstractLogger(Callback):
 
     @abstractmethod
     def log(self, values: dict[str, float], num_samples: int) -> None:
-        """Log values by name, after so many samples."""
+        """Log measurements.
+
+        Args:
+            values: By name.
+            num_samples: Samples seen so far.
+        """
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """End, with the status of the run."""
+        """End.
+
+        Args:
+            status: Of the run, as in its record.
+        """
 
     def on_report(self, report: Mapping[str, Any]) -> None:
         """Log a report."""
