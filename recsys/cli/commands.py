@@ -330,7 +330,7 @@ def _ablate(options: argparse.Namespace) -> int:
 
     record = ablate(config, options.run, results=options.results)
     print(format_ablation(record))
-    print(f"saved in {options.run}/: ablate.json, report.html, cells/")
+    print(f"saved in {options.run}/: report.html, table.md, table.csv, ablate.json, cells/")
     if options.results is not None:
         print(f"saved in {options.results}: the finished cells")
     return 0 if record["status"] == "finished" else _INTERRUPTED

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recsys.config import EvalConfig
+import torch
+
+from recsys.config import EvalConfig, OptimizerConfig
+from recsys.embeddings.tiers.slots import row_bytes
+from recsys.train.parts.providers import row_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +20,7 @@ __all__ = [
     "Metric",
     "column_title",
     "format_number",
+    "table_bytes",
     "tabulated_metrics",
     "value_of",
 ]
@@ -32,7 +37,6 @@ class Metric:
         read: Reads its value from a cell of `ablate.json`; None if the cell has none.
         form: Format of its values for readers.
         scale: What its values are multiplied with for readers.
-        needs_baseline: Whether it is tabulated only in an ablation with a baseline.
         has_ratio: Whether it is also compared with the baseline by ratios.
     """
 
@@ -42,7 +46,6 @@ class Metric:
     read: Callable[[Mapping[str, Any]], float | None]
     form: str = "{:.4f}"
     scale: float = 1.0
-    needs_baseline: bool = True
     has_ratio: bool = False
 
 
@@ -56,6 +59,10 @@ def _throughput(name: str) -> Callable[[Mapping[str, Any]], float | None]:
 
 def _skipped(name: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda cell: (cell["run"].get("skipped") or {}).get(name)
+
+
+def _tiers(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda cell: (cell["run"].get("tiers") or {}).get(name)
 
 
 def _stale_share(cell: Mapping[str, Any]) -> float | None:
@@ -73,6 +80,34 @@ def _num_trained(cell: Mapping[str, Any]) -> float | None:
     return _throughput("num_samples")(cell) if trained is None else trained
 
 
+def _moved_bytes(cell: Mapping[str, Any]) -> float | None:
+    tiers = cell["run"].get("tiers")
+    return None if tiers is None else tiers["fetched_bytes"] + tiers["written_back_bytes"]
+
+
+def _fast_memory(cell: Mapping[str, Any]) -> float | None:
+    tiers = cell["run"].get("tiers")
+    return table_bytes(cell["run"]) if tiers is None else tiers["hot_bytes"]
+
+
+def table_bytes(run: Mapping[str, Any]) -> int | None:
+    """Bytes of all rows of a run and of their optimizer state.
+
+    Args:
+        run: The record of a run; None is returned for one that does not say enough.
+    """
+    config, sizes = run["config"], run.get("data", {}).get("table_sizes")
+    if sizes is None or not {"model", "optimizer"} <= config.keys():
+        return None
+    dim, dims = config["model"]["embedding_dim"], config["model"].get("table_dims", {})
+    optimizer = row_optimizer(OptimizerConfig(name=config["optimizer"]["name"]))
+    total = 0
+    for table, num_rows in sizes.items():
+        own = dims.get(table, dim)
+        total += num_rows * row_bytes(own, torch.float32, optimizer.state_sizes(own))
+    return total
+
+
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
@@ -83,14 +118,12 @@ _ALL = (
         unit="1",
         title="test AUC",
         read=_quality("test", "auc"),
-        needs_baseline=False,
     ),
     Metric(
         name="logloss",
         unit="nats",
         title="test logloss",
         read=_quality("test", "logloss"),
-        needs_baseline=False,
     ),
     Metric(
         name="normalized_entropy",
@@ -109,56 +142,48 @@ _ALL = (
         unit="1",
         title="test GAUC",
         read=_quality("test", "gauc"),
-        needs_baseline=False,
     ),
     Metric(
         name="recall_at_k",
         unit="1",
         title="test recall at {ranking_k}",
         read=_quality("test", "recall_at_k"),
-        needs_baseline=False,
     ),
     Metric(
         name="ndcg_at_k",
         unit="1",
         title="test NDCG at {ranking_k}",
         read=_quality("test", "ndcg_at_k"),
-        needs_baseline=False,
     ),
     Metric(
         name="popular_auc",
         unit="1",
         title="AUC of popular test samples",
         read=_quality("test_popular", "auc"),
-        needs_baseline=False,
     ),
     Metric(
         name="popular_logloss",
         unit="nats",
         title="logloss of popular test samples",
         read=_quality("test_popular", "logloss"),
-        needs_baseline=False,
     ),
     Metric(
         name="popular_calibration",
         unit="1",
         title="calibration of popular test samples",
         read=_quality("test_popular", "calibration"),
-        needs_baseline=False,
     ),
     Metric(
         name="late_auc",
         unit="1",
         title="AUC over the last {late_percent} % of training",
         read=_late("auc"),
-        needs_baseline=False,
     ),
     Metric(
         name="late_logloss",
         unit="nats",
         title="logloss over the last {late_percent} % of training",
         read=_late("logloss"),
-        needs_baseline=False,
     ),
     Metric(
         name="train_time",
@@ -175,7 +200,6 @@ _ALL = (
         title="samples/s",
         read=_throughput("samples_per_second"),
         form="{:,.0f}",
-        needs_baseline=False,
         has_ratio=True,
     ),
     Metric(
@@ -206,13 +230,40 @@ _ALL = (
         read=_stale_share,
     ),
     Metric(
+        name="fast_memory",
+        unit="bytes",
+        title="MiB of fast memory",
+        read=_fast_memory,
+        form="{:,.1f}",
+        scale=2**-20,
+    ),
+    Metric(
+        name="lookup_hit_rate",
+        unit="1",
+        title="lookup hit rate",
+        read=_tiers("lookup_hit_rate"),
+    ),
+    Metric(
+        name="unique_hit_rate",
+        unit="1",
+        title="unique hit rate",
+        read=_tiers("unique_hit_rate"),
+    ),
+    Metric(
+        name="moved_bytes",
+        unit="bytes",
+        title="MiB moved",
+        read=_moved_bytes,
+        form="{:,.0f}",
+        scale=2**-20,
+    ),
+    Metric(
         name="time_to_target_auc",
         unit="ms",
         title="seconds to {target_split} AUC {target_auc}",
         read=lambda cell: _milliseconds(cell["seconds_to_target_auc"]),
         form="{:.2f}",
         scale=1e-3,
-        needs_baseline=False,
         has_ratio=True,
     ),
 )
@@ -226,7 +277,7 @@ def tabulated_metrics(
     """The metrics of an ablation's table, in their order.
 
     Test AUC, test logloss and samples/s are always among them, and so is the time to the target AUC
-    if there is a target. Other metrics are, where a cell has a value.
+    if there is a target. Each other metric is one of them if a cell has a value of it.
 
     Args:
         cells: As in `ablate.json`.
@@ -238,8 +289,6 @@ def tabulated_metrics(
             is_tabulated = config["target_auc"] is not None
         elif metric.name in ALWAYS:
             is_tabulated = True
-        elif metric.needs_baseline and config.get("baseline") is None:
-            is_tabulated = False
         else:
             is_tabulated = any(value_of(metric, cell) is not None for cell in cells)
         if is_tabulated:

@@ -11,6 +11,7 @@ import pandas as pd
 from recsys.bench.parts.harness import summarize
 from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
 from recsys.report.ablation_metrics import (
+    ALWAYS,
     column_title,
     format_number,
     tabulated_metrics,
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["format_ablation", "format_commits", "format_evaluations", "make_rows"]
+
+
+# Metrics that every cell is to have; some variations measure no others, such as hit rates.
+_EXPECTED = (*ALWAYS, "time_to_target_auc")
 
 
 def make_rows(
@@ -121,7 +126,7 @@ def format_ablation(record: Mapping[str, Any]) -> str:
                 f"{row['num_runs']} of {row['num_cells']}",
             ]
             for row in record["rows"]
-            if row["metric"] in shown
+            if row["metric"] in shown and (row["num_runs"] or row["metric"] in _EXPECTED)
         ],
         columns=["variation", "metric", "mean", "std", "min", "max", "runs"],
     ).set_index(["variation", "metric"])

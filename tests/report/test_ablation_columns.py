@@ -62,6 +62,8 @@ def test_a_metric_that_no_cell_has_is_named_below_the_table_and_has_no_column():
     assert shown_metrics(record) == ["logloss", "throughput"]
     assert column_notes(record) == [
         "No cell has a value of: test AUC, seconds to test AUC 0.9.",
+        "Equal in all cells: seconds of training 10.0; samples trained on 1,000; samples seen, "
+        "skipped ones included 1,000.",
     ]
 
 

@@ -52,13 +52,14 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def check_self_contained(page):
+def check_self_contained(page, num_pictures=1):
     assert "script" not in page.tags
     assert "link" not in page.tags
-    (source,) = page.sources
-    kind, _, content = source.partition(",")
-    assert kind == "data:image/png;base64"
-    assert b64decode(content).startswith(b"\x89PNG")
+    assert len(page.sources) == num_pictures
+    for source in page.sources:
+        kind, _, content = source.partition(",")
+        assert kind == "data:image/png;base64"
+        assert b64decode(content).startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("whole_pictures")
@@ -243,9 +244,10 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
     record = ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
 
     page = Page(tmp_path / "out" / "report.html")
-    check_self_contained(page)
+    check_self_contained(page, num_pictures=2)
     summary, cells, keys, _, base, _ = page.tables
-    titles = ["test AUC", "test logloss", "samples/s"]
+    titles = ["test AUC", "test logloss", "test normalized entropy", "test calibration"]
+    titles += ["seconds of training", "samples/s", "MiB of fast memory"]
     assert summary[0] == ["variation", *titles]
     row = record["rows"][0]
     assert summary[1][:2] == [

@@ -210,7 +210,17 @@ def test_an_ablation_without_a_baseline_has_no_more_keys_than_before(ablation, t
         "eval_every_samples",
         "run",
     ]
-    assert [row["metric"] for row in record["rows"]] == ["auc", "logloss", "throughput"]
+    assert [row["metric"] for row in record["rows"]] == [
+        "auc",
+        "logloss",
+        "normalized_entropy",
+        "calibration",
+        "train_time",
+        "throughput",
+        "num_trained",
+        "num_seen",
+        "fast_memory",
+    ]
 
 
 def test_quality_of_popular_samples_is_tabulated_where_it_was_measured(ablation, tmp_path):

@@ -7,7 +7,6 @@ from recsys.train.run_files.curves import (
     draw_run,
     draw_shares,
     draw_timeline,
-    draw_variations,
 )
 from recsys.train.run_files.skipping_picture import draw_skipping
 
@@ -20,33 +19,6 @@ def figures(monkeypatch):
         "recsys.train.run_files.curves.as_png", lambda figure: found.append(figure) or b""
     )
     return found
-
-
-def run_of(variation):
-    entries = [
-        {"num_samples": step, "train_seconds": step / 10, "test": {"auc": 0.5 + step / 10}}
-        for step in range(3)
-    ]
-    return variation, entries
-
-
-def test_every_variation_is_in_the_legend_once_whatever_its_name(figures):
-    draw_variations([run_of("_base"), run_of("other"), run_of("_base")], "test")
-
-    (legend,) = figures[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["_base", "other"]
-
-
-def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
-    names = [f"v{number}" for number in range(25)]
-
-    draw_variations([run_of(name) for name in [*names, *names]], "test")
-
-    looks = [(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines]
-    assert len(set(looks)) == 25
-    assert looks[:25] == looks[25:]
-    handles = figures[0].legends[0].legend_handles
-    assert [(handle.get_color(), handle.get_linestyle()) for handle in handles] == looks[:25]
 
 
 def test_shares_of_speed_lie_over_shares_of_memory_in_order_with_their_intervals(figures):
@@ -201,17 +173,3 @@ def test_reports_that_jump_are_drawn_as_their_mean(figures):
     smooth = figures[0].axes[0].lines[1].get_ydata()[5:]
     assert smooth.max() - smooth.min() < 0.05
     assert abs(smooth[-1] - 0.5) < 0.03  # not the last report, 0.6
-
-
-def test_the_runs_of_a_seed_have_its_mark_and_the_legend_names_it(figures):
-    draw_variations([run_of("a"), run_of("a"), run_of("b")], "test", seeds=[3, 1, 3])
-    draw_variations([run_of("a"), run_of("b")], "test", seeds=[3, 3])
-
-    left, right = figures[0].axes
-    markers = [line.get_marker() for line in left.lines]
-    assert markers[0] == markers[2] != markers[1]
-    legend = right.get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["seed 1", "seed 3"]
-    shown = [handle.get_marker() for handle in legend.legend_handles]
-    assert shown == [markers[1], markers[0]]
-    assert figures[1].axes[1].get_legend() is None  # one seed needs none

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from io import BytesIO
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,21 +21,24 @@ if TYPE_CHECKING:
     from recsys.train.run_files.run_folder import RunFolder
 
 __all__ = [
+    "COLORS",
     "as_png",
+    "count_samples",
     "draw_policies",
     "draw_run",
     "draw_shares",
     "draw_timeline",
-    "draw_variations",
+    "line_styles",
     "picture_style",
     "plot_curves",
     "plot_timeline",
 ]
 
-_NUM_COLORS = 10  # of matplotlib's cycle
+# Okabe and Ito's colors without yellow: colour-blind readers tell them apart, also on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_NUM_COLORS = 10  # of matplotlib's cycle, for timelines, which have more tracks than COLORS
 _DASHES = ("-", "--", ":", "-.")
 _STEPS_SHOWN = 10
-_MARKERS = ("o", "s", "^", "D", "v", "P", "*", "X", "<", ">")  # of seeds
 _HIDDEN = 10  # a tenth of the losses may lie above the picture
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
 
@@ -74,80 +76,26 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
             train_key = "train_loss" if key == "logloss" else "train_auc"
             samples = [entry["num_samples"] for entry in training]
             reports = [entry[train_key] for entry in training]
-            axis.plot(samples, reports, color="C0", linewidth=0.7, alpha=0.35)
+            axis.plot(samples, reports, color=COLORS[0], linewidth=0.7, alpha=0.35)
             axis.plot(
                 samples,
                 _smoothed(reports),
-                color="C0",
+                color=COLORS[0],
                 label="training (before each update), smoothed",
             )
             axis.plot(
                 [entry["num_samples"] for entry in evaluated],
                 [entry[split][key] for entry in evaluated],
-                color="C1",
+                color=COLORS[1],
                 label=split,
                 marker="o",
                 markersize=3,
             )
             if key == "logloss":
                 _hide_first_losses(axis, reports)
-            _count_samples(axis)
+            count_samples(axis)
             axis.set_ylabel(name)
             axis.legend()
-        return as_png(figure)
-
-
-def draw_variations(
-    runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], split: str, seeds: Sequence[int] = ()
-) -> bytes | None:
-    """PNG of the AUC over samples and over training time.
-
-    A variation has a line style, and a seed a mark.
-
-    Args:
-        runs: The variation and the history of each run.
-        split: "test" or "validation".
-        seeds: The seed of each run; empty if the marks do not tell seeds apart.
-
-    Returns:
-        None if no run was evaluated.
-    """
-    curves = [
-        (variation, [entry for entry in history if entry.get(split)]) for variation, history in runs
-    ]
-    if not any(entries for _, entries in curves):
-        return None
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    styles = _line_styles(variation for variation, _ in curves)
-    marks = dict(zip(sorted(set(seeds)), cycle(_MARKERS), strict=False))
-    mark_of_run = [marks[seed] for seed in seeds] or [_MARKERS[0]] * len(curves)
-    with picture_style():
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
-        for (variation, entries), mark in zip(curves, mark_of_run, strict=True):
-            for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
-                axis.plot(
-                    [entry[key] for entry in entries],
-                    [entry[split]["auc"] for entry in entries],
-                    **styles[variation],
-                    linewidth=1,
-                    alpha=0.8,
-                    marker=mark,
-                    markersize=3,
-                )
-        _count_samples(axes[0])
-        axes[1].set_xlabel("seconds of training")
-        axes[0].set_ylabel(f"{split} AUC")
-        if len(marks) > 1:
-            of_seeds = [
-                Line2D([], [], color="gray", marker=mark, linestyle="") for mark in marks.values()
-            ]
-            axes[1].legend(of_seeds, [f"seed {seed}" for seed in marks], loc="lower right")
-        # With explicit labels: matplotlib skips artists whose labels begin with _.
-        lines = [Line2D([], [], **style) for style in styles.values()]
-        figure.legend(lines, list(styles), loc="outside lower center", ncols=2)
         return as_png(figure)
 
 
@@ -162,7 +110,7 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     percent = FuncFormatter(lambda share, _: f"{100 * share:g} %")
-    styles = _line_styles(curves)
+    styles = line_styles(curves)
     with picture_style():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axis = figure.subplots()
@@ -200,7 +148,7 @@ def draw_policies(
     """
     from matplotlib.figure import Figure
 
-    styles = _line_styles(policies)
+    styles = line_styles(policies)
     with picture_style():
         figure = Figure(figsize=(10, 4.5), layout="constrained")
         handles = {}
@@ -262,7 +210,7 @@ def draw_timeline(timeline: Timeline) -> bytes | None:
         return as_png(figure)
 
 
-def _count_samples(axis: Axes) -> None:
+def count_samples(axis: Axes) -> None:
     """Label the horizontal axis with numbers of samples such as 20 M."""
     from matplotlib.ticker import EngFormatter
 
@@ -312,13 +260,13 @@ def _smoothed(reports: Sequence[float | None]) -> list[float]:
     return [float(each) for each in found]
 
 
-def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A color and a dash per variation; the pairs are distinct for up to 40 variations."""
+def line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A color and a dash per variation; the pairs are distinct for up to 28 variations."""
     names = list(dict.fromkeys(variations))
     return {
         name: {
-            "color": f"C{number % _NUM_COLORS}",
-            "linestyle": _DASHES[number // _NUM_COLORS % len(_DASHES)],
+            "color": COLORS[number % len(COLORS)],
+            "linestyle": _DASHES[number // len(COLORS) % len(_DASHES)],
         }
         for number, name in enumerate(names)
     }

@@ -1,0 +1,233 @@
+"""Pictures of an ablation: quality over time, speed over fast memory, and where the time went.
+
+Each function reads `ablate.json`; the numbers of a picture are made apart from its drawing.
+"""
+
+from __future__ import annotations
+
+import json
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from recsys.pipeline.stalls import stage_seconds, stage_title
+from recsys.report.ablation_metrics import METRICS, table_bytes, value_of
+from recsys.train.run_files import curves
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "STAGE_COLORS",
+    "draw_memory",
+    "draw_quality",
+    "draw_stages",
+    "memory_points",
+    "stage_shares",
+]
+
+# Work is blue and green, waiting is orange and red; colour-blind readers tell neighbours apart.
+STAGE_COLORS = {
+    "load": "#E69F00",
+    "prefetch_wait": "#D55E00",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "update": "#009E73",
+    "write_back_wait": "#CC79A7",
+    "evaluate": "#000000",
+    "checkpoint": "#F0E442",
+    "other": "#BBBBBB",
+}
+_DARK = ("backward", "update", "prefetch_wait")  # their labels are white
+_LEAST_LABELLED = 0.06  # of the bar; a label does not fit in less
+# Keys in which variations may differ that are compared by speed and memory.
+_TIER_KEYS = ("budget", "plan", "cold_tier", "cold_path", "schedule", "seed")
+_SIZE_KEYS = ("budget", "plan")
+
+
+def draw_quality(
+    runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], split: str
+) -> bytes | None:
+    """PNG of the AUC over samples and over training time, a line for each variation.
+
+    The line is the mean over runs at each evaluation that all of them made. Where a variation has
+    several runs, each is a thin line behind it.
+
+    Args:
+        runs: The variation and the history of each run.
+        split: "test" or "validation".
+
+    Returns:
+        None if no run was evaluated.
+    """
+    by_variation: dict[str, list[list[Mapping[str, Any]]]] = {}
+    for variation, history in runs:
+        entries = [entry for entry in history if entry.get(split) and entry[split]["auc"]]
+        if entries:
+            by_variation.setdefault(variation, []).append(entries)
+    if not by_variation:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    styles = curves.line_styles(by_variation)
+    with curves.picture_style():
+        num_legend_lines = -(-len(styles) // 3)
+        figure = Figure(figsize=(9, 4 + 0.2 * num_legend_lines), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
+            for variation, histories in by_variation.items():
+                style = styles[variation]
+                lines = [
+                    [(entry[key], entry[split]["auc"]) for entry in entries]
+                    for entries in histories
+                ]
+                for line in lines if len(lines) > 1 else ():
+                    axis.plot(*zip(*line, strict=True), **style, linewidth=0.6, alpha=0.35)
+                means = [
+                    (fmean(x for x, _ in points), fmean(y for _, y in points))
+                    for points in zip(*lines, strict=False)  # as far as the shortest run
+                ]
+                axis.plot(
+                    *zip(*means, strict=True), **style, linewidth=1.5, marker="o", markersize=2.5
+                )
+        curves.count_samples(axes[0])
+        axes[1].set_xlabel("seconds of training")
+        axes[0].set_ylabel(f"{split} AUC")
+        # With explicit labels: matplotlib skips artists whose labels begin with _.
+        handles = [Line2D([], [], **style) for style in styles.values()]
+        figure.legend(handles, list(styles), loc="outside lower center", ncols=3)
+        return curves.as_png(figure)
+
+
+def memory_points(
+    record: Mapping[str, Any],
+) -> dict[str, list[tuple[float, float, float, float]]]:
+    """Share of speed and share of memory of every variation with tiers.
+
+    A variation is compared with the one whose rows are all resident and whose configuration is
+    the same apart from budget, plan, cold tier and schedule; without one it is left out. The two
+    are compared in pairs of equal seeds.
+
+    Returns:
+        By name of a line, its points: fast memory as a share of all rows and their state; samples/s
+        as a share, mean, least and most over the seeds. Variations that differ only in budget or
+        plan are in one line.
+    """
+    by_variation: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for cell in record["cells"]:
+        if cell["run"]["status"] == "finished" and cell["run"]["config"]["embeddings"] == "recsys":
+            by_variation.setdefault(cell["variation"], {})[cell["seed"]] = cell
+    resident: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for by_seed in by_variation.values():
+        first = next(iter(by_seed.values()))
+        if first["run"].get("tiers") is None:
+            resident.setdefault(_without(first, _TIER_KEYS), by_seed)
+    lines: dict[str, list[tuple[float, float, float, float]]] = {}
+    names: dict[str, str] = {}
+    for variation, by_seed in by_variation.items():
+        first = next(iter(by_seed.values()))
+        reference = resident.get(_without(first, _TIER_KEYS), {})
+        all_bytes = table_bytes(first["run"])
+        ratios = [
+            _speed(cell) / _speed(reference[seed])
+            for seed, cell in by_seed.items()
+            if seed in reference and _speed(reference[seed])
+        ]
+        if first["run"].get("tiers") is None or not ratios or not all_bytes:
+            continue
+        line = _without(first, (*_SIZE_KEYS, "seed"))
+        name = names.setdefault(line, _label(record["config"]["variations"][variation]))
+        memory = first["run"]["tiers"]["hot_bytes"] / all_bytes
+        lines.setdefault(name, []).append((memory, fmean(ratios), min(ratios), max(ratios)))
+    return lines
+
+
+def draw_memory(record: Mapping[str, Any]) -> bytes | None:
+    """PNG of `memory_points`; None without a point."""
+    points = memory_points(record)
+    return curves.draw_shares(points) if points else None
+
+
+def stage_shares(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The share of every stage in the training time of each variation, over its seeds.
+
+    Evaluation, which is not training time, is left out, and so is a variation without a step.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for cell in record["cells"]:
+        if cell["run"]["status"] == "finished":
+            total = found.setdefault(cell["variation"], {})
+            for stage, seconds in stage_seconds(cell["run"].get("stalls") or {}).items():
+                if stage != "evaluate":
+                    total[stage] = total.get(stage, 0.0) + seconds
+    return {
+        variation: {stage: seconds / sum(total.values()) for stage, seconds in total.items()}
+        for variation, total in found.items()
+        if sum(total.values())
+    }
+
+
+def draw_stages(record: Mapping[str, Any]) -> bytes | None:
+    """PNG of `stage_shares`, a stacked bar for each variation; None without one."""
+    shares = stage_shares(record)
+    if not shares:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import PercentFormatter
+
+    stages = [
+        stage
+        for stage in dict.fromkeys(stage for found in shares.values() for stage in found)
+        if any(found.get(stage) for found in shares.values())
+    ]
+    with curves.picture_style():
+        figure = Figure(figsize=(9, 1.2 + 0.32 * len(shares)), layout="constrained")
+        axis = figure.subplots()
+        for row, found in enumerate(shares.values()):
+            begin = 0.0
+            for stage in stages:
+                share = found.get(stage, 0.0)
+                color = STAGE_COLORS.get(stage, "#BBBBBB")
+                axis.barh(row, share, left=begin, color=color, edgecolor="white", linewidth=0.8)
+                if share >= _LEAST_LABELLED:
+                    axis.text(
+                        begin + share / 2,
+                        row,
+                        f"{share:.0%}",
+                        color="white" if stage in _DARK else "black",
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                    )
+                begin += share
+        axis.set_yticks(range(len(shares)), list(shares))
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1)
+        axis.xaxis.set_major_formatter(PercentFormatter(1))
+        axis.set_xlabel("share of the training time")
+        axis.grid(visible=False)
+        handles = [Patch(color=STAGE_COLORS.get(stage, "#BBBBBB")) for stage in stages]
+        titles = [stage_title(stage) for stage in stages]
+        figure.legend(handles, titles, loc="outside lower center", ncols=8)
+        return curves.as_png(figure)
+
+
+def _without(cell: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The configuration of a cell without some keys, as a text that can be compared."""
+    config = {key: value for key, value in cell["run"]["config"].items() if key not in keys}
+    return json.dumps(config, sort_keys=True)
+
+
+def _speed(cell: Mapping[str, Any]) -> float:
+    return value_of(METRICS["throughput"], cell) or 0.0
+
+
+def _label(keys: Mapping[str, Any]) -> str:
+    """The name of a line: what its variations set apart from the size of fast memory."""
+    parts = []
+    for key, value in keys.items():
+        last = key.rpartition(".")[2]
+        if key not in _SIZE_KEYS:
+            parts.append(str(value) if last in ("name", "policy") else f"{last} {value}")
+    return ", ".join(parts) or "as the base configuration"

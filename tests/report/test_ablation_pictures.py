@@ -1,0 +1,176 @@
+"""Pictures of an ablation, looked at before they are drawn."""
+
+import pytest
+from matplotlib.colors import to_hex
+
+from recsys.pipeline.stalls import STAGES
+from recsys.report.ablation_pictures import (
+    STAGE_COLORS,
+    draw_memory,
+    draw_quality,
+    draw_stages,
+    memory_points,
+    stage_shares,
+)
+from recsys.train.run_files.curves import COLORS
+from tests.report.test_paired import cell_of
+
+TABLE_BYTES = 1000 * 16 * 4 * 2  # adagrad keeps a number beside each of the row
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are made into pictures."""
+    found = []
+    monkeypatch.setattr(
+        "recsys.train.run_files.curves.as_png", lambda figure: found.append(figure) or b""
+    )
+    return found
+
+
+def run_of(variation, *, faster=1.0, num_entries=3, auc=0.5):
+    entries = [
+        {"num_samples": step, "train_seconds": step / faster, "test": {"auc": auc + step / 10}}
+        for step in range(num_entries)
+    ]
+    return variation, [*entries, {"num_samples": 9, "train_seconds": 9.0}]
+
+
+def tiered(variation, seed, *, speed, budget=None, hot_bytes=None, **keys):
+    """A cell with a budget, or with every row resident."""
+    cell = cell_of(variation, seed, samples_per_second=speed)
+    cell["run"]["config"] |= {
+        "budget": budget or "",
+        "seed": seed,
+        "schedule": {"name": "lookahead", "depth": 2},
+        "model": {"embedding_dim": 16},
+        "optimizer": {"name": "adagrad"},
+        **keys,
+    }
+    cell["run"]["data"] = {"table_sizes": {"t": 1000}}
+    cell["run"]["tiers"] = hot_bytes and {"hot_bytes": hot_bytes}
+    return cell
+
+
+def record_of(cells, **variations):
+    return {"cells": cells, "config": {"variations": variations}}
+
+
+def test_a_variation_has_one_thick_line_the_mean_of_its_runs(figures):
+    runs = [run_of("_base"), run_of("other"), run_of("_base", faster=0.5, auc=0.6)]
+
+    draw_quality(runs, "test")
+
+    over_samples, over_seconds = figures[0].axes
+    thick = [line for line in over_seconds.lines if line.get_linewidth() > 1]
+    assert [line.get_xydata().round(9).tolist() for line in thick] == [
+        [[0, 0.55], [1.5, 0.65], [3.0, 0.75]],
+        [[0, 0.5], [1, 0.6], [2, 0.7]],
+    ]
+    thin = [line.get_xydata().round(9).tolist() for line in over_seconds.lines[:2]]
+    assert thin == [[[0, 0.5], [1, 0.6], [2, 0.7]], [[0, 0.6], [2, 0.7], [4, 0.8]]]
+    assert over_samples.lines[2].get_xdata().tolist() == [0, 1, 2]
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["_base", "other"]
+
+
+def test_the_mean_of_runs_ends_where_the_shortest_ends(figures):
+    draw_quality([run_of("a"), run_of("a", num_entries=2)], "test")
+
+    assert [len(line.get_xdata()) for line in figures[0].axes[0].lines] == [3, 2, 2]
+
+
+def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
+    names = [f"v{number}" for number in range(25)]
+
+    draw_quality([run_of(name) for name in [*names, *names]], "test")
+
+    lines = [
+        (line.get_color(), line.get_linestyle(), line.get_linewidth() > 1)
+        for line in figures[0].axes[0].lines
+    ]
+    looks = [look[:2] for look in lines if look[2]]
+    assert len(set(looks)) == 25
+    assert [look[:2] for look in lines if not look[2]] == [look for look in looks for _ in range(2)]
+    handles = figures[0].legends[0].legend_handles
+    assert [(handle.get_color(), handle.get_linestyle()) for handle in handles] == looks
+    assert {color for color, _ in looks} == set(COLORS)
+
+
+def test_runs_without_an_evaluation_have_no_picture(figures):
+    assert draw_quality([run_of("a")], "validation") is None
+    assert draw_quality([("a", [])], "test") is None
+    assert not figures
+
+
+def test_speed_is_that_of_the_same_seed_with_every_row_resident():
+    half, tenth = TABLE_BYTES // 2, TABLE_BYTES // 10
+    cells = [
+        *(tiered("resident", seed, speed=100.0 * (1 + seed)) for seed in (0, 1)),
+        *(
+            tiered("small", seed, speed=speed, budget="1KiB", hot_bytes=tenth)
+            for seed, speed in ((0, 50.0), (1, 160.0))
+        ),
+        tiered("large", 1, speed=180.0, budget="9KiB", hot_bytes=half),
+    ]
+    keys = {"small": {"budget": "1KiB"}, "large": {"budget": "9KiB"}}
+
+    found = memory_points(record_of(cells, resident={}, **keys))
+
+    assert found == {
+        "as the base configuration": [
+            (0.1, pytest.approx(0.65), 0.5, 0.8),
+            (0.5, pytest.approx(0.9), 0.9, 0.9),
+        ]
+    }
+
+
+def test_only_what_is_configured_as_a_resident_variation_has_a_point():
+    hot = {"budget": "1KiB", "hot_bytes": TABLE_BYTES // 4}
+    fae = {"schedule": {"name": "fae", "rate": 1}}
+    cells = [
+        tiered("resident", 0, speed=100.0),
+        tiered("torch", 0, speed=10.0, embeddings="torch"),
+        tiered("fae", 0, speed=90.0, **hot, **fae),
+        tiered("bf16", 0, speed=95.0, precision="bf16", **hot),
+    ]
+    keys = {"fae": {"budget": "1KiB", "schedule.name": "fae", "schedule.rate": 1}}
+
+    record = record_of(cells, resident={}, torch={}, bf16={"precision": "bf16"}, **keys)
+
+    assert memory_points(record) == {"fae, rate 1": [(0.25, 0.9, 0.9, 0.9)]}
+    assert draw_memory(record_of(cells[:2], resident={}, torch={})) is None
+
+
+def test_a_bar_of_stages_is_the_time_of_all_seeds_without_evaluation(figures):
+    cells = [cell_of("a", 0), cell_of("a", 1), cell_of("b", 0), cell_of("c", 0, status="diverged")]
+    seconds = [(1.0, 3.0), (1.0, 5.0), (0.0, 2.0), (9.0, 9.0)]
+    for cell, (load, forward) in zip(cells, seconds, strict=True):
+        cell["run"]["stalls"] = {
+            "load_seconds": load,
+            "forward_seconds": forward,
+            "evaluate_seconds": 7.0,
+            "checkpoint_seconds": 0.0,
+            "binding": "forward",
+        }
+    record = record_of(cells, a={}, b={}, c={})
+
+    draw_stages(record)
+
+    assert stage_shares(record) == {
+        "a": {"load": 0.2, "forward": 0.8, "checkpoint": 0.0},
+        "b": {"load": 0.0, "forward": 1.0, "checkpoint": 0.0},
+    }
+    (axis,) = figures[0].axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a", "b"]
+    bars = [(bar.get_x(), bar.get_width(), to_hex(bar.get_facecolor())) for bar in axis.patches]
+    load, forward = (STAGE_COLORS[stage].lower() for stage in ("load", "forward"))
+    assert bars == [(0, 0.2, load), (0.2, 0.8, forward), (0, 0, load), (0, 1, forward)]
+    assert [text.get_text() for text in axis.texts] == ["20%", "80%", "100%"]
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert legend == ["load", "forward"]  # without the stage that no variation has
+
+
+def test_every_stage_has_a_colour_of_its_own():
+    assert set(STAGE_COLORS) == set(STAGES)
+    assert len(set(STAGE_COLORS.values())) == len(STAGES)
