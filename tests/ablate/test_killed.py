@@ -1,0 +1,86 @@
+"""An ablation that is killed half-way repeats nothing when it is run again."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recsys.ablate.config import load_ablation
+from recsys.ablate.run import ablate
+from recsys.train.checkpoint import newest
+from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.trainer import train
+
+TEXT = """
+[ablate]
+seeds = [0]
+
+[[ablate.variations]]
+name = "first"
+
+[[ablate.variations]]
+name = "second"
+optimizer.lr = 0.05
+
+[[ablate.variations]]
+name = "long"
+batch_size = 8
+epochs = 6
+checkpoint.every_steps = 100
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
+    small_settings, tmp_path
+):
+    (tmp_path / "ablation.toml").write_text(TEXT)
+    out = tmp_path / "out"
+    half = RunFolder(out / "cells" / "long-seed0")
+    settings = [*small_settings, "--set", "num_threads=1"]
+    command = [sys.executable, "-m", "recsys", "ablate", "ablation.toml", *settings, "--run", "out"]
+
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    try:
+        while newest(half.checkpoints_folder) is None:
+            assert process.poll() is None
+            time.sleep(0.02)
+    finally:
+        process.kill()
+    process.communicate(timeout=300)  # returns when its child, which has its stderr, is gone too
+    assert process.returncode == -signal.SIGKILL
+
+    assert not half.record_file.exists()
+    finished = [out / "cells" / name for name in ("first-seed0", "second-seed0")]
+    before = contents_of(finished)
+    tables = {line.split(",")[0] for line in (out / "table.csv").read_text().splitlines()[1:]}
+    assert tables == {"first", "second"}  # what was done when it was killed
+    ran = []
+
+    def count_and_train(config, run_dir, **options):
+        ran.append((run_dir.name, options.get("resume", False)))
+        return train(config, run_dir, **options)
+
+    config = load_ablation(tmp_path / "ablation.toml", settings[1::2])
+    record = ablate(config, out, show_progress=False, run_cell=count_and_train)
+    expected = train(config.cells()[2].config, tmp_path / "unkilled", show_progress=False)
+
+    assert ran == [("long-seed0", True)]
+    assert contents_of(finished) == before
+    assert record["status"] == "finished"
+    run = record["cells"][2]["run"]
+    assert len(run["resumed"]) == 1
+    assert run["throughput"]["num_samples"] == 6 * 1800
+    assert run["metrics"] == expected["metrics"]
+
+
+def contents_of(folders):
+    """Every file: its path, its inode, when it was written, and its bytes."""
+    return {
+        file: (file.stat().st_ino, file.stat().st_mtime_ns, file.read_bytes())
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
