@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ablation_values"]
 
-_SPREAD_NOTE = "Mean over seeds, least to most, sample standard deviation (sd)."
+_SPREAD_NOTE = (
+    "Mean over seeds, and sample standard deviation (sd); the mean alone where all are the same."
+)
 _ONE_SEED_NOTE = "One seed, so no spread."
 _ERROR_NOTE = "After a cell's test AUC is its standard error."
 
@@ -97,21 +99,18 @@ def ablation_values(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summary(row: Mapping[str, Any], auc_error: float | None) -> str:
-    """Mean, range and standard deviation of a metric of one variation, a line each.
+    """Mean and standard deviation of a metric of one variation, a line each.
 
     Args:
         row: A row of the record.
         auc_error: The standard error of the AUC of one cell of the variation; it is told where the
-            variation has no spread.
+            variation has a single run.
     """
-    mean, low, high, std = (
-        format_number(row["metric"], row[key]) for key in ("mean", "min", "max", "std")
-    )
-    lines = [mean]
-    if row["num_runs"] > 1:
-        lines += [f"{low} to {high}", f"sd {std}"]
-    elif row["metric"] == "auc" and row["num_runs"]:
-        lines = [mean + _plus_minus(auc_error)]
+    lines = [format_number(row["metric"], row["mean"])]
+    if row["num_runs"] > 1 and row["min"] < row["max"]:
+        lines.append(f"sd {format_number(row['metric'], row['std'])}")
+    elif row["metric"] == "auc" and row["num_runs"] == 1:
+        lines[0] += _plus_minus(auc_error)
     if 0 < row["num_runs"] < row["num_cells"]:
         lines.append(f"{row['num_cells'] - row['num_runs']} of {row['num_cells']} have none")
     return "\n".join(lines)

@@ -151,8 +151,13 @@ def format_paired(record: Mapping[str, Any]) -> list[str]:
 
 
 def paired_cells(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the comparison as a table with a column per metric, for the page."""
+    """Header and lines of the comparison as a table with a column per metric, for the page.
+
+    Metrics that have ratios are compared by them alone, where any pair has one.
+    """
     shown = _shown(record)
+    with_ratio = {each["metric"] for each in shown if each["kind"] == "ratio"}
+    shown = [each for each in shown if each["kind"] == "ratio" or each["metric"] not in with_ratio]
     columns = list(dict.fromkeys((each["metric"], each["kind"]) for each in shown))
     entries = {(each["variation"], each["metric"], each["kind"]): each for each in shown}
     header = [
@@ -176,7 +181,8 @@ def _shown(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _cell(entry: Mapping[str, Any]) -> str:
     mean, low, high = (format_difference(entry, key) for key in ("mean", "low", "high"))
-    lines = [mean] if entry["low"] is None else [mean, f"{low} to {high}"]
+    is_one_value = entry["low"] is None or entry["low"] == entry["high"]
+    lines = [mean] if is_one_value else [mean, f"{low} to {high}"]
     if entry["num_pairs"] < len(entry["seeds"]):
         lines.append(f"{entry['num_pairs']} of {len(entry['seeds'])} pairs")
     return "\n".join(lines)

@@ -42,9 +42,7 @@ def test_what_is_equal_in_all_cells_is_said_below_the_table_and_has_no_column():
     assert header == [
         "test AUC",
         "test logloss",
-        "seconds of training",
         "seconds of training, ratio",
-        "samples/s",
         "samples/s, ratio",
     ]
 

@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 
 import pytest
 
@@ -165,9 +165,10 @@ def test_every_number_of_the_page_is_that_of_the_json(folder):
             if None in values:
                 assert text == "-", title
                 continue
-            numbers = (mean(values), min(values), max(values), stdev(values))
-            middle, low, high, spread = (form.format(number * scale) for number in numbers)
-            assert text == f"{middle}\n{low} to {high}\nsd {spread}", title
+            numbers = (mean(values), stdev(values))
+            middle, spread = (form.format(number * scale) for number in numbers)
+            is_same = min(values) == max(values)
+            assert text == (middle if is_same else f"{middle}\nsd {spread}"), title
     assert cells[0] == ["cell", *(title for title, *_ in COLUMNS), "status"]
     for line, cell in zip(cells[1:], record["cells"], strict=True):
         assert (line[0], line[-1]) == (cell["name"], "finished")
@@ -175,18 +176,23 @@ def test_every_number_of_the_page_is_that_of_the_json(folder):
             value = read(cell)
             expected = "-" if value is None else form.format(value * scale)
             assert text.split(" \xb1 ")[0] == expected, title
-    apart = [
-        tiered - resident
+    ratios = [
+        tiered / resident
         for tiered, resident in zip(
             values_of(record, "tiered", COLUMNS[5][2]),
             values_of(record, "resident", COLUMNS[5][2]),
             strict=True,
         )
     ]
-    assert differences[0][differences[0].index("samples/s")] == "samples/s"
-    assert differences[1][0] == "tiered"
-    shown = differences[1][differences[0].index("samples/s")].split("\n")[0]
-    assert shown == f"{mean(apart):+,.0f}"
+    apart = (
+        values_of(record, "skipping", COLUMNS[0][2]),
+        values_of(record, "resident", COLUMNS[0][2]),
+    )
+    assert [line[0] for line in differences[1:]] == ["tiered", "skipping"]
+    shown = differences[1][differences[0].index("samples/s, ratio")].split("\n")[0]
+    assert shown == f"{geometric_mean(ratios):.3f}"
+    shown = differences[2][differences[0].index("test AUC")].split("\n")[0]
+    assert shown == f"{mean(apart[0]) - mean(apart[1]):+.5f}"
 
 
 def test_every_number_of_the_markdown_is_that_of_the_json(folder):
