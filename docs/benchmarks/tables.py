@@ -30,6 +30,7 @@ from tables_of_distributed import (
 )
 from tables_of_frameworks import frameworks_table
 from tables_of_fuzz import fuzz_table
+from tables_of_hotline import hotline_table
 from tables_of_models import compared_table, days_table, quantized_table
 from tables_of_own_data import (
     clicks_table,
@@ -69,6 +70,7 @@ __all__ = ["CURVES", "DOCUMENTS", "TABLES", "with_tables"]
 _ROOT = RECORDS.parent.parent
 DOCUMENTS = (
     "README.md",
+    "docs/ablation.md",
     "docs/benchmarks.md",
     "docs/distributed.md",
     "docs/frameworks.md",
@@ -120,6 +122,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frameworks": frameworks_table,
     "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
+    "hotline": partial(hotline_table, "hotline.json"),
     "last_batch": partial(last_batch_table, "last_batch.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),

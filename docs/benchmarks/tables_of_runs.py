@@ -27,6 +27,7 @@ __all__ = [
     "synthetic_table",
 ]
 
+_ABLATED = ("auc", "logloss", "throughput", "time_to_target_auc")
 _LAST_STEPS = {
     "none": "whole mini-batches only",
     "1": "1 sample, as every other step",
@@ -117,7 +118,11 @@ def ablate_table(file: str) -> str:
     record = read_record(file)
     config, run = record["config"], record["cells"][0]["run"]
     rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
-    titles = {row["metric"]: column_title(row["metric"], config) for row in record["rows"]}
+    titles = {
+        row["metric"]: column_title(row["metric"], config)
+        for row in record["rows"]
+        if row["metric"] in _ABLATED
+    }
     lines = []
     for variation in config["variations"]:
         line = [variation]
