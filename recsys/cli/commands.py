@@ -24,6 +24,7 @@ from recsys.cli.help import TRAIN_EXAMPLES, outline
 from recsys.cli.popularity import add_popularity_options
 from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
+from recsys.cli.what_if import add_what_if_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.errors import ConfigError, RecsysError
 from recsys.report.records import find_record
@@ -91,6 +92,7 @@ def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add_popularity_options(commands)
     _add_run_options(commands)
     add_predict_options(commands)
+    add_what_if_options(commands)
     add_bench_options(commands)
     return parser, commands
 

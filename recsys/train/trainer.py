@@ -29,7 +29,7 @@ from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import LOWER_LR, Progress
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.settings_warnings import warn_of_no_effect, warn_of_threads
-from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.loop.tier_report import describe_tiers, describe_transfers
 from recsys.train.parts.budget import enough_budget
 from recsys.train.parts.build import (
     autocast,
@@ -232,6 +232,7 @@ def _train(
             callbacks.start(folder.path, record)
             with progress:
                 _fit(run, interrupted)
+            record["transfers"] = describe_transfers(saved)
             metrics[config.eval.split] = progress.last_evaluation
             is_whole = progress.num_samples == num_samples or callbacks.stopped is not None
             is_finished = is_whole

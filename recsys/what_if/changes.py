@@ -1,0 +1,223 @@
+"""What may change, and the runs from which it can be predicted.
+
+Imports no PyTorch, so that the command line can refuse a run at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recsys._support.untrusted import is_count, is_finite_number
+from recsys.config import TrainConfig, describe_config
+from recsys.errors import ConfigError
+from recsys.train.loop.resume import resumed_config
+from recsys.train.run_files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from recsys.config import TrainConfig
+
+__all__ = ["Change", "MeasuredRun", "change_of", "change_to", "depth_of"]
+
+_CHANGEABLE = ("budget", "cold_tier", "cold_path", "batch_size", "schedule.name", "schedule.depth")
+# Keys that do not change the steps of training. The seed changes their order.
+_IRRELEVANT = ("cold_path", "save_model", "timeline_steps", "seed", "eval.", "checkpoint.")
+_SCHEDULES = ("", "sequential", "lookahead")
+_DEFAULT_DEPTH = 2
+_TRAIN_AGAIN = "run it again with this version"
+_MEASURED = {
+    "throughput": ("samples_per_second", "num_samples", "num_steps", "train_seconds"),
+    "stalls": ("prefetch_wait_seconds", "write_back_wait_seconds"),
+    "environment": ("num_cores", "num_threads"),
+}
+_OF_TIERS = {
+    "tiers": ("lookup_hit_rate", "hot_bytes"),
+    "transfers": ("fetched_rows", "written_back_rows", "fetch_seconds", "write_back_seconds"),
+}
+
+
+class MeasuredRun(NamedTuple):
+    """A run that has ended.
+
+    Attributes:
+        path: Its folder.
+        config: Its configuration.
+        record: Its `run.json`.
+    """
+
+    path: Path
+    config: TrainConfig
+    record: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path) -> MeasuredRun:
+        """Read the folder of a run.
+
+        Raises:
+            ConfigError: it is not the folder of a run that has ended, or its record is damaged or
+                too old, or the run has a setting that is not predicted.
+        """
+        folder = RunFolder.open(path)
+        config, record = folder.read_config(), folder.read_record()
+        if reason := _reason_against(config, record):
+            raise ConfigError(f"{folder.path}: what-if cannot read this run: {reason}")
+        return cls(folder.path, config, record)
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether some rows were in the cold tier."""
+        return self.record["tiers"] is not None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of training."""
+        count: int = self.record["throughput"]["num_steps"]
+        return count
+
+    @property
+    def samples_per_second(self) -> float:
+        """The measured speed."""
+        rate: float = self.record["throughput"]["samples_per_second"]
+        return rate
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of training in which it waited for rows."""
+        stalls = self.record["stalls"]
+        waited: float = stalls["prefetch_wait_seconds"] + stalls["write_back_wait_seconds"]
+        return waited
+
+
+class Change(NamedTuple):
+    """A run to predict.
+
+    Attributes:
+        label: What changes, in words.
+        config: The configuration with the change.
+        measured: A run with this configuration; None if there is none.
+    """
+
+    label: str
+    config: TrainConfig
+    measured: MeasuredRun | None = None
+
+
+def depth_of(config: TrainConfig) -> int:
+    """The look-ahead depth of a run in two tiers; 0: sequential."""
+    if config.schedule.name == "sequential":
+        return 0
+    return config.schedule.depth or _DEFAULT_DEPTH
+
+
+def change_of(run: MeasuredRun, settings: Sequence[str]) -> Change:
+    """A change of some keys.
+
+    Args:
+        run: The run.
+        settings: As `key=value`.
+
+    Raises:
+        ConfigError: a key is unknown or means something that is not predicted, or a value is not
+            what the key accepts.
+    """
+    config = resumed_config(run.path, None, settings, None)
+    _require_changeable(run, config, "", _CHANGEABLE)
+    return Change(", ".join(settings), config)
+
+
+def change_to(run: MeasuredRun, other: MeasuredRun) -> Change:
+    """The change that leads to another run, which was measured, too.
+
+    Raises:
+        ConfigError: the runs differ in something that is not predicted.
+    """
+    _require_changeable(run, other.config, f"{other.path}: ", (*_CHANGEABLE, *_IRRELEVANT))
+    before, after = run.config, other.config
+    changed = []
+    if before.budget != after.budget:
+        changed.append(f"budget={after.budget or 'none'}")
+    if before.cold_tier != after.cold_tier:
+        changed.append(f"cold_tier={after.cold_tier}")
+    if depth_of(before) != depth_of(after):
+        depth = depth_of(after)
+        changed.append(f"schedule.depth={depth}" if depth else "schedule.name=sequential")
+    if before.batch_size != after.batch_size:
+        changed.append(f"batch_size={after.batch_size}")
+    return Change(", ".join(changed) or "the same", other.config, other)
+
+
+def _require_changeable(
+    run: MeasuredRun, config: TrainConfig, place: str, keys: Sequence[str]
+) -> None:
+    """Refuse a configuration that differs from a run's in other keys.
+
+    Args:
+        run: The run.
+        config: The configuration with the change.
+        place: Start of the message.
+        keys: The keys that may differ; one that ends with a dot stands for a table.
+    """
+    before, after = _flat(describe_config(run.config)), _flat(describe_config(config))
+    for key in sorted(before.keys() | after.keys()):
+        is_equal = before.get(key) == after.get(key)
+        if not is_equal and not any(key == each or key.startswith(each) for each in keys):
+            raise ConfigError(
+                f"{place}{key} {before.get(key)!r} becomes {after.get(key)!r}, which what-if "
+                f"cannot predict; it predicts {', '.join(_CHANGEABLE)}: train with {key} changed, "
+                "and start from that run"
+            )
+    if config.schedule.name not in _SCHEDULES:
+        raise ConfigError(
+            f"{place}schedule.name must be one of 'sequential' and 'lookahead' for what-if, got "
+            f"{config.schedule.name!r}, which orders or divides mini-batches by other rules; "
+            "train with it"
+        )
+
+
+def _reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
+    """Why nothing can be predicted from a run; empty if it can."""
+    name = config.schedule.name
+    if name not in _SCHEDULES:
+        return f"its schedule.name is {name!r}; train with 'lookahead' or 'sequential'"
+    if config.device != "cpu":
+        return f"its device is {config.device!r}, whose work runs beside the host's; use 'cpu'"
+    if config.embeddings != "recsys":
+        return f"its embeddings {config.embeddings!r} have one tier; use 'recsys'"
+    if config.skip.is_on:
+        return f"it skips by policy {config.skip.policy!r}; train with skip.policy=none"
+    if config.plan:
+        return f"its rows are pinned by plan {config.plan!r}; train without a plan"
+    if len({config.model.embedding_dim, *config.model.table_dims.values()}) > 1:
+        return "its tables have several embedding_dims, which divide the budget; use one"
+    if record.get("processes") is not None:
+        return "it trained on several processes; train on one"
+    if record.get("resumed"):
+        return "it was resumed, and its times are those of its parts; train in one go"
+    if record.get("status") != "finished":
+        return f"its status is {record.get('status')!r}; let a run finish"
+    wanted = _MEASURED | (_OF_TIERS if record.get("tiers") is not None else {})
+    for part, keys in wanted.items():
+        found = record.get(part)
+        for key in keys:
+            value = found.get(key) if isinstance(found, dict) else None
+            if not (is_finite_number(value) and value is not None and value >= 0):
+                return f"its record has no {part}.{key}, which older versions lack; {_TRAIN_AGAIN}"
+    throughput = record["throughput"]
+    if not (is_count(throughput["num_steps"]) and throughput["num_steps"] > 0):
+        return "it made no step"
+    if "tiers" not in record:
+        return f"its record does not say whether rows were in two tiers; {_TRAIN_AGAIN}"
+    return ""
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested keys, by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,300 @@
+"""Predicts a run with other settings, from one run that was measured.
+
+    counts    replayed, exactly
+    seconds   of computing: those of the run; of transfers: those of a probe, scaled to the run's
+    both      composed step by step
+
+With another batch size, computing is assumed to take as long per sample. A step also has a fixed
+cost, so larger mini-batches are at least as fast as predicted, and smaller ones at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
+from recsys._support.sizes import parse_bytes, round_up_bytes
+from recsys.embeddings.tiers.budget import FastMemory, SpaceSize, divide_budget
+from recsys.embeddings.tiers.transfers import MoveSeconds
+from recsys.errors import ConfigError
+from recsys.train.parts.build import open_source, require_features_of
+from recsys.train.parts.models import needs_rows
+from recsys.train.parts.providers import row_optimizer
+from recsys.what_if.changes import Change, MeasuredRun, change_of, depth_of
+from recsys.what_if.costs import TransferCosts, probe, sharing
+from recsys.what_if.replay import Replay, Replayed
+from recsys.what_if.timeline import Composed, Solved, compose, solve
+
+if TYPE_CHECKING:
+    from recsys.config import TrainConfig
+
+__all__ = ["MOST_STEPS", "Prediction", "WhatIf"]
+
+MOST_STEPS = 5000
+_RARELY = 0.9  # of the depth: with less room, the prediction says so
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a change would give.
+
+    Attributes:
+        change: The change.
+        samples_per_second: Speed of training.
+        speedup: Relative to the run's.
+        exposed_seconds: Of waiting for rows, in 1,000 steps.
+        hit_rate: Share of lookups whose row is in fast memory.
+        hot_bytes: Fast memory for rows, their state and the row map.
+        notes: What is not known from the run alone, a sentence each.
+    """
+
+    change: Change
+    samples_per_second: float
+    speedup: float
+    exposed_seconds: float
+    hit_rate: float
+    hot_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the speed; None if it was not measured."""
+        measured = self.change.measured
+        if measured is None:
+            return None
+        return self.samples_per_second / measured.samples_per_second - 1
+
+
+class WhatIf:
+    """Predicts changes of one run.
+
+    Args:
+        run: The run.
+        most_steps: Steps to replay, at most.
+
+    Raises:
+        ConfigError: the data is not that of the run, the model does not pool rows, or the run's
+            counts are not repeated.
+        StoreError: the data is gone.
+    """
+
+    def __init__(self, run: MeasuredRun, most_steps: int = MOST_STEPS) -> None:
+        config, self._num_threads = run.config, run.record["environment"]["num_threads"]
+        set_num_threads(self._num_threads)
+        tune_allocator()
+        self._run, self._most_steps = run, most_steps
+        self._source = open_source(config)
+        require_features_of(run.record, self._source)
+        if needs_rows(config.model, self._source):
+            raise ConfigError(
+                f"{run.path}: what-if cannot read this run: model.name {config.model.name!r} "
+                "chooses itself which rows of a history it looks up; train a model that pools its "
+                "bags, such as 'dlrm'"
+            )
+        dim = config.model.dim_of(next(iter(self._source.table_sizes)))
+        self._space = SpaceSize(
+            sum(self._source.table_sizes.values()),
+            dim,
+            torch.float32,
+            row_optimizer(config.optimizer).state_sizes(dim),
+        )
+        self._made: Replay | None = None
+        self._probes: dict[tuple[str, bool], TransferCosts] = {}
+        self._base = self._replay(config)
+        self._require_same_counts()
+        self._solved = self._solve()
+
+    def usual_changes(self) -> list[Change]:
+        """Half and double of what the run has: budget, depth, batch size; and the other tier."""
+        config, everything = self._run.config, self._space.resident_bytes
+        settings: list[str] = []
+        if self._run.is_tiered:
+            budget = parse_bytes(config.budget)
+            settings += [f"budget={round_up_bytes(each)}" for each in (budget // 2, 2 * budget)]
+            depth = depth_of(config)
+            depths = {max(1, depth // 2), 2 * depth} - {depth, 0} or {2, 4}
+            settings += [f"schedule.depth={each}" for each in sorted(depths)]
+            if depth:
+                settings.append("schedule.name=sequential")
+            settings.append(f"cold_tier={'file' if config.cold_tier == 'host' else 'host'}")
+        else:
+            settings += [f"budget={round_up_bytes(everything // each)}" for each in (2, 4, 8)]
+        settings += [
+            f"batch_size={each}" for each in (config.batch_size // 2, 2 * config.batch_size) if each
+        ]
+        return [change_of(self._run, _with_name(config, each)) for each in settings]
+
+    def predict(self, change: Change) -> Prediction:
+        """Predict a change.
+
+        Raises:
+            BudgetTooSmall: a mini-batch does not fit the budget.
+            ColdTierError: there is no disk for the probe of a file tier.
+        """
+        config, run = change.config, self._run
+        replayed = self._replay(config)
+        found = self._compose(config, replayed)
+        speed = replayed.num_samples / found.seconds
+        slots = self._slots(config)
+        hot_bytes = FastMemory.of([self._space], None if slots is None else [slots])
+        return Prediction(
+            change,
+            speed,
+            speed / run.samples_per_second,
+            1000 * found.exposed / replayed.num_steps,
+            replayed.hit_rate,
+            sum(hot_bytes),
+            tuple(self._notes(config, replayed)),
+        )
+
+    def _replay(self, config: TrainConfig) -> Replayed:
+        """The claims of a configuration."""
+        slots, size = self._slots(config), config.batch_size
+        if slots is None:
+            per_epoch = -(-len(self._source.splits["train"]) // size)
+            num_steps = min(self._most_steps, config.epochs * per_epoch)
+            num_samples = config.epochs * len(self._source.splits["train"])
+            return Replayed.resident(num_steps, min(num_samples, num_steps * size))
+        if self._made is None:  # tables of many rows
+            self._made = Replay(config, self._source)
+        return self._made.run(config, slots, self._most_steps)
+
+    def _slots(self, config: TrainConfig) -> int | None:
+        """The slots of a configuration; None if every row is resident.
+
+        Raises:
+            BudgetTooSmall: the budget does not hold the row map and a slot.
+        """
+        if not config.budget:
+            return None
+        may_stay = config.cold_tier == "host"
+        budget = parse_bytes(config.budget, "budget")
+        found = divide_budget(budget, [self._space], [1], may_stay=may_stay)
+        return None if found is None else found[0]
+
+    def _require_same_counts(self) -> None:
+        """Check that the replay of the whole run counts what the run has counted.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        run, replayed = self._run, self._base
+        if run.is_tiered != (len(replayed.fetched) > 0):
+            raise ConfigError(self._differs("the tiers", run.is_tiered, not run.is_tiered))
+        if not run.is_tiered or replayed.num_steps < run.num_steps:
+            return
+        pairs = {
+            "lookup_hit_rate": (run.record["tiers"]["lookup_hit_rate"], replayed.hit_rate),
+            "fetched_rows": (
+                run.record["transfers"]["fetched_rows"],
+                int(replayed.fetched.sum()),
+            ),
+        }
+        for name, (recorded, found) in pairs.items():
+            if recorded != found:
+                raise ConfigError(self._differs(name, recorded, found))
+
+    def _differs(self, name: str, recorded: Any, found: Any) -> str:
+        return (
+            f"{self._run.path}: the run's record has {name} {recorded}, and a replay of its "
+            f"mini-batches gives {found}: its data or this version orders or claims them in "
+            "another way; run it again with this version"
+        )
+
+    def _solve(self) -> Solved:
+        """The seconds of computing, and the scale of transfers, of the run."""
+        run, config, replayed = self._run, self._run.config, self._base
+        seconds = run.record["throughput"]["train_seconds"] - run.waited_seconds
+        unwaited = seconds / run.num_steps
+        if not run.is_tiered:
+            return Solved(unwaited, 1.0, 1.0)
+        moved, stalls, is_ahead = (
+            run.record["transfers"],
+            run.record["stalls"],
+            depth_of(config) > 0,
+        )
+        fetch_seconds, write_back_seconds = moved["fetch_seconds"], moved["write_back_seconds"]
+        if not is_ahead:  # every transfer was waited for, and so was its call
+            fetch_seconds = stalls["prefetch_wait_seconds"]
+            write_back_seconds = stalls["write_back_wait_seconds"]
+        busy = MoveSeconds(
+            fetch_seconds * replayed.fetched.sum() / max(1, moved["fetched_rows"]),
+            write_back_seconds * replayed.written_back.sum() / max(1, moved["written_back_rows"]),
+        )
+        costs = self._costs(config)
+        speeds = self._speeds(costs)
+        return solve(replayed, costs, unwaited, busy, speeds, is_ahead=is_ahead)
+
+    def _compose(self, config: TrainConfig, replayed: Replayed) -> Composed:
+        """The seconds of the replayed steps of a configuration."""
+        solved = self._solved
+        compute = solved.compute * config.batch_size / self._run.config.batch_size
+        if not len(replayed.fetched):
+            return Composed(replayed.num_steps * compute, 0.0, 0.0)
+        costs = self._costs(config)
+        if self._has_moved(config.cold_tier):
+            costs = costs.scaled(solved.fetch_scale, solved.write_back_scale)
+        speeds = self._speeds(costs)
+        return compose(replayed, costs, compute, speeds, is_ahead=depth_of(config) > 0)
+
+    def _has_moved(self, cold_tier: str) -> bool:
+        """Whether the run has measured transfers of a tier."""
+        return self._run.is_tiered and self._run.config.cold_tier == cold_tier
+
+    def _costs(self, config: TrainConfig) -> TransferCosts:
+        """What a probe of the configuration's tier takes."""
+        key = config.cold_tier, depth_of(config) > 0
+        if key not in self._probes:
+            self._probes[key] = probe(
+                config.cold_tier,
+                num_rows=self._space.num_rows,
+                dim=self._space.dim,
+                state_sizes=self._space.state_sizes,
+                folder=self._run.path.parent,
+                in_background=key[1],
+            )
+        return self._probes[key]
+
+    def _speeds(self, costs: TransferCosts) -> tuple[float, float]:
+        cores = self._run.record["environment"]["num_cores"]
+        return sharing(self._num_threads, costs.num_threads, cores)
+
+    def _notes(self, config: TrainConfig, replayed: Replayed) -> list[str]:
+        """What is not known from the run alone."""
+        run, found = self._run, []
+        if len(replayed.fetched) and not self._has_moved(config.cold_tier):
+            where = "memory" if config.cold_tier == "host" else "files in the page cache"
+            found.append(
+                f"the run moved no rows of cold_tier {config.cold_tier!r}: their time is that of a "
+                f"probe just now, from {where}"
+            )
+        if config.batch_size != run.config.batch_size:
+            bound = "at least" if config.batch_size > run.config.batch_size else "at most"
+            found.append(
+                f"one run does not tell the fixed cost of a step: batch_size={config.batch_size} "
+                f"computes {bound} as fast as predicted"
+            )
+        depth = depth_of(config)
+        if replayed.mean_depth < _RARELY * depth and len(replayed.fetched):
+            found.append(
+                f"the budget has room for {replayed.mean_depth:.1f} of {depth} mini-batches ahead"
+            )
+        if replayed.num_steps == self._most_steps and len(replayed.fetched):
+            found.append(
+                f"counts are those of the first {replayed.num_steps:,} steps, and later ones may "
+                "hit more often"
+            )
+        environment = describe_environment()
+        keys = ("cpu", "num_cores")
+        if any(environment[key] != run.record["environment"].get(key) for key in keys):
+            found.append("the run was measured on another machine than the probe of transfers")
+        return found
+
+
+def _with_name(config: TrainConfig, setting: str) -> list[str]:
+    """A setting, after the schedule's name if it is a depth of a sequential run's."""
+    needs_name = setting.startswith("schedule.depth") and config.schedule.name == "sequential"
+    return [*(["schedule.name=lookahead"] if needs_name else []), setting]

@@ -1,0 +1,223 @@
+"""`recsys what-if`: from the folder of a run to predictions, and what it refuses."""
+
+import json
+import shutil
+
+import pytest
+
+from recsys.cli import main
+from recsys.config import load_config
+from recsys.errors import ConfigError
+from recsys.train.trainer import train
+from recsys.what_if.changes import MeasuredRun, change_of, change_to, depth_of
+from recsys.what_if.predict import WhatIf
+
+TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, small_settings):
+    """A run in two tiers, and others that differ from it."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = [*small_settings[1::2], TABLES, "num_threads=1", "save_model=false"]
+    others = {
+        "tiered": ["budget=20KiB"],
+        "larger": ["budget=30KiB", "schedule.depth=1"],
+        "sequential": ["budget=20KiB", "schedule.name=sequential"],
+        "resident": [],
+        "other": ["budget=20KiB", "optimizer.lr=0.05"],
+    }
+    for name, changes in others.items():
+        train(load_config(None, [*settings, *changes]), folder / name, show_progress=False)
+    return folder
+
+
+@pytest.fixture
+def changed(runs, tmp_path):
+    """Copies a run, with another record or configuration."""
+
+    def change(*path, value, key=""):
+        folder = tmp_path / "changed"
+        shutil.copytree(runs / "tiered", folder)
+        record = json.loads((folder / "run.json").read_text())
+        if path:
+            inner = record
+            for name in path[:-1]:
+                inner = inner[name]
+            inner[path[-1]] = value
+            (folder / "run.json").write_text(json.dumps(record))
+        if key:
+            config = (folder / "config.toml").read_text()
+            assert key in config
+            (folder / "config.toml").write_text(config.replace(key, value))
+        return folder
+
+    return change
+
+
+def run_cli(*arguments):
+    return main(["what-if", *map(str, arguments)])
+
+
+def test_the_table_holds_usual_changes_and_the_json_the_same(runs, tmp_path, capsys):
+    status = run_cli(runs / "tiered", "--json", tmp_path / "found.json")
+
+    told, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    changes = [each["change"] for each in found["predictions"]] + list(found["refused"])
+    assert status == 0
+    assert set(changes) == {
+        "budget=10KiB",
+        "budget=40KiB",
+        "schedule.depth=1",
+        "schedule.depth=4",
+        "schedule.name=sequential",
+        "cold_tier=file",
+        "batch_size=64",
+        "batch_size=256",
+    }
+    assert all(change in told for change in changes)
+    of = {each["change"]: each for each in found["predictions"]}
+    assert "the row map of" in found["refused"]["budget=10KiB"] or "needs" in told
+    assert any("probe just now" in note for note in of["cold_tier=file"]["notes"])
+    assert any("at most as fast" in note for note in of["batch_size=64"]["notes"])
+    assert of["schedule.name=sequential"]["notes"] == []
+    assert of["schedule.name=sequential"]["predicted"]["exposed_seconds_per_1000_steps"] > 0
+    more = of["budget=40KiB"]["predicted"]
+    assert more["lookup_hit_rate"] > found["measured"]["lookup_hit_rate"]
+    assert more["hot_bytes"] <= 40 * 2**10
+
+
+def test_one_change_may_be_of_several_keys(runs, capsys):
+    status = run_cli(runs / "tiered", "--set", "budget=64KiB", "--set", "schedule.depth=4")
+
+    assert status == 0
+    assert "budget=64KiB, schedule.depth=4" in capsys.readouterr().out
+
+
+def test_predictions_stand_beside_what_other_runs_measured(runs, tmp_path, capsys):
+    others = [runs / "larger", runs / "sequential", runs / "resident"]
+
+    status = run_cli(runs / "tiered", "--beside", *others, "--json", tmp_path / "found.json")
+
+    found = json.loads((tmp_path / "found.json").read_text())["predictions"]
+    assert status == 0
+    assert [each["change"] for each in found] == [
+        "budget=30KiB, schedule.depth=1",
+        "schedule.name=sequential",
+        "budget=none",
+    ]
+    for each, other in zip(found, others, strict=True):
+        record = json.loads((other / "run.json").read_text())
+        rate = record["throughput"]["samples_per_second"]
+        assert each["measured"]["samples_per_second"] == rate
+        assert each["error"] == pytest.approx(each["predicted"]["samples_per_second"] / rate - 1)
+        assert each["predicted"]["lookup_hit_rate"] == each["measured"]["lookup_hit_rate"]
+        if record["tiers"] is not None:
+            assert each["predicted"]["hot_bytes"] == record["tiers"]["hot_bytes"]
+    assert "error" in capsys.readouterr().out
+
+
+def test_a_run_with_every_row_resident_predicts_tiers_from_a_probe(runs):
+    what_if = WhatIf(MeasuredRun.open(runs / "resident"))
+
+    half, quarter, *_ = what_if.usual_changes()
+    found = what_if.predict(half)
+
+    assert (half.label, quarter.label) == ("budget=19KiB", "budget=10KiB")
+    assert found.hot_bytes <= 19 * 2**10
+    assert "moved no rows of cold_tier 'host'" in found.notes[0]
+
+
+def test_the_run_itself_is_predicted_as_measured(runs):
+    run = MeasuredRun.open(runs / "sequential")
+
+    found = WhatIf(run).predict(change_of(run, [f"budget={run.config.budget}"]))
+
+    assert found.samples_per_second == pytest.approx(run.samples_per_second, rel=0.01)
+    assert found.exposed_seconds == pytest.approx(
+        1000 * run.waited_seconds / run.num_steps, rel=0.01
+    )
+
+
+def test_few_steps_are_told(runs):
+    run = MeasuredRun.open(runs / "tiered")
+
+    found = WhatIf(run, most_steps=5).predict(change_of(run, ["budget=30KiB"]))
+
+    assert "counts are those of the first 5 steps, and later ones may hit more often" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["optimizer.lr=0.3"], "optimizer.lr 0.1 becomes 0.3, which what-if cannot predict"),
+        (["epochs=2"], "epochs 1 becomes 2, which what-if cannot predict"),
+        (["precision=bf16"], "precision 'fp32' becomes 'bf16', which what-if cannot predict"),
+        (["schedule.name=hotline"], "schedule.name must be one of 'sequential' and 'lookahead'"),
+        (["schedule.name=auto"], "schedule.name must be one of 'sequential' and 'lookahead'"),
+        (["nosuch=1"], "unknown key nosuch"),
+    ],
+)
+def test_other_changes_are_refused(runs, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        change_of(MeasuredRun.open(runs / "tiered"), settings)
+
+
+def test_a_run_that_differs_in_more_is_refused(runs):
+    run, other = (MeasuredRun.open(runs / name) for name in ("tiered", "other"))
+
+    with pytest.raises(ConfigError, match=r"other: .*optimizer.lr 0.1 becomes 0.05"):
+        change_to(run, other)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["transfers"], None, "no transfers.fetched_rows, which older versions lack; run it again"),
+        (["stalls", "prefetch_wait_seconds"], None, "no stalls.prefetch_wait_seconds"),
+        (["processes"], {"num_ranks": 2}, "several processes"),
+        (["resumed"], [{}], "resumed"),
+        (["status"], "interrupted", "its status is 'interrupted'"),
+        (["throughput", "num_steps"], 0, "it made no step"),
+    ],
+)
+def test_records_that_do_not_tell_enough_are_refused(changed, path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        MeasuredRun.open(changed(*path, value=value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ('device = "cpu"', 'device = "cuda"', "device is 'cuda'"),
+        ('[skip]\npolicy = "none"', '[skip]\npolicy = "drop_input"', "skips by policy"),
+        ('[schedule]\nname = ""', '[schedule]\nname = "hotline"', "schedule.name is 'hotline'"),
+        ('plan = ""', 'plan = "hot.npz"', "pinned by plan"),
+        ('embeddings = "recsys"', 'embeddings = "torch"', "embeddings"),
+    ],
+)
+def test_runs_that_are_not_predicted_are_refused(changed, key, value, message):
+    with pytest.raises(ConfigError, match=message):
+        MeasuredRun.open(changed(key=key, value=value))
+
+
+def test_counts_that_a_replay_does_not_repeat_are_an_error(changed):
+    run = MeasuredRun.open(changed("transfers", "fetched_rows", value=3))
+
+    with pytest.raises(ConfigError, match=r"fetched_rows 3, and a replay of its .* run it again"):
+        WhatIf(run)
+
+
+def test_a_model_that_does_not_pool_is_refused(small_config, tmp_path):
+    sizes = "synthetic.table_sizes=[300, 500, 20]"
+    config = small_config(sizes, "model.name=din", "save_model=false", data="synthetic:taobao")
+    train(config, tmp_path / "run", show_progress=False)
+
+    with pytest.raises(ConfigError, match="'din' chooses itself which rows of a history"):
+        WhatIf(MeasuredRun.open(tmp_path / "run"))
+
+
+def test_the_depth_of_a_schedule_is_that_of_training(small_config):
+    depths = {"": 2, "schedule.name=sequential": 0, "schedule.depth=3": 3}
+
+    assert {each: depth_of(small_config(*filter(None, [each]))) for each in depths} == depths
