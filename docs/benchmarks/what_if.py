@@ -31,7 +31,7 @@ _NUM_THREADS = 1
 _COMMON = (
     f"num_threads={_NUM_THREADS}",
     "save_model=false",
-    "eval.every_steps=1000000",
+    "eval.max_samples=256",
 )
 # By name: the settings of all runs; those of each run, from near the floor to half of everything.
 _SETTINGS: Final[dict[str, tuple[list[str], dict[str, list[str]]]]] = {

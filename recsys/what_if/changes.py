@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recsys._support.sizes import parse_bytes, round_up_bytes
 from recsys._support.untrusted import is_count, is_finite_number
 from recsys.config import TrainConfig, describe_config
 from recsys.errors import ConfigError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
 
-__all__ = ["Change", "MeasuredRun", "change_of", "change_to", "depth_of"]
+__all__ = ["Change", "MeasuredRun", "change_of", "change_to", "depth_of", "usual_changes"]
 
 _CHANGEABLE = ("budget", "cold_tier", "cold_path", "batch_size", "schedule.name", "schedule.depth")
 # Keys that do not change the steps of training. The seed changes their order.
@@ -127,6 +128,31 @@ def change_of(run: MeasuredRun, settings: Sequence[str]) -> Change:
     return Change(", ".join(settings), config)
 
 
+def usual_changes(run: MeasuredRun, everything_bytes: int) -> list[Change]:
+    """Half and double of what a run has: budget, depth and batch size; and the other cold tier.
+
+    Args:
+        run: The run.
+        everything_bytes: Bytes of all rows and their state.
+    """
+    config, size = run.config, run.config.batch_size
+    found: list[list[str]] = []
+    if run.is_tiered:
+        budget, depth = parse_bytes(config.budget), depth_of(config)
+        found += [[f"budget={round_up_bytes(each)}"] for each in (budget // 2, 2 * budget)]
+        if depth:
+            depths = {max(1, depth // 2), 2 * depth} - {depth}
+            found += [[f"schedule.depth={each}"] for each in sorted(depths)]
+            found.append(["schedule.name=sequential"])
+        else:
+            found += [["schedule.name=lookahead", f"schedule.depth={each}"] for each in (2, 4)]
+        found.append([f"cold_tier={'file' if config.cold_tier == 'host' else 'host'}"])
+    else:
+        found += [[f"budget={round_up_bytes(everything_bytes // each)}"] for each in (2, 4, 8)]
+    found += [[f"batch_size={each}"] for each in (size // 2, 2 * size) if each]
+    return [change_of(run, settings) for settings in found]
+
+
 def change_to(run: MeasuredRun, other: MeasuredRun) -> Change:
     """The change that leads to another run, which was measured, too.
 
@@ -204,9 +230,13 @@ def _reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
             value = found.get(key) if isinstance(found, dict) else None
             if not (is_finite_number(value) and value is not None and value >= 0):
                 return f"its record has no {part}.{key}, which older versions lack; {_TRAIN_AGAIN}"
-    throughput = record["throughput"]
-    if not (is_count(throughput["num_steps"]) and throughput["num_steps"] > 0):
+    if (
+        not is_count(record["throughput"]["num_steps"], 1)
+        or not record["throughput"]["train_seconds"]
+    ):
         return "it made no step"
+    if not all(is_count(record["environment"][key], 1) for key in _MEASURED["environment"]):
+        return "its record has no whole numbers of cores and threads"
     if "tiers" not in record:
         return f"its record does not say whether rows were in two tiers; {_TRAIN_AGAIN}"
     return ""

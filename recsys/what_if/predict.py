@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
-from recsys._support.sizes import parse_bytes, round_up_bytes
+from recsys._support.sizes import parse_bytes
 from recsys.embeddings.tiers.budget import FastMemory, SpaceSize, divide_budget
 from recsys.embeddings.tiers.transfers import MoveSeconds
 from recsys.errors import ConfigError
 from recsys.train.parts.build import open_source, require_features_of
 from recsys.train.parts.models import needs_rows
 from recsys.train.parts.providers import row_optimizer
-from recsys.what_if.changes import Change, MeasuredRun, change_of, depth_of
+from recsys.what_if.changes import Change, MeasuredRun, depth_of, usual_changes
 from recsys.what_if.costs import TransferCosts, probe, sharing
 from recsys.what_if.replay import Replay, Replayed
 from recsys.what_if.timeline import Composed, Solved, compose, solve
@@ -108,24 +108,8 @@ class WhatIf:
         self._solved = self._solve()
 
     def usual_changes(self) -> list[Change]:
-        """Half and double of what the run has: budget, depth, batch size; and the other tier."""
-        config, everything = self._run.config, self._space.resident_bytes
-        settings: list[str] = []
-        if self._run.is_tiered:
-            budget = parse_bytes(config.budget)
-            settings += [f"budget={round_up_bytes(each)}" for each in (budget // 2, 2 * budget)]
-            depth = depth_of(config)
-            depths = {max(1, depth // 2), 2 * depth} - {depth, 0} or {2, 4}
-            settings += [f"schedule.depth={each}" for each in sorted(depths)]
-            if depth:
-                settings.append("schedule.name=sequential")
-            settings.append(f"cold_tier={'file' if config.cold_tier == 'host' else 'host'}")
-        else:
-            settings += [f"budget={round_up_bytes(everything // each)}" for each in (2, 4, 8)]
-        settings += [
-            f"batch_size={each}" for each in (config.batch_size // 2, 2 * config.batch_size) if each
-        ]
-        return [change_of(self._run, _with_name(config, each)) for each in settings]
+        """See `changes.usual_changes`."""
+        return usual_changes(self._run, self._space.resident_bytes)
 
     def predict(self, change: Change) -> Prediction:
         """Predict a change.
@@ -292,9 +276,3 @@ class WhatIf:
         if any(environment[key] != run.record["environment"].get(key) for key in keys):
             found.append("the run was measured on another machine than the probe of transfers")
         return found
-
-
-def _with_name(config: TrainConfig, setting: str) -> list[str]:
-    """A setting, after the schedule's name if it is a depth of a sequential run's."""
-    needs_name = setting.startswith("schedule.depth") and config.schedule.name == "sequential"
-    return [*(["schedule.name=lookahead"] if needs_name else []), setting]
