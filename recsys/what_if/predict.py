@@ -4,8 +4,9 @@
     seconds   of computing: those of the run; of transfers: those of a probe, scaled to the run's
     both      composed step by step
 
-With another batch size, computing is assumed to take as long per sample. A step also has a fixed
-cost, so larger mini-batches are at least as fast as predicted, and smaller ones at most.
+With another batch size, a step computes longer by the ratio that a probe of the model finds. For
+large tables, without a probe, it is assumed to compute as long per sample. A step also has a fixed
+cost, so larger mini-batches are then at least as fast as predicted, and smaller ones at most.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from recsys.train.parts.providers import row_optimizer
 from recsys.what_if.changes import Change, MeasuredRun, depth_of, usual_changes
 from recsys.what_if.costs import TransferCosts, probe, sharing
 from recsys.what_if.replay import Replay, Replayed
+from recsys.what_if.steps import may_build, step_ratio
 from recsys.what_if.timeline import Composed, Solved, compose, solve
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ class WhatIf:
         )
         self._made: Replay | None = None
         self._probes: dict[tuple[str, bool], TransferCosts] = {}
+        self._ratios = {config.batch_size: 1.0}
         self._base = self._replay(config)
         self._require_same_counts()
         self._solved = self._solve()
@@ -215,7 +218,7 @@ class WhatIf:
     def _compose(self, config: TrainConfig, replayed: Replayed) -> Composed:
         """The seconds of the replayed steps of a configuration."""
         solved = self._solved
-        compute = solved.compute * config.batch_size / self._run.config.batch_size
+        compute = solved.compute * self._ratio(config.batch_size)
         if not len(replayed.fetched):
             return Composed(replayed.num_steps * compute, 0.0, 0.0)
         costs = self._costs(config)
@@ -223,6 +226,17 @@ class WhatIf:
             costs = costs.scaled(solved.fetch_scale, solved.write_back_scale)
         speeds = self._speeds(costs)
         return compose(replayed, costs, compute, speeds, is_ahead=depth_of(config) > 0)
+
+    def _ratio(self, batch_size: int) -> float:
+        """How much longer a step of this size computes than one of the run."""
+        if batch_size not in self._ratios:
+            config = self._run.config
+            self._ratios[batch_size] = (
+                step_ratio(config, self._source, batch_size)
+                if may_build(self._space.resident_bytes)
+                else batch_size / config.batch_size
+            )
+        return self._ratios[batch_size]
 
     def _has_moved(self, cold_tier: str) -> bool:
         """Whether the run has measured transfers of a tier."""
@@ -255,7 +269,13 @@ class WhatIf:
                 f"the run moved no rows of cold_tier {config.cold_tier!r}: their time is that of a "
                 f"probe just now, from {where}"
             )
-        if config.batch_size != run.config.batch_size:
+        is_probed = may_build(self._space.resident_bytes)
+        if config.batch_size != run.config.batch_size and is_probed:
+            found.append(
+                f"steps of batch_size={config.batch_size} are those of a probe just now, with "
+                "every row resident"
+            )
+        elif config.batch_size != run.config.batch_size:
             bound = "at least" if config.batch_size > run.config.batch_size else "at most"
             found.append(
                 f"one run does not tell the fixed cost of a step: batch_size={config.batch_size} "

@@ -8,7 +8,10 @@ import pytest
 from recsys.cli import main
 from recsys.config import load_config
 from recsys.errors import ConfigError
+from recsys.pipeline import TrainPipeline
+from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
+from recsys.what_if import predict, steps
 from recsys.what_if.changes import MeasuredRun, change_of, change_to, depth_of
 from recsys.what_if.predict import WhatIf
 
@@ -79,7 +82,7 @@ def test_the_table_holds_usual_changes_and_the_json_the_same(runs, tmp_path, cap
     of = {each["change"]: each for each in found["predictions"]}
     assert "the row map of" in found["refused"]["budget=10KiB"] or "needs" in told
     assert any("probe just now" in note for note in of["cold_tier=file"]["notes"])
-    assert any("at most as fast" in note for note in of["batch_size=64"]["notes"])
+    assert any("of a probe just now" in note for note in of["batch_size=64"]["notes"])
     assert of["schedule.name=sequential"]["notes"] == []
     assert of["schedule.name=sequential"]["predicted"]["exposed_seconds_per_1000_steps"] > 0
     more = of["budget=40KiB"]["predicted"]
@@ -137,6 +140,53 @@ def test_the_run_itself_is_predicted_as_measured(runs):
     assert found.exposed_seconds == pytest.approx(
         1000 * run.waited_seconds / run.num_steps, rel=0.01
     )
+
+
+@pytest.mark.parametrize("batch_size", [64, 256])
+def test_another_batch_size_computes_by_the_ratio_of_the_probe(runs, monkeypatch, batch_size):
+    run = MeasuredRun.open(runs / "resident")
+    asked = []
+
+    def ratio(config, source, size):
+        asked.append((config, size))
+        return 1.25
+
+    monkeypatch.setattr(predict, "step_ratio", ratio)
+
+    found = WhatIf(run, most_steps=5).predict(change_of(run, [f"batch_size={batch_size}"]))
+
+    per_step = run.record["throughput"]["train_seconds"] / run.num_steps
+    assert asked == [(run.config, batch_size)]
+    assert found.samples_per_second == pytest.approx(batch_size / (1.25 * per_step), rel=0.01)
+
+
+@pytest.mark.parametrize(("batch_size", "bound"), [(64, "at most"), (256, "at least")])
+def test_large_tables_are_not_built_and_give_a_bound(runs, monkeypatch, batch_size, bound):
+    run = MeasuredRun.open(runs / "resident")
+    monkeypatch.setattr(steps, "_MOST_BYTES", 1000)
+
+    found = WhatIf(run, most_steps=5).predict(change_of(run, [f"batch_size={batch_size}"]))
+
+    per_sample = run.record["throughput"]["train_seconds"] / run.num_steps / 128
+    assert found.samples_per_second == pytest.approx(1 / per_sample, rel=0.01)
+    assert f"computes {bound} as fast as predicted" in found.notes[0]
+
+
+def test_a_probe_makes_steps_of_both_sizes(small_config, monkeypatch):
+    config, sizes = small_config("num_threads=1"), []
+    progress = TrainPipeline.progress
+
+    def noted(self, iterator):
+        loss, output = progress(self, iterator)
+        sizes.append(len(output[1]))
+        return loss, output
+
+    monkeypatch.setattr(TrainPipeline, "progress", noted)
+
+    ratio = steps.step_ratio(config, open_source(config), 32)
+
+    assert ratio > 0
+    assert sizes[:4] == [128, 32, 128, 32]
 
 
 def test_few_steps_are_told(runs):
