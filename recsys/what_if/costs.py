@@ -17,7 +17,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,18 +31,21 @@ from recsys.embeddings.tiers.slots import Slots, row_bytes
 from recsys.embeddings.tiers.transfers import TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from recsys.embeddings.tiers.cold.host_store import ColdStore
 
-__all__ = ["LineOfCosts", "TransferCosts", "probe", "sharing"]
+__all__ = ["LineOfCosts", "TransferCosts", "probe"]
 
 _MOST_BYTES = 256 * 2**20
 _MOST_SLOTS = 2**15
 _SIZES = (64, 1024)  # rows of a transfer
 _NUM_ROUNDS = 25
+# Beside computing: rows of a transfer, seconds of transfers and their number, products alone.
+_BESIDE, _BESIDE_SECONDS, _MOST_BESIDE, _NUM_PRODUCTS = 512, 0.01, 200, 50
+_NUM_ORDERS = 32  # of rows to move; the next transfer moves others
 
 
 class LineOfCosts(NamedTuple):
@@ -73,43 +76,26 @@ class LineOfCosts(NamedTuple):
 
 
 class TransferCosts(NamedTuple):
-    """What transfers of one tier take while nothing else runs.
+    """What transfers of one tier take.
 
     Attributes:
-        fetch: From the cold tier.
-        write_back: To it.
-        num_threads: Threads that a transfer keeps busy, on average: its processor time, of all
-            threads, over its seconds. Reads that wait for a disk keep few busy.
+        fetch: Seconds from the cold tier, while nothing else runs.
+        write_back: The same of writing back.
+        compute_speed: Speed of computing beside a transfer, relative to its speed alone; 1 if
+            training waits for transfers.
+        transfer_speed: Speed of a transfer beside computing, relative to its speed alone.
     """
 
     fetch: LineOfCosts
     write_back: LineOfCosts
-    num_threads: float
+    compute_speed: float = 1.0
+    transfer_speed: float = 1.0
 
     def scaled(self, fetch: float, write_back: float) -> TransferCosts:
-        """The same, with each direction multiplied."""
-        return TransferCosts(
-            self.fetch.times(fetch), self.write_back.times(write_back), self.num_threads
+        """The same, with the seconds of each direction multiplied."""
+        return self._replace(
+            fetch=self.fetch.times(fetch), write_back=self.write_back.times(write_back)
         )
-
-
-def sharing(num_threads: int, transfer_threads: float, cores: int) -> tuple[float, float]:
-    """What computing and transfers lose to each other while both run.
-
-    Threads that outnumber the cores get equal shares of them.
-
-    Args:
-        num_threads: Threads that compute.
-        transfer_threads: Threads that a transfer keeps busy.
-        cores: Cores.
-
-    Returns:
-        The speed of computing beside a transfer, and that of a transfer beside computing, each
-        relative to its speed alone.
-    """
-    share = min(1.0, cores / (num_threads + transfer_threads))
-    of_computing, of_transfer = (min(1.0, cores / each) for each in (num_threads, transfer_threads))
-    return share / of_computing, share / of_transfer
 
 
 def probe(
@@ -121,7 +107,7 @@ def probe(
     folder: Path,
     in_background: bool,
 ) -> TransferCosts:
-    """Time transfers of random rows.
+    """Time transfers of random rows, alone and beside computing.
 
     Args:
         cold_tier: "host" or "file".
@@ -129,47 +115,105 @@ def probe(
         dim: D.
         state_sizes: Numbers per row in each state array, by name.
         folder: An existing folder, for a file tier's files, which are deleted.
-        in_background: Whether the transfers' own thread makes them, as with look-ahead.
+        in_background: Whether the transfers' own thread makes them, beside computing.
 
     Raises:
         ColdTierError: the folder has no room for 256 MiB.
     """
-    dtype = torch.float32
-    num_rows = min(num_rows, _MOST_BYTES // row_bytes(dim, dtype, state_sizes))
-    num_slots = min(num_rows, _MOST_SLOTS)
-    hot = Slots([num_rows], dim, dtype, state_sizes, num_slots, torch.device("cpu"))
+    num_rows = min(num_rows, _MOST_BYTES // row_bytes(dim, torch.float32, state_sizes))
     sizes = {"weight": dim, **state_sizes}
     with _cold_store(cold_tier, sizes, num_rows, folder) as cold:
-        queue, random = TransferQueue(), np.random.default_rng(0)
-        found: dict[tuple[bool, int], list[float]] = {}
-        busy: list[float] = []  # threads
+        mover = _Mover(cold, num_rows, dim, state_sizes, in_background=in_background)
+        fetch, write_back = _line(mover, is_fetch=True), _line(mover, is_fetch=False)
+        speeds = _speeds_beside(mover) if in_background else (1.0, 1.0)
+    return TransferCosts(fetch, write_back, *speeds)
 
-        def move(is_fetch: bool, size: int) -> None:
-            size = min(size, num_slots)
-            rows = random.choice(num_rows, size, replace=False).astype(np.int32)
-            slots = random.choice(num_slots, size, replace=False).astype(np.int32)
 
-            def run() -> None:
-                begin, before = perf_counter(), process_time()
-                (hot.fetch if is_fetch else hot.write_back)(cold, rows, slots)
-                spent, seconds = process_time() - before, perf_counter() - begin
-                busy.append(spent / seconds)
-                found.setdefault((is_fetch, size), []).append(seconds)
+class _Mover:
+    """Moves random rows between slots and a cold store; arguments as for `probe`."""
 
-            queue.put(run, in_background=in_background)
-            queue.settle()
-            queue.require_intact()
+    def __init__(
+        self,
+        cold: ColdStore,
+        num_rows: int,
+        dim: int,
+        state_sizes: Mapping[str, int],
+        *,
+        in_background: bool,
+    ) -> None:
+        num_slots = min(num_rows, _MOST_SLOTS)
+        cpu = torch.device("cpu")
+        self._hot = Slots([num_rows], dim, torch.float32, state_sizes, num_slots, cpu)
+        self._cold, self._in_background = cold, in_background
+        random = np.random.default_rng(0)
+        self._rows, self._slots = (
+            [random.permutation(count)[: max(_SIZES)].astype(np.int32) for _ in range(_NUM_ORDERS)]
+            for count in (num_rows, num_slots)
+        )
+        self._number, self._seconds = 0, 0.0
+        self.queue = TransferQueue()
 
-        for _ in range(_NUM_ROUNDS):
-            for is_fetch in (True, False):
-                for size in _SIZES:
-                    move(is_fetch, size)
-    few, many = (min(size, num_slots) for size in _SIZES)
+    def seconds(self, is_fetch: bool, size: int) -> float:
+        """Seconds of one transfer."""
+        self.put([is_fetch], size)
+        return self.taken()
 
-    def line(is_fetch: bool) -> LineOfCosts:
-        return LineOfCosts.through(*(median(found[is_fetch, size]) for size in (few, many)))
+    def taken(self) -> float:
+        """Seconds of what was queued last, after it has ended."""
+        self.queue.settle()
+        self.queue.require_intact()
+        return self._seconds
 
-    return TransferCosts(line(True), line(False), median(busy))
+    def put(self, are_fetches: Sequence[bool], size: int) -> None:
+        """Queue transfers of other rows each, one after the other, or make them."""
+
+        def run() -> None:
+            begin = perf_counter()
+            for is_fetch in are_fetches:
+                self._number += 1
+                rows, slots = (
+                    orders[self._number % _NUM_ORDERS][:size]
+                    for orders in (self._rows, self._slots)
+                )
+                (self._hot.fetch if is_fetch else self._hot.write_back)(self._cold, rows, slots)
+            self._seconds = perf_counter() - begin
+
+        self.queue.put(run, in_background=self._in_background)
+
+
+def _line(mover: _Mover, *, is_fetch: bool) -> LineOfCosts:
+    """The costs of one direction, from transfers of both sizes in turns."""
+    rounds = [[mover.seconds(is_fetch, size) for size in _SIZES] for _ in range(_NUM_ROUNDS)]
+    few, many = map(median, zip(*rounds, strict=True))
+    return LineOfCosts.through(few, many)
+
+
+def _speeds_beside(mover: _Mover) -> tuple[float, float]:
+    """The speeds of computing and of transfers beside each other, relative to those alone.
+
+    Computing is a chain of small matrix products, as in the dense part of a model. So the result
+    holds what training threads and transfers take from each other: cores, memory and Python's lock.
+    """
+    left, right = torch.ones(128, 256), torch.ones(256, 128)
+    result = torch.empty(128, 128)
+    count = 2 + int(_BESIDE_SECONDS / mover.seconds(True, _BESIDE))
+    moves = [number % 2 == 0 for number in range(min(count, _MOST_BESIDE))]
+    of_computing, of_transfers = [], []
+    for _ in range(_NUM_ROUNDS):
+        begin = perf_counter()
+        for _ in range(_NUM_PRODUCTS):
+            torch.mm(left, right, out=result)
+        of_product = (perf_counter() - begin) / _NUM_PRODUCTS
+        mover.put(moves, _BESIDE)
+        alone = mover.taken()
+        mover.put(moves, _BESIDE)
+        begin, num_products = perf_counter(), 0
+        while mover.queue.last:
+            torch.mm(left, right, out=result)
+            num_products += 1
+        of_computing.append(num_products * of_product / (perf_counter() - begin))
+        of_transfers.append(alone / mover.taken())
+    return min(1.0, median(of_computing)), min(1.0, median(of_transfers))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from recsys.train.parts.build import open_source, require_features_of
 from recsys.train.parts.models import needs_rows
 from recsys.train.parts.providers import row_optimizer
 from recsys.what_if.changes import Change, MeasuredRun, depth_of, usual_changes
-from recsys.what_if.costs import TransferCosts, probe, sharing
+from recsys.what_if.costs import TransferCosts, probe
 from recsys.what_if.replay import Replay, Replayed
 from recsys.what_if.steps import may_build, step_ratio
 from recsys.what_if.timeline import Composed, Solved, compose, solve
@@ -84,8 +84,8 @@ class WhatIf:
     """
 
     def __init__(self, run: MeasuredRun, most_steps: int = MOST_STEPS) -> None:
-        config, self._num_threads = run.config, run.record["environment"]["num_threads"]
-        set_num_threads(self._num_threads)
+        config = run.config
+        set_num_threads(run.record["environment"]["num_threads"])
         tune_allocator()
         self._run, self._most_steps = run, most_steps
         self._source = open_source(config)
@@ -211,9 +211,7 @@ class WhatIf:
             fetch_seconds * replayed.fetched.sum() / max(1, moved["fetched_rows"]),
             write_back_seconds * replayed.written_back.sum() / max(1, moved["written_back_rows"]),
         )
-        costs = self._costs(config)
-        speeds = self._speeds(costs)
-        return solve(replayed, costs, unwaited, busy, speeds, is_ahead=is_ahead)
+        return solve(replayed, self._costs(config), unwaited, busy, is_ahead=is_ahead)
 
     def _compose(self, config: TrainConfig, replayed: Replayed) -> Composed:
         """The seconds of the replayed steps of a configuration."""
@@ -224,8 +222,7 @@ class WhatIf:
         costs = self._costs(config)
         if self._has_moved(config.cold_tier):
             costs = costs.scaled(solved.fetch_scale, solved.write_back_scale)
-        speeds = self._speeds(costs)
-        return compose(replayed, costs, compute, speeds, is_ahead=depth_of(config) > 0)
+        return compose(replayed, costs, compute, is_ahead=depth_of(config) > 0)
 
     def _ratio(self, batch_size: int) -> float:
         """How much longer a step of this size computes than one of the run."""
@@ -255,10 +252,6 @@ class WhatIf:
                 in_background=key[1],
             )
         return self._probes[key]
-
-    def _speeds(self, costs: TransferCosts) -> tuple[float, float]:
-        cores = self._run.record["environment"]["num_cores"]
-        return sharing(self._num_threads, costs.num_threads, cores)
 
     def _notes(self, config: TrainConfig, replayed: Replayed) -> list[str]:
         """What is not known from the run alone."""

@@ -4,9 +4,9 @@
     look-ahead    step = compute + claim + what is left of the mini-batch's transfer
 
 With look-ahead, transfers run one after the other in a thread of their own. A step waits until the
-transfer of its mini-batch has ended, and no longer. While both run, they share the cores: threads
-that outnumber the cores get equal shares (`costs.sharing`). So a transfer that is hidden is free
-with an idle core, and takes time from computing without one.
+transfer of its mini-batch has ended, and no longer. While both run, each is slower by what the
+probe of the tier has measured (`costs`). So a hidden transfer is free where it finds an idle core,
+and takes time from computing elsewhere.
 
 `solve` reads a measured run backwards: it finds the seconds of computing and of transfers with
 which the composition gives what was measured.
@@ -50,7 +50,6 @@ def compose(
     replayed: Replayed,
     costs: TransferCosts,
     compute: float,
-    speeds: tuple[float, float] = (1.0, 1.0),
     *,
     is_ahead: bool,
 ) -> Composed:
@@ -60,8 +59,6 @@ def compose(
         replayed: Its claims.
         costs: Of its transfers.
         compute: Seconds of a step without rows that move.
-        speeds: Of computing beside a transfer, and of a transfer beside computing, relative to
-            their speeds alone.
         is_ahead: Whether transfers run in the background.
     """
     work = costs.fetch.seconds(replayed.fetched) + costs.write_back.seconds(replayed.written_back)
@@ -69,7 +66,7 @@ def compose(
     if not is_ahead:
         moved = float(work.sum())
         return Composed(replayed.num_steps * of_step + moved, moved, moved)
-    of_compute, of_transfer = speeds
+    of_compute, of_transfer = costs.compute_speed, costs.transfer_speed
     # The transfers so far that a step waits for, in seconds of transfers alone.
     in_order = np.cumsum(work)
     queued = _last(in_order, replayed.claimed_in, replayed.num_steps)
@@ -119,7 +116,6 @@ def solve(
     costs: TransferCosts,
     unwaited: float,
     busy: MoveSeconds,
-    speeds: tuple[float, float],
     *,
     is_ahead: bool,
 ) -> Solved:
@@ -130,7 +126,6 @@ def solve(
         costs: Of a probe.
         unwaited: Measured seconds of a step without waiting for rows.
         busy: Measured seconds of the transfers of the replayed steps.
-        speeds: As for `compose`.
         is_ahead: As for `compose`.
     """
     scales = [
@@ -139,7 +134,7 @@ def solve(
     ]
     compute = max(_LEAST_COMPUTE, unwaited - replayed.claim_seconds)
     for _ in range(_ROUNDS):
-        found = compose(replayed, costs.scaled(*scales), compute, speeds, is_ahead=is_ahead)
+        found = compose(replayed, costs.scaled(*scales), compute, is_ahead=is_ahead)
         excess = (found.seconds - found.exposed) / replayed.num_steps - unwaited
         scale = busy.total / found.busy if found.busy else 1.0
         if abs(excess) <= _EXACT * unwaited and abs(scale - 1) <= _EXACT:

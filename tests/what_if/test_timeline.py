@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from recsys.embeddings.tiers.transfers import MoveSeconds
-from recsys.what_if.costs import LineOfCosts, TransferCosts, probe, sharing
+from recsys.what_if.costs import LineOfCosts, TransferCosts, probe
 from recsys.what_if.replay import Replayed
 from recsys.what_if.timeline import compose, solve
 
 # A fetched row takes 1 second, and one written back 2; a transfer has no cost of its own.
-COSTS = TransferCosts(LineOfCosts(0.0, 1.0), LineOfCosts(0.0, 2.0), num_threads=1)
+COSTS = TransferCosts(LineOfCosts(0.0, 1.0), LineOfCosts(0.0, 2.0))
+SHARED = COSTS._replace(compute_speed=0.5, transfer_speed=0.5)
 
 
 def claims(num_steps, *rows, claim_seconds=0.0):
@@ -51,30 +52,16 @@ def test_a_step_does_not_wait_for_transfers_of_later_mini_batches():
 
 def test_threads_that_share_cores_slow_each_other():
     # For 8 seconds both run: the transfer's 4 seconds at half speed, and 4 of computing.
-    found = compose(claims(2, (0, 1, 4, 0)), COSTS, 10.0, (0.5, 0.5), is_ahead=True)
+    found = compose(claims(2, (0, 1, 4, 0)), SHARED, 10.0, is_ahead=True)
 
     assert found == (8 + 6 + 10, 0.0, 8.0)
 
 
 def test_a_step_shorter_than_a_transfer_leaves_the_rest_for_later():
     # In the 20 seconds of step 0, computing 10 at half speed, 10 of 25 seconds are done.
-    found = compose(claims(2, (0, 1, 25, 0)), COSTS, 10.0, (0.5, 0.5), is_ahead=True)
+    found = compose(claims(2, (0, 1, 25, 0)), SHARED, 10.0, is_ahead=True)
 
     assert found == (20 + 15 + 10, 15.0, 35.0)
-
-
-@pytest.mark.parametrize(
-    ("threads", "expected"),
-    [
-        ((1, 1, 2), (1.0, 1.0)),  # a core each
-        ((2, 1, 2), (2 / 3, 2 / 3)),
-        ((1, 4, 2), (2 / 5, 4 / 5)),  # the four share two cores already
-        ((1, 0.5, 2), (1.0, 1.0)),  # half of the transfer waits for a disk
-        ((4, 1, 2), (4 / 5, 2 / 5)),
-    ],
-)
-def test_threads_get_equal_shares_of_the_cores(threads, expected):
-    assert sharing(*threads) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
@@ -87,17 +74,18 @@ def test_solving_finds_what_a_run_was_composed_of(is_ahead, speeds, compute):
         *((step, step + (1 if is_ahead else 0), *each) for step, each in enumerate(rows)),
         claim_seconds=0.25,
     )
-    run = compose(made, COSTS.scaled(0.7, 0.7), compute, speeds, is_ahead=is_ahead)
+    costs = COSTS._replace(compute_speed=speeds[0], transfer_speed=speeds[1])
+    run = compose(made, costs.scaled(0.7, 0.7), compute, is_ahead=is_ahead)
     written = 2 * made.written_back.sum() / (made.fetched.sum() + 2 * made.written_back.sum())
     busy = MoveSeconds(run.busy * (1 - written), run.busy * written)
 
-    found = solve(made, COSTS, (run.seconds - run.exposed) / 50, busy, speeds, is_ahead=is_ahead)
+    found = solve(made, costs, (run.seconds - run.exposed) / 50, busy, is_ahead=is_ahead)
 
     assert found == pytest.approx((compute, 0.7, 0.7), rel=1e-3)
 
 
 def test_rows_of_a_run_that_moved_none_cost_what_the_probe_found():
-    found = solve(claims(5), COSTS, 3.0, MoveSeconds(), (1.0, 1.0), is_ahead=True)
+    found = solve(claims(5), COSTS, 3.0, MoveSeconds(), is_ahead=True)
 
     assert found == (3.0, 1.0, 1.0)
 
@@ -125,5 +113,6 @@ def test_a_probe_times_rows_of_a_tier_and_leaves_no_file(tmp_path, cold_tier, is
     many = np.array([1000])
     assert found.fetch.seconds(many) > 0
     assert found.write_back.seconds(many) > 0
-    assert found.num_threads > 0
+    speeds = found.compute_speed, found.transfer_speed
+    assert speeds == (1.0, 1.0) if not is_ahead else all(0 < speed <= 1 for speed in speeds)
     assert not list(tmp_path.iterdir())
