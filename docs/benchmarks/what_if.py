@@ -44,7 +44,6 @@ _SETTINGS: Final[dict[str, tuple[list[str], dict[str, list[str]]]]] = {
             "depth": ["budget=3MiB", "schedule.depth=8"],
             "sequential": ["budget=3MiB", "schedule.name=sequential"],
             "file-sequential": ["budget=3MiB", "cold_tier=file", "schedule.name=sequential"],
-            "file-budget": ["budget=10MiB", "cold_tier=file"],
         },
     ),
     "D=64, B=1024": (
@@ -52,8 +51,6 @@ _SETTINGS: Final[dict[str, tuple[list[str], dict[str, list[str]]]]] = {
         {
             "host": ["budget=9MiB"],
             "file": ["budget=9MiB", "cold_tier=file"],
-            "budget": ["budget=36MiB"],
-            "sequential": ["budget=9MiB", "schedule.name=sequential"],
             "file-sequential": ["budget=9MiB", "cold_tier=file", "schedule.name=sequential"],
             "file-budget": ["budget=36MiB", "cold_tier=file"],
         },

@@ -43,8 +43,8 @@ _MOST_BYTES = 256 * 2**20
 _MOST_SLOTS = 2**15
 _SIZES = (64, 1024)  # rows of a transfer
 _NUM_ROUNDS = 25
-# Beside computing: rows of a transfer, seconds of transfers and their number, products alone.
-_BESIDE, _BESIDE_SECONDS, _MOST_BESIDE, _NUM_PRODUCTS = 512, 0.01, 200, 50
+# Beside computing: seconds of transfers, their number; products that are timed alone.
+_BESIDE_SECONDS, _MOST_BESIDE, _NUM_PRODUCTS = 0.01, 200, 50
 _NUM_ORDERS = 32  # of rows to move; the next transfer moves others
 
 
@@ -105,7 +105,7 @@ def probe(
     dim: int,
     state_sizes: Mapping[str, int],
     folder: Path,
-    in_background: bool,
+    rows_ahead: int,
 ) -> TransferCosts:
     """Time transfers of random rows, alone and beside computing.
 
@@ -115,7 +115,7 @@ def probe(
         dim: D.
         state_sizes: Numbers per row in each state array, by name.
         folder: An existing folder, for a file tier's files, which are deleted.
-        in_background: Whether the transfers' own thread makes them, beside computing.
+        rows_ahead: Rows of a transfer that runs beside computing; 0 if training waits for all.
 
     Raises:
         ColdTierError: the folder has no room for 256 MiB.
@@ -123,9 +123,9 @@ def probe(
     num_rows = min(num_rows, _MOST_BYTES // row_bytes(dim, torch.float32, state_sizes))
     sizes = {"weight": dim, **state_sizes}
     with _cold_store(cold_tier, sizes, num_rows, folder) as cold:
-        mover = _Mover(cold, num_rows, dim, state_sizes, in_background=in_background)
+        mover = _Mover(cold, num_rows, dim, state_sizes, rows_ahead)
         fetch, write_back = _line(mover, is_fetch=True), _line(mover, is_fetch=False)
-        speeds = _speeds_beside(mover) if in_background else (1.0, 1.0)
+        speeds = _speeds_beside(mover, rows_ahead) if rows_ahead else (1.0, 1.0)
     return TransferCosts(fetch, write_back, *speeds)
 
 
@@ -138,16 +138,15 @@ class _Mover:
         num_rows: int,
         dim: int,
         state_sizes: Mapping[str, int],
-        *,
-        in_background: bool,
+        rows_ahead: int,
     ) -> None:
         num_slots = min(num_rows, _MOST_SLOTS)
         cpu = torch.device("cpu")
         self._hot = Slots([num_rows], dim, torch.float32, state_sizes, num_slots, cpu)
-        self._cold, self._in_background = cold, in_background
-        random = np.random.default_rng(0)
+        self._cold, self._in_background = cold, rows_ahead > 0
+        most, random = min(num_slots, max(*_SIZES, rows_ahead)), np.random.default_rng(0)
         self._rows, self._slots = (
-            [random.permutation(count)[: max(_SIZES)].astype(np.int32) for _ in range(_NUM_ORDERS)]
+            [random.choice(count, most, replace=False).astype(np.int32) for _ in range(_NUM_ORDERS)]
             for count in (num_rows, num_slots)
         )
         self._number, self._seconds = 0, 0.0
@@ -188,15 +187,19 @@ def _line(mover: _Mover, *, is_fetch: bool) -> LineOfCosts:
     return LineOfCosts.through(few, many)
 
 
-def _speeds_beside(mover: _Mover) -> tuple[float, float]:
+def _speeds_beside(mover: _Mover, num_rows: int) -> tuple[float, float]:
     """The speeds of computing and of transfers beside each other, relative to those alone.
 
     Computing is a chain of small matrix products, as in the dense part of a model. So the result
     holds what training threads and transfers take from each other: cores, memory and Python's lock.
+
+    Args:
+        mover: Makes the transfers.
+        num_rows: Rows of a transfer.
     """
     left, right = torch.ones(128, 256), torch.ones(256, 128)
     result = torch.empty(128, 128)
-    count = 2 + int(_BESIDE_SECONDS / mover.seconds(True, _BESIDE))
+    count = 2 + int(_BESIDE_SECONDS / mover.seconds(True, num_rows))
     moves = [number % 2 == 0 for number in range(min(count, _MOST_BESIDE))]
     of_computing, of_transfers = [], []
     for _ in range(_NUM_ROUNDS):
@@ -204,9 +207,9 @@ def _speeds_beside(mover: _Mover) -> tuple[float, float]:
         for _ in range(_NUM_PRODUCTS):
             torch.mm(left, right, out=result)
         of_product = (perf_counter() - begin) / _NUM_PRODUCTS
-        mover.put(moves, _BESIDE)
+        mover.put(moves, num_rows)
         alone = mover.taken()
-        mover.put(moves, _BESIDE)
+        mover.put(moves, num_rows)
         begin, num_products = perf_counter(), 0
         while mover.queue.last:
             torch.mm(left, right, out=result)

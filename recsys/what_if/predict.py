@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_STEPS", "Prediction", "WhatIf"]
 
 MOST_STEPS = 5000
+_MOST_ROWS_AHEAD = 8192
 _RARELY = 0.9  # of the depth: with less room, the prediction says so
 
 
@@ -104,7 +105,7 @@ class WhatIf:
             row_optimizer(config.optimizer).state_sizes(dim),
         )
         self._made: Replay | None = None
-        self._probes: dict[tuple[str, bool], TransferCosts] = {}
+        self._probes: dict[tuple[str, int], TransferCosts] = {}
         self._ratios = {config.batch_size: 1.0}
         self._base = self._replay(config)
         self._require_same_counts()
@@ -211,7 +212,7 @@ class WhatIf:
             fetch_seconds * replayed.fetched.sum() / max(1, moved["fetched_rows"]),
             write_back_seconds * replayed.written_back.sum() / max(1, moved["written_back_rows"]),
         )
-        return solve(replayed, self._costs(config), unwaited, busy, is_ahead=is_ahead)
+        return solve(replayed, self._costs(config, replayed), unwaited, busy, is_ahead=is_ahead)
 
     def _compose(self, config: TrainConfig, replayed: Replayed) -> Composed:
         """The seconds of the replayed steps of a configuration."""
@@ -219,7 +220,7 @@ class WhatIf:
         compute = solved.compute * self._ratio(config.batch_size)
         if not len(replayed.fetched):
             return Composed(replayed.num_steps * compute, 0.0, 0.0)
-        costs = self._costs(config)
+        costs = self._costs(config, replayed)
         if self._has_moved(config.cold_tier):
             costs = costs.scaled(solved.fetch_scale, solved.write_back_scale)
         return compose(replayed, costs, compute, is_ahead=depth_of(config) > 0)
@@ -239,9 +240,13 @@ class WhatIf:
         """Whether the run has measured transfers of a tier."""
         return self._run.is_tiered and self._run.config.cold_tier == cold_tier
 
-    def _costs(self, config: TrainConfig) -> TransferCosts:
+    def _costs(self, config: TrainConfig, replayed: Replayed) -> TransferCosts:
         """What a probe of the configuration's tier takes."""
-        key = config.cold_tier, depth_of(config) > 0
+        rows_ahead = 0
+        if depth_of(config):  # rounded to a power of two, so that few probes serve all changes
+            moved = int(replayed.fetched.sum()) // len(replayed.fetched)
+            rows_ahead = min(_MOST_ROWS_AHEAD, 1 << moved.bit_length())
+        key = config.cold_tier, rows_ahead
         if key not in self._probes:
             self._probes[key] = probe(
                 config.cold_tier,
@@ -249,7 +254,7 @@ class WhatIf:
                 dim=self._space.dim,
                 state_sizes=self._space.state_sizes,
                 folder=self._run.path.parent,
-                in_background=key[1],
+                rows_ahead=rows_ahead,
             )
         return self._probes[key]
 

@@ -107,7 +107,7 @@ def test_a_probe_times_rows_of_a_tier_and_leaves_no_file(tmp_path, cold_tier, is
         dim=8,
         state_sizes={"sum": 8},
         folder=tmp_path,
-        in_background=is_ahead,
+        rows_ahead=512 if is_ahead else 0,
     )
 
     many = np.array([1000])
