@@ -9,6 +9,7 @@ from recsys.cli import main
 from recsys.config import load_config
 from recsys.errors import ConfigError
 from recsys.pipeline import TrainPipeline
+from recsys.report.summary import format_run
 from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
 from recsys.what_if import predict, steps
@@ -187,6 +188,26 @@ def test_a_probe_makes_steps_of_both_sizes(small_config, monkeypatch):
 
     assert ratio > 0
     assert sizes[:4] == [128, 32, 128, 32]
+
+
+def test_training_names_the_command_at_the_end_of_a_run_in_two_tiers(runs):
+    told = {
+        name: format_run(MeasuredRun.open(runs / name).record, runs / name)
+        for name in ("tiered", "resident")
+    }
+
+    line = f"recsys what-if {runs / 'tiered'} predicts other budgets, depths and tiers"
+    assert told["tiered"].endswith(line)
+    assert "what-if" not in told["resident"]
+
+
+def test_checkpoints_and_evaluations_do_not_change_the_counts(small_config, tmp_path):
+    changes = ["checkpoint.every_steps=4", "eval.every_steps=3", "budget=20KiB", "epochs=2"]
+    train(small_config(TABLES, *changes), tmp_path / "run", show_progress=False)
+
+    run = MeasuredRun.open(tmp_path / "run")
+
+    assert WhatIf(run).predict(change_of(run, ["budget=30KiB"])).hit_rate > 0.5
 
 
 def test_few_steps_are_told(runs):
