@@ -43,8 +43,9 @@ _MOST_BYTES = 256 * 2**20
 _MOST_SLOTS = 2**15
 _SIZES = (64, 1024)  # rows of a transfer
 _NUM_ROUNDS = 25
-# Beside computing: seconds of transfers, their number; products that are timed alone.
-_BESIDE_SECONDS, _MOST_BESIDE, _NUM_PRODUCTS = 0.01, 200, 50
+# Beside computing: seconds of transfers, their number; products that are timed alone, their width.
+_BESIDE_SECONDS, _MOST_BESIDE, _NUM_PRODUCTS, _WIDTH = 0.01, 200, 100, 64
+_LEAST_SPEED = 0.05  # where a transfer ended before the first product did
 _NUM_ORDERS = 32  # of rows to move; the next transfer moves others
 
 
@@ -106,6 +107,7 @@ def probe(
     state_sizes: Mapping[str, int],
     folder: Path,
     rows_ahead: int,
+    batch_size: int,
 ) -> TransferCosts:
     """Time transfers of random rows, alone and beside computing.
 
@@ -116,6 +118,7 @@ def probe(
         state_sizes: Numbers per row in each state array, by name.
         folder: An existing folder, for a file tier's files, which are deleted.
         rows_ahead: Rows of a transfer that runs beside computing; 0 if training waits for all.
+        batch_size: B, for the size of the operations that compute.
 
     Raises:
         ColdTierError: the folder has no room for 256 MiB.
@@ -125,7 +128,7 @@ def probe(
     with _cold_store(cold_tier, sizes, num_rows, folder) as cold:
         mover = _Mover(cold, num_rows, dim, state_sizes, rows_ahead)
         fetch, write_back = _line(mover, is_fetch=True), _line(mover, is_fetch=False)
-        speeds = _speeds_beside(mover, rows_ahead) if rows_ahead else (1.0, 1.0)
+        speeds = _speeds_beside(mover, rows_ahead, batch_size) if rows_ahead else (1.0, 1.0)
     return TransferCosts(fetch, write_back, *speeds)
 
 
@@ -187,18 +190,20 @@ def _line(mover: _Mover, *, is_fetch: bool) -> LineOfCosts:
     return LineOfCosts.through(few, many)
 
 
-def _speeds_beside(mover: _Mover, num_rows: int) -> tuple[float, float]:
+def _speeds_beside(mover: _Mover, num_rows: int, batch_size: int) -> tuple[float, float]:
     """The speeds of computing and of transfers beside each other, relative to those alone.
 
     Computing is a chain of small matrix products, as in the dense part of a model. So the result
-    holds what training threads and transfers take from each other: cores, memory and Python's lock.
+    holds what training threads and transfers take from each other: cores, memory and Python's lock,
+    which short operations ask for more often.
 
     Args:
         mover: Makes the transfers.
         num_rows: Rows of a transfer.
+        batch_size: B.
     """
-    left, right = torch.ones(128, 256), torch.ones(256, 128)
-    result = torch.empty(128, 128)
+    left, right = torch.ones(batch_size, _WIDTH), torch.ones(_WIDTH, _WIDTH)
+    result = torch.empty(batch_size, _WIDTH)
     count = 2 + int(_BESIDE_SECONDS / mover.seconds(True, num_rows))
     moves = [number % 2 == 0 for number in range(min(count, _MOST_BESIDE))]
     of_computing, of_transfers = [], []
@@ -216,7 +221,10 @@ def _speeds_beside(mover: _Mover, num_rows: int) -> tuple[float, float]:
             num_products += 1
         of_computing.append(num_products * of_product / (perf_counter() - begin))
         of_transfers.append(alone / mover.taken())
-    return min(1.0, median(of_computing)), min(1.0, median(of_transfers))
+    compute_speed, transfer_speed = (
+        min(1.0, max(_LEAST_SPEED, median(each))) for each in (of_computing, of_transfers)
+    )
+    return compute_speed, transfer_speed
 
 
 @contextmanager

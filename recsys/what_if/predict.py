@@ -105,7 +105,7 @@ class WhatIf:
             row_optimizer(config.optimizer).state_sizes(dim),
         )
         self._made: Replay | None = None
-        self._probes: dict[tuple[str, int], TransferCosts] = {}
+        self._probes: dict[tuple[str, int, int], TransferCosts] = {}
         self._ratios = {config.batch_size: 1.0}
         self._base = self._replay(config)
         self._require_same_counts()
@@ -246,7 +246,7 @@ class WhatIf:
         if depth_of(config):  # rounded to a power of two, so that few probes serve all changes
             moved = int(replayed.fetched.sum()) // len(replayed.fetched)
             rows_ahead = min(_MOST_ROWS_AHEAD, 1 << moved.bit_length())
-        key = config.cold_tier, rows_ahead
+        key = config.cold_tier, rows_ahead, config.batch_size
         if key not in self._probes:
             self._probes[key] = probe(
                 config.cold_tier,
@@ -255,6 +255,7 @@ class WhatIf:
                 state_sizes=self._space.state_sizes,
                 folder=self._run.path.parent,
                 rows_ahead=rows_ahead,
+                batch_size=config.batch_size,
             )
         return self._probes[key]
 

@@ -108,6 +108,7 @@ def test_a_probe_times_rows_of_a_tier_and_leaves_no_file(tmp_path, cold_tier, is
         state_sizes={"sum": 8},
         folder=tmp_path,
         rows_ahead=512 if is_ahead else 0,
+        batch_size=64,
     )
 
     many = np.array([1000])
