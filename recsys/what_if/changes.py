@@ -24,7 +24,15 @@ __all__ = ["Change", "MeasuredRun", "change_of", "change_to", "depth_of", "usual
 
 _CHANGEABLE = ("budget", "cold_tier", "cold_path", "batch_size", "schedule.name", "schedule.depth")
 # Keys that do not change the steps of training. The seed changes their order.
-_IRRELEVANT = ("cold_path", "save_model", "timeline_steps", "seed", "eval.", "checkpoint.")
+_IRRELEVANT = (
+    "cold_path",
+    "save_model",
+    "timeline_steps",
+    "seed",
+    "callbacks",
+    "eval.",
+    "checkpoint.",
+)
 _SCHEDULES = ("", "sequential", "lookahead")
 _DEFAULT_DEPTH = 2
 _TRAIN_AGAIN = "run it again with this version"
@@ -221,6 +229,8 @@ def _reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
         return "it trained on several processes; train on one"
     if record.get("resumed"):
         return "it was resumed, and its times are those of its parts; train in one go"
+    if record.get("stopped_early"):
+        return "it was stopped early; train without early stopping"
     if record.get("status") != "finished":
         return f"its status is {record.get('status')!r}; let a run finish"
     wanted = _MEASURED | (_OF_TIERS if record.get("tiers") is not None else {})

@@ -248,6 +248,7 @@ def test_a_run_that_differs_in_more_is_refused(runs):
         (["stalls", "prefetch_wait_seconds"], None, "no stalls.prefetch_wait_seconds"),
         (["processes"], {"num_ranks": 2}, "several processes"),
         (["resumed"], [{}], "resumed"),
+        (["stopped_early"], {"step": 5}, "stopped early"),
         (["status"], "interrupted", "its status is 'interrupted'"),
         (["throughput", "num_steps"], 0, "it made no step"),
     ],
