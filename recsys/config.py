@@ -226,7 +226,9 @@ class TrainConfig:
     epochs: int = _key(1, "passes over the training split", least=1)
     batch_size: int = _key(128, "samples per step", least=1)
     device: str = _key("cpu", "device of the model", choices=("cpu", "cuda"))
-    num_threads: int = _key(0, "threads that compute; 0: one per core", least=0)
+    num_threads: int = _key(
+        0, "threads that compute; 0: OMP_NUM_THREADS where it is set, else one per core", least=0
+    )
     prefetch: int = _key(2, "mini-batches read ahead, at least", least=1)
     shuffle: bool = _key(
         True, "train on the samples in an order drawn for every epoch; false: in that of the data"

@@ -30,13 +30,16 @@ __all__ = [
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads of this process; 0: one per core.
+    """Set the number of threads of this process.
 
-    Every kernel reads this number from torch (`recsys._support.jit`).
+    0 takes what OMP_NUM_THREADS says, as PyTorch does, and without it one per core. Every kernel
+    reads this number from torch (`recsys._support.jit`).
     """
     import torch
 
-    torch.set_num_threads(num_threads or num_cores())
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list: by nesting
+    by_environment = int(wanted) if wanted.isdecimal() else 0
+    torch.set_num_threads(num_threads or by_environment or num_cores())
 
 
 def tune_allocator() -> bool:

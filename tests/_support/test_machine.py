@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from recsys._support import machine
@@ -21,13 +22,17 @@ def test_peak_memory_only_grows():
     assert machine.peak_memory_bytes() >= len(block)
 
 
-def test_threads_are_set_for_torch():
+@pytest.mark.parametrize("wanted", [None, "3", "3,1", "", "many"])
+def test_threads_are_set_for_torch(monkeypatch, wanted):
     before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
 
     machine.set_num_threads(1)
     one = torch.get_num_threads()
     machine.set_num_threads(0)
-    all_cores = torch.get_num_threads()
+    by_default = torch.get_num_threads()
 
     torch.set_num_threads(before)
-    assert (one, all_cores) == (1, machine.num_cores())
+    assert (one, by_default) == (1, 3 if wanted in ("3", "3,1") else machine.num_cores())

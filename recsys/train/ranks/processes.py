@@ -89,7 +89,7 @@ class AbstractProcesses(ABC):
 
     @abstractmethod
     def num_threads(self, config: TrainConfig) -> int:
-        """The threads of this process; 0 for one per core."""
+        """The threads of this process; 0 as in `set_num_threads`."""
 
     @abstractmethod
     def require(self, config: TrainConfig, source: SampleSource) -> None:
