@@ -49,13 +49,12 @@ def test_the_kept_record_is_of_500_cases_that_left_nothing_open(pytestconfig):
 
 
 @pytest.fixture
-def opened(monkeypatch):
-    """Watches what this process has open; waits only shortly for threads to end."""
+def opened():
+    """Watches what this process has open."""
     spec = importlib.util.spec_from_file_location("threads_under_delays", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     with warnings.catch_warnings():
         spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "END_SECONDS", 0.05)
     watching = script.Open()
     with watching.watched():
         watching.begin()
@@ -102,7 +101,7 @@ def test_what_is_left_open_is_found_and_what_is_closed_is_not(opened, tmp_path, 
     leave(kept, tmp_path)
 
     with pytest.raises(AssertionError, match="a case left behind"):
-        opened.require_closed()
+        opened.require_closed(0.05)
     found = {what: number for what, number in opened.left.items() if number}
     kept.close()
     kept.__dict__.clear()

@@ -152,9 +152,9 @@ class Open:
         gc.collect()
         self._before = self._count()
 
-    def require_closed(self):
-        """Raise if there is more than before."""
-        end = time.monotonic() + END_SECONDS
+    def require_closed(self, seconds=END_SECONDS):
+        """Raise if there is still more than before after so many seconds."""
+        end = time.monotonic() + seconds
         while True:
             gc.collect()
             left = {what: now - self._before[what] for what, now in self._count().items()}
