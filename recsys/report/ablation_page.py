@@ -46,7 +46,11 @@ def ablation_values(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
                 f"cells/, got {cell['name']!r}; run `recsys ablate` again"
             )
     histories = [
-        (cell["variation"], RunFolder(folder / "cells" / cell["name"]).read_history())
+        (
+            cell["variation"],
+            RunFolder(folder / "cells" / cell["name"]).read_history(),
+            cell["run"]["status"] == "finished",
+        )
         for cell in cells
     ]
     note = _SPREAD_NOTE if len(config["seeds"]) > 1 else _ONE_SEED_NOTE

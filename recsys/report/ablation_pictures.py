@@ -45,25 +45,27 @@ _SIZE_KEYS = ("budget", "plan")
 
 
 def draw_quality(
-    runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], split: str
+    runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], bool]], split: str
 ) -> bytes | None:
     """PNG of the AUC over samples and over training time, a line for each variation.
 
-    The line is the mean over runs at each evaluation that all of them made. Where a variation has
-    several runs, each is a thin line behind it.
+    The line is the mean over finished runs. It has a point where all of them were evaluated after
+    the same number of samples, with evaluations during training apart from those at the end, which
+    may cover more of the split. Where a variation has several runs, or one that is not finished,
+    each is a thin line behind it.
 
     Args:
-        runs: The variation and the history of each run.
+        runs: The variation and the history of each run, and whether it finished.
         split: "test" or "validation".
 
     Returns:
         None if no run was evaluated.
     """
-    by_variation: dict[str, list[list[Mapping[str, Any]]]] = {}
-    for variation, history in runs:
+    by_variation: dict[str, list[tuple[list[Mapping[str, Any]], bool]]] = {}
+    for variation, history, is_finished in runs:
         entries = [entry for entry in history if entry.get(split) and entry[split]["auc"]]
         if entries:
-            by_variation.setdefault(variation, []).append(entries)
+            by_variation.setdefault(variation, []).append((entries, is_finished))
     if not by_variation:
         return None
     from matplotlib.figure import Figure
@@ -77,19 +79,22 @@ def draw_quality(
         for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
             for variation, histories in by_variation.items():
                 style = styles[variation]
-                lines = [
-                    [(entry[key], entry[split]["auc"]) for entry in entries]
-                    for entries in histories
-                ]
-                for line in lines if len(lines) > 1 else ():
+                finished = [entries for entries, is_finished in histories if is_finished]
+                for entries, _ in histories if len(histories) > 1 or not finished else ():
+                    line = [(entry[key], entry[split]["auc"]) for entry in entries]
                     axis.plot(*zip(*line, strict=True), **style, linewidth=0.6, alpha=0.35)
                 means = [
-                    (fmean(x for x, _ in points), fmean(y for _, y in points))
-                    for points in zip(*lines, strict=False)  # as far as the shortest run
+                    (fmean(each[key] for each in same), fmean(each[split]["auc"] for each in same))
+                    for same in _same_evaluations(finished)
                 ]
-                axis.plot(
-                    *zip(*means, strict=True), **style, linewidth=1.5, marker="o", markersize=2.5
-                )
+                if means:
+                    axis.plot(
+                        *zip(*means, strict=True),
+                        **style,
+                        linewidth=1.5,
+                        marker="o",
+                        markersize=2.5,
+                    )
         curves.count_samples(axes[0])
         axes[1].set_xlabel("seconds of training")
         axes[0].set_ylabel(f"{split} AUC")
@@ -97,6 +102,19 @@ def draw_quality(
         handles = [Line2D([], [], **style) for style in styles.values()]
         figure.legend(handles, list(styles), loc="outside lower center", ncols=3)
         return curves.as_png(figure)
+
+
+def _same_evaluations(
+    runs: Sequence[Sequence[Mapping[str, Any]]],
+) -> list[list[Mapping[str, Any]]]:
+    """The evaluations that all runs made after the same samples, and all at the end or none."""
+    # The line of the history about the end has both splits.
+    by_place = [
+        {(entry["num_samples"], "test" in entry and "validation" in entry): entry for entry in run}
+        for run in runs
+    ]
+    places = sorted(set.intersection(*map(set, by_place))) if by_place else []
+    return [[found[place] for found in by_place] for place in places]
 
 
 def memory_points(

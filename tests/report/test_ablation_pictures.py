@@ -28,12 +28,20 @@ def figures(monkeypatch):
     return found
 
 
-def run_of(variation, *, faster=1.0, num_entries=3, auc=0.5):
+def run_of(variation, *, faster=1.0, steps=(0, 1, 2), auc=0.5, end=None, is_finished=True):
+    """A run that is evaluated at some steps, and at its end if `end` is the AUC there."""
     entries = [
         {"num_samples": step, "train_seconds": step / faster, "test": {"auc": auc + step / 10}}
-        for step in range(num_entries)
+        for step in steps
     ]
-    return variation, [*entries, {"num_samples": 9, "train_seconds": 9.0}]
+    if end is not None:
+        entries.append({**entries[-1], "test": {"auc": end}, "validation": None})
+    return variation, [*entries, {"num_samples": 9, "train_seconds": 9.0}], is_finished
+
+
+def thick_lines(figure):
+    lines = [line for line in figure.axes[0].lines if line.get_linewidth() > 1]
+    return [line.get_xydata().round(9).tolist() for line in lines]
 
 
 def tiered(variation, seed, *, speed, budget=None, hot_bytes=None, **keys):
@@ -74,10 +82,41 @@ def test_a_variation_has_one_thick_line_the_mean_of_its_runs(figures):
     assert [text.get_text() for text in legend.get_texts()] == ["_base", "other"]
 
 
-def test_the_mean_of_runs_ends_where_the_shortest_ends(figures):
-    draw_quality([run_of("a"), run_of("a", num_entries=2)], "test")
+def test_a_mean_is_of_evaluations_of_all_runs_after_the_same_samples(figures):
+    early = run_of("a", steps=[0, 1], end=0.9)
+    whole = run_of("a", steps=[0, 1, 2], auc=0.6, end=0.95)
+    rarer = run_of("b", steps=[2, 4])
+    often = run_of("b", steps=[1, 2, 3, 4], auc=0.4)
 
-    assert [len(line.get_xdata()) for line in figures[0].axes[0].lines] == [3, 2, 2]
+    draw_quality([early, whole, rarer, often], "test")
+
+    assert thick_lines(figures[0]) == [[[0, 0.55], [1, 0.65]], [[2, 0.65], [4, 0.85]]]
+    assert [len(line.get_xdata()) for line in figures[0].axes[0].lines[:2]] == [3, 4]
+
+
+def test_evaluations_at_the_end_are_averaged_apart(figures):
+    runs = [run_of("a", steps=[1, 2], end=0.8), run_of("a", steps=[1, 2], auc=0.6, end=0.9)]
+
+    draw_quality(runs, "test")
+
+    assert thick_lines(figures[0]) == [[[1, 0.65], [2, 0.75], [2, 0.85]]]
+
+
+def test_a_run_that_diverged_is_a_thin_line_and_in_no_mean(figures):
+    finished = [run_of("a"), run_of("a", auc=0.6)]
+    diverged = [run_of(name, steps=[0], auc=0.1, is_finished=False) for name in ("a", "b")]
+
+    draw_quality([*finished, *diverged], "test")
+
+    assert thick_lines(figures[0]) == [[[0, 0.55], [1, 0.65], [2, 0.75]]]
+    lengths = [len(line.get_xdata()) for line in figures[0].axes[0].lines]
+    assert lengths == [3, 3, 1, 3, 1]
+
+
+def test_runs_without_an_evaluation_in_common_have_no_mean(figures):
+    draw_quality([run_of("a", steps=[1]), run_of("a", steps=[2])], "test")
+
+    assert thick_lines(figures[0]) == []
 
 
 def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
@@ -99,7 +138,7 @@ def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
 
 def test_runs_without_an_evaluation_have_no_picture(figures):
     assert draw_quality([run_of("a")], "validation") is None
-    assert draw_quality([("a", [])], "test") is None
+    assert draw_quality([("a", [], True)], "test") is None
     assert not figures
 
 
