@@ -29,7 +29,15 @@ __all__ = ["Results"]
 
 _HEAD = ("command", "status", "environment", "config", "num_cells")
 # Parts of a run's record that are kept whole, and parts that are kept without their lists.
-_KEPT = ("status", "config", "environment", "metrics", "throughput", "peak_memory_bytes")
+_KEPT = (
+    "status",
+    "config",
+    "environment",
+    "metrics",
+    "throughput",
+    "stopped_early",
+    "peak_memory_bytes",
+)
 _KEPT_SMALL = ("stalls", "schedule", "tiers", "skipped")
 _DATA_KEPT = ("name", "num_samples", "table_sizes", "fingerprint", "best_auc")
 # Keys of the ablation on which the values of a cell depend.

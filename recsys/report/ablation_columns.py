@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from recsys.report.ablation_metrics import ALWAYS, column_title, format_number
@@ -16,7 +17,8 @@ def shown_metrics(record: Mapping[str, Any]) -> list[str]:
     """The metrics that tell cells apart, in the order of the table.
 
     A metric without a value in any cell is left out, and so is one that is equal in all of several
-    cells, unless it is the AUC, the logloss or the speed. If no metric has a value, all are shown.
+    finished cells, unless it is the AUC, the logloss or the speed. If no metric has a value, all
+    are shown.
 
     Args:
         record: `ablate.json`.
@@ -73,15 +75,20 @@ def auc_errors(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _values(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """The values of all cells, by metric."""
+    """The values of the finished cells, by metric; a cell that diverged has none."""
+    is_finished: dict[str, list[bool]] = {}
+    for cell in record["cells"]:
+        is_finished.setdefault(cell["variation"], []).append(cell["run"]["status"] == "finished")
     found: dict[str, list[float | None]] = {}
     for row in record["rows"]:
-        found.setdefault(row["metric"], []).extend(row["values"])
+        found.setdefault(row["metric"], []).extend(
+            compress(row["values"], is_finished[row["variation"]])
+        )
     return found
 
 
 def _empty(values: Mapping[str, list[float | None]]) -> list[str]:
-    return [metric for metric, found in values.items() if set(found) == {None}]
+    return [metric for metric, found in values.items() if set(found) <= {None}]
 
 
 def _equal(values: Mapping[str, list[float | None]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from recsys.report.ablation_columns import shown_metrics
 from recsys.report.ablation_metrics import column_title, format_number
-from recsys.report.ablation_notes import table_notes
+from recsys.report.ablation_notes import ONE_SEED_NOTE, table_notes
 from recsys.report.paired import paired_cells, paired_note
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ __all__ = ["csv_table", "markdown_table"]
 
 _NUMBERS = ("mean", "std", "min", "max", "num_runs", "num_cells")
 _SPREAD_NOTE = "Mean \N{PLUS-MINUS SIGN} sample standard deviation over seeds."
-_ONE_SEED_NOTE = "One seed, so no spread."
 # What a grid's values may hold and Markdown would read as its own.
 _ESCAPES = str.maketrans({"|": "\\|", "<": "&lt;", "\n": " ", "\r": " "})
 
@@ -45,8 +44,8 @@ def markdown_table(record: Mapping[str, Any], title: str) -> str:
                 for variation in dict.fromkeys(row["variation"] for row in record["rows"])
             ],
         ),
-        _SPREAD_NOTE if len(config["seeds"]) > 1 else _ONE_SEED_NOTE,
-        *table_notes(record),
+        _SPREAD_NOTE if len(config["seeds"]) > 1 else ONE_SEED_NOTE,
+        *(note.translate(_ESCAPES) for note in table_notes(record)),
     ]
     if record.get("differences"):
         header, lines = paired_cells(record)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recsys.errors import ConfigError
 from recsys.report.ablation_columns import auc_errors, shown_metrics
 from recsys.report.ablation_metrics import column_title, format_number
-from recsys.report.ablation_notes import table_notes
+from recsys.report.ablation_notes import ONE_SEED_NOTE, table_notes
 from recsys.report.ablation_pictures import draw_memory, draw_quality, draw_stages
 from recsys.report.paired import paired_cells, paired_note
 from recsys.report.texts import as_base64, as_text
@@ -22,7 +22,6 @@ __all__ = ["ablation_values"]
 _SPREAD_NOTE = (
     "Mean over seeds, and sample standard deviation (sd); the mean alone where all are the same."
 )
-_ONE_SEED_NOTE = "One seed, so no spread."
 _ERROR_NOTE = "After a cell's test AUC is its standard error."
 
 
@@ -53,7 +52,7 @@ def ablation_values(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         )
         for cell in cells
     ]
-    note = _SPREAD_NOTE if len(config["seeds"]) > 1 else _ONE_SEED_NOTE
+    note = _SPREAD_NOTE if len(config["seeds"]) > 1 else ONE_SEED_NOTE
     metrics, errors = shown_metrics(record), auc_errors(record)
     if errors:
         note += f" {_ERROR_NOTE}"

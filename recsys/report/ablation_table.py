@@ -22,7 +22,13 @@ from recsys.report.paired import format_paired
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["format_ablation", "format_commits", "format_evaluations", "make_rows"]
+__all__ = [
+    "format_ablation",
+    "format_commits",
+    "format_evaluations",
+    "format_outcomes",
+    "make_rows",
+]
 
 
 # Metrics that every cell is to have; some variations measure no others, such as hit rates.
@@ -95,6 +101,31 @@ def format_evaluations(record: Mapping[str, Any]) -> str:
     return f"one is made every {interval} samples{others}"
 
 
+def format_outcomes(record: Mapping[str, Any]) -> list[str]:
+    """A sentence each on the cells that stopped early and on those that diverged, if there are any.
+
+    Args:
+        record: `ablate.json`.
+    """
+    cells = record["cells"]
+    diverged = [cell["name"] for cell in cells if cell["run"]["status"] == "diverged"]
+    ends = [
+        cell["run"]["throughput"]["num_samples"]
+        for cell in cells
+        if cell["run"]["status"] == "finished" and cell["run"].get("stopped_early")
+    ]
+    notes = []
+    if ends:
+        span = " to ".join(f"{end:,}" for end in dict.fromkeys((min(ends), max(ends))))
+        notes.append(f"{len(ends)} of {len(cells)} cells stopped early, after {span} samples.")
+    if diverged:
+        notes.append(
+            f"{len(diverged)} of {len(cells)} cells diverged and have no value: "
+            f"{'; '.join(diverged)}."
+        )
+    return notes
+
+
 def format_commits(record: Mapping[str, Any]) -> list[str]:
     """A line per commit of the code with the cells that it ran; empty if one commit ran all."""
     by_commit: dict[str, list[str]] = {}
@@ -138,7 +169,7 @@ def format_ablation(record: Mapping[str, Any]) -> str:
         table = table.drop(columns="runs")
         notes.append(f"Every mean is over {runs[0]} cells.")
     lines = [table.to_string() if len(table) else "no cell is finished", ""]
-    notes += column_notes(record) + spread_notes(record)
+    notes += format_outcomes(record) + column_notes(record) + spread_notes(record)
     lines += [*notes, ""] if notes else []
     if record.get("differences"):
         lines += [*format_paired(record), ""]

@@ -102,6 +102,23 @@ def test_the_file_is_small_and_has_what_tables_need(ablation, run_here, tmp_path
         assert "predicted" not in small["run"]["stalls"]
 
 
+def test_that_a_cell_stopped_early_is_known_when_its_folder_is_gone(ablation, run_here, tmp_path):
+    config = ablation(
+        "eval.every_steps = 1\nearly_stopping.patience = 1\nearly_stopping.min_delta = 0.9\n"
+        "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'"
+    )
+    record, _ = run_here(config)
+    num_samples = record["cells"][0]["run"]["throughput"]["num_samples"]
+
+    _, ran = run_here(config, "other")
+
+    assert ran == []
+    told = f"1 of 1 cells stopped early, after {num_samples:,} samples."
+    for folder in ("out", "other"):
+        for file in ("table.md", "report.html"):
+            assert told in (tmp_path / folder / file).read_text(), (folder, file)
+
+
 @pytest.mark.parametrize("fails_at", ["adagrad-seed0", "sgd-seed1"])
 def test_a_finished_cell_is_in_the_file_when_a_later_one_fails(
     ablation, run_here, tmp_path, fails_at

@@ -1,5 +1,5 @@
 from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
-from recsys.report.ablation_table import format_ablation, make_rows
+from recsys.report.ablation_table import format_ablation, format_outcomes, make_rows
 from recsys.report.paired import make_differences, paired_cells
 from tests.report.test_paired import CONFIG, cell_of
 
@@ -74,10 +74,40 @@ def test_a_table_without_any_value_keeps_its_columns():
     assert column_notes(record) == []
 
 
-def test_a_cell_that_diverged_is_not_equal_to_the_others():
+def test_a_cell_that_diverged_is_named_and_brings_no_column_back():
     cells = [cell_of("none", 0), cell_of("drop", 0), cell_of("none", 1, status="diverged")]
 
-    assert "num_seen" in shown_metrics(record_of(cells))
+    record = record_of(cells)
+
+    assert shown_metrics(record) == ["auc", "logloss", "throughput"]
+    assert "samples seen, skipped ones included 1,000" in column_notes(record)[0]
+    diverged = "1 of 3 cells diverged and have no value: none-seed1."
+    assert format_outcomes(record) == [diverged]
+    assert diverged in format_ablation(record)
+
+
+def test_a_finished_cell_without_a_value_is_not_equal_to_the_others():
+    cells = [cell_of("none", 0), cell_of("drop", 0), cell_of("drop", 1)]
+    for cell in cells[1:]:
+        cell["run"]["skipped"] = {"share_skipped": 0.2}
+
+    assert "skipped_share" in shown_metrics(record_of(cells))
+
+
+def test_cells_that_stopped_early_are_counted_with_where_they_ended():
+    cells = [cell_of("none", seed, num_samples=1000 * (1 + seed)) for seed in (0, 1, 2)]
+    for cell in cells[1:]:
+        cell["run"]["stopped_early"] = {"step": 5}
+
+    record = record_of(cells)
+
+    told = "2 of 3 cells stopped early, after 2,000 to 3,000 samples."
+    assert format_outcomes(record) == [told]
+    assert told in format_ablation(record)
+    assert format_outcomes(record_of(cells[:2])) == [
+        "1 of 2 cells stopped early, after 2,000 samples."
+    ]
+    assert format_outcomes(record_of(cells[:1])) == []
 
 
 def test_the_standard_error_of_an_auc_is_told_and_that_two_seeds_say_little():

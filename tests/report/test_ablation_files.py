@@ -280,7 +280,8 @@ def test_markup_in_a_name_is_no_markup_in_the_table():
 def test_a_cell_that_diverged_leaves_its_place_empty():
     cells = [cell_of("none", 0), cell_of("none", 1, status="diverged")]
     for cell in cells:
-        cell["run"]["data"] = {}
+        cell["run"]["data"] = {"best_auc": 0.75}
+    cells[1]["name"] = "<b>-seed1"
     record = record_of(cells, baseline=None) | {"status": "finished"}
 
     lines = list(csv.DictReader(csv_table(record).splitlines()))
@@ -288,4 +289,7 @@ def test_a_cell_that_diverged_leaves_its_place_empty():
     auc = next(line for line in lines if line["metric"] == "auc")
     assert (auc["seed_0"], auc["seed_1"]) == ("0.7", "")
     assert (auc["num_runs"], auc["num_cells"], auc["std"]) == ("1", "2", "")
-    assert "0.7000 (1 of 2 have none)" in markdown_table(record, "x")
+    text = markdown_table(record, "x")
+    assert "0.7000 (1 of 2 have none)" in text
+    assert "\n\n1 of 2 cells diverged and have no value: &lt;b>-seed1.\n" in text
+    assert "\n\nBest AUC possible: 0.7500.\n" in text

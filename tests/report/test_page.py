@@ -202,7 +202,7 @@ def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_setting
     text = "".join(Page(tmp_path / "out" / "report.html").text)
     assert "one is made every 200 to 600 samples. The clock leaves" in text
     best_auc = record["cells"][0]["run"]["data"]["best_auc"]
-    assert f"best AUC possible {best_auc:.4f}" in " ".join(text.split())
+    assert f"Best AUC possible: {best_auc:.4f}." in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
