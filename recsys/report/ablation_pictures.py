@@ -141,7 +141,7 @@ def memory_points(
         if first["run"].get("tiers") is None:
             resident.setdefault(_without(first, _TIER_KEYS), by_seed)
     lines: dict[str, list[tuple[float, float, float, float]]] = {}
-    names: dict[str, str] = {}
+    keys: dict[str, Mapping[str, Any]] = {}  # of the first variation of each line
     for variation, by_seed in by_variation.items():
         first = next(iter(by_seed.values()))
         reference = resident.get(_without(first, _TIER_KEYS), {})
@@ -154,10 +154,15 @@ def memory_points(
         if first["run"].get("tiers") is None or not ratios or not all_bytes:
             continue
         line = _without(first, (*_SIZE_KEYS, "seed"))
-        name = names.setdefault(line, _label(record["config"]["variations"][variation]))
+        keys.setdefault(line, record["config"]["variations"][variation])
         memory = first["run"]["tiers"]["hot_bytes"] / all_bytes
-        lines.setdefault(name, []).append((memory, fmean(ratios), min(ratios), max(ratios)))
-    return lines
+        lines.setdefault(line, []).append((memory, fmean(ratios), min(ratios), max(ratios)))
+    labels = [_label(each) for each in keys.values()]
+    names = [
+        label if labels.count(label) == 1 else _label(each, is_whole=True)
+        for label, each in zip(labels, keys.values(), strict=True)
+    ]
+    return dict(zip(names, lines.values(), strict=True))
 
 
 def draw_memory(record: Mapping[str, Any]) -> bytes | None:
@@ -241,11 +246,16 @@ def _speed(cell: Mapping[str, Any]) -> float:
     return value_of(METRICS["throughput"], cell) or 0.0
 
 
-def _label(keys: Mapping[str, Any]) -> str:
-    """The name of a line: what its variations set apart from the size of fast memory."""
+def _label(keys: Mapping[str, Any], *, is_whole: bool = False) -> str:
+    """The name of a line: what its variations set apart from the size of fast memory.
+
+    Args:
+        keys: The keys of a variation.
+        is_whole: Name keys in full, rather than by their last part or by their value alone.
+    """
     parts = []
     for key, value in keys.items():
-        last = key.rpartition(".")[2]
+        last = key if is_whole else key.rpartition(".")[2]
         if key not in _SIZE_KEYS:
             parts.append(str(value) if last in ("name", "policy") else f"{last} {value}")
     return ", ".join(parts) or "as the base configuration"

@@ -181,6 +181,35 @@ def test_only_what_is_configured_as_a_resident_variation_has_a_point():
     assert draw_memory(record_of(cells[:2], resident={}, torch={})) is None
 
 
+def test_lines_that_would_have_one_name_are_named_by_their_whole_keys():
+    lr, dense_lr = {"optimizer": {"name": "adagrad", "lr": 0.1}}, {"dense_optimizer": {"lr": 0.1}}
+    hot = {"budget": "1KiB", "hot_bytes": TABLE_BYTES // 4}
+    cells = [
+        tiered("resident", 0, speed=100.0, **lr),
+        tiered("rows", 0, speed=90.0, **hot, **lr),
+        tiered("resident dense", 0, speed=200.0, **dense_lr),
+        tiered("dense", 0, speed=100.0, **hot, **dense_lr),
+    ]
+    record = record_of(
+        cells,
+        **{"resident": {}, "resident dense": {}},
+        rows={"optimizer.lr": 0.1, "budget": "1KiB"},
+        dense={"dense_optimizer.lr": 0.1, "budget": "1KiB"},
+    )
+
+    assert memory_points(record) == {
+        "optimizer.lr 0.1": [(0.25, 0.9, 0.9, 0.9)],
+        "dense_optimizer.lr 0.1": [(0.25, 0.5, 0.5, 0.5)],
+    }
+
+
+@pytest.mark.usefixtures("whole_pictures")
+def test_a_name_is_no_formula():
+    name = "data=a$x_{$b"
+
+    assert draw_quality([run_of(name)], "test")
+
+
 def test_a_bar_of_stages_is_the_time_of_all_seeds_without_evaluation(figures):
     cells = [cell_of("a", 0), cell_of("a", 1), cell_of("b", 0), cell_of("c", 0, status="diverged")]
     seconds = [(1.0, 3.0), (1.0, 5.0), (0.0, 2.0), (9.0, 9.0)]

@@ -82,6 +82,9 @@ def test_skipping_is_drawn_from_what_a_run_noted(figures):
     assert [line.get_label() for line in rows.lines] == ["b", "a"]
     (of_window,) = drift.lines
     assert of_window.get_ydata()[:9].tolist() == [0.1] * 9
+    ticks = [text.get_text() for text in drift.get_yticklabels(which="both")]
+    assert "1" in ticks
+    assert not any("$" in text for text in ticks)
     assert guard.lines[0].get_xdata().tolist() == [0, 152, 182, 200]
     assert guard.lines[0].get_ydata().tolist() == [1, 0, 0.5, 0.5]
     assert guard.lines[1].get_xydata().tolist() == [[120, 0.5]]

@@ -274,10 +274,12 @@ def line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def picture_style() -> Iterator[None]:
-    """How all pictures look."""
+    """How all pictures look. A text with dollar signs, as a name may have, is not mathematics."""
     import matplotlib as mpl
 
-    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+    with mpl.rc_context(
+        {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
+    ):
         yield
 
 

@@ -90,6 +90,8 @@ def _tables_with_most_stale_rows(windows: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def _draw_drift(axis: Axes, windows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     judged = [window for window in windows if any(window["drift_by_decile"])]
     for window in [*judged[:1], *judged[1:][-1:]]:
         label = f"window before step {window['step']:,}"
@@ -98,6 +100,9 @@ def _draw_drift(axis: Axes, windows: Sequence[Mapping[str, Any]]) -> None:
         axis.plot(range(1, len(values) + 1), values, marker="o", markersize=3, label=label)
     axis.set(xlabel="tenth of the rows, most updated first", ylabel="median drift")
     axis.set_yscale("log")
+    # The formatter of this scale writes mathematics, which pictures do not read.
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter())
 
 
 def _draw_guard(axis: Axes, guard: Mapping[str, Any], num_steps: int) -> None:
