@@ -79,7 +79,8 @@ def ablate(
     Args:
         config: The cells.
         out_dir: A new folder, or the folder of the same ablation, which is continued. It gets
-            `cells/`, and after every cell a new `ablate.json` and a new `report.html`.
+            `cells/`, and anew after every cell `ablate.json`, `report.html`, `table.md` and
+            `table.csv`.
         results: A file that keeps finished cells; it is read first, and written after every cell. A
             cell in it with the same configuration and data is not run, whatever version ran it.
         show_progress: Print the name of every cell and draw its progress bar.
@@ -324,7 +325,7 @@ def _tabulate(
     outcomes: Mapping[str, dict[str, Any]],
     recorded: Results | None,
 ) -> dict[str, Any]:
-    """Write `ablate.json`, the file of results and `report.html` from the cells that are done.
+    """Write `ablate.json`, the file of results, the page and the tables of the finished cells.
 
     Returns:
         The record, as in `ablate.json`.
