@@ -8,15 +8,8 @@ from recsys.cli import main
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.report.ablation_table import format_ablation
 from recsys.train.trainer import train
+from tests.ablate.test_run import TWO_VARIATIONS
 
-TWO_VARIATIONS = """
-[[ablate.variations]]
-name = "sgd"
-[[ablate.variations]]
-name = "adagrad"
-optimizer.name = "adagrad"
-optimizer.lr = 0.05
-"""
 TEXT = f"[ablate]\nseeds = [0]\nbaseline = 'sgd'\n{TWO_VARIATIONS}"
 
 
