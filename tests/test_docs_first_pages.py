@@ -10,6 +10,8 @@ import pytest
 
 from recsys.cli import main
 from recsys.config import build_config, load_config
+from recsys.pipeline.stalls import StageClock
+from recsys.pipeline.suggestions import of_load
 
 
 @pytest.fixture
@@ -116,3 +118,25 @@ def test_the_page_about_files_reads_what_is_in_them(page, tmp_path, monkeypatch,
     weight = "sparse_arch.embedding_bag_collection.embedding_bags.t_cat_0.weight"
     np.testing.assert_array_equal(found["full"][weight], found["model"][weight])
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["budget"] == "256KiB"
+
+
+def test_what_to_change_has_a_line_for_every_setting_that_the_report_names(page):
+    settings = {"schedule.name", "schedule.depth", of_load(StageClock(), 2).key}
+    _, rows = page("budget.md").split("## What to change")
+    lines = [line for line in rows.split("\n## ")[0].splitlines() if line.startswith("| ")]
+
+    missing = {each for each in settings if not any(f"`{each}=" in line for line in lines)}
+
+    assert missing == set()
+
+
+def test_the_page_about_tables_has_the_commands_of_the_first_page_and_goes_on(page):
+    [first] = [block for block in blocks(page("../README.md"), "sh") if "recsys inspect" in block]
+    commands = {line.split("  ")[0] for line in first.splitlines()}
+    text = page("tables.md")
+    shown = {line.split("  ")[0] for line in text.splitlines() if line.startswith("recsys ")}
+
+    assert commands <= shown
+    go_on = text[text.index("Go on with") :].split("\n\n")[0]
+    for name in ("callbacks.md", "budget.md", "ablation.md"):
+        assert f"]({name})" in go_on
