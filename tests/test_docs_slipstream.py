@@ -133,7 +133,7 @@ def test_the_table_of_changing_preferences_is_about_the_end_of_training(tables, 
 
     assert "Preferences change after 900 samples; 3 evaluations on the validation part" in caption
     assert "in the last 50 % of the training" in caption
-    assert header[2] == "AUC over the last 50 % of training"
+    assert header[2] == "validation AUC, last 50 % of training"
     late = [record["cells"][number]["late"]["auc"] for number in (0, 4)]
     assert none[2] == f"{sum(late) / 2:.4f}"
     assert others[1][2] == shown(paired(record)["random_drop-0.2", "late_auc", "difference"])

@@ -126,6 +126,12 @@ _ALL = (
         read=_quality("test", "logloss"),
     ),
     Metric(
+        name="validation_auc",
+        unit="1",
+        title="validation AUC",
+        read=_quality("validation", "auc"),
+    ),
+    Metric(
         name="normalized_entropy",
         unit="1",
         title="test normalized entropy",
@@ -176,13 +182,13 @@ _ALL = (
     Metric(
         name="late_auc",
         unit="1",
-        title="AUC over the last {late_percent} % of training",
+        title="{late_split} AUC, last {late_percent} % of training",
         read=_late("auc"),
     ),
     Metric(
         name="late_logloss",
         unit="nats",
-        title="logloss over the last {late_percent} % of training",
+        title="{late_split} logloss, last {late_percent} % of training",
         read=_late("logloss"),
     ),
     Metric(
@@ -309,9 +315,17 @@ def column_title(metric: str, config: Mapping[str, Any]) -> str:
     return METRICS[metric].title.format(
         target_split=config["target_split"],
         target_auc=config["target_auc"],
+        late_split=_late_split(config),
         late_percent=f"{100 * config.get('late_share', 0):g}",
         ranking_k=config.get("base", {}).get("eval", {}).get("ranking_k", EvalConfig().ranking_k),
     )
+
+
+def _late_split(config: Mapping[str, Any]) -> str:
+    """The part of the data that is evaluated during training, in words if cells differ in it."""
+    base = config.get("base", {}).get("eval", {}).get("split", EvalConfig().split)
+    splits = [keys.get("eval.split", base) for keys in config["variations"].values()]
+    return config["target_split"] or " or ".join(dict.fromkeys(splits))
 
 
 def format_number(metric: str, value: float | None, *, sign: bool = False) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from recsys._support.student import interval_of_mean, interval_of_ratios
-from recsys.report.ablation_columns import shown_metrics
+from recsys.report.ablation_columns import auc_errors, shown_metrics
 from recsys.report.ablation_metrics import (
     column_title,
     format_number,
@@ -118,9 +118,11 @@ def format_difference(entry: Mapping[str, Any], key: str) -> str:
 
 def paired_note(record: Mapping[str, Any]) -> str:
     """What the comparison with the baseline means, for readers."""
+    see_error = "; for that, see the standard error of one AUC" if auc_errors(record) else ""
     return (
         f"Against {record['config']['baseline']}, in pairs of equal seeds: mean of the differences "
-        "(for ratios: geometric mean) and its 95 % interval by Student's t."
+        "(for ratios: geometric mean) and its 95 % interval by Student's t. The interval is for "
+        f"other seeds on the same data, not for other data{see_error}."
     )
 
 

@@ -53,6 +53,13 @@ COLUMNS = [
         1,
     ),
     (
+        "validation AUC",
+        "validation_auc",
+        lambda cell: cell["run"]["metrics"]["validation"]["auc"],
+        "{:.4f}",
+        1,
+    ),
+    (
         "test normalized entropy",
         "normalized_entropy",
         lambda cell: cell["run"]["metrics"]["test"]["normalized_entropy"],
@@ -176,11 +183,12 @@ def test_every_number_of_the_page_is_that_of_the_json(folder):
             value = read(cell)
             expected = "-" if value is None else form.format(value * scale)
             assert text.split(" \xb1 ")[0] == expected, title
+    speed = next(read for _, name, read, *_ in COLUMNS if name == "throughput")
     ratios = [
         tiered / resident
         for tiered, resident in zip(
-            values_of(record, "tiered", COLUMNS[5][2]),
-            values_of(record, "resident", COLUMNS[5][2]),
+            values_of(record, "tiered", speed),
+            values_of(record, "resident", speed),
             strict=True,
         )
     ]

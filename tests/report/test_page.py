@@ -246,8 +246,8 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
     page = Page(tmp_path / "out" / "report.html")
     check_self_contained(page, num_pictures=2)
     summary, cells, keys, _, base, _ = page.tables
-    titles = ["test AUC", "test logloss", "test normalized entropy", "test calibration"]
-    titles += ["seconds of training", "samples/s", "MiB of fast memory"]
+    titles = ["test AUC", "test logloss", "validation AUC", "test normalized entropy"]
+    titles += ["test calibration", "seconds of training", "samples/s", "MiB of fast memory"]
     assert summary[0] == ["variation", *titles]
     row = record["rows"][0]
     assert summary[1][:2] == [

@@ -6,7 +6,7 @@ import pytest
 from recsys.ablate.run import ablate, late_quality
 from recsys.report.ablation_metrics import column_title
 from recsys.report.ablation_table import format_ablation, make_rows
-from recsys.report.paired import make_differences
+from recsys.report.paired import make_differences, paired_note
 from recsys.train.trainer import train
 from tests.report.test_page import Page
 
@@ -213,6 +213,7 @@ def test_an_ablation_without_a_baseline_has_no_more_keys_than_before(ablation, t
     assert [row["metric"] for row in record["rows"]] == [
         "auc",
         "logloss",
+        "validation_auc",
         "normalized_entropy",
         "calibration",
         "train_time",
@@ -290,7 +291,46 @@ def test_the_mean_over_the_last_part_of_training_is_tabulated(ablation, tmp_path
     assert cell["late"]["num_evaluations"] == 3  # after steps 8, 12 and 15
     means = {row["metric"]: row["mean"] for row in record["rows"]}
     assert means["late_auc"] == cell["late"]["auc"]
-    assert "AUC over the last 50 % of training" in format_ablation(record)
+    printed = format_ablation(record)
+    assert "validation AUC, last 50 % of training" in printed
+    assert "validation logloss, last 50 % of training" in printed
+
+
+def test_the_heading_of_the_late_mean_names_the_part_that_was_evaluated():
+    config = CONFIG | {"late_share": 0.25, "base": {"eval": {"split": "test"}}}
+
+    def title(**more):
+        return column_title("late_auc", config | more)
+
+    assert title() == "test AUC, last 25 % of training"
+    assert title(base={}) == "validation AUC, last 25 % of training"
+    assert title(base={}, target_split="test") == "test AUC, last 25 % of training"
+    differing = {"none": {}, "drop": {"eval.split": "validation"}}
+    assert title(variations=differing) == "test or validation AUC, last 25 % of training"
+
+
+def test_the_comparison_says_what_its_interval_is_for():
+    cells = [cell_of("none", 0), cell_of("drop", 0)]
+    record = {"config": CONFIG, "cells": cells}
+
+    said = "The interval is for other seeds on the same data, not for other data"
+    assert paired_note(record).endswith(f"{said}.")
+    cells[0]["run"]["metrics"]["test"]["auc_standard_error"] = 0.002
+    assert paired_note(record).endswith(f"{said}; for that, see the standard error of one AUC.")
+
+
+def test_the_validation_auc_at_the_end_of_a_run_has_a_column_where_it_was_measured():
+    cells = [cell_of("none", 0), cell_of("drop", 0)]
+    assert "validation_auc" not in {row["metric"] for row in make_rows(cells, CONFIG)}
+    for cell, auc in zip(cells, (0.61, 0.63), strict=True):
+        cell["run"]["metrics"]["validation"] = {"auc": auc, "logloss": 0.5}
+
+    rows = {(row["variation"], row["metric"]): row["mean"] for row in make_rows(cells, CONFIG)}
+
+    assert (rows["none", "validation_auc"], rows["drop", "validation_auc"]) == (0.61, 0.63)
+    entry = entry_of(make_differences(cells, CONFIG), "validation_auc")
+    assert entry["mean"] == pytest.approx(0.02)
+    assert column_title("validation_auc", CONFIG) == "validation AUC"
 
 
 def test_the_page_names_the_cells_that_each_commit_ran(ablation, tmp_path):
