@@ -32,6 +32,7 @@ from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity import RANKINGS
+from recsys.embeddings.popularity.plan_table import format_budgets
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows", "require_plan"]
 
 _SMALL_SHARE = 1 / 1024
-_PRINTED = (0.25, 0.5, 1.0, 2.0, 4.0)
 _DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # only in models; `TableConfig` refuses it
 # The arguments of a plan, in the order of the constructor, and what each must be in a file.
 _RULES: dict[str, Callable[[Any], bool]] = {
@@ -400,32 +400,7 @@ class HotPlan:
         """A table of the coverage of the counted lookups under this and other budgets."""
         if not self.profile.num_lookups:
             return "no lookups were counted"
-        header = ("budget", "of everything", "pinned rows", "lookups", "distinct rows")
-        lines = [header]
-        for factor in _PRINTED:
-            budget = int(self.budget_bytes * factor)
-            if budget < self.floor_bytes:
-                lines.append((format_bytes(budget), "-", "-", "-", "-"))
-                continue
-            plan = self if factor == 1 else self.retarget(budget)
-            found = plan.coverage()
-            lines.append(
-                (
-                    format_bytes(budget),
-                    f"{min(budget / self.everything_bytes, 1):.1%}",
-                    f"{plan.num_pinned:,}",
-                    f"{found.lookup_hit_rate:.1%}",
-                    f"{found.num_distinct_hot_rows / found.num_distinct_rows:.1%}",
-                )
-            )
-            if plan.num_pinned == len(self._is_pinned):
-                break
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        rows = (
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in lines
-        )
-        return "\n".join(rows)
+        return format_budgets(self)
 
     def __repr__(self) -> str:
         return (

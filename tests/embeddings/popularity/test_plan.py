@@ -291,32 +291,43 @@ def test_coverage_of_later_samples_is_that_of_the_pinned_rows():
     assert coverage.hot_sample_share == pytest.approx(is_hot.all(axis=1).mean())
 
 
-def test_the_table_has_a_line_for_each_budget_until_everything_fits():
-    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 160, window_lookups=1, small_share=0)
-
-    header, quarter, half, chosen, twice, *rest = str(plan).split("\n")
-
-    found = plan.coverage()
-    assert header.split()[0] == "budget"
-    assert quarter.split() == ["40", "B", "-", "-", "-", "-"]
-    assert half.split() == ["80", "B", "-", "-", "-", "-"]
-    assert chosen.split() == [
-        *("160", "B", f"{160 / 244:.1%}", str(plan.num_pinned)),
-        *(f"{found.lookup_hit_rate:.1%}", f"{found.num_distinct_hot_rows / 5:.1%}"),
+def test_the_budgets_of_the_table_double_what_is_above_the_floor():
+    sizes = {"a": 200_000, "b": 200_000}  # the row map is most of the least budget
+    tables = [
+        TableConfig(name=name, num_embeddings=size, embedding_dim=4, feature_names=(name,))
+        for name, size in sizes.items()
     ]
-    assert twice.split() == ["320", "B", "100.0%", "9", "100.0%", "100.0%"]
-    assert rest == []
+    counts = {name: [1 + row % 7 for row in range(500)] + [0] * 199_500 for name in sizes}
+    plan = plan_hot_rows(profile_of(counts), tables, 1_610_000, window_lookups=1, small_share=0)
+    assert plan.map_bytes > 0.99 * plan.floor_bytes
+
+    header, *lines = str(plan).split("\n")
+
+    assert header.split()[0] == "budget"
+    assert len(lines) == 6
+    hits = [float(line.split()[-2][:-1]) for line in lines]
+    assert hits == sorted(hits)
+    assert hits[0] < 25  # a sixteenth of the counted rows
+    assert hits[-1] == 100
+    assert len(set(hits)) == 6
+    found = plan.coverage()
+    share = found.num_distinct_hot_rows / found.num_distinct_rows
+    own = [str(plan.num_pinned), f"{found.lookup_hit_rate:.1%}", f"{share:.1%}"]
+    assert own in [line.split()[-3:] for line in lines]
 
 
-def test_the_table_of_a_budget_for_everything_has_smaller_ones_down_to_the_floor():
-    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 244, window_lookups=1)
+@pytest.mark.parametrize("budget", [FLOOR, 160, 244, 1000])
+def test_the_table_ends_at_everything_and_has_the_budget_of_the_plan_once(budget):
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], budget, window_lookups=1)
 
-    _, quarter, half, chosen = str(plan).split("\n")
+    lines = [line.split() for line in str(plan).split("\n")[1:]]
 
-    assert quarter.split()[2:] == ["-"] * 4
-    assert half.split()[3] == str(plan.retarget(122).num_pinned)
-    assert chosen.split()[3] == "9"
-    assert plan.floor_bytes == plan.retarget(122).floor_bytes == FLOOR
+    budgets = [int(line[0]) for line in lines]
+    assert budgets == sorted(set(budgets))
+    assert budgets.count(budget) == 1
+    assert budgets[0] >= FLOOR
+    assert lines[-1][-1] == "100.0%"
+    assert budgets[-1] <= max(budget, plan.everything_bytes)
 
 
 def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_counted():
