@@ -18,12 +18,13 @@ from recsys.batch import features_by_table
 from recsys.conversion.estimate import estimate, require_machine
 from recsys.conversion.estimated import Estimate, format_line
 from recsys.errors import ConfigError
+from recsys.pipeline.schedule import LookAhead
 from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES
 from recsys.train.loop.announcement import lack_of_disk
 from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.run_checkpoints import writes_checkpoints
-from recsys.train.parts.budget import MemoryNeeds, enough_budget, first_batch, require_budget
+from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch, require_budget
 from recsys.train.parts.build import build_model, choose_plan, open_source, tables_budget
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -47,7 +48,11 @@ class DryRun:
         tables: What the tables take; the least budget is that of the first mini-batch.
         snapshot_bytes: The part of the budget that `skip.policy` "paper" keeps for snapshots of hot
             rows, beside that of the tables.
-        enough_bytes: A budget that holds every mini-batch; None without a budget or with a plan.
+        enough_bytes: A budget that holds every mini-batch, at most what everything takes; None
+            without a budget or with a plan.
+        depth: Mini-batches that a look-ahead schedule wants ahead; 0 for other schedules.
+        ahead_bytes: A budget that holds every mini-batch and those ahead; None as `enough_bytes`,
+            and for other schedules.
         model_bytes: The tensors of the model file; 0 without one.
         checkpoint_bytes: Rows and state in a checkpoint; 0 without checkpoints.
         free_bytes: Free disk at `run_dir`.
@@ -58,6 +63,8 @@ class DryRun:
     tables: Estimate
     snapshot_bytes: int
     enough_bytes: int | None
+    depth: int
+    ahead_bytes: int | None
     model_bytes: int
     checkpoint_bytes: int
     free_bytes: int
@@ -69,7 +76,13 @@ class DryRun:
             lines.append(format_line("snapshots of hot rows", self.snapshot_bytes, note))
         if self.enough_bytes is not None:
             note = "holds every mini-batch; the least budget holds the first"
+            if self.enough_bytes == self.tables.everything_bytes:
+                note = "everything; a smaller one may not hold every mini-batch"
             lines.append(format_line("enough budget", self.enough_bytes, note))
+        if self.ahead_bytes is not None and self.ahead_bytes != self.enough_bytes:
+            ahead = "the one" if self.depth == 1 else f"the {self.depth}"
+            note = f"holds {ahead} ahead, too; with less, the run may look less far ahead"
+            lines.append(format_line("  with look-ahead", self.ahead_bytes, note))
         if self.model_bytes:
             lines.append(format_line("model file", self.model_bytes, "on disk"))
         if self.checkpoint_bytes:
@@ -134,13 +147,19 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     of_tables = parse_bytes(tables_budget(config, source) or 0)
     has_plan = bool(config.plan) or config.schedule.name == "fae"
     has_enough = bool(config.budget) and not has_plan
+    depth = 0
+    if config.schedule.name in ("", "lookahead"):
+        depth = config.schedule.depth or LookAhead().depth
+    has_ahead = has_enough and depth > 0
     return DryRun(
         run_dir=run_dir,
         data=f"{config.data}: {source.num_samples:,} samples, {len(source.splits['train']):,} of "
         "them to train on",
         tables=tables,
         snapshot_bytes=parse_bytes(config.budget or 0) - of_tables,
-        enough_bytes=parse_bytes(enough_budget(config, source)) if has_enough else None,
+        enough_bytes=enough_bytes(config, source) if has_enough else None,
+        depth=depth,
+        ahead_bytes=enough_bytes(config, source, 1 + depth) if has_ahead else None,
         model_bytes=model_bytes if config.save_model else 0,
         checkpoint_bytes=checkpoint_bytes,
         free_bytes=free,

@@ -157,6 +157,39 @@ def test_the_least_budget_is_that_of_the_first_mini_batch(small_config, tmp_path
     assert train(enough, tmp_path / "run", show_progress=False)["status"] == "finished"
 
 
+def test_enough_budget_is_never_more_than_everything(small_config, tmp_path):
+    settings = ["synthetic.table_sizes=[9, 7, 1, 8]", "budget=1200", "batch_size=4"]
+
+    told = dry_run(small_config(*settings), tmp_path / "run")
+    in_files = dry_run(small_config(*settings, "cold_tier=file"), tmp_path / "run")
+
+    everything = told.tables.everything_bytes
+    assert told.enough_bytes == everything
+    line = next(line for line in str(told).splitlines() if line.startswith("enough budget"))
+    assert line.endswith("everything; a smaller one may not hold every mini-batch")
+    assert "with look-ahead" not in str(told)  # nothing comes or goes where everything is resident
+    enough = small_config(*settings, f"budget={told.enough_bytes}")
+    assert dry_run(enough, tmp_path / "run").tables.all_fits
+    assert in_files.enough_bytes > everything  # rows in files need the row map, too
+    assert "holds every mini-batch; the least" in str(in_files)
+
+
+def test_the_budget_for_look_ahead_holds_every_mini_batch_and_those_ahead(small_config, tmp_path):
+    tables = "synthetic.table_sizes=[9000, 7000, 8000]"
+    settings = [tables, "batch_size=64", "schedule.name=lookahead", "schedule.depth=3"]
+    told = dry_run(small_config(*settings, "budget=120KiB"), tmp_path / "run")
+    deep = small_config(*settings, f"budget={told.ahead_bytes}")
+
+    assert told.enough_bytes < told.ahead_bytes < told.tables.everything_bytes
+    assert "holds the 3 ahead, too; with less, the run may look less far ahead" in str(told)
+    train(deep, tmp_path / "deep", show_progress=False)  # warnings are errors
+    shallow = small_config(*settings, f"budget={told.enough_bytes}")
+    with pytest.warns(UserWarning, match="of 3 mini-batches ahead"):
+        train(shallow, tmp_path / "shallow", show_progress=False)
+    sequential = small_config(*settings[:2], "schedule.name=sequential", "budget=120KiB")
+    assert dry_run(sequential, tmp_path / "run").ahead_bytes is None
+
+
 def test_a_terabyte_of_synthetic_tables_is_sized_without_its_memory(
     small_config, tmp_path, monkeypatch
 ):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["MemoryNeeds", "enough_budget", "first_batch", "require_budget"]
+__all__ = ["MemoryNeeds", "enough_budget", "enough_bytes", "first_batch", "require_budget"]
 
 
 class MemoryNeeds:
@@ -116,16 +116,24 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
 
 
 def enough_budget(config: TrainConfig, source: SampleSource) -> str:
-    """A budget, as text, that holds every mini-batch of a run without a plan."""
+    """`enough_bytes` as text, rounded up."""
+    return round_up_bytes(enough_bytes(config, source))
+
+
+def enough_bytes(config: TrainConfig, source: SampleSource, num_batches: int = 1) -> int:
+    """A budget that holds any so many mini-batches at once, of a run without a plan."""
     features, sizes = features_by_table(source), source.table_sizes
     # The length of a bag has no bound but the rows of its table.
     is_one_hot = first_batch(config, source).sparse_features.is_known_one_hot()
+    num_samples = num_batches * config.batch_size
     most = {
-        table: min(size, config.batch_size * len(features[table])) if is_one_hot else size
+        table: min(size, num_samples * len(features[table])) if is_one_hot else size
         for table, size in sizes.items()
     }
     needs = MemoryNeeds(config, source)
-    return round_up_bytes(needs.floor(needs.slots(most)))
+    floor = needs.floor(needs.slots(most))
+    # Where every row is resident there is no row map, so everything may take less.
+    return min(floor, needs.everything) if config.cold_tier == "host" else floor
 
 
 def first_batch(config: TrainConfig, source: SampleSource) -> Batch:
