@@ -23,10 +23,7 @@ from recsys.config import load_config
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.synthetic.parameters import calibrate
 from tests.compiling import compile_once
-
-# Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401
 
 # Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
 if not torch.cuda.is_available():
@@ -69,12 +66,7 @@ def pytest_collection_modifyitems(config, items):
     """In CI, of the cases of a test that is marked `in_ci`, those that the mark names run."""
     if _CHOSEN != "ci":
         return
-    left_out = [
-        item
-        for item in items
-        if (mark := item.get_closest_marker("in_ci"))
-        and not any(case in item.callspec.id for case in mark.args)
-    ]
+    left_out = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 
