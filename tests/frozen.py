@@ -15,31 +15,40 @@ TESTS = Path(__file__).parent
 
 
 def options():
-    """The options of every command: names, value, choices and default, one a line."""
+    """The options of every command: names, value, type, choices, default; one a line."""
     from recsys.cli.commands import build_parser
 
-    return "".join(_lines(build_parser()))
+    return "".join(described(build_parser()))
 
 
-def _lines(parser):
+def described(parser):
+    """The lines of a command and of the commands under it."""
     yield f"{parser.prog}\n"
     subcommands = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             subcommands += action.choices.values()
         elif not isinstance(action, argparse._HelpAction):
-            yield f"    {_described(action)}\n"
+            yield f"    {_option(action)}\n"
+    for group in parser._mutually_exclusive_groups:
+        names = " | ".join(action.option_strings[0] for action in group._group_actions)
+        yield f"    {'one' if group.required else 'at most one'} of {names}\n"
     for each in subcommands:
         yield "\n"
-        yield from _lines(each)
+        yield from described(each)
 
 
-def _described(action):
+def _option(action):
     value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
     if action.choices:
         value = f"{{{','.join(map(str, action.choices))}}}"
+    if isinstance(action.nargs, int):
+        value = value if isinstance(value, tuple) else [value] * action.nargs
+        value = " ".join(value)
     value += {"?": " or none", "+": " ...", "*": " ... or none"}.get(action.nargs, "")
     parts = [", ".join(action.option_strings), value]
+    if action.type is not None:
+        parts.append(f"({action.type.__name__.lower()})")
     if isinstance(action, argparse._AppendAction):
         parts.append("(may be repeated)")
     if action.option_strings and action.required:
