@@ -6,12 +6,14 @@ from itertools import takewhile
 from typing import NamedTuple
 
 _PROGRAM = re.compile(  # with what may stand before it
-    r"^(?:\.venv/bin/|\$\(BIN\)/|timeout \d+ |torchrun .*? -m -- )?(recsys|make|python) (.*)"
+    r"^(?:\$ )?(?:cd \S+ && )?(?:[A-Z_]+=\S+ )*"
+    r"(?:\.venv/bin/|\$\(BIN\)/|timeout \d+ |torchrun .*? -m (?:-- )?|python -m (?=recsys ))?"
+    r"(recsys|make|python) (.*)"
 )
 # Options of `recsys train` alone, or with `make train`.
 _OF_TRAIN = re.compile(r"^(?:make train .*)?ARGS=([\"'])(.*)\1$|^(--set .*)")
 _OPTIONAL = re.compile(r"(?:(?<=\s)|^)\[([^\]]+)\](?=\s|$)")
-_FENCE = re.compile(r"^ *```\w*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^ *(```|~~~).*\n((?s:.*?))^ *\1", re.MULTILINE)
 # Words that stand for a number or for one of several choices.
 PLACEHOLDERS = {
     "A:B": "0:10",
@@ -42,18 +44,37 @@ class Shown(NamedTuple):
 
 def commands_of(text, *, is_markdown):
     """Every command in a document: lines of code blocks, and code in sentences and tables."""
-    if not is_markdown:
-        text = re.sub(r"^ *# ?", "", text, flags=re.MULTILINE)  # comments
-    blocks = _FENCE.findall(text) if is_markdown else []
-    prose = _FENCE.sub("\n", text)
-    indented = re.findall(r"(?:^(?: {4,}|\t).*\n)+", prose, re.MULTILINE)
-    for block in [*blocks, *indented]:
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            yield from _shown(line, is_whole=True)
+    lines, prose = _code_and_prose(text, is_markdown)
+    for line in lines:
+        yield from _shown(line, is_whole=True)
     for paragraph in re.split(r"\n\s*\n|\n(?=\|)", prose):
         for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", paragraph):
             is_first_cell = paragraph.startswith(f"| `{span}`")
             yield from _shown(" ".join(span.replace(r"\|", "|").split()), is_whole=is_first_cell)
+
+
+def overlooked(text, names, *, is_markdown):
+    """Lines of code with `recsys` and the name of a command, of which `commands_of` takes none.
+
+    Not where they are quoted.
+    """
+    named = re.compile(rf"(?<!')\brecsys (?:{'|'.join(map(re.escape, names))})\b")
+    lines, _ = _code_and_prose(text, is_markdown)
+    return [
+        line
+        for line in lines
+        if named.search(re.sub("`[^`]*`", "", line)) and not list(_shown(line, is_whole=True))
+    ]
+
+
+def _code_and_prose(text, is_markdown):
+    if not is_markdown:
+        text = re.sub(r"^ *# ?", "", text, flags=re.MULTILINE)  # comments
+    blocks = [block for _, block in _FENCE.findall(text)] if is_markdown else []
+    prose = _FENCE.sub("\n", text)
+    indented = re.findall(r"(?:^(?: {4,}|\t).*\n)+", prose, re.MULTILINE)
+    code = "".join([*blocks, *indented])
+    return re.sub(r"\\\n\s*", " ", code).splitlines(), prose
 
 
 def _shown(line, *, is_whole):
