@@ -4,10 +4,12 @@
 `tests/distributed` the two measurements.
 """
 
+import json
 import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,24 +64,37 @@ def test_without_torchrec_its_example_says_what_is_missing(example, monkeypatch)
         example("swap_into_torchrec")
 
 
-def test_a_raw_file_is_prepared_once_and_trained(example, capsys, tmp_path, raw_line):
-    raw = tmp_path / "train.txt"
-    lines = [
-        raw_line(label=str(number % 2), categories=[f"{number % 7:08x}"] * 26)
-        for number in range(700)
-    ]
-    raw.write_text("\n".join(lines) + "\n")
+def test_each_raw_file_is_prepared_once_and_trained(example, capsys, tmp_path, raw_line):
+    def write(name, step):
+        lines = [
+            raw_line(label=str(number % 2), categories=[f"{number * step % 7:08x}"] * 26)
+            for number in range(700)
+        ]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+
     main = example("train_criteo")["main"]
+    stores = []
+    write("a.txt", 1)
+    write("b.txt", 2)
 
-    main([str(raw), "--adagrad"])
-    written = (tmp_path / "criteo" / "store" / "meta.json").stat().st_mtime_ns
-    (tmp_path / "criteo" / "run").rename(tmp_path / "first")
-    main([str(raw), "--adagrad"])
+    for name in ("a.txt", "a.txt", "b.txt"):
+        main([name, "--adagrad"])
+        stores.append(
+            {file: file.stat().st_mtime_ns for file in tmp_path.glob("criteo/*/meta.json")}
+        )
+    write("a.txt", 3)
+    main(["a.txt", "--adagrad"])
 
-    aucs = numbers_after("test AUC", capsys.readouterr().out)
-    assert len(aucs) == 2
+    printed = capsys.readouterr().out
+    runs = re.findall(r"^saved in (.*)$", printed, re.MULTILINE)
+    data = [json.loads((tmp_path / run / "run.json").read_text())["config"]["data"] for run in runs]
+    assert [Path(each).name[:6] for each in data] == ["a.txt-", "a.txt-", "b.txt-", "a.txt-"]
+    assert len(set(runs)) == 4
+    assert data[0] == data[1]
+    assert len(set(data)) == 3
+    assert stores[0] == stores[1]
+    aucs = numbers_after("test AUC", printed)
     assert aucs[0] == aucs[1]
-    assert (tmp_path / "criteo" / "store" / "meta.json").stat().st_mtime_ns == written
 
 
 def test_the_first_lines_of_kaggle_are_trained_on_a_budget(example, capsys, kaggle_10k):
