@@ -28,7 +28,33 @@ def test_the_site_is_built_without_a_warning(pytestconfig, tmp_path):
     signatures = (tmp_path / "reference/recsys.embeddings/index.html").read_text("utf-8")
     for name in embeddings.__all__:
         assert f".{name}" in signatures
+    for page, linked in (
+        ("index.html", "reference/examples/#quickstartpy"),
+        ("models/index.html", "../reference/examples/#ablation"),
+        ("frameworks/index.html", "../reference/examples/#frameworksplain_looppy"),
+        ("tour/index.html", "../reference/examples/"),
+        ("reference/examples/index.html", "../../ablation/"),
+        ("reference/examples/index.html", "#larger_than_memorypy"),
+    ):
+        assert f'href="{linked}"' in (tmp_path / page).read_text("utf-8"), (page, linked)
+    shown = (tmp_path / "reference/examples/index.html").read_text("utf-8")
+    assert 'id="frameworksplain_looppy"' in shown
     assert "fonts.googleapis" not in (tmp_path / "index.html").read_text("utf-8")
+
+
+def test_the_site_shows_every_file_of_examples(pytestconfig):
+    examples = pytestconfig.rootpath / "examples"
+    files = [*examples.rglob("*.py"), *examples.rglob("*.toml")]
+
+    page = runpy.run_path(str(pytestconfig.rootpath / "docs/site/example_files.py"))[
+        "examples_page"
+    ]()
+
+    assert len(files) > 30
+    for file in files:
+        language = {".py": "python", ".toml": "toml"}[file.suffix]
+        block = f" {file.relative_to(examples)}\n\n````{language}\n{file.read_text('utf-8')}````\n"
+        assert block in page, file
 
 
 def test_the_site_lists_every_command_and_every_option(pytestconfig):

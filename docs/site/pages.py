@@ -1,15 +1,18 @@
 """Pages of the site that are no files of docs/: the front page, and those made from the code.
 
-Links to files outside docs/ become their path in the project, since the site has no such files.
+Links to files of examples/ lead to the page that shows them. Links to other files outside docs/
+become their path in the project, since the site has no such files.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from example_files import PAGE, anchor, examples_page
 from keys_and_commands import commands_page, keys_page
 from mkdocs.structure.files import File
 
@@ -40,6 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "index.md", content=readme))
     files.append(File.generated(config, "reference/cli.md", content=commands_page()))
     files.append(File.generated(config, "reference/config.md", content=keys_page()))
+    files.append(File.generated(config, PAGE, content=examples_page()))
     described: dict[int, str] = {}
     for package in _PACKAGES:
         page = f"reference/{package}.md"
@@ -48,7 +52,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links to files that the site has not by their path."""
+    """Replace links to files that the site has not by others, or by their path."""
+    if page.file.src_uri == PAGE:
+        return markdown  # its code may look like links
     here = Path(page.file.src_uri).parent
 
     def replaced(match: re.Match[str]) -> str:
@@ -60,6 +66,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         # README.md, which is the front page, lies outside docs/.
         path = target if page.file.src_uri == "index.md" else _normal(Path("docs") / here / target)
+        folder, _, example = path.partition("/")
+        if folder == "examples" and (_ROOT / path).exists():
+            return f"[{text}]({os.path.relpath(PAGE, here)}{anchor(example)})"
         is_named = text.strip("`") in (path, Path(path).name)
         return f"`{path}`" if is_named else f"{text} (`{path}`)"
 
