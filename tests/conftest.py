@@ -1,6 +1,8 @@
 """What tests share: hypothesis profiles, the real samples, small data."""
 
+import contextlib
 import gc
+import io
 import os
 import runpy
 import signal
@@ -19,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from recsys._support import jit
 from recsys.ablate.config import load_ablation
+from recsys.cli import main
 from recsys.config import load_config
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.synthetic.parameters import calibrate
@@ -154,6 +157,34 @@ def kaggle_137k_store(kaggle_137k, shared_folder):
         if not path.exists():
             prepare_criteo_kaggle([kaggle_137k], path, show_progress=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def kaggle_137k_run(kaggle_137k_store, shared_folder):
+    """Trains one of two recipes on the same, once for all tests.
+
+    Returns the run's folder and what `recsys train` printed.
+    """
+    recipes = {
+        "sgd": ["optimizer.lr=0.1", "batch_size=128"],
+        "adagrad": ["optimizer.name=adagrad", "optimizer.lr=0.01", "batch_size=1024"],
+    }
+
+    def train(recipe, embeddings="recsys"):
+        path = shared_folder / f"kaggle-137k-{recipe}-{embeddings}"
+        printed = path.with_suffix(".txt")
+        settings = [*recipes[recipe], f"embeddings={embeddings}", "num_threads=1"]
+        options = [part for setting in settings for part in ("--set", setting)]
+        with FileLock(f"{path}.lock"):
+            if not printed.exists():
+                text = io.StringIO()
+                with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+                    status = main(["train", str(kaggle_137k_store), "--run", str(path), *options])
+                assert status == 0, text.getvalue()
+                printed.write_text(text.getvalue())
+        return path, printed.read_text()
+
+    return train
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,24 @@ def blocks(text, language):
 
 
 def assert_printed(block, printed):
-    """Every line of a block was printed, in this order; `...` stands for any lines."""
+    """The lines of a block were printed one after the other; `...` stands for any lines."""
     lines, position = printed.splitlines(), 0
-    for line in block.splitlines():
-        if line != "...":
-            assert line in lines[position:], line
-            position += lines[position:].index(line) + 1
+    for part in re.split(r"^\.\.\.(?:\n|\Z)", block, flags=re.MULTILINE):
+        expected = part.splitlines()
+        places = range(position, len(lines) - len(expected) + 1)
+        found = [place for place in places if lines[place : place + len(expected)] == expected]
+        assert found, f"not printed together and in this place:\n{part}\nin\n{printed}"
+        position = found[0] + len(expected)
+
+
+def test_lines_between_those_of_a_block_must_be_marked():
+    printed = "one\ntwo\nthree\nfour\n"
+
+    assert_printed("one\ntwo\n...\nfour\n", printed)
+    assert_printed("two\n...", printed)
+    for wrong in ("one\nthree\n", "two\none\n", "two\n...\none\n", "two\n...\ntwo\n"):
+        with pytest.raises(AssertionError, match="not printed together"):
+            assert_printed(wrong, printed)
 
 
 @pytest.fixture
@@ -44,7 +56,7 @@ def walk(page, kaggle_137k_store, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, capsys):
+def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, kaggle_137k_run, capsys):
     commands = [line for block in blocks(page("budget.md"), "sh") for line in block.splitlines()]
     shown = blocks(page("budget.md"), "text")
     dry_run, profile, plan, train = (line.split()[1:] for line in commands if "STORE" not in line)
@@ -58,13 +70,13 @@ def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, capsys
     for hits, run, more in (
         (plain, "plain", []),
         (planned, "planned", ["--set", "plan=plan.npz"]),
-        ("", "resident", ["--set", "budget="]),  # as docs/getting-started.md compares
     ):
         assert main([*train[:-1], run, *more, "--set", "num_threads=1"]) == 0
         assert hits in capsys.readouterr().out
+    resident, _ = kaggle_137k_run("adagrad")  # as docs/getting-started.md compares
     records = [
-        json.loads((walk / run / "run.json").read_text())
-        for run in ("plain", "planned", "resident")
+        json.loads((run / "run.json").read_text())
+        for run in (walk / "plain", walk / "planned", resident)
     ]
     assert records[0]["metrics"] == records[1]["metrics"] == records[2]["metrics"]
     assert records[2]["tiers"] is None
@@ -86,16 +98,18 @@ def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
 
 
 @pytest.mark.slow
-def test_the_first_run_on_real_data_is_the_one_that_is_shown(page, walk, capsys):
+def test_the_first_run_on_real_data_is_the_one_that_is_shown(
+    page, kaggle_137k_run, kaggle_137k_store
+):
     shown = next(
         block for block in blocks(page("getting-started.md"), "text") if "316,191" in block
     )
 
-    assert main(["train", "stores/kaggle", "--run", "run", "--set", "num_threads=1"]) == 0
+    _, printed = kaggle_137k_run("sgd")
 
-    prepared, *lines = shown.splitlines()
-    assert_printed("\n".join(lines[1:]), capsys.readouterr().out)
-    meta = json.loads((walk / "stores/kaggle/meta.json").read_text())
+    prepared, trained = shown.split("\n", 1)
+    assert_printed(trained, printed)
+    meta = json.loads((kaggle_137k_store / "meta.json").read_text())
     sizes = meta["num_embeddings"].values()
     assert prepared.endswith(
         f": {meta['num_samples']:,} samples, {sum(sizes):,} distinct ids in {len(sizes)} columns"
