@@ -145,7 +145,9 @@ def _train(
     """
     run_dir = processes.own_dir
     with processes.together():
-        callbacks = RunCallbacks() if processes.rank else callbacks_of(config, given)
+        callbacks = (
+            RunCallbacks(epochs=config.epochs) if processes.rank else callbacks_of(config, given)
+        )
         source = open_source(config)
         processes.require(config, source)
         callbacks.require(config, source)
@@ -195,9 +197,7 @@ def _train(
         history_bytes = 0
         if earlier.saved is not None:
             of_run = processes.restore(folder, earlier, built)
-            is_longer = config.epochs > earlier.config.epochs
-            number = earlier.saved.number
-            history_bytes = state.load_state_dict(of_run, number, is_longer=is_longer)
+            history_bytes = state.load_state_dict(of_run, earlier.saved.number)
             continue_at(schedulers, full_steps.advance(progress.num_steps, _num_seen(pipeline)))
         folder.continue_run(config, history_bytes)
     checkpoints = processes.checkpoints(config, folder, built, earlier)

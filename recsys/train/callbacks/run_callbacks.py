@@ -50,7 +50,7 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
             EarlyStopping(stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta)
         )
     found += map(_build, config.callbacks)
-    return RunCallbacks([*found, *more])
+    return RunCallbacks([*found, *more], config.epochs)
 
 
 def _build(name: str) -> Callback:
@@ -77,13 +77,14 @@ class RunCallbacks:
 
     Args:
         callbacks: The callbacks; none on processes other than the first.
+        epochs: Of the run. A run that has stopped and continues with more trains on.
 
     Attributes:
         stopped: The step after which a callback has ended training, and why, as in the run record;
             None if none has.
     """
 
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(self, callbacks: Iterable[Callback] = (), epochs: int = 0) -> None:
         self._callbacks: dict[str, Callback] = {}
         for each in callbacks:
             name, number = type(each).__name__, 1
@@ -91,6 +92,7 @@ class RunCallbacks:
                 number += 1
                 name = f"{type(each).__name__} {number}"
             self._callbacks[name] = each
+        self._epochs = epochs
         self._started: list[str] = []
         self._wish: dict[str, Any] | None = None
         self.stopped: dict[str, Any] | None = None
@@ -158,30 +160,28 @@ class RunCallbacks:
             raise failures[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether training was ended, and the state of each callback that has one, by name."""
+        """Whether training was ended, and of how many epochs; states of callbacks, by name."""
         states = {name: self._call(name, "state_dict") for name in self._callbacks}
         return {
             "stopped": self.stopped,
+            "epochs": self._epochs,
             "states": {name: state for name, state in states.items() if state},
         }
 
-    def load_state_dict(self, state: Any, *, is_longer: bool) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Continue. Callbacks that the checkpoint does not know begin anew.
-
-        Args:
-            state: The state.
-            is_longer: The run was given more epochs: that it had stopped no longer counts.
 
         Raises:
             ConfigError: `state` is no state of callbacks.
         """
-        found = SavedState("state of callbacks", state, ("stopped", "states"))
-        stopped, states = found["stopped"], found["states"]
+        found = SavedState("state of callbacks", state, ("stopped", "epochs", "states"))
+        stopped, epochs, states = found["stopped"], found.whole("epochs"), found["states"]
         if not (stopped is None or isinstance(stopped, dict)):
             raise found.error("stopped", "a mapping or null")
         if not isinstance(states, dict):
             raise found.error("states", "a mapping")
-        self.stopped = None if is_longer else stopped
+        # Not the epochs in config.toml, which are the new ones once a run was continued.
+        self.stopped = None if self._epochs > epochs else stopped
         for name in self._callbacks:
             if name in states:
                 self._call(name, "load_state_dict", states[name])

@@ -61,13 +61,12 @@ class RunState:
             "callbacks": self._callbacks.state_dict(),
         }
 
-    def load_state_dict(self, state: Any, number: int, *, is_longer: bool) -> int:
+    def load_state_dict(self, state: Any, number: int) -> int:
         """Continue where `state` was saved; the model and its optimizers are restored already.
 
         Args:
             state: The state.
             number: The number of its checkpoint.
-            is_longer: As for `RunCallbacks.load_state_dict`.
 
         Returns:
             The length in bytes that the history had.
@@ -92,7 +91,7 @@ class RunState:
         self._pipeline.load_state_dict(found["pipeline"])
         self._progress.load_state_dict(found["progress"])
         self._pipeline.clock.load_state_dict(found["clock"])
-        self._callbacks.load_state_dict(found["callbacks"], is_longer=is_longer)
+        self._callbacks.load_state_dict(found["callbacks"])
         self.resumed = [
             {key: entry.whole(key) for key in ("step", "checkpoint")} for entry in entries
         ]

@@ -170,6 +170,19 @@ def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, 
     assert last["throughput"]["num_steps"] == 75
 
 
+def test_more_epochs_count_until_a_checkpoint_has_them(small_config, tmp_path, stop_at):
+    run(small_config(*STOPS_AT_12), tmp_path / "run")
+    longer = small_config(*STOPS_AT_12[:-2], "epochs=4")
+    stop_at((13, None))
+    with pytest.raises(Killed):  # config.toml has 4 epochs now, the newest checkpoint has 2
+        run(longer, tmp_path / "run", resume=True)
+
+    record = run(longer, tmp_path / "run", resume=True)
+
+    assert record["stopped_early"] is None
+    assert record["throughput"]["num_steps"] == 60
+
+
 def test_the_same_object_begins_anew_in_another_run(small_config, tmp_path):
     stopping = EarlyStopping(3, min_delta=0.9)
     config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
