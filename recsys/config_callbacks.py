@@ -53,7 +53,8 @@ def check_callbacks(names: Sequence[str]) -> None:
     """Check the key `callbacks`.
 
     Raises:
-        ConfigError: a name is neither one of `CALLBACKS` nor of the form module:Class.
+        ConfigError: a name is neither one of `CALLBACKS` nor of the form module:Class, or it is
+            there twice.
     """
     for name in names:
         module, _, class_name = name.partition(":")
@@ -63,3 +64,5 @@ def check_callbacks(names: Sequence[str]) -> None:
                 f"callbacks must be of {', '.join(map(repr, CALLBACKS))}, or module:Class; got "
                 f"{name!r}; a module is named as in an import, not by its file"
             )
+        if list(names).count(name) > 1:
+            raise ConfigError(f"callbacks must have each name once, got {name!r} twice; drop one")

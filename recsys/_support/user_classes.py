@@ -32,14 +32,14 @@ def current_folder_last() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def import_class(key: str, name: str, base: type[_T], bases: str) -> type[_T]:
+def import_class(key: str, name: str, base: type[_T], base_name: str) -> type[_T]:
     """The class that `module:Class` names; the current folder is searched last.
 
     Args:
         key: The key of the configuration, for errors.
         name: Its value.
         base: The class must derive from this one.
-        bases: Objects of `base`, in words.
+        base_name: Its name, for errors.
 
     Raises:
         ConfigError: there is no such module or class, or it does not derive from `base`.
@@ -56,7 +56,7 @@ def import_class(key: str, name: str, base: type[_T], bases: str) -> type[_T]:
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(
-            f"{key} {name!r}: {class_name} must be a class of {bases} in {module_name}, got "
-            f"{found!r}"
+            f"{key} {name!r}: {class_name} must be a class in {module_name} that derives from "
+            f"{base_name}, got {found!r}"
         )
     return found

@@ -28,11 +28,12 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.nested_keys import flat
 from recsys.config import build_config, put_key, read_tree
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from recsys.config import TrainConfig
@@ -145,7 +146,7 @@ class AblationConfig:
                         "must mean the same in all variations; set it in the base configuration"
                     )
                 self._check_free(key, f"variation {variation.name!r}")
-        for key, _ in _flatten(self.base):
+        for key in flat(self.base):
             self._check_free(key, "the base configuration")
         # Checks all folder names and all configurations before the first run.
         _all_distinct("folder names of cells", [cell.name for cell in self.cells()])
@@ -263,7 +264,7 @@ def _check_types(table: Mapping[str, Any]) -> None:
 def _variations(table: Mapping[str, Any]) -> tuple[Variation, ...]:
     """Every named variation with every combination of the grid."""
     named = [_named_variation(entry) for entry in table.get("variations", [])]
-    grid = dict(_flatten(table.get("grid", {})))
+    grid = flat(table.get("grid", {}))
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"ablate.grid.{key} must be a list of values, got {values!r}")
@@ -298,18 +299,7 @@ def _named_variation(entry: Any) -> Variation:
             "a variation needs a name of letters, digits and any of . _ + -, "
             f"got {name!r} in {entry!r}"
         )
-    return Variation(
-        name=name, keys=dict(_flatten({key: entry[key] for key in entry if key != "name"}))
-    )
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as pairs of a dotted key and a value."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return Variation(name=name, keys=flat({key: entry[key] for key in entry if key != "name"}))
 
 
 def _overlap(key: str, other: str) -> bool:

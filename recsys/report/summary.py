@@ -226,10 +226,12 @@ def format_stopped_early(stopped: Mapping[str, Any] | None) -> list[str]:
     if stopped.get("metric") is None:
         return [f"{start}{stopped['callback'] or 'a callback'} asked for it"]
     metric, best, num_without = stopped["metric"], stopped["best"], stopped["num_without"]
+    last = "the last evaluation" if num_without == 1 else f"the last {num_without:,} evaluations"
+    than = f" of more than {stopped['min_delta']:g}" if stopped.get("min_delta") else ""
     return [
-        f"{start}the best {metric} on the {stopped['split']} split was {best:.4f} at step "
-        f"{stopped['best_step']:,}, and {_times('evaluation', num_without)} after it brought no "
-        "improvement; the model is that of the last step"
+        f"{start}{last} brought no improvement{than}; the "
+        f"best {metric} on the {stopped['split']} split was {best:.4f} at step "
+        f"{stopped['best_step']:,}; the model is that of the last step"
     ]
 
 

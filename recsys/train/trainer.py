@@ -180,6 +180,7 @@ def _train(
     with processes.said_once():
         warn_of_threads(config.num_threads)
         warn_of_no_effect(config, full_steps)
+        callbacks.warn_of_no_effect(full_steps.num_evaluations(config.eval.every_steps))
         pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes)
     pipeline.forecast_budget()
     schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
@@ -213,7 +214,7 @@ def _train(
         "throughput": progress.throughput(),
         "resumed": state.resumed,
     }
-    stack.callback(callbacks.end, record)
+    stack.push(lambda _, error, __: callbacks.end(record, error))
     run = _Run(
         config,
         processes,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recsys._support.nested_keys import flat
 from recsys._support.sizes import parse_bytes, round_up_bytes
 from recsys._support.untrusted import is_count, is_finite_number
 from recsys.config import TrainConfig, describe_config
@@ -193,7 +194,7 @@ def _require_changeable(
         place: Start of the message.
         keys: The keys that may differ; one that ends with a dot stands for a table.
     """
-    before, after = _flat(describe_config(run.config)), _flat(describe_config(config))
+    before, after = flat(describe_config(run.config)), flat(describe_config(config))
     for key in sorted(before.keys() | after.keys()):
         is_equal = before.get(key) == after.get(key)
         if not is_equal and not any(key == each or key.startswith(each) for each in keys):
@@ -250,14 +251,3 @@ def _reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
     if "tiers" not in record:
         return f"its record does not say whether rows were in two tiers; {_TRAIN_AGAIN}"
     return ""
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested keys, by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

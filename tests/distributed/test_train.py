@@ -237,7 +237,7 @@ def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):
 
     assert (first["num_steps"], second["num_steps"]) == (20, 20)
     assert first["metrics"] == second["metrics"]
-    assert first["stopped_early"]["best_step"] == 5
+    assert first["stopped_early"]["num_without"] == 3
     assert second["stopped_early"] == {"step": 20, "callback": None}
     evaluations = [["evaluation", step] for step in (5, 10, 15, 20)]
     # All ranks find out what is complete when they save the next, and at the end.
@@ -258,7 +258,7 @@ def test_a_resumed_run_of_ranks_stops_where_the_uninterrupted_one_does(ranks, tm
     found = ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings, resume=True)
 
     assert [each["num_steps"] for each in found] == [20, 20]
-    assert found[0]["stopped_early"]["best_step"] == 5
+    assert found[0]["stopped_early"]["num_without"] == 3
     assert found[0]["calls"][:2] == [["evaluation", 15], ["evaluation", 20]]
     require_equal(tmp_path / "whole", tmp_path / "run")
 

@@ -218,9 +218,13 @@ def test_a_class_of_the_users_trains_and_is_evaluated(
         (
             "own_code:Missing",
             "",
-            "Missing must be a class of torch.nn.Modules in own_code, got None",
+            "Missing must be a class in own_code that derives from torch.nn.Module, got None",
         ),
-        ("own_code:json", "import json", "json must be a class of torch.nn.Modules"),
+        (
+            "own_code:json",
+            "import json",
+            "json must be a class in own_code that derives from torch.nn.Module",
+        ),
         (
             "own_code:M",
             "import torch\nclass M(torch.nn.Module):\n    pass",

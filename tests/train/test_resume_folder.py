@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import ScheduleConfig
+from recsys.config_callbacks import EarlyStoppingConfig
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.errors import (
     AlreadyExists,
@@ -421,6 +422,11 @@ def test_the_stored_configuration_is_the_base_and_settings_change_it(small_confi
     assert resumed("schedule.name=sequential").schedule == ScheduleConfig(name="sequential")
     assert resumed("cold_tier=host") == replace(config, cold_tier="host", cold_path="")
     assert resumed("epochs=3", data="elsewhere") == replace(config, epochs=3, data="elsewhere")
+    stopping = ("patience=2", "metric=logloss", "min_delta=0.5")
+    config = small_config(*(f"early_stopping.{each}" for each in stopping))
+    RunFolder.create(tmp_path / "stops", config)
+    off = resumed_config(tmp_path / "stops", None, ["early_stopping.patience=0"], None)
+    assert off.early_stopping == EarlyStoppingConfig()
     with pytest.raises(ConfigError, match=r"budjet; did you mean budget\?"):
         resumed("budjet=1MiB")
     with pytest.raises(ConfigError, match="has no run to continue; name the data to start one"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from recsys.config_callbacks import IS_HIGHER_BETTER, EarlyStoppingConfig
@@ -30,8 +31,8 @@ class EarlyStopping(Callback):
         patience: Evaluations, at least 1.
         metric: "auc", "gauc" or "accuracy", of which higher is better, or "logloss" or
             "normalized_entropy".
-        min_delta: An evaluation is an improvement if it is better than the best one by more than
-            this.
+        min_delta: An evaluation is an improvement if it is better than the last improvement by more
+            than this. The first one is an improvement.
 
     Raises:
         ConfigError: an argument is out of range, or the metric is another one.
@@ -45,9 +46,12 @@ class EarlyStopping(Callback):
         except ConfigError as error:
             raise ConfigError(f"EarlyStopping: {error}") from None
         self._patience, self._metric, self._min_delta = patience, metric, min_delta
-        self._split: str | None = None
-        self._best: float | None = None
-        self._best_step = self._num_without = 0
+        self._split: str | None
+        self._best: float | None
+        self._improved: float | None  # value of the last improvement
+        self._best_step: int
+        self._num_without: int
+        self._forget()
 
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check that evaluations have the metric; warn if they are on the test split.
@@ -81,8 +85,22 @@ class EarlyStopping(Callback):
                 stacklevel=2,
             )
 
+    def warn_of_no_effect(self, num_evaluations: int) -> None:
+        """Warn if the run has too few evaluations to stop it.
+
+        Args:
+            num_evaluations: Of the run, before its last step.
+        """
+        if num_evaluations <= self._patience:
+            warnings.warn(
+                f"training never ends early: the patience of early stopping is {self._patience}, "
+                f"and the run has {num_evaluations} evaluations before its last step; lower it, "
+                "or eval.every_steps",
+                stacklevel=3,
+            )
+
     def on_evaluation(self, evaluation: Mapping[str, Any]) -> bool:
-        """Compare with the best evaluation so far; True once patience is used up.
+        """Compare with the last improvement; True once patience is used up.
 
         Raises:
             ConfigError: the metric is null, because all labels are equal.
@@ -95,22 +113,29 @@ class EarlyStopping(Callback):
                 "its labels are equal; raise eval.max_samples, or choose metric 'logloss'"
             )
         if split != self._split:  # a run that continues may evaluate on another one
-            self._split, self._best = split, None
-        if self._best is None or self._gain(value, self._best) > self._min_delta:
-            self._best, self._best_step, self._num_without = value, evaluation["step"], 0
+            self._forget()
+            self._split = split
+        if self._gain(value, self._best) > 0:
+            self._best, self._best_step = value, evaluation["step"]
+        if self._gain(value, self._improved) > self._min_delta:
+            self._improved, self._num_without = value, 0
         else:
             self._num_without += 1
         return self._num_without >= self._patience
 
     def on_end(self, record: Mapping[str, Any]) -> None:
         """Forget this run: the object may be given to another one."""
-        self._split = self._best = None
-        self._best_step = self._num_without = 0
+        self._forget()
 
     def describe(self) -> dict[str, Any]:
-        """For the run record: what was compared, and the best evaluation."""
+        """For the run record: what was compared, and the best evaluation.
+
+        `num_without` counts the evaluations after the last improvement by more than `min_delta`,
+        and the best one may be among them.
+        """
         return {
             "metric": self._metric,
+            "min_delta": self._min_delta,
             "split": self._split,
             "best": self._best,
             "best_step": self._best_step,
@@ -118,14 +143,21 @@ class EarlyStopping(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The best evaluation, and how many have followed it."""
-        return self.describe()
+        """The best evaluation, the last improvement, and how many have followed it."""
+        return {**self.describe(), "improved": self._improved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; the best value of another metric means nothing, and is dropped."""
         if state["metric"] == self._metric:
             self._split, self._best = state["split"], state["best"]
             self._best_step, self._num_without = state["best_step"], state["num_without"]
+            self._improved = state["improved"]
 
-    def _gain(self, value: float, best: float) -> float:
-        return value - best if IS_HIGHER_BETTER[self._metric] else best - value
+    def _forget(self) -> None:
+        self._split = self._best = self._improved = None
+        self._best_step = self._num_without = 0
+
+    def _gain(self, value: float, earlier: float | None) -> float:
+        if earlier is None:
+            return inf
+        return value - earlier if IS_HIGHER_BETTER[self._metric] else earlier - value

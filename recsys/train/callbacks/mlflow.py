@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.nested_keys import flat
 from recsys.train.callbacks.logger import AbstractLogger, required
 
 if TYPE_CHECKING:
@@ -36,12 +37,19 @@ class MLflow(AbstractLogger):
 
     def on_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
         """Start or continue the run."""
-        if self._run_id is None:
+        # The id is set last: an object whose start failed may be given to another run.
+        run_id, self._run_id = self._run_id, None
+        if run_id is None:
             options = {"run_name": run_dir.resolve().name, **self._options}
-            self._run_id = self._mlflow.start_run(**options).info.run_id
-            self._mlflow.log_params(_flat(record["config"]))
+            run_id = self._mlflow.start_run(**options).info.run_id
+            try:
+                self._mlflow.log_params(flat(record["config"]))
+            except BaseException:
+                self.close("failed")  # MLflow starts no other run in this process before
+                raise
         else:
-            self._mlflow.start_run(run_id=self._run_id)
+            self._mlflow.start_run(run_id=run_id)
+        self._run_id = run_id
 
     def log(self, values: dict[str, float], num_samples: int) -> None:
         """Log the values."""
@@ -59,14 +67,3 @@ class MLflow(AbstractLogger):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue that run."""
         self._run_id = state["run_id"]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

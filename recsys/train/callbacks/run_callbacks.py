@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -61,7 +60,7 @@ def _build(name: str) -> Callback:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
-    found = import_class("callbacks", name, Callback, "recsys.train.Callbacks")
+    found = import_class("callbacks", name, Callback, "recsys.train.Callback")
     try:
         with current_folder_last():
             return found()
@@ -93,6 +92,7 @@ class RunCallbacks:
                 name = f"{type(each).__name__} {number}"
             self._callbacks[name] = each
         self._epochs = epochs
+        self._states: dict[str, Any] = {}  # to load
         self._started: list[str] = []
         self._wish: dict[str, Any] | None = None
         self.stopped: dict[str, Any] | None = None
@@ -107,13 +107,28 @@ class RunCallbacks:
             if isinstance(each, EarlyStopping):
                 each.require(config, source)
 
+    def warn_of_no_effect(self, num_evaluations: int) -> None:
+        """Warn if early stopping cannot end the run.
+
+        Args:
+            num_evaluations: Of the run, before its last step.
+        """
+        for each in self._callbacks.values():
+            if isinstance(each, EarlyStopping):
+                each.warn_of_no_effect(num_evaluations)
+
     def start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
-        """Before the first step; errors as for the methods after it.
+        """Before the first step: each loads its state, and starts.
+
+        Errors are as for the methods after it.
 
         Raises:
             CallbackFailed: a callback raised an error.
         """
         for name in self._callbacks:
+            # Not earlier: one that loads its state must start, so that its end forgets the run.
+            if name in self._states:
+                self._call(name, "load_state_dict", self._states[name])
             self._call(name, "on_start", run_dir, record)
             self._started.append(name)
 
@@ -145,19 +160,33 @@ class RunCallbacks:
             for name in self._callbacks:
                 self._call(name, "on_checkpoint", checkpoint)
 
-    def end(self, record: Mapping[str, Any]) -> None:
-        """At the end of the run: end those that were started, even if one raises an error."""
-        failures = []
+    def end(self, record: Mapping[str, Any], error: BaseException | None = None) -> None:
+        """At the end of the run: end those that were started, even if one raises an error.
+
+        Args:
+            record: The run record.
+            error: The one that ended the run; None if none did. Those of callbacks are warnings
+                then.
+
+        Raises:
+            CallbackFailed: a callback raised an error.
+            KeyboardInterrupt: Ctrl-C interrupted one; the others have ended.
+        """
+        failures = list[CallbackFailed]()
+        interrupt: KeyboardInterrupt | None = None
         for name in self._started:
             try:
                 self._call(name, "on_end", record)
-            except CallbackFailed as error:
-                failures.append(error)
-        is_raising = sys.exception() is not None  # the error that ended the run comes first
-        for failure in failures if is_raising else failures[1:]:
-            warnings.warn(str(failure), stacklevel=2)
-        if failures and not is_raising:
-            raise failures[0]
+            except CallbackFailed as raised:
+                failures.append(raised)
+            except KeyboardInterrupt as raised:
+                interrupt = raised
+        raised_first = interrupt or (failures[0] if failures and error is None else None)
+        for failure in failures:
+            if failure is not raised_first:
+                warnings.warn(str(failure), stacklevel=2)
+        if raised_first is not None:
+            raise raised_first
 
     def state_dict(self) -> dict[str, Any]:
         """Whether training was ended, and of how many epochs; states of callbacks, by name."""
@@ -169,7 +198,7 @@ class RunCallbacks:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue. Callbacks that the checkpoint does not know begin anew.
+        """Continue; `start` gives callbacks their states. Those without one begin anew.
 
         Raises:
             ConfigError: `state` is no state of callbacks.
@@ -182,9 +211,7 @@ class RunCallbacks:
             raise found.error("states", "a mapping")
         # Not the epochs in config.toml, which are the new ones once a run was continued.
         self.stopped = None if self._epochs > epochs else stopped
-        for name in self._callbacks:
-            if name in states:
-                self._call(name, "load_state_dict", states[name])
+        self._states = states
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of a callback.

@@ -34,9 +34,11 @@ class WeightsAndBiases(AbstractLogger):
 
     def on_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
         """Start or continue the run."""
+        # The id is set last: an object whose start failed may be given to another run.
+        run_id, self._id = self._id, None
         options = {"name": run_dir.resolve().name, "config": record["config"], **self._options}
-        if self._id is not None:
-            options |= {"id": self._id, "resume": "allow"}
+        if run_id is not None:
+            options |= {"id": run_id, "resume": "allow"}
         self._run = self._wandb.init(**options)
         self._id = self._run.id
 

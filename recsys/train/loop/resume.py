@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.files import alone_in
+from recsys._support.nested_keys import flat
 from recsys.config import build_config, describe_config, load_config, read_tree
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_files.run_folder import RunFolder
@@ -122,8 +123,8 @@ def resumed_config(
 ) -> TrainConfig:
     """The configuration of a run to continue: the one that it had, with some keys changed.
 
-    A new `schedule.name` resets the keys of the schedule that it had, and `cold_tier` "host" resets
-    `cold_path`.
+    A new `schedule.name` resets the keys of the schedule that it had, `cold_tier` "host" resets
+    `cold_path`, and `early_stopping.patience` 0 resets the other keys of early stopping.
 
     Args:
         run_dir: The folder of the run; new, or with `config.toml`.
@@ -151,6 +152,9 @@ def resumed_config(
         base["schedule"] = {key: old_schedule[key] for key in kept if key in old_schedule}
     if changes.get("cold_tier") == "host":
         base.pop("cold_path", None)
+    stopping = changes.get("early_stopping")
+    if isinstance(stopping, dict) and stopping.get("patience") == 0:
+        base.pop("early_stopping", None)
     return build_config(_merged(base, changes) | values)
 
 
@@ -160,7 +164,7 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
     Raises:
         ConfigError: a key differs that decides the numbers of the run.
     """
-    old, new = _flat(describe_config(before)), _flat(describe_config(config))
+    old, new = flat(describe_config(before)), flat(describe_config(config))
     is_fae = "fae" in (before.schedule.name, config.schedule.name)
     for key, value in new.items():
         if value == old[key] or _may_differ(key, is_fae=is_fae):
@@ -182,15 +186,6 @@ def _may_differ(key: str, *, is_fae: bool) -> bool:
     if key in _OF_ORDER or (is_fae and (table == "schedule" or key in _OF_FAE)):
         return False
     return key in _MAY_DIFFER or (table != key and table in _TABLES_THAT_MAY_DIFFER)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        found |= {f"{prefix}{key}": value} if inner is None else inner
-    return found
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

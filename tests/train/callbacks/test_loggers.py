@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from recsys.cli import main
-from recsys.errors import MissingDependency
+from recsys.errors import CallbackFailed, MissingDependency
 from recsys.train import Callback, MLflow, TensorBoard, WeightsAndBiases, train
 
 SETTINGS = ("checkpoint.every_steps=4", "eval.every_steps=5", "num_threads=1")
@@ -71,6 +71,8 @@ def mlflow(monkeypatch):
     module.runs = {}
 
     def start_run(run_id=None, run_name=None, **options):
+        if active:
+            raise RuntimeError("another run is active")
         if run_id is None:
             run_id = f"run-{len(module.runs)}"
             kept = {"name": run_name, "options": options}
@@ -96,8 +98,8 @@ def mlflow(monkeypatch):
 class WandbRun:
     """A stand-in for a run of Weights & Biases."""
 
-    def __init__(self, options):
-        self.options, self.id = options, options.get("id", "new")
+    def __init__(self, options, new_id):
+        self.options, self.id = options, options.get("id", new_id)
         self.logged, self.exits = [], []
 
     def log(self, values, step):
@@ -107,6 +109,10 @@ class WandbRun:
         self.exits.append(exit_code)
 
 
+def raises(*_, **__):
+    raise OSError("the server is down")
+
+
 @pytest.fixture
 def wandb(monkeypatch):
     """A stand-in for Weights & Biases that keeps its runs."""
@@ -114,7 +120,7 @@ def wandb(monkeypatch):
     module.runs = []
 
     def init(**options):
-        module.runs.append(WandbRun(options))
+        module.runs.append(WandbRun(options, f"run-{len(module.runs)}"))
         return module.runs[-1]
 
     module.init = init
@@ -204,7 +210,7 @@ def test_a_resumed_run_continues_its_run_of_weights_and_biases(small_config, tmp
 
     first, second = wandb.runs
     assert "id" not in first.options
-    assert (second.options["id"], second.options["resume"]) == ("new", "allow")
+    assert (second.options["id"], second.options["resume"]) == (first.id, "allow")
     assert (first.exits, second.exits) == ([1], [0])
 
 
@@ -280,3 +286,35 @@ def test_weights_and_biases_itself(small_config, tmp_path, monkeypatch):
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1  # one id
     assert all(list(folder.glob("*.wandb")) for folder in folders)
+
+
+def test_a_run_of_mlflow_whose_parameters_cannot_be_logged_is_ended(
+    small_config, tmp_path, mlflow, monkeypatch
+):
+    same = MLflow()
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow, "log_params", raises)
+        with pytest.raises(CallbackFailed, match="the server is down"):
+            run(small_config(*SETTINGS), tmp_path / "run", same)
+
+    run(small_config(*SETTINGS), tmp_path / "other", same)
+
+    assert [each.statuses for each in mlflow.runs.values()] == [["FAILED"], ["FINISHED"]]
+
+
+@pytest.mark.parametrize(("make", "starts"), [(MLflow, "start_run"), (WeightsAndBiases, "init")])
+def test_an_object_whose_run_could_not_continue_begins_another_one(
+    small_config, tmp_path, mlflow, wandb, monkeypatch, make, starts
+):
+    config = small_config(*SETTINGS)
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run", make(), Kills(7))
+    same = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow if make is MLflow else wandb, starts, raises)
+        with pytest.raises(CallbackFailed, match="the server is down"):
+            run(config, tmp_path / "run", same, resume=True)
+
+    run(config, tmp_path / "other", same)
+
+    assert len(mlflow.runs if make is MLflow else {each.id for each in wandb.runs}) == 2
