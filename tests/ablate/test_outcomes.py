@@ -16,8 +16,8 @@ from recsys.train.trainer import train
 from tests.ablate.test_run import TWO_VARIATIONS
 
 # Of an ablation without tiers and without skipping.
-TABULATED = ("auc", "logloss", "normalized_entropy", "calibration", "train_time", "throughput")
-TABULATED += ("num_trained", "num_seen", "fast_memory", "time_to_target_auc")
+TABULATED = ("auc", "logloss", "validation_auc", "normalized_entropy", "calibration", "train_time")
+TABULATED += ("throughput", "num_trained", "num_seen", "fast_memory", "time_to_target_auc")
 
 
 def test_a_finished_cell_with_another_configuration_is_refused_by_name(
