@@ -32,14 +32,15 @@ __all__ = [
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of this process.
 
-    0 takes what OMP_NUM_THREADS says, as PyTorch does, and without it one per core. Every kernel
-    reads this number from torch (`recsys._support.jit`).
+    0 takes what OMP_NUM_THREADS says, at most one per core, and without it one per core. Every
+    kernel reads this number from torch (`recsys._support.jit`).
     """
     import torch
 
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list: by nesting
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list: by nesting
     by_environment = int(wanted) if wanted.isdecimal() else 0
-    torch.set_num_threads(num_threads or by_environment or num_cores())
+    by_default = min(by_environment or num_cores(), num_cores())
+    torch.set_num_threads(num_threads or by_default)
 
 
 def tune_allocator() -> bool:

@@ -49,10 +49,10 @@ def draw_quality(
 ) -> bytes | None:
     """PNG of the AUC over samples and over training time, a line for each variation.
 
-    The line is the mean over finished runs. It has a point where all of them were evaluated after
-    the same number of samples, with evaluations during training apart from those at the end, which
-    may cover more of the split. Where a variation has several runs, or one that is not finished,
-    each is a thin line behind it.
+    The line is the mean over finished runs, evaluation by evaluation, as far as all of them have
+    one. Those at the end of training, which may cover more of the split, are a point of their own,
+    unless some runs stopped before the others. Where a variation has several runs, or one that is
+    not finished, each is a thin line behind it.
 
     Args:
         runs: The variation and the history of each run, and whether it finished.
@@ -107,14 +107,29 @@ def draw_quality(
 def _same_evaluations(
     runs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> list[list[Mapping[str, Any]]]:
-    """The evaluations that all runs made after the same samples, and all at the end or none."""
+    """The first evaluations of all runs, their second ones, ..., and those at the end.
+
+    Policies of skipping see a few samples more with one seed than with another. Evaluations that
+    are further apart than half of the samples between two evaluations are of runs that were
+    evaluated at other times, and are left out.
+    """
+    if not runs:
+        return []
     # The line of the history about the end has both splits.
-    by_place = [
-        {(entry["num_samples"], "test" in entry and "validation" in entry): entry for entry in run}
-        for run in runs
+    ends = [[entry for entry in run if "test" in entry and "validation" in entry] for run in runs]
+    during = [
+        [entry for entry in run if not ("test" in entry and "validation" in entry)] for run in runs
     ]
-    places = sorted(set.intersection(*map(set, by_place))) if by_place else []
-    return [[found[place] for found in by_place] for place in places]
+    same = list(zip(*during, strict=False))
+    if len({len(each) for each in during}) == 1:
+        same += zip(*ends, strict=False)
+    between = min((run[-1]["num_samples"] / len(run) for run in during if run), default=0.0)
+    return [
+        list(found)
+        for found in same
+        if max(each["num_samples"] for each in found) - min(each["num_samples"] for each in found)
+        <= between / 2
+    ]
 
 
 def memory_points(

@@ -22,7 +22,7 @@ def test_peak_memory_only_grows():
     assert machine.peak_memory_bytes() >= len(block)
 
 
-@pytest.mark.parametrize("wanted", [None, "3", "3,1", "", "many"])
+@pytest.mark.parametrize("wanted", [None, "1", " 1,2 ", "0", "", "many", "9" * 30])
 def test_threads_are_set_for_torch(monkeypatch, wanted):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -35,4 +35,4 @@ def test_threads_are_set_for_torch(monkeypatch, wanted):
     by_default = torch.get_num_threads()
 
     torch.set_num_threads(before)
-    assert (one, by_default) == (1, 3 if wanted in ("3", "3,1") else machine.num_cores())
+    assert (one, by_default) == (1, 1 if wanted in ("1", " 1,2 ") else machine.num_cores())

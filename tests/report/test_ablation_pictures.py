@@ -82,16 +82,28 @@ def test_a_variation_has_one_thick_line_the_mean_of_its_runs(figures):
     assert [text.get_text() for text in legend.get_texts()] == ["_base", "other"]
 
 
-def test_a_mean_is_of_evaluations_of_all_runs_after_the_same_samples(figures):
+def test_a_mean_goes_as_far_as_all_runs_have_evaluations(figures):
     early = run_of("a", steps=[0, 1], end=0.9)
     whole = run_of("a", steps=[0, 1, 2], auc=0.6, end=0.95)
-    rarer = run_of("b", steps=[2, 4])
-    often = run_of("b", steps=[1, 2, 3, 4], auc=0.4)
 
-    draw_quality([early, whole, rarer, often], "test")
+    draw_quality([early, whole], "test")
 
-    assert thick_lines(figures[0]) == [[[0, 0.55], [1, 0.65]], [[2, 0.65], [4, 0.85]]]
+    assert thick_lines(figures[0]) == [[[0, 0.55], [1, 0.65]]]
     assert [len(line.get_xdata()) for line in figures[0].axes[0].lines[:2]] == [3, 4]
+
+
+def test_seeds_that_skip_other_samples_have_a_mean(figures):
+    runs = [run_of("a", steps=[4, 7, 12]), run_of("a", steps=[3, 8, 12], auc=0.6)]
+
+    draw_quality(runs, "test")
+
+    assert thick_lines(figures[0]) == [[[3.5, 0.9], [7.5, 1.3], [12, 1.75]]]
+
+
+def test_runs_that_were_evaluated_at_other_times_have_no_mean(figures):
+    draw_quality([run_of("b", steps=[2, 4]), run_of("b", steps=[1, 2, 3, 4])], "test")
+
+    assert thick_lines(figures[0]) == []
 
 
 def test_evaluations_at_the_end_are_averaged_apart(figures):

@@ -148,10 +148,10 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; the best value of another metric means nothing, and is dropped."""
+        keys = ("split", "best", "best_step", "num_without", "improved")
+        found = [state[key] for key in keys]  # all or none
         if state["metric"] == self._metric:
-            self._split, self._best = state["split"], state["best"]
-            self._best_step, self._num_without = state["best_step"], state["num_without"]
-            self._improved = state["improved"]
+            self._split, self._best, self._best_step, self._num_without, self._improved = found
 
     def _forget(self) -> None:
         self._split = self._best = self._improved = None

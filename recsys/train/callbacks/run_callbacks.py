@@ -36,6 +36,7 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
         ConfigError: a class of the user's cannot be imported, or needs arguments.
         MissingDependency: a package that one logs to is not installed.
         TypeError: one of `more` is no `Callback`.
+        ValueError: an object is there twice.
     """
     for each in more:
         if not isinstance(each, Callback):
@@ -43,6 +44,8 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
                 f"callbacks must be objects of recsys.train.Callback, got {each!r}; derive its "
                 "class from Callback, and make an object of it"
             )
+    if len({id(each) for each in more}) < len(more):
+        raise ValueError("callbacks has the same object twice; leave one out, or make another one")
     stopping, found = config.early_stopping, list[Callback]()
     if stopping.patience:
         found.append(

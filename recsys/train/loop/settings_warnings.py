@@ -20,7 +20,7 @@ def warn_of_threads(num_threads: int) -> None:
     if num_threads > num_cores():
         warnings.warn(
             f"num_threads is {num_threads}, and this process may use {num_cores()} cores; threads "
-            "that share a core wait for each other; set num_threads to 0 for one per core",
+            "that share a core wait for each other; set num_threads to 0 for at most one per core",
             stacklevel=3,
         )
 

@@ -202,6 +202,15 @@ def test_an_interrupt_at_the_end_comes_after_the_end_of_the_other_callbacks(smal
     assert notes.of("end") == ["finished"]
 
 
+def test_an_object_that_is_given_twice_is_refused_before_a_folder_is_made(small_config, tmp_path):
+    notes = Notes()
+
+    with pytest.raises(ValueError, match="the same object twice"):
+        run(small_config(), tmp_path / "run", notes, notes)
+
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("given", [Notes, print])
 def test_what_is_no_callback_is_refused_before_a_folder_is_made(small_config, tmp_path, given):
     with pytest.raises(TypeError, match=r"must be objects of recsys.train.Callback, got <"):

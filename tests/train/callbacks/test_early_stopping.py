@@ -99,6 +99,18 @@ def test_the_best_evaluation_is_told_even_if_it_is_better_by_less_than_min_delta
     }
 
 
+def test_a_state_that_lacks_something_changes_nothing():
+    stopping, other = EarlyStopping(3), EarlyStopping(3)
+    evaluations(other, [0.9, 0.5])
+    state = other.state_dict()
+    del state["improved"]
+
+    with pytest.raises(KeyError):
+        stopping.load_state_dict(state)
+
+    assert stopping.describe() == EarlyStopping(3).describe()
+
+
 @pytest.mark.parametrize("metric", ["logloss", "normalized_entropy"])
 def test_of_a_loss_lower_is_better(metric):
     assert evaluations(EarlyStopping(1, metric=metric), [0.6, 0.5, 0.55], metric)[-1]
