@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys.cli.checks import require_data
-from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.errors import BudgetTooSmall, ColdTierError, ConfigError
 from recsys.train.run_files.run_folder import write_json
 from recsys.what_if.changes import MeasuredRun, change_of, change_to
 
@@ -63,7 +63,7 @@ def _what_if(options: argparse.Namespace) -> int:
     for change in changes or what_if.usual_changes():
         try:
             predictions.append(what_if.predict(change))
-        except BudgetTooSmall as error:
+        except (BudgetTooSmall, ColdTierError, OSError) as error:
             if changes:
                 raise
             refused[change.label] = str(error)

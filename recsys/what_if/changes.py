@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recsys._support.nested_keys import flat
 from recsys._support.sizes import parse_bytes, round_up_bytes
 from recsys._support.untrusted import is_count, is_finite_number
-from recsys.config import TrainConfig, describe_config
+from recsys.config import describe_config
 from recsys.errors import ConfigError
 from recsys.train.loop.resume import resumed_config
 from recsys.train.run_files.run_folder import RunFolder
@@ -23,23 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "MeasuredRun", "change_of", "change_to", "depth_of", "usual_changes"]
 
-_CHANGEABLE = ("budget", "cold_tier", "cold_path", "batch_size", "schedule.name", "schedule.depth")
-# Keys that do not change the steps of training. The seed changes their order.
+_PREDICTED = ("budget", "cold_tier", "batch_size", "schedule.name", "schedule.depth")
+# Keys that do not change the steps of training. The seed changes their order. What stopped early is
+# refused, and data is compared by its fingerprint.
 _IRRELEVANT = (
     "cold_path",
+    "data",
     "save_model",
     "timeline_steps",
     "seed",
     "callbacks",
+    "early_stopping.",
     "eval.",
-    "checkpoint.",
 )
 _SCHEDULES = ("", "sequential", "lookahead")
 _DEFAULT_DEPTH = 2
 _TRAIN_AGAIN = "run it again with this version"
 _MEASURED = {
     "throughput": ("samples_per_second", "num_samples", "num_steps", "train_seconds"),
-    "stalls": ("prefetch_wait_seconds", "write_back_wait_seconds"),
+    "stalls": ("prefetch_wait_seconds", "write_back_wait_seconds", "checkpoint_seconds"),
     "environment": ("num_cores", "num_threads"),
 }
 _OF_TIERS = {
@@ -84,6 +86,12 @@ class MeasuredRun(NamedTuple):
     def num_steps(self) -> int:
         """Steps of training."""
         count: int = self.record["throughput"]["num_steps"]
+        return count
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of training."""
+        count: int = self.record["throughput"]["num_samples"]
         return count
 
     @property
@@ -133,7 +141,9 @@ def change_of(run: MeasuredRun, settings: Sequence[str]) -> Change:
             what the key accepts.
     """
     config = resumed_config(run.path, None, settings, None)
-    _require_changeable(run, config, "", _CHANGEABLE)
+    _require_changeable(run, config, "", (*_PREDICTED, "cold_path"))
+    if config.cold_tier == "file" and not config.budget:
+        raise ConfigError("cold_tier 'file' needs a budget; add --set budget=...")
     return Change(", ".join(settings), config)
 
 
@@ -159,7 +169,7 @@ def usual_changes(run: MeasuredRun, everything_bytes: int) -> list[Change]:
     else:
         found += [[f"budget={round_up_bytes(everything_bytes // each)}"] for each in (2, 4, 8)]
     found += [[f"batch_size={each}"] for each in (size // 2, 2 * size) if each]
-    return [change_of(run, settings) for settings in found]
+    return [change_of(run, settings) for settings in dict.fromkeys(map(tuple, found))]
 
 
 def change_to(run: MeasuredRun, other: MeasuredRun) -> Change:
@@ -168,7 +178,14 @@ def change_to(run: MeasuredRun, other: MeasuredRun) -> Change:
     Raises:
         ConfigError: the runs differ in something that is not predicted.
     """
-    _require_changeable(run, other.config, f"{other.path}: ", (*_CHANGEABLE, *_IRRELEVANT))
+    _require_changeable(run, other.config, f"{other.path}: ", (*_PREDICTED, *_IRRELEVANT))
+    for part, key in (("data", "fingerprint"), ("environment", "num_threads")):
+        ours, theirs = run.record[part].get(key), other.record[part].get(key)
+        if ours != theirs:
+            raise ConfigError(
+                f"{other.path}: {part}.{key} of its record is {theirs!r}, and that of {run.path} "
+                f"{ours!r}; compare runs on the same data with as many threads"
+            )
     before, after = run.config, other.config
     changed = []
     if before.budget != after.budget:
@@ -200,7 +217,7 @@ def _require_changeable(
         if not is_equal and not any(key == each or key.startswith(each) for each in keys):
             raise ConfigError(
                 f"{place}{key} {before.get(key)!r} becomes {after.get(key)!r}, which what-if "
-                f"cannot predict; it predicts {', '.join(_CHANGEABLE)}: train with {key} changed, "
+                f"cannot predict; it predicts {', '.join(_PREDICTED)}: train with {key} changed, "
                 "and start from that run"
             )
     if config.schedule.name not in _SCHEDULES:

@@ -91,6 +91,11 @@ class WhatIf:
         self._run, self._most_steps = run, most_steps
         self._source = open_source(config)
         require_features_of(run.record, self._source)
+        if self._source.fingerprint != run.record["data"].get("fingerprint"):
+            raise ConfigError(
+                f"{run.path}: its data has changed since: the fingerprint of {config.data} is "
+                f"{self._source.fingerprint!r} now; run it again"
+            )
         if needs_rows(config.model, self._source):
             raise ConfigError(
                 f"{run.path}: what-if cannot read this run: model.name {config.model.name!r} "
@@ -125,7 +130,9 @@ class WhatIf:
         config, run = change.config, self._run
         replayed = self._replay(config)
         found = self._compose(config, replayed)
-        speed = replayed.num_samples / found.seconds
+        # Checkpoints take as long as in the run, for each sample.
+        of_checkpoints = run.record["stalls"]["checkpoint_seconds"] / run.num_samples
+        speed = 1 / (found.seconds / replayed.num_samples + of_checkpoints)
         slots = self._slots(config)
         hot_bytes = FastMemory.of([self._space], None if slots is None else [slots])
         return Prediction(
@@ -195,7 +202,8 @@ class WhatIf:
     def _solve(self) -> Solved:
         """The seconds of computing, and the scale of transfers, of the run."""
         run, config, replayed = self._run, self._run.config, self._base
-        seconds = run.record["throughput"]["train_seconds"] - run.waited_seconds
+        not_computing = run.waited_seconds + run.record["stalls"]["checkpoint_seconds"]
+        seconds = run.record["throughput"]["train_seconds"] - not_computing
         unwaited = seconds / run.num_steps
         if not run.is_tiered:
             return Solved(unwaited, 1.0, 1.0)
@@ -262,6 +270,10 @@ class WhatIf:
     def _notes(self, config: TrainConfig, replayed: Replayed) -> list[str]:
         """What is not known from the run alone."""
         run, found = self._run, []
+        tiers = (config.schedule, config.cold_tier)
+        is_of_tiers = config.budget or tiers != (run.config.schedule, run.config.cold_tier)
+        if is_of_tiers and not len(replayed.fetched):
+            found.append("every row is resident, so depth and cold tier have no effect")
         if len(replayed.fetched) and not self._has_moved(config.cold_tier):
             where = "memory" if config.cold_tier == "host" else "files in the page cache"
             found.append(
@@ -285,7 +297,8 @@ class WhatIf:
             found.append(
                 f"the budget has room for {replayed.mean_depth:.1f} of {depth} mini-batches ahead"
             )
-        if replayed.num_steps == self._most_steps and len(replayed.fetched):
+        num_steps = config.epochs * -(-len(self._source.splits["train"]) // config.batch_size)
+        if replayed.num_steps < num_steps and len(replayed.fetched):
             found.append(
                 f"counts are those of the first {replayed.num_steps:,} steps, and later ones may "
                 "hit more often"

@@ -226,12 +226,77 @@ def test_few_steps_are_told(runs):
         (["precision=bf16"], "precision 'fp32' becomes 'bf16', which what-if cannot predict"),
         (["schedule.name=hotline"], "schedule.name must be one of 'sequential' and 'lookahead'"),
         (["schedule.name=auto"], "schedule.name must be one of 'sequential' and 'lookahead'"),
+        (["budget=", "cold_tier=file"], "cold_tier 'file' needs a budget"),
         (["nosuch=1"], "unknown key nosuch"),
     ],
 )
 def test_other_changes_are_refused(runs, settings, message):
     with pytest.raises(ConfigError, match=message):
         change_of(MeasuredRun.open(runs / "tiered"), settings)
+
+
+def test_data_that_has_changed_is_refused(changed):
+    run = MeasuredRun.open(changed("data", "fingerprint", value="another"))
+
+    with pytest.raises(ConfigError, match="its data has changed since: the fingerprint of"):
+        WhatIf(run)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(("data", "fingerprint"), "another"), (("environment", "num_threads"), 7)]
+)
+def test_runs_on_other_data_or_threads_are_not_compared(runs, changed, path, value):
+    other = MeasuredRun.open(changed(*path, value=value))
+
+    with pytest.raises(ConfigError, match=f"{'.'.join(path)} of its record is {value!r}"):
+        change_to(MeasuredRun.open(runs / "tiered"), other)
+
+
+def test_early_stopping_that_did_not_stop_is_no_difference(runs, changed):
+    changing = "[early_stopping]\npatience = 0"
+    other = MeasuredRun.open(changed(key=changing, value="[early_stopping]\npatience = 9"))
+
+    assert change_to(MeasuredRun.open(runs / "tiered"), other).label == "the same"
+
+
+def test_checkpoints_take_as_long_as_in_the_run(changed):
+    plain = MeasuredRun.open(changed("status", value="finished"))
+    speed = WhatIf(plain).predict(change_of(plain, ["schedule.depth=2"])).samples_per_second
+    folder, record = plain.path, dict(plain.record)
+    record["stalls"] = plain.record["stalls"] | {"checkpoint_seconds": 9.0}
+    record["throughput"] = plain.record["throughput"] | {
+        "train_seconds": plain.record["throughput"]["train_seconds"] + 9.0
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    run = MeasuredRun.open(folder)
+
+    found = WhatIf(run).predict(change_of(run, ["schedule.depth=2"]))
+
+    seconds = run.num_samples / found.samples_per_second - run.num_samples / speed
+    assert seconds == pytest.approx(9.0, rel=0.02)
+
+
+def test_settings_without_effect_are_told(runs):
+    run = MeasuredRun.open(runs / "resident")
+
+    found = WhatIf(run).predict(change_of(run, ["budget=1GiB", "schedule.depth=8"]))
+
+    assert found.notes == ("every row is resident, so depth and cold tier have no effect",)
+
+
+def test_a_usual_change_that_cannot_be_probed_leaves_the_others(runs, monkeypatch, capsys):
+    def probe(cold_tier, **options):
+        if cold_tier == "file":
+            raise OSError("the disk is full")
+        return make_probe(cold_tier, **options)
+
+    make_probe = predict.probe
+    monkeypatch.setattr(predict, "probe", probe)
+
+    assert run_cli(runs / "tiered") == 0
+    told = capsys.readouterr().out
+    assert "the disk is full" in told
+    assert "schedule.depth=4" in told
 
 
 def test_a_run_that_differs_in_more_is_refused(runs):
