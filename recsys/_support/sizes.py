@@ -7,7 +7,7 @@ from typing import Final
 
 from recsys.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes", "round_up_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "round_up_as_written", "round_up_bytes"]
 
 _UNITS: Final = ("", "Ki", "Mi", "Gi", "Ti")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE | re.ASCII)
@@ -56,6 +56,15 @@ def format_bytes(num_bytes: float) -> str:
         num_bytes, power = num_bytes / 1024, power + 1
     digits = f"{num_bytes:.0f}" if not power or num_bytes >= 100 else f"{num_bytes:.3g}"
     return f"{digits} {_UNITS[power]}B"
+
+
+def round_up_as_written(num_bytes: int) -> int:
+    """The least size of at least `num_bytes` that is read again as `format_bytes` writes it."""
+    unit = 1
+    while num_bytes >= 1024 * unit and unit < 1024 ** (len(_UNITS) - 1):
+        unit *= 1024
+    parts = 1 if unit == 1 or num_bytes >= 100 * unit else 10 if num_bytes >= 10 * unit else 100
+    return -(-num_bytes * parts // unit) * unit // parts
 
 
 def round_up_bytes(num_bytes: int) -> str:

@@ -213,12 +213,15 @@ def _require_floor(found: Estimate) -> None:
     """
     if found.all_fits or found.budget_bytes is None or found.floor_bytes <= found.budget_bytes:
         return
+    held = f"the row map of {found.num_rows:,} rows and the rows of a mini-batch of "
+    held += f"{found.batch_size:,} samples"
+    if found.floor_bytes == found.everything_bytes:
+        held = "everything, without a row map"
     raise BudgetTooSmall(
         f"budget must be at least {found.floor_bytes} bytes ({round_up_bytes(found.floor_bytes)}), "
-        f"got {found.budget_bytes} ({format_bytes(found.budget_bytes)}): that much holds the row "
-        f"map of {found.num_rows:,} rows and the rows of a mini-batch of {found.batch_size:,} "
-        "samples; raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where "
-        "bags have rows in common)"
+        f"got {found.budget_bytes} ({format_bytes(found.budget_bytes)}): that much holds {held}; "
+        "raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where bags have "
+        "rows in common)"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recsys._support.sizes import format_bytes
+from recsys._support.sizes import format_bytes, round_up_as_written
 
 if TYPE_CHECKING:
     from recsys.conversion.accelerated import LeftAlone
@@ -37,7 +37,8 @@ class Estimate:
         num_slots: Slots of fast memory; 0 if every row is resident.
         num_pinned: Rows that a plan pins in slots.
         batch_size: Samples of the mini-batch of `floor_bytes`.
-        floor_bytes: The least budget for mini-batches of this size.
+        floor_bytes: The least budget for mini-batches of this size; with the cold tier "host" at
+            most what all rows take.
         cold_bytes: Rows and their state in the cold tier "host".
         staging_bytes: Host memory through which rows pass to slots on a GPU.
         disk_bytes: Files of the cold tier "file".
@@ -115,7 +116,10 @@ class Estimate:
         ]
         rows += [(name, num_bytes, "") for name, num_bytes in parts if num_bytes]
         samples = "1 sample" if self.batch_size == 1 else f"{self.batch_size:,} samples"
-        rows.append(("least budget", self.floor_bytes, f"for mini-batches of {samples}"))
+        note = f"for mini-batches of {samples}"
+        if self.floor_bytes == self.everything_bytes:
+            note = f"everything, without a row map; {note}"
+        rows.append(("least budget", round_up_as_written(self.floor_bytes), note))
         rows.append(("host memory", self.host_bytes, self._of_host()))
         rows.append(("disk", self.disk_bytes, "rows and state" if self.disk_bytes else ""))
         if self.num_dense:

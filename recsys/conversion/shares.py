@@ -109,6 +109,9 @@ class Share(NamedTuple):
         of_slots = [space.slot_bytes for space in spaces]
         num_rows = sum(space.num_rows for space in spaces)
         floor = of_tracker + floor_bytes(num_rows, zip(needed, of_slots, strict=True))
+        everything = sum(space.resident_bytes for space in spaces)
+        if self.cold_tier == "host":
+            floor = min(floor, everything)  # where every row is resident there is no row map
         divided = self.built if staleness is None else None
         if divided is None:
             divided = self._divided(spaces, of_tracker)
@@ -116,7 +119,7 @@ class Share(NamedTuple):
         fast = FastMemory.of(spaces, slots)._replace(tracker_bytes=of_tracker)
         if divided is None or slots is None:
             return Sized(fast, 0, 0, floor, 0, 0, 0)
-        everything, staging = sum(space.resident_bytes for space in spaces), 0
+        staging = 0
         for space, num_slots in zip(spaces, slots, strict=True):
             require_numbers(space.num_rows, num_slots)
             of_row = row_bytes(space.dim, space.dtype, space.state_sizes)

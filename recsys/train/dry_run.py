@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._support.files import existing
-from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written
 from recsys.batch import features_by_table
 from recsys.conversion.estimate import estimate, require_machine
 from recsys.conversion.estimated import Estimate, format_line
@@ -48,8 +48,8 @@ class DryRun:
         tables: What the tables take; the least budget is that of the first mini-batch.
         snapshot_bytes: The part of the budget that `skip.policy` "paper" keeps for snapshots of hot
             rows, beside that of the tables.
-        enough_bytes: A budget that holds every mini-batch, at most what everything takes; None
-            without a budget or with a plan.
+        enough_bytes: A budget that holds every mini-batch; at most what everything takes, with the
+            cold tier "host". None without a budget or with a plan.
         depth: Mini-batches that a look-ahead schedule wants ahead; 0 for other schedules.
         ahead_bytes: A budget that holds every mini-batch and those ahead; None as `enough_bytes`,
             and for other schedules.
@@ -78,11 +78,14 @@ class DryRun:
             note = "holds every mini-batch; the least budget holds the first"
             if self.enough_bytes == self.tables.everything_bytes:
                 note = "everything; a smaller one may not hold every mini-batch"
-            lines.append(format_line("enough budget", self.enough_bytes, note))
+            lines.append(_budget_line("enough budget", self.enough_bytes, note))
         if self.ahead_bytes is not None and self.ahead_bytes != self.enough_bytes:
             ahead = "the one" if self.depth == 1 else f"the {self.depth}"
-            note = f"holds {ahead} ahead, too; with less, the run may look less far ahead"
-            lines.append(format_line("  with look-ahead", self.ahead_bytes, note))
+            held = f"holds {ahead} ahead, too"
+            if self.ahead_bytes == self.tables.everything_bytes:
+                held = "everything"
+            note = f"{held}; with less, the run may look less far ahead"
+            lines.append(_budget_line("  with look-ahead", self.ahead_bytes, note))
         if self.model_bytes:
             lines.append(format_line("model file", self.model_bytes, "on disk"))
         if self.checkpoint_bytes:
@@ -198,6 +201,11 @@ def _size_tables(
         device=config.device,
     )
     return tables, model
+
+
+def _budget_line(name: str, num_bytes: int, note: str) -> str:
+    """A line with a budget, which is enough as it is written."""
+    return format_line(name, round_up_as_written(num_bytes), note)
 
 
 def _kept_bytes(checkpoint_bytes: int) -> int:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
+from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written, round_up_bytes
 from recsys.errors import ConfigError
 
 
@@ -73,3 +73,22 @@ def test_a_written_size_can_be_read(num_bytes):
 def test_a_size_rounded_up_is_read_as_no_less_and_little_more(num_bytes):
     found = parse_bytes(round_up_bytes(num_bytes))
     assert num_bytes <= found < num_bytes + max(1024, num_bytes // 50)
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_rounded_up_as_written_is_no_less_and_read_as_it_is(num_bytes):
+    found = round_up_as_written(num_bytes)
+
+    assert num_bytes <= found <= num_bytes + num_bytes // 99
+    assert parse_bytes(format_bytes(found)) == found
+
+
+@pytest.mark.parametrize("num_bytes", [1023, 5755, 1023 * 1024 + 1, 229 * 2**20, 10 * 2**30 - 1])
+def test_no_smaller_size_as_written_is_enough(num_bytes):
+    found = round_up_as_written(num_bytes)
+
+    assert round_up_as_written(found) == found
+    assert not any(
+        parse_bytes(format_bytes(each)) == each
+        for each in range(num_bytes, min(found, num_bytes + 9))
+    )

@@ -247,7 +247,24 @@ def test_lookups_per_bag_are_of_all_tables_or_by_table():
     assert least(10) == 400 * row + 150 * small_row  # no more than the table has
     assert least({"users": 2.5}) == 70 * row + 20 * small_row
     assert least({}) == least(1)
-    assert least(float("inf")) == 1100 * row + 150 * small_row
+    everything = 1100 * 8 * 4 + 150 * 4 * 4  # takes less without a row map
+    assert least(float("inf")) == everything - maps
+
+
+def test_the_least_budget_is_never_more_than_everything_unless_the_rest_is_in_files():
+    least = {}
+    for cold_tier in ("host", "file"):
+        with pytest.raises(BudgetTooSmall) as refused:
+            recsys.estimate(Bags(), "6KiB", 900, optimizer=SGD(lr=0.1), cold_tier=cold_tier)
+        least[cold_tier] = str(refused.value)
+    everything = recsys.estimate(Bags(), optimizer=SGD(lr=0.1)).everything_bytes
+
+    assert f"at least {everything} bytes" in least["host"]
+    assert "that much holds everything, without a row map; raise it" in least["host"]
+    assert "that much holds the row map of 1,250 rows and the rows of a mini-batch" in least["file"]
+    told = recsys.estimate(Bags(), everything, 900, optimizer=SGD(lr=0.1))
+    assert told.all_fits
+    assert "  everything, without a row map; for mini-batches of 900 samples" in str(told)
 
 
 def test_features_of_a_collection_count_one_by_one():

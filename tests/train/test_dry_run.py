@@ -1,6 +1,7 @@
 """What a dry run says is what the run then takes; a dry run allocates and writes nothing."""
 
 import os
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recsys._support.sizes import parse_bytes
 from recsys.cli import main
 from recsys.conversion import estimate as estimate_module
 from recsys.errors import (
@@ -172,6 +174,49 @@ def test_enough_budget_is_never_more_than_everything(small_config, tmp_path):
     assert dry_run(enough, tmp_path / "run").tables.all_fits
     assert in_files.enough_bytes > everything  # rows in files need the row map, too
     assert "holds every mini-batch; the least" in str(in_files)
+
+
+def test_least_and_enough_budgets_agree_where_a_row_map_would_not_pay(small_config, tmp_path):
+    settings = ["synthetic.table_sizes=[40, 30, 20]", "batch_size=900"]
+
+    told = dry_run(small_config(*settings, "budget=1MiB"), tmp_path / "run")
+
+    everything = told.tables.everything_bytes
+    assert told.tables.floor_bytes == told.enough_bytes == everything
+    small = small_config(*settings, f"budget={everything - 1}")
+    with pytest.raises(BudgetTooSmall, match="which holds everything, without a row map, or"):
+        dry_run(small, tmp_path / "run")
+    in_files = small_config(*settings, f"budget={everything - 1}", "cold_tier=file")
+    with pytest.raises(BudgetTooSmall, match="which holds every mini-batch of this size, or"):
+        dry_run(in_files, tmp_path / "run")
+
+
+@pytest.mark.parametrize("sizes", ["[3000, 500, 200]", "[3000, 500, 201]", "[3000, 507, 233]"])
+@pytest.mark.parametrize("batch_size", [64, 96, 900])
+def test_budgets_are_enough_as_they_are_printed(small_config, tmp_path, sizes, batch_size):
+    settings = [f"synthetic.table_sizes={sizes}", f"batch_size={batch_size}", "budget=1MiB"]
+
+    told = dry_run(small_config(*settings), tmp_path / "run")
+
+    printed = dict(
+        re.findall(r"^ *(least budget|enough budget|with look-ahead) +(\S+ \S+)  ", str(told), re.M)
+    )
+    exact = {"least budget": told.tables.floor_bytes, "enough budget": told.enough_bytes}
+    if told.ahead_bytes != told.enough_bytes:
+        exact["with look-ahead"] = told.ahead_bytes
+    assert set(printed) == set(exact)
+    for name, num_bytes in exact.items():
+        assert num_bytes <= parse_bytes(printed[name]) <= 1.02 * num_bytes
+
+
+def test_a_budget_for_look_ahead_that_is_everything_is_told_as_such(small_config, tmp_path):
+    settings = ["synthetic.table_sizes=[900, 700, 800]", "batch_size=140", "budget=1MiB"]
+
+    told = dry_run(small_config(*settings), tmp_path / "run")
+
+    assert told.enough_bytes < told.ahead_bytes == told.tables.everything_bytes
+    line = next(line for line in str(told).splitlines() if line.startswith("  with look-ahead"))
+    assert line.endswith("  everything; with less, the run may look less far ahead")
 
 
 def test_the_budget_for_look_ahead_holds_every_mini_batch_and_those_ahead(small_config, tmp_path):

@@ -106,12 +106,14 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
     floor = needs.floor(needs.slots(distinct))
     if floor <= budget_bytes:
         return
+    enough, held = enough_bytes(config, source), "every mini-batch of this size"
+    if config.cold_tier == "host" and enough == needs.everything:
+        held = "everything, without a row map"
     raise BudgetTooSmall(
         f"budget={config.budget!r} is too small for a mini-batch of {config.batch_size} samples: "
         f"{sum(distinct.values()):,} distinct rows of the first one, their state, and the row map "
         f"of {sum(source.table_sizes.values()):,} rows take {format_bytes(floor)} ({floor} bytes); "
-        f"set budget={enough_budget(config, source)}, which holds every mini-batch of this size, "
-        "or make batch_size smaller"
+        f"set budget={round_up_bytes(enough)}, which holds {held}, or make batch_size smaller"
     )
 
 
