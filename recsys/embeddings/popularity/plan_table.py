@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recsys._support.sizes import format_bytes
+from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written
 
 if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
@@ -25,7 +25,7 @@ def format_budgets(plan: HotPlan) -> str:
         found = planned.coverage()
         lines.append(
             (
-                format_bytes(budget),
+                _written(budget),
                 f"{min(budget / plan.everything_bytes, 1):.1%}",
                 f"{planned.num_pinned:,}",
                 f"{found.lookup_hit_rate:.1%}",
@@ -40,19 +40,47 @@ def format_budgets(plan: HotPlan) -> str:
     return "\n".join(rows)
 
 
+def _written(budget: int) -> str:
+    """Text of exactly this budget."""
+    text = format_bytes(budget)
+    return text if parse_bytes(text) == budget else f"{budget} B"
+
+
 def _budgets(plan: HotPlan) -> list[int]:
     """The plan's budget, and others whose room above the floor doubles up to all counted rows.
 
     Doublings of the budget itself would say nothing where the row map is most of it.
     """
-    room = sum(
-        int(np.count_nonzero(plan.profile.counts(name))) * table.slot_bytes
-        for name, table in plan.tables.items()
-    )
-    found, everything = {plan.budget_bytes}, plan.everything_bytes
-    for halvings in range(_NUM_OTHERS):
-        part = room >> halvings
-        step = 1 << max(part.bit_length() - 3, 0)  # rounds up by less than a quarter of the room
-        rounded = -(-(plan.floor_bytes + part) // step) * step
-        found.add(rounded if rounded < everything else max(everything, plan.budget_bytes))
-    return sorted(found)
+    room = _room_of_counted(plan)
+    others = {_with_room(plan, room >> halvings) for halvings in range(_NUM_OTHERS)}
+    return sorted(others | {plan.budget_bytes})
+
+
+def _room_of_counted(plan: HotPlan) -> int:
+    """Bytes above the floor that pin all counted rows, after the small tables, pinned whole."""
+    tables = [
+        (
+            int(np.count_nonzero(plan.profile.counts(name))) * table.slot_bytes,
+            size * table.slot_bytes,
+        )
+        for (name, table), size in zip(
+            plan.tables.items(), plan.profile.table_sizes.values(), strict=True
+        )
+    ]
+    room, last = sum(counted for counted, _ in tables), -1
+    while room != last:  # a larger budget may make more tables small
+        last, most = room, plan.small_share * _with_room(plan, room)
+        room = sum(whole if whole <= most else counted for counted, whole in tables)
+    return room
+
+
+def _with_room(plan: HotPlan, room: int) -> int:
+    """A budget with at least this room above the floor, rounded up by less than a quarter of it.
+
+    It is rounded further to what is written of it, and holds all rows where these take no more.
+    """
+    step = 1 << max(room.bit_length() - 3, 0)
+    rounded = round_up_as_written(-(-(plan.floor_bytes + room) // step) * step)
+    if rounded < plan.everything_bytes:
+        return rounded
+    return max(round_up_as_written(plan.everything_bytes), plan.budget_bytes)

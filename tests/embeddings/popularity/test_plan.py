@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recsys._support.sizes import parse_bytes
 from recsys.batch import JaggedIds
 from recsys.datasets import SyntheticCriteo
 from recsys.embeddings import (
@@ -297,7 +299,7 @@ def test_the_budgets_of_the_table_double_what_is_above_the_floor():
         TableConfig(name=name, num_embeddings=size, embedding_dim=4, feature_names=(name,))
         for name, size in sizes.items()
     ]
-    counts = {name: [1 + row % 7 for row in range(500)] + [0] * 199_500 for name in sizes}
+    counts = {name: [1 + row % 7 for row in range(10_000)] + [0] * 190_000 for name in sizes}
     plan = plan_hot_rows(profile_of(counts), tables, 1_610_000, window_lookups=1, small_share=0)
     assert plan.map_bytes > 0.99 * plan.floor_bytes
 
@@ -312,7 +314,7 @@ def test_the_budgets_of_the_table_double_what_is_above_the_floor():
     assert len(set(hits)) == 6
     found = plan.coverage()
     share = found.num_distinct_hot_rows / found.num_distinct_rows
-    own = [str(plan.num_pinned), f"{found.lookup_hit_rate:.1%}", f"{share:.1%}"]
+    own = [f"{plan.num_pinned:,}", f"{found.lookup_hit_rate:.1%}", f"{share:.1%}"]
     assert own in [line.split()[-3:] for line in lines]
 
 
@@ -328,6 +330,34 @@ def test_the_table_ends_at_everything_and_has_the_budget_of_the_plan_once(budget
     assert budgets[0] >= FLOOR
     assert lines[-1][-1] == "100.0%"
     assert budgets[-1] <= max(budget, plan.everything_bytes)
+
+
+@pytest.mark.parametrize("num_rows", [20_000, 60_000, 1_000_000])
+@pytest.mark.parametrize("num_counted", [1, 900])
+def test_a_line_of_the_table_is_of_the_budget_that_it_shows(num_rows, num_counted):
+    tables = [TableConfig(name="a", num_embeddings=num_rows, embedding_dim=4)]
+    counts = {"a": [1 + row % 7 for row in range(num_counted)] + [0] * (num_rows - num_counted)}
+    plan = plan_hot_rows(profile_of(counts), tables, 4 * num_rows + 12_345, window_lookups=16)
+
+    lines = [re.split(r"  +", line.strip()) for line in str(plan).split("\n")[1:]]
+
+    assert len({line[0] for line in lines}) == len(lines)  # no budget twice
+    assert plan.budget_bytes in [parse_bytes(line[0]) for line in lines]
+    for budget, _, num_pinned, *_ in lines:
+        assert num_pinned == f"{plan.retarget(budget).num_pinned:,}"
+
+
+@pytest.mark.parametrize("num_counted", [900, 1050, 1150])
+def test_the_last_budget_of_the_table_holds_all_counted_rows_beside_small_tables(num_counted):
+    tables = [TableConfig(name="big", num_embeddings=2000, embedding_dim=4)]
+    tables += [TableConfig(name=f"t{i}", num_embeddings=40, embedding_dim=4) for i in range(40)]
+    counts = {"big": [2] * num_counted + [0] * (2000 - num_counted)}
+    counts |= {table.name: [1] + [0] * 39 for table in tables[1:]}
+    plan = plan_hot_rows(profile_of(counts), tables, "40KiB", window_lookups=1, small_share=1 / 32)
+
+    last = str(plan).split("\n")[-1].split()
+
+    assert last[-2:] == ["100.0%", "100.0%"]
 
 
 def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_counted():
