@@ -1,12 +1,11 @@
 """Page-locks memory of the host where it is, so that a CUDA device reads and writes it by itself.
 
-CUDA locks whole pages and refuses to lock a page twice. Tensors may share a page, and several
-modules may share a tensor. So each run of pages is registered once in a process, and counted.
+CUDA refuses to lock a page twice, and several modules may share a table. So each mapping of
+`own_pages` is registered once in a process, as a whole, and counted.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import weakref
@@ -14,6 +13,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
+
+from recsys._support.own_pages import pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,9 +26,8 @@ __all__ = ["PageLocks"]
 # cudaHostRegisterPortable and cudaHostRegisterMapped: every device of this process reaches the
 # memory by the address that the host uses.
 _FLAGS = 1 | 2
-_PAGE_BYTES = mmap.PAGESIZE
 
-# A run of pages, as (begin, end), and how many `PageLocks` need it.
+# How many `PageLocks` need a mapping, by its begin and end.
 _USERS: dict[tuple[int, int], int] = {}
 # Reentrant: the garbage collector may release locks while others are being made.
 _CHANGING = threading.RLock()
@@ -39,24 +39,26 @@ class PageLocks:
     Until then it also keeps the tensors: memory must not be freed while it is registered.
 
     Args:
-        tensors: Contiguous tensors on the CPU. Those that torch has pinned are left as they are.
+        tensors: Tensors in pages of their own; see `own_pages`.
         device: The CUDA device that uses the memory. `release` waits for it.
 
     Raises:
-        OSError: CUDA refuses a run of pages; nothing is locked then.
+        OSError: CUDA refuses a mapping, or a tensor shares pages with other memory; nothing is
+            locked then.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         kept = [tensor for tensor in tensors if tensor.nbytes]
-        runs: list[tuple[int, int]] = []
+        locked: list[tuple[int, int]] = []
         try:
-            for begin, end in _page_runs([each for each in kept if not _is_pinned(each)]):
-                _lock(begin, end, runs, device)
+            for pages in sorted(set(map(_pages_of, kept))):
+                _lock(pages, device)
+                locked.append(pages)
         except BaseException:
-            _unlock(runs)
+            _unlock(locked)
             raise
         # `kept` is an argument, so that the memory outlives its registration.
-        self._finalizer = weakref.finalize(self, _release, runs, kept, device, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, locked, kept, device, os.getpid())
         self._finalizer.atexit = False  # the driver frees what a process leaves
 
     def release(self) -> None:
@@ -64,57 +66,35 @@ class PageLocks:
         self._finalizer()
 
 
-def _is_pinned(tensor: Tensor) -> bool:
-    """Whether others have page-locked a tensor, not this module."""
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    is_own = any(run[0] < end and begin < run[1] for run in list(_USERS))
-    return not is_own and tensor.is_pinned()
+def _pages_of(tensor: Tensor) -> tuple[int, int]:
+    found = pages_of(tensor)
+    if found is None:
+        raise OSError(f"a tensor of shape {tuple(tensor.shape)} shares pages with other memory")
+    return found
 
 
-def _page_runs(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The pages that tensors lie in, as disjoint runs from begin to end, in bytes."""
-    runs: list[tuple[int, int]] = []
-    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
-        address = tensor.data_ptr()
-        begin = address // _PAGE_BYTES * _PAGE_BYTES
-        end = -(-(address + tensor.nbytes) // _PAGE_BYTES) * _PAGE_BYTES
-        if runs and begin < runs[-1][1]:
-            begin, last = runs.pop()
-            end = max(end, last)
-        runs.append((begin, end))
-    return runs
-
-
-def _lock(begin: int, end: int, runs: list[tuple[int, int]], device: torch.device) -> None:
-    """Register the pages from `begin` to `end` that are not registered; adds to `runs`."""
+def _lock(pages: tuple[int, int], device: torch.device) -> None:
     with _CHANGING:
-        shared = sorted(run for run in list(_USERS) if run[0] < end and begin < run[1])
-        for run in shared:
-            _USERS[run] = _USERS.get(run, 0) + 1
-            runs.append(run)
-        for first, last in [*shared, (end, end)]:
-            if begin < first:
-                _register(begin, first, device)
-                _USERS[begin, first] = 1
-                runs.append((begin, first))
-            begin = max(begin, last)
+        if pages not in _USERS:
+            _register(*pages, device)
+        _USERS[pages] = _USERS.get(pages, 0) + 1
 
 
-def _unlock(runs: Iterable[tuple[int, int]]) -> None:
+def _unlock(locked: Iterable[tuple[int, int]]) -> None:
     with _CHANGING:
-        for run in runs:
-            _USERS[run] -= 1
-            if not _USERS[run]:
-                del _USERS[run]
-                torch.cuda.cudart().cudaHostUnregister(run[0])  # type: ignore[no-untyped-call]
+        for pages in locked:
+            _USERS[pages] -= 1
+            if not _USERS[pages]:
+                del _USERS[pages]
+                torch.cuda.cudart().cudaHostUnregister(pages[0])  # type: ignore[no-untyped-call]
 
 
 def _release(
-    runs: Sequence[tuple[int, int]], kept: list[Tensor], device: torch.device, process: int
+    locked: Sequence[tuple[int, int]], kept: list[Tensor], device: torch.device, process: int
 ) -> None:
-    if runs and process == os.getpid():  # a fork has no CUDA
+    if locked and process == os.getpid():  # a fork has no CUDA
         torch.cuda.synchronize(device)  # kernels may still use the memory
-        _unlock(runs)
+        _unlock(locked)
     kept.clear()
 
 

@@ -1,15 +1,17 @@
-"""Runs of pages are registered with CUDA once, as long as one user needs them; fakes stand in."""
+"""Pages are registered with CUDA once, as long as one user needs them; fakes stand in."""
 
 import gc
+import mmap
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from recsys._support import page_locks
+from recsys._support.own_pages import empty_in_own_pages, in_own_pages
 from recsys._support.page_locks import PageLocks
 
-PAGE = page_locks._PAGE_BYTES
+PAGE = mmap.PAGESIZE
 DEVICE = torch.device("cuda:0")
 
 
@@ -59,10 +61,7 @@ def cudart(monkeypatch):
 
 
 def memory(num_pages):
-    """Bytes that begin a third of a page after a page begins."""
-    whole = torch.zeros((num_pages + 1) * PAGE, dtype=torch.uint8)
-    begin = -whole.data_ptr() % PAGE + PAGE // 3
-    return whole[begin : begin + num_pages * PAGE]
+    return empty_in_own_pages((num_pages * PAGE,), torch.uint8)
 
 
 def test_memory_is_locked_until_the_locks_are_released(cudart):
@@ -87,18 +86,18 @@ def test_memory_is_unlocked_with_its_last_user(cudart):
     locks.clear()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_tensors_that_share_pages_are_locked_apart_and_together(cudart, order):
+def test_tables_of_one_memory_are_locked_with_all_of_it(cudart):
     whole = memory(6)
     parts = [whole[: 2 * PAGE], whole[2 * PAGE : 2 * PAGE + 40], whole[2 * PAGE + 40 :]]
 
-    locks = [PageLocks([parts[number]], DEVICE) for number in order]
-    locks.append(PageLocks(parts, DEVICE))
+    locks = [PageLocks([part], DEVICE) for part in parts]
 
-    assert all(map(cudart.holds, parts))
-    for number in order:
-        locks[number].release()
-    assert all(map(cudart.holds, parts))
+    assert cudart.num_calls == 1
+    assert cudart.holds(whole)
+    locks[0].release()
+    locks[2].release()
+    assert cudart.holds(whole)
+    locks[1].release()
 
 
 def test_what_cannot_be_locked_leaves_nothing_locked_and_says_why(cudart):
@@ -111,15 +110,11 @@ def test_what_cannot_be_locked_leaves_nothing_locked_and_says_why(cudart):
     assert not cudart.runs
 
 
-def test_memory_that_torch_has_pinned_is_not_locked_again(cudart, monkeypatch):
-    pinned, other = memory(2), memory(2)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor is pinned)
+def test_memory_that_shares_pages_is_refused(cudart):
+    with pytest.raises(OSError, match=r"shape \(3, 4\) shares pages with other memory"):
+        PageLocks([memory(1), torch.zeros(3, 4)], DEVICE)
 
-    locks = PageLocks([pinned, other], DEVICE)
-
-    assert cudart.holds(other)
-    assert not cudart.holds(pinned)
-    locks.release()
+    assert not cudart.runs
 
 
 @pytest.mark.gpu
@@ -127,12 +122,32 @@ def test_a_device_reads_and_writes_memory_that_is_locked():
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     device = torch.device("cuda", 0)
-    tensor = torch.arange(10_000.0)
+    tensor = in_own_pages(torch.arange(10_000.0))
 
     locks = PageLocks([tensor], device)
 
     assert tensor.is_pinned()
     assert tensor.to(device, non_blocking=True).sum().item() == tensor.sum().item()
+    assert tensor[5000:5003].to(device).sum().item() == 3 * 5001
     locks.release()
     assert not tensor.is_pinned()
     assert torch.ones(1, device=device).item() == 1
+
+
+@pytest.mark.gpu
+def test_memory_beside_locked_memory_is_copied_as_before():
+    """Much of it, so that some of it would share a page with a table that had none of its own."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    device = torch.device("cuda", 0)
+    others, tables = [], []
+    for number in range(200):
+        others.append(torch.full((300,), float(number)))
+        tables.append(in_own_pages(torch.rand(100, 4)))
+
+    locks = PageLocks(tables, device)
+
+    for number, other in enumerate(others):
+        assert not other.is_pinned()
+        assert (other.to(device, non_blocking=True) == number).all()
+    locks.release()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from recsys._support.memory import empty_rows
+from recsys._support.own_pages import empty_in_own_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,12 +33,13 @@ class HostTables:
         dim: D.
 
     Attributes:
-        rows: (R, D) float32. Every page is written, since untouched pages would share one page of
-            zeros.
+        rows: (R, D) float32, in pages of its own, so that tables stay where they are when a
+            device is to reach them. Every page is written, since untouched pages would share one
+            page of zeros.
     """
 
     def __init__(self, sizes: Sequence[int], dim: int) -> None:
-        self.rows = empty_rows(sum(sizes), dim)
+        self.rows = empty_in_own_pages((sum(sizes), dim), torch.float32)
         self._sizes = list(sizes)
         # Drawing 4 billion numbers would take longer than measuring.
         block = torch.empty(min(_BLOCK_ROWS, len(self.rows)), dim).uniform_(-0.01, 0.01)

@@ -15,6 +15,7 @@ from recsys.bench.gpu.fbgemm import ManagedBags
 from recsys.bench.gpu.host_tables import HostTables, bags_on
 from recsys.bench.gpu.providers import LEARNING_RATE
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.lookup.device_tables import empty_tables
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
@@ -99,8 +100,15 @@ class Tables:
             TableConfig(name=key, num_embeddings=size, embedding_dim=dim)
             for key, size in zip(stream.keys, stream.table_sizes, strict=True)
         ]
+        rows = empty_tables(self.configs, device)
+        for each in rows:
+            each.uniform_(-0.01, 0.01)  # on the device: the CPU would take longer than measuring
         self.resident = HotColdEmbeddingBagCollection(
-            self.configs, device=device, optimizer=SGD(lr=LEARNING_RATE), auto_apply=False
+            self.configs,
+            device=device,
+            optimizer=SGD(lr=LEARNING_RATE),
+            auto_apply=False,
+            _bags=bags_on(self.configs, rows),
         )
 
     @cached_property

@@ -38,6 +38,7 @@ from recsys.embeddings.rows.row_space import RowSpace, address_of, compute_dtype
 from recsys.embeddings.rows.table_parameter import (
     LedgerParameter,
     bind_table,
+    move_to_own_pages,
     require_no_updater,
     unbind_table,
 )
@@ -157,6 +158,9 @@ class TableGroup:
             and (self._has_updater or space.are_alike(tables))
         ):
             return space
+        if self.tiers is not None and self.tiers.are_reached:
+            for weight in tables:
+                move_to_own_pages(weight)
         space = self.make_space(tables)
         if space.dim != self.dim:
             raise ValueError(

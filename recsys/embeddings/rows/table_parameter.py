@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from recsys._support.own_pages import in_own_pages
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     plain_data,
@@ -33,6 +34,7 @@ __all__ = [
     "bind_table",
     "make_plain",
     "move_table",
+    "move_to_own_pages",
     "require_no_updater",
     "unbind_table",
 ]
@@ -244,6 +246,14 @@ def move_table(weight: nn.Parameter, device: torch.device) -> None:
         set_plain_grad(weight, None)
         weight.data = weight.data.to(device)
         set_plain_grad(weight, None if gradient is None else gradient.to(device))
+
+
+def move_to_own_pages(weight: nn.Parameter) -> None:
+    """Move a table in host memory to pages of its own; it stays the same object."""
+    rows = plain_data(weight)
+    moved = in_own_pages(rows)
+    if moved is not rows:
+        set_plain_data(weight, moved)
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:

@@ -109,6 +109,11 @@ class Residency:
         self._has_warned = False
 
     @property
+    def is_reached(self) -> bool:
+        """Whether the slots' device may copy rows of the cold store by itself."""
+        return self._copies is not None
+
+    @property
     def counts(self) -> TierCounts:
         """Counts since the tiers were made; the host may wait for a device."""
         return self.counter.read()
@@ -219,7 +224,8 @@ class Residency:
         slots = self.hot.where(distinct + first_row)
         here, elsewhere = slots[slots >= 0], distinct[slots < 0]
         hot = self.hot.rows
-        torch.embedding_renorm_(hot, torch.from_numpy(here).to(hot.device), max_norm, norm_type)
+        if len(here):  # CUDA refuses to launch a kernel for no row
+            torch.embedding_renorm_(hot, torch.from_numpy(here).to(hot.device), max_norm, norm_type)
         self.hot.map.mark_dirty(here)
         if self.changed_rows is not None:
             self.changed_rows.mark_rows(elsewhere + first_row)

@@ -122,6 +122,11 @@ class Tiers:
         """The rows that a plan pins, counted over all tables, the most popular first."""
         return self._made_of.pinned
 
+    @property
+    def are_reached(self) -> bool:
+        """Whether the device may copy rows by itself; then the cold store is in own pages."""
+        return self.residency.is_reached
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
         self.flush()

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.memory import empty_rows
+from recsys._support.own_pages import empty_in_own_pages, in_own_pages
 from recsys._support.torch_compat import DisableTorchFunctionSubclass, plain_grad
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.rows.ledger import tables_in
@@ -452,13 +453,16 @@ class GroupUpdater:
 
         As in torch, the state is made at the first update of the table.
         """
-        weight = self.group.tables[table]
+        weight, tiers = self.group.tables[table], self.group.tiers
+        is_reached = tiers is not None and tiers.are_reached
         dtype = compute_dtype(weight.dtype)
         known: Tensor | None = state.get(name)
         if known is None:
             if not is_needed:
                 return weight.new_empty(0, *columns, dtype=dtype)
-            if self._files is None:
+            if is_reached:
+                known = empty_in_own_pages((len(weight), *columns), dtype)
+            elif self._files is None:
                 known = empty_rows(len(weight), *columns, dtype=dtype, device=weight.device).zero_()
             else:
                 known = self._files.make(self._names[table], name, (len(weight), *columns), dtype)
@@ -470,6 +474,8 @@ class GroupUpdater:
             known = known.unsqueeze(1)  # as earlier checkpoints have it
         if self._files is not None and self._files.find(known) is None and len(known):
             known = self._files.keep(self._names[table], name, known)
+        if is_reached:
+            known = in_own_pages(known)
         state[name] = known
         return known
 

@@ -133,9 +133,15 @@ class DeferredErrors:
         self.first.fill_(_NONE)
 
 
-@cache
 def errors_on(device: torch.device) -> DeferredErrors:
     """The errors of a device. All modules share them: an error in one stops updates in all."""
+    if str(device) == "cuda":  # without a number
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _errors_on(device)
+
+
+@cache
+def _errors_on(device: torch.device) -> DeferredErrors:
     return DeferredErrors(device)
 
 

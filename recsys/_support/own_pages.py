@@ -1,0 +1,60 @@
+"""Memory of the host in pages that nothing else is in, so that a CUDA device may reach it.
+
+CUDA page-locks whole pages. It refuses to copy memory that is only partly in locked pages, and
+copies memory in locked pages while the host goes on. So a page that a table shared with other
+memory would break copies of that other memory. A tensor from here is a mapping of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from recsys._support.memory import advise_huge_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["empty_in_own_pages", "in_own_pages", "pages_of"]
+
+_ENDS: dict[int, int] = {}  # of the mappings that exist, by where each begins
+
+
+def empty_in_own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor of zeros in pages of its own, huge ones if the system has them."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    # Private, so that the table of a forked process is a copy, as other memory is.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = torch.frombuffer(pages, dtype=dtype).view(shape)
+    begin = found.data_ptr()
+    _ENDS[begin] = begin + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    weakref.finalize(pages, _ENDS.pop, begin).atexit = False
+    advise_huge_pages(found)
+    return found
+
+
+def in_own_pages(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU, or a copy of it in pages of its own if it is not in such pages."""
+    if not tensor.nbytes or pages_of(tensor) is not None:
+        return tensor
+    return empty_in_own_pages(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def pages_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The mapping that a tensor is in, from begin to end in bytes; None if there is none."""
+    first = tensor.data_ptr()
+    found = _ENDS.get(first)
+    if found is not None:
+        return first, found
+    for begin, end in list(_ENDS.items()):
+        if begin <= first < end:
+            return begin, end
+    return None
