@@ -48,8 +48,9 @@ def reach_host(monkeypatch, copies=HOST_COPIES):
     """Have the CPU copy rows by itself, as a device does; None: have neither do it."""
 
     def host_copies_on(device):
-        is_real = copies is not None and device.type == "cuda"
-        return choice.host_copies_on(device) if is_real else copies
+        if copies is None or not choice.is_by_torch(device):
+            return None
+        return choice.host_copies_on(device) if device.type == "cuda" else copies
 
     monkeypatch.setattr(recipe, "host_copies_on", host_copies_on)
 

@@ -229,7 +229,11 @@ class Residency:
         self.hot.map.mark_dirty(here)
         if self.changed_rows is not None:
             self.changed_rows.mark_rows(elsewhere + first_row)
-        torch.embedding_renorm_(rows, torch.from_numpy(elsewhere), max_norm, norm_type)
+        # There too by the kernel of the slots' device, which sums squares in an order of its own.
+        ids = torch.from_numpy(elsewhere)
+        moved, places = rows[ids].to(hot.device), torch.arange(len(ids), device=hot.device)
+        if len(ids):
+            rows[ids] = torch.embedding_renorm_(moved, places, max_norm, norm_type).to(rows.device)
 
     def settle(self) -> None:
         """Wait until no transfer is pending."""

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["HostRows", "fetch_rows", "write_rows"]
 
 _NUM_WARPS = 4
-# A program copies about so many bytes: each of its threads has two reads of 16 bytes under way.
-_BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 2
+# A program copies about so many bytes: each of its threads has four reads of 16 bytes under way.
+# Fewer would do to fill PCIe, but most places of a list hold no row: then a program is waste.
+_BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 4
 _MOST_ROWS = 256  # of a program
 # Numbers are copied as integers of their size, so every dtype is copied bit by bit.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
