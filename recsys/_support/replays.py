@@ -1,0 +1,122 @@
+"""Launches that repeat from step to step: recorded once as a CUDA graph, then replayed.
+
+Launching a dozen small kernels takes the host longer than a GPU needs to run them; a graph is one
+launch. What changes from step to step is copied to where the graph reads it, and everything else
+must be in the key: sizes, settings, and the addresses of memory that is not copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Replays", "replaying"]
+
+# Device types whose launches can be recorded. Tests add "cpu".
+_CAN_RECORD = {"cuda"}
+_MOST_RECORDED = 8  # by one `Replays`; each keeps a graph and its memory
+_MOST_SEEN = 256
+_steps = threading.local()
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Record and replay launches in this context; outside of it, `Replays` only launches."""
+    before = getattr(_steps, "are_replayed", False)
+    _steps.are_replayed = True
+    try:
+        yield
+    finally:
+        _steps.are_replayed = before
+
+
+class _Recorded(NamedTuple):
+    """A graph.
+
+    Attributes:
+        inputs: Where it reads what is copied.
+        replay: Launches it.
+        result: What the recorded function returned; the next replay overwrites it.
+    """
+
+    inputs: Sequence[Tensor]
+    replay: Callable[[], None]
+    result: Tensor | None
+
+
+class Replays:
+    """The recorded launches of one function."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._seen: set[Hashable] = set()
+        self._has_failed = False
+
+    def run(
+        self,
+        key: Hashable,
+        launch: Callable[..., Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> Tensor | None:
+        """Call a function that launches kernels; from its third call with a key, replay them.
+
+        Args:
+            key: Everything that the launches depend on, besides the numbers in `inputs`.
+            launch: Called with `inputs`, or with copies of them. It must wait for nothing, and may
+                upload something in its first call with a key alone, which is never recorded.
+            inputs: Tensors on one device whose numbers change from call to call.
+
+        Returns:
+            What the function returns; later calls leave it as it is.
+        """
+        device = inputs[0].device
+        is_on = getattr(_steps, "are_replayed", False) and device.type in _CAN_RECORD
+        if not is_on or self._has_failed:
+            return launch(*inputs)
+        key = key, *((each.shape, each.dtype) for each in inputs)
+        found = self._recorded.get(key)
+        if found is None:
+            if key not in self._seen or len(self._recorded) >= _MOST_RECORDED:
+                if len(self._seen) < _MOST_SEEN:
+                    self._seen.add(key)
+                return launch(*inputs)
+            try:
+                found = self._recorded[key] = _record(launch, inputs)
+            except Exception as error:  # torch's or the GPU's; without a graph it may work
+                self._has_failed = True
+                warnings.warn(
+                    f"steps cannot be replayed as CUDA graphs ({error}), so their kernels are "
+                    "launched one by one",
+                    stacklevel=2,
+                )
+                return launch(*inputs)
+        for place, given in zip(found.inputs, inputs, strict=True):
+            place.copy_(given)
+        found.replay()
+        return None if found.result is None else found.result.clone()
+
+
+@cache
+def _pool(device: torch.device) -> Any:
+    """The memory of all graphs of a device, which run one after the other."""
+    return torch.cuda.graph_pool_handle()
+
+
+def _record(launch: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> _Recorded:
+    """Record what a function launches; nothing runs yet."""
+    places = [each.clone() for each in inputs]
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may load data or move rows meanwhile.
+    with torch.cuda.graph(graph, pool=_pool(inputs[0].device), capture_error_mode="thread_local"):
+        result = launch(*places)
+    return _Recorded(places, graph.replay, result)
