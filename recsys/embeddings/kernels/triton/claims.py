@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 
+from recsys._support.triton_support import cdiv
 from recsys.embeddings.kernels.torch.slots import Transfer
 from recsys.embeddings.kernels.triton.claim_kernels import (
     NUM_BINS,
@@ -116,8 +116,8 @@ def claim(
     device, num_values = slots.flags.device, len(bags.values)
     num_others = slots.num_slots - first_slot
     num_looked_at = min(num_looked_at or num_others, num_others)
-    num_chunks = triton.cdiv(num_looked_at, _BLOCK_SLOTS * _MOST_PROGRAMS)
-    num_programs = triton.cdiv(num_looked_at, _BLOCK_SLOTS * num_chunks)
+    num_chunks = cdiv(num_looked_at, _BLOCK_SLOTS * _MOST_PROGRAMS)
+    num_programs = cdiv(num_looked_at, _BLOCK_SLOTS * num_chunks)
     window = first_slot, slots.num_slots, num_looked_at, num_chunks
 
     num_listed, num_counts = _NUM_NUMBERS + 4 * num_places, num_programs * NUM_BINS
@@ -129,7 +129,7 @@ def claim(
     numbers.zero_()
     is_enough = torch.empty((), dtype=torch.bool, device=device)
 
-    mark_kernel[(triton.cdiv(num_values, _BLOCK_VALUES),)](
+    mark_kernel[(cdiv(num_values, _BLOCK_VALUES),)](
         bags.values,
         bags.offsets,
         layer.lookup_of_feature,
@@ -164,7 +164,7 @@ def claim(
         MOST_PROGRAMS=_MOST_PROGRAMS,
         BLOCK=_BLOCK_SLOTS,
     )
-    resolve_kernel[(triton.cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
+    resolve_kernel[(cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
         slots.slot_of_row,
         slots.num_claims,
         slots.num_uses,

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
     if not bags.batch_size or not num_lookups:
         return -1
     placed, dim = _place(space, lookups), space.dim
-    block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
-    num_chunks = triton.cdiv(dim, block_dim)
+    block_dim = min(next_power_of_2(dim), _MOST_COLUMNS)
+    num_chunks = cdiv(dim, block_dim)
     of_model = {
         "NUM_LOOKUPS": num_lookups,
         "NUM_CHUNKS": num_chunks,
@@ -94,7 +95,7 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
     with torch.cuda.device_of(result):
         if bags.is_plain:
             block_bags = _block_bags(space, block_dim, _COPYING_WARPS, _COPIES)
-            num_programs = triton.cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
+            num_programs = cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
             _one_hot_kernel[(num_programs,)](
                 *tensors,
                 bags.batch_size,
@@ -104,11 +105,11 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
             )
             return -1
         block_bags = _block_bags(space, block_dim)
-        num_programs = triton.cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
+        num_programs = cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
         num_checked = max(
             0 if offsets is None else len(offsets), 0 if weights is None else len(values)
         )
-        _bags_kernel[(num_programs + triton.cdiv(num_checked, _BLOCK_CHECKED),)](
+        _bags_kernel[(num_programs + cdiv(num_checked, _BLOCK_CHECKED),)](
             *tensors,
             bags.batch_size,
             offsets,
@@ -134,10 +135,10 @@ def row_gradient_dots(
     if not bags.batch_size or not len(bags.values) or not len(lookups.tables):
         return
     placed, dim = _place(space, lookups), space.dim
-    block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
+    block_dim = min(next_power_of_2(dim), _MOST_COLUMNS)
     block_bags = _block_bags(space, block_dim)
     with torch.cuda.device_of(result):
-        _dots_kernel[(triton.cdiv(bags.batch_size, block_bags) * placed.num_features,)](
+        _dots_kernel[(cdiv(bags.batch_size, block_bags) * placed.num_features,)](
             bags.values,
             space.rows,
             placed.of_lookups,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_support import cdiv
 from recsys.embeddings.kernels.torch.bags import layers_of, lengths_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def find_runs(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Runs | None:
         parts[0].bags.batch_size,
         numbers_of_16_bytes if all(part.is_wide for part in parts) else 1,
     )
-    _list_kernel[(triton.cdiv(num_lookups, _BLOCK),)](
+    _list_kernel[(cdiv(num_lookups, _BLOCK),)](
         rows,
         found.chunks,
         found.long_runs,
@@ -183,7 +184,7 @@ def _located(
             continue
         num_bags = bags.num_features * bags.batch_size
         are_counted = bags.is_mean and bags.padding is not None
-        _locate_kernel[(triton.cdiv(num_places, _BLOCK),)](
+        _locate_kernel[(cdiv(num_places, _BLOCK),)](
             rows,
             sources,
             scales,

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.triton.row_runs import CHUNK
 
@@ -49,10 +50,10 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
         undefined.
     """
     num_lookups, dim, device = len(runs.rows), space.dim, space.device
-    num_places = num_lookups // 2 + triton.cdiv(num_lookups, CHUNK) + 1
+    num_places = num_lookups // 2 + cdiv(num_lookups, CHUNK) + 1
     sums = torch.empty(num_places, dim, dtype=space.compute_dtype, device=device)
     rows_at_once, first_error = block_rows(dim, space.compute_dtype), space.errors.first
-    _sum_kernel[(min(triton.cdiv(num_lookups, rows_at_once), num_programs(device)),)](
+    _sum_kernel[(min(cdiv(num_lookups, rows_at_once), num_programs(device)),)](
         runs.gradients[0],
         runs.order,
         runs.sources,
@@ -68,7 +69,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
         runs.gradients[0].stride(0),
         space.num_rows,
         DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_DIM=next_power_of_2(dim),
         BLOCK_ROWS=rows_at_once,
         CHUNK_SIZE=CHUNK,
         UNROLLED=_UNROLLED,
@@ -87,7 +88,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
             first_error,
             num_lookups,
             DIM=dim,
-            BLOCK_DIM=triton.next_power_of_2(dim),
+            BLOCK_DIM=next_power_of_2(dim),
             LANES=lanes,
             LEVELS=lanes.bit_length() - 1,
             CHUNK_SIZE=CHUNK,
@@ -100,7 +101,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
 
 def block_rows(dim: int, dtype: torch.dtype) -> int:
     """How many rows a program sums or updates at once."""
-    row_bytes: int = triton.next_power_of_2(dim) * dtype.itemsize
+    row_bytes: int = next_power_of_2(dim) * dtype.itemsize
     return max(1, min(128, _TILE_BYTES // row_bytes))
 
 

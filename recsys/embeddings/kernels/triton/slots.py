@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_support import cdiv
 from recsys.embeddings.kernels.cpu.slots import (
     DIRTY,
     NOWHERE,
@@ -111,14 +112,14 @@ class TritonSlotMap(TorchSlotMap):
 
     def release(self, held: Tensor) -> None:
         """As `SlotMap.release`."""
-        grid = (triton.cdiv(len(held), _BLOCK),)
+        grid = (cdiv(len(held), _BLOCK),)
         with torch.cuda.device_of(self.flags):
             _release_kernel[grid](self.num_claims, held, len(held), BLOCK=_BLOCK)
 
     def mark_dirty(self, slots: Any) -> None:
         """As `SlotMap.mark_dirty`; `NOWHERE` stands for no slot."""
         slots_M = torch.as_tensor(slots).to(self.flags.device)
-        grid = (triton.cdiv(len(slots_M), _BLOCK),)
+        grid = (cdiv(len(slots_M), _BLOCK),)
         with torch.cuda.device_of(self.flags):
             _mark_dirty_kernel[grid](self.flags, slots_M, len(slots_M), BLOCK=_BLOCK)
 

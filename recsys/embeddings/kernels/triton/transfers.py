@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.row_space import upload
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def _copy(
     if not len(rows_M):
         return
     bits = _BITS[in_slots.dtype.itemsize]
-    block_dim = triton.next_power_of_2(host.dim)
+    block_dim = next_power_of_2(host.dim)
     block_rows = min(max(1, _BLOCK_BYTES // (block_dim * bits.itemsize)), _MOST_ROWS)
-    _copy_kernel[(triton.cdiv(len(rows_M), block_rows),)](
+    _copy_kernel[(cdiv(len(rows_M), block_rows),)](
         host.addresses,
         host.first_rows,
         rows_M,
