@@ -314,7 +314,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             parts, weights, ids = self._read(features, values, is_light=is_light)
             explain: Callable[[int], Exception] = partial(self._lookup_error, features)
             if self._layouts[0].group.kernels.errors is not None:
-                sizes = list(map(len, self.table_weights()))
+                of_groups = {layout.group: layout.group.sizes() for layout in self._layouts}
+                sizes = [of_groups[group][number] for group, number in self._places]
                 # A device may report an error later, so this must not keep the module alive.
                 explain = partial(id_error, features, self._lookups, sizes)
             pooled = fused_lookup(

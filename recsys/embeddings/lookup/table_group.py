@@ -178,6 +178,14 @@ class TableGroup:
         self._space = space
         return space
 
+    def sizes(self) -> list[int]:
+        """E of every table, without an operation on the tables: those of tiers are slow.
+
+        Raises:
+            ValueError: as for `space`.
+        """
+        return list(map(int, self.space().sizes if self.tiers is None else self.tiers.sizes))
+
     def known_space(self) -> RowSpace | None:
         """The memory as last seen, for `BagCalls`; None if these need `fused_lookup`."""
         space = self._space
