@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.torch.row_space import upload
@@ -126,7 +127,9 @@ def row_update(
         if runs is not None:
             is_by_chance = space.is_narrow and keys_T.dtype != TO_NEAREST.dtype
             tables = tables_in(ledger)
-            settings = _settings(optimizer, rates_T2, tables, keys_T if is_by_chance else None)
+            betas = tuple(getattr(optimizer, "betas", (0.0, 0.0)))
+            keys = keys_T.tobytes() if is_by_chance else None
+            settings = _settings(rates_T2.tobytes(), betas, tuple(tables), keys, space.device)
             sums = sum_runs(space, runs)
             division = _DIVISIONS[type(optimizer)]
             _update(
@@ -138,7 +141,7 @@ def _update(
     space: TorchRows,
     states: Sequence[TorchRows],
     tables: Sequence[int],
-    settings: NDArray[np.int64],
+    settings: Tensor,
     runs: Runs,
     sums: Tensor,
     division: int,
@@ -157,12 +160,12 @@ def _update(
         starts_T, tables_T, row_of_slot = space.starts
     num_lookups, num_tables = len(runs.rows), 0 if starts_T is None else len(starts_T)
     rows_at_once = block_rows(space.dim, space.compute_dtype)
-    _update_kernel[(min(triton.cdiv(num_lookups, rows_at_once), num_programs(space.device)),)](
+    _update_kernel[(min(cdiv(num_lookups, rows_at_once), num_programs(space.device)),)](
         space.rows.view(torch.int16) if space.is_narrow else space.rows,
         None if momentum is None else momentum.rows,
         None if averages is None else averages.rows,
         *shifts,
-        _uploaded(settings.tobytes(), space.device),
+        settings,
         starts_T,
         tables_T,
         row_of_slot,
@@ -189,8 +192,8 @@ def _update(
         IS_BY_CHANCE=is_by_chance,
         NUM_SETTINGS=_NUM_SETTINGS,
         DIM=space.dim,
-        BLOCK_DIM=triton.next_power_of_2(space.dim),
-        LEVELS=triton.next_power_of_2(space.dim).bit_length() - 1,
+        BLOCK_DIM=next_power_of_2(space.dim),
+        LEVELS=next_power_of_2(space.dim).bit_length() - 1,
         BLOCK_ROWS=rows_at_once,
         CHUNK_SIZE=CHUNK,
         VECTOR=runs.vector,
@@ -199,33 +202,31 @@ def _update(
     )
 
 
+@lru_cache(maxsize=16)  # most optimizers have the same settings in every step
 def _settings(
-    optimizer: RowOptimizer,
-    rates_T2: NDArray[np.float64],
-    tables: Sequence[int],
-    keys_T: NDArray[Any] | None,
-) -> NDArray[np.int64]:
+    rates_T2: bytes,
+    betas: tuple[float, float],
+    tables: tuple[int, ...],
+    keys_T: bytes | None,
+    device: torch.device,
+) -> Tensor:
     """Rate, eps, 1 - betas as the bits of float64, and the key; of each table, or of all.
 
     Shape:
         result (T, 5), or (1, 5) if all tables have the same, which is the usual case.
     """
-    of_updated = rates_T2[list(tables)]
+    rates = np.frombuffer(rates_T2).reshape(-1, 2)
+    of_updated = rates[list(tables)]
     if keys_T is None and (of_updated == of_updated[0]).all():
-        rates_T2 = of_updated[:1]
-    numbers = np.empty((len(rates_T2), 4))
-    numbers[:, :2] = rates_T2
-    numbers[:, 2:] = [1 - beta for beta in getattr(optimizer, "betas", (0.0, 0.0))]
-    settings = np.zeros((len(rates_T2), _NUM_SETTINGS), np.int64)
+        rates = of_updated[:1]
+    numbers = np.empty((len(rates), 4))
+    numbers[:, :2] = rates
+    numbers[:, 2:] = [1 - beta for beta in betas]
+    settings = np.zeros((len(rates), _NUM_SETTINGS), np.int64)
     settings[:, :4] = numbers.view(np.int64)
     if keys_T is not None:
-        settings[:, 4] = keys_T.view(np.int64)
-    return settings
-
-
-@lru_cache(maxsize=16)  # most optimizers have the same settings in every step
-def _uploaded(settings: bytes, device: torch.device) -> Tensor:
-    return upload(np.frombuffer(settings, np.int64).copy(), device)
+        settings[:, 4] = np.frombuffer(keys_T, np.int64)
+    return upload(settings, device)
 
 
 @triton.jit(do_not_specialize=["num_lookups", "batch_size", "stride", "num_tables", "step"])
