@@ -61,6 +61,8 @@ class DeferredErrors:
     def __init__(self, device: torch.device) -> None:
         self.first = torch.full((), _NONE, dtype=torch.int64, device=device)
         self._reports: deque[_Report] = deque()
+        # Memory and event of reports that were read; making them takes longer than the report.
+        self._spare: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def note(self, kind: int, is_bad: Tensor, places: Tensor | None = None) -> None:
         """In a kernel: record the invalid positions of an input.
@@ -87,14 +89,12 @@ class DeferredErrors:
         Args:
             explain: Makes the exception for an id out of range from its position in the input.
         """
-        if self.first.is_cuda:
-            first = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-            first.copy_(self.first, non_blocking=True)
+        first, event = self._spare.pop() if self._spare else self._place()
+        first.copy_(self.first, non_blocking=True)
+        if event is not None:
             # Of the copy's device, which need not be the current one.
-            event = torch.cuda.current_stream(self.first.device).record_event()
-            self._reports.append(_Report(first, event, explain))
-        else:
-            self._reports.append(_Report(self.first.clone(), None, explain))
+            event.record(torch.cuda.current_stream(self.first.device))
+        self._reports.append(_Report(first, event, explain))
 
     def poll(self) -> None:
         """Raise the first error that has arrived on the host; never waits.
@@ -106,8 +106,9 @@ class DeferredErrors:
             ValueError: a per-sample weight is nan.
         """
         while self._reports and _has_arrived(self._reports[0]):
-            first, _, explain = self._reports.popleft()
+            first, event, explain = self._reports.popleft()
             number = int(first.numpy())  # in host memory, so reading it does not wait
+            self._spare.append((first, event))
             if number != _NONE:
                 self.forget()
                 raise _error(number, explain)
@@ -129,8 +130,14 @@ class DeferredErrors:
 
     def forget(self) -> None:
         """Discard recorded errors."""
-        self._reports.clear()
+        self._reports.clear()  # their memory may still be written to, so it is no spare
         self.first.fill_(_NONE)
+
+    def _place(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Host memory for a number, and the event after its copy."""
+        is_cuda = self.first.is_cuda
+        first = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        return first, torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
 
 def errors_on(device: torch.device) -> DeferredErrors:

@@ -13,6 +13,7 @@ Letters: N lookups of a ledger, D dim.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,6 +106,7 @@ def block_rows(dim: int, dtype: torch.dtype) -> int:
     return max(1, min(128, _TILE_BYTES // row_bytes))
 
 
+@cache  # asking for the properties of a device takes longer than a launch should
 def num_programs(device: torch.device) -> int:
     """How many programs share work whose extent only the device knows."""
     if device.type != "cuda":

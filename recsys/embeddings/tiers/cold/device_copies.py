@@ -54,6 +54,10 @@ class DeviceCopies:
         self._addresses: list[list[int]] = []
         self._hosts: list[Any] = []  # `HostRows` of each space
         self._locks: PageLocks | None = None
+        self._recorded: tuple[list[Any], Any] = (
+            [],
+            None,
+        )  # `_hosts`, and the stream that read them
 
     def are_current(self) -> bool:
         """Whether tables and state are where they were at the last `renew`."""
@@ -118,8 +122,12 @@ class DeviceCopies:
             rows_M, slots_M = self._listed(rows), self._listed(slots)
             stream = torch.cuda.current_stream(self._device)
             # Their memory belongs to other streams, which must not use it again before this one.
-            places = [each for host in self._hosts for each in (host.addresses, host.first_rows)]
-            for tensor in (rows_M, slots_M, *places):
+            read = [rows_M, slots_M]
+            if self._recorded[0] is not self._hosts or self._recorded[1] != stream:
+                self._recorded = self._hosts, stream
+                for host in self._hosts:
+                    read += [host.addresses, host.first_rows]
+            for tensor in read:
                 tensor.record_stream(stream)
             self._launch(copy, rows_M, slots_M)
 
