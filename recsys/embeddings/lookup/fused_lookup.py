@@ -344,8 +344,9 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
         group, ticket = found.group, found.ticket
         requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # without tables frozen since
         if requiring.distinct_tables:
-            bags = found.bags.copied()
-            rows = None if ticket is None else found.rows.copied()
+            rows = found.rows.copied()
+            # The caller cannot write to slot numbers, so they need no copy.
+            bags = rows if ticket is None else rows.at_slots(ticket.slot_of_value)
             version = version_of(gradient)
             group.keep(
                 LedgerEntry(
@@ -354,7 +355,7 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
                     gradient,
                     version,
                     found.tables,
-                    rows,
+                    None if ticket is None else rows,
                     ticket,
                     found.lookups,
                     number=work.number,

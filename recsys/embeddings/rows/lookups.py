@@ -8,6 +8,7 @@ output.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Lookups:
         columns: First column of the output, (L,) uint64.
         width: W.
         distinct_tables: The distinct numbers in `tables`, ascending.
+        num_in_tables: The number of lookups in each of these.
 
     Do not write to the arrays.
     """
@@ -45,12 +47,15 @@ class Lookups:
     columns: NDArray[np.uint64]
     width: int
     distinct_tables: Sequence[int] = field(init=False)
+    num_in_tables: Sequence[int] = field(init=False, repr=False)
     _placed: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = field(
         default=None, init=False, repr=False
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "distinct_tables", sorted(set(self.tables.tolist())))
+        counts = Counter(self.tables.tolist())
+        object.__setattr__(self, "distinct_tables", sorted(counts))
+        object.__setattr__(self, "num_in_tables", [counts[table] for table in sorted(counts)])
 
     @classmethod
     def nothing(cls) -> Lookups:

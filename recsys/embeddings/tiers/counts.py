@@ -11,6 +11,7 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
 
@@ -134,8 +135,10 @@ class ClaimCounter:
         """Add a claim; the host does not wait for one that was queued."""
         if isinstance(claim, QueuedClaim):
             self.table_sums.miss()
-            before = self._on_device
-            self._on_device = claim.counts if before is None else before + claim.counts
+            if self._on_device is None:
+                self._on_device = claim.counts.to(torch.int64, copy=True)
+            else:
+                self._on_device += claim.counts
             return
         self.table_sums.add(claim)
         old, moves = self._known, claim.moves

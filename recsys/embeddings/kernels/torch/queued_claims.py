@@ -9,7 +9,6 @@ Letters: as in `slots`.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ class QueuedClaim(NamedTuple):
         slot_of_value: (N,); `NO_SLOT` for a value that is not a row of its table.
         held: The slots that count this claim, (U,).
         moves: The rows to copy before the slots are read.
-        counts: The numbers of `TierCounts` for this claim, (6,) int64.
+        counts: The numbers of `TierCounts` for this claim, (6,) int32 or int64.
     """
 
     slot_of_value: Tensor
@@ -57,8 +56,8 @@ def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
     """
     sizes = slot_map.numbers.sizes
     if bags.offsets is None:
-        counts = Counter(lookups.tables.tolist())
-        return sum(min(count * bags.batch_size, sizes[table]) for table, count in counts.items())
+        pairs = zip(lookups.distinct_tables, lookups.num_in_tables, strict=True)
+        return sum(min(count * bags.batch_size, sizes[table]) for table, count in pairs)
     return min(len(bags.values), sum(sizes[table] for table in lookups.distinct_tables))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +18,7 @@ from recsys.embeddings.kernels.cpu.slots import (
     SlotClaim,
 )
 from recsys.embeddings.kernels.torch.bags import layers_of
-from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, num_enough
+from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, most_rows, num_enough
 from recsys.embeddings.kernels.torch.slots import LOOKED_AT, TorchSlotMap
 from recsys.embeddings.kernels.triton.claims import claim
 from recsys.embeddings.rows.lookups import Lookups
@@ -125,12 +124,7 @@ class TritonSlotMap(TorchSlotMap):
 
     def _most_rows(self, lookups: Lookups, bags: TorchBags) -> int:
         """U: no mini-batch of this size has more distinct rows."""
-        num_values, sizes = len(bags.values), self.numbers.sizes
-        # Only the device knows the lengths of bags, so one feature may have all values.
-        longest = bags.batch_size if bags.offsets is None else num_values
-        num_lookups = np.bincount(lookups.tables.astype(np.int64), minlength=len(sizes))
-        most = min(num_values, int(np.minimum(sizes, num_lookups * longest).sum()))
-        return max(1, -(-most // _ALIGNMENT)) * _ALIGNMENT
+        return max(1, cdiv(most_rows(self, lookups, bags), _ALIGNMENT)) * _ALIGNMENT
 
 
 def queue_claim(
@@ -139,7 +133,7 @@ def queue_claim(
     """As `torch.queued_claims.queue_claim`."""
     num_looked_at = num_enough(slot_map, num_needed)
     started = slot_map.start(lookups, bags, num_looked_at, refuses=False)
-    return QueuedClaim(started.slot_of_value, started.held, started.transfer, started.counts.long())
+    return QueuedClaim(started.slot_of_value, started.held, started.transfer, started.counts)
 
 
 @triton.jit(do_not_specialize=["num_places"])
