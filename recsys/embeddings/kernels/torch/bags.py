@@ -10,6 +10,7 @@ Letters: B samples, F features, L lookups (a feature in a table), N values, D di
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -146,6 +147,7 @@ class Layer(NamedTuple):
         sizes: E of each lookup's table, then 0, (L + 1,).
         columns: Columns of the output that the lookups write, (L * D,); None for all, in order.
         lookup_of_feature: The lookup of each feature, or L for none, (F + 1,).
+        multiple: Divides the first column of every lookup; 0 if all are 0.
     """
 
     positions: Tensor
@@ -153,6 +155,7 @@ class Layer(NamedTuple):
     sizes: Tensor
     columns: Tensor | None
     lookup_of_feature: Tensor
+    multiple: int
 
     def of_columns(self, array_BW: Tensor, dim: int) -> Tensor:
         """The layer's columns of a (B, W) array as (B * L, D): one row per sample and lookup."""
@@ -344,4 +347,5 @@ def _make_layer(
         space.numbers_of([*(space.sizes[table] for table in tables), 0]),
         None if columns == list(range(lookups.width)) else space.numbers_of(columns),
         space.numbers_of(lookup_of_feature.tolist()),
+        gcd(*starts),
     )

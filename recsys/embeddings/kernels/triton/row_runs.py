@@ -31,10 +31,20 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.torch.row_space import TorchRows
     from recsys.embeddings.rows.ledger import LedgerEntry
 
-__all__ = ["CHUNK", "Runs", "count_at_most", "divided", "find_runs", "first_step"]
+__all__ = [
+    "CHUNK",
+    "Runs",
+    "chunks_in",
+    "count_at_most",
+    "divided",
+    "find_runs",
+    "first_step",
+    "long_runs_in",
+]
 
 CHUNK = 32
 _MOST_LOOKUPS = 2**30  # places, and some more, are int32
+_NUM_COUNTS = 16  # two and then unused ones, so that the chunks begin at a multiple of 64 bytes
 _BLOCK, _NUM_WARPS = 256, 2  # lookups that a program locates or lists
 
 
@@ -44,9 +54,10 @@ class Runs(NamedTuple):
     Attributes:
         rows: The row of each lookup, ascending, (N,) int32 or int64; R or more for no row.
         order: Number of each of these lookups in the ledger, (N,) int64.
-        chunks: Where chunks begin and end among them, (2, N) int32, in any order.
-        long_runs: Where runs of several chunks begin, (N / CHUNK,) int32, in any order.
-        counts: Number of chunks and of `long_runs`, (2,) int32.
+        listed: Chunks and long runs, those of several chunks, in any order, int32: the number of
+            chunks and of long runs; from `chunks_in` on, where chunks begin, (N,), and end, (N,);
+            then where long runs begin, (N / CHUNK,). One array, since each argument of a launch
+            takes time on the host.
         gradients: All gradients, (B, W) each. Kernels find the others from the first one; they are
             kept here, since some are copies.
         sources: Where the gradient of each lookup of the ledger begins, in numbers from the first
@@ -60,9 +71,7 @@ class Runs(NamedTuple):
 
     rows: Tensor
     order: Tensor
-    chunks: Tensor
-    long_runs: Tensor
-    counts: Tensor
+    listed: Tensor
     gradients: Sequence[Tensor]
     sources: Tensor | None
     scales: Tensor | None
@@ -105,14 +114,14 @@ def find_runs(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Runs | None:
         return None
     assert num_lookups < _MOST_LOOKUPS
     device, numbers_of_16_bytes = space.device, 16 // space.compute_dtype.itemsize
-    rows, sources, scales = _located(space, parts, num_lookups)
+    num_listed = _NUM_COUNTS + 2 * num_lookups + num_lookups // CHUNK
+    listed = torch.empty(num_listed, dtype=torch.int32, device=device)
+    rows, sources, scales = _located(space, parts, num_lookups, listed)
     rows, order = rows.sort(stable=True)
     found = Runs(
         rows,
         order,
-        torch.empty(2, num_lookups, dtype=torch.int32, device=device),
-        torch.empty(num_lookups // CHUNK, dtype=torch.int32, device=device),
-        torch.zeros(2, dtype=torch.int32, device=device),
+        listed,
         [part.gradient for part in parts],
         sources,
         scales,
@@ -122,9 +131,7 @@ def find_runs(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Runs | None:
     )
     _list_kernel[(cdiv(num_lookups, _BLOCK),)](
         rows,
-        found.chunks,
-        found.long_runs,
-        found.counts,
+        listed,
         num_lookups,
         first_step(num_lookups),
         space.num_rows,
@@ -156,7 +163,7 @@ def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[_Part]:
             gradient_BW.data_ptr() % 16 == 0
             and gradient_BW.stride(0) % numbers == 0
             and space.dim % numbers == 0
-            and not (lookups.columns % numbers).any()
+            and whole.multiple % numbers == 0
         )
         if bags.is_plain:
             yield _Part(whole, bags, gradient_BW, len(lookups.tables) * bags.batch_size, is_wide)
@@ -166,9 +173,9 @@ def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[_Part]:
 
 
 def _located(
-    space: TorchRows, parts: Sequence[_Part], num_lookups: int
+    space: TorchRows, parts: Sequence[_Part], num_lookups: int, listed: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`rows` before they are sorted, `sources` and `scales`."""
+    """`rows` before they are sorted, `sources` and `scales`; the counts in `listed` become 0."""
     device, dtype = space.device, space.compute_dtype
     is_small = space.num_rows < 2**31  # half the bytes to sort
     rows = torch.empty(num_lookups, dtype=torch.int32 if is_small else torch.int64, device=device)
@@ -188,6 +195,7 @@ def _located(
             rows,
             sources,
             scales,
+            listed,
             first,
             bags.values,
             bags.offsets,
@@ -236,6 +244,18 @@ def count_at_most(array, limits, num, step):
 
 
 @triton.jit
+def chunks_in(listed):
+    """Where the chunks of `Runs.listed` begin: after `_NUM_COUNTS` places."""
+    return listed + 16
+
+
+@triton.jit
+def long_runs_in(listed, num_lookups):
+    """Where the long runs of `Runs.listed` begin."""
+    return chunks_in(listed) + 2 * num_lookups
+
+
+@triton.jit
 def divided(dividend, divisor):
     """Rounded to nearest, as torch does it."""
     return tl.div_rn(dividend, divisor) if dividend.dtype == tl.float32 else dividend / divisor
@@ -263,6 +283,7 @@ def _locate_kernel(
     rows_N,
     sources_N,
     scales_N,
+    listed,
     first,
     values,
     offsets,
@@ -289,6 +310,8 @@ def _locate_kernel(
     BLOCK: tl.constexpr,
 ):
     """Locate BLOCK lookups: feature by feature if bags are one-hot, else value by value."""
+    if tl.program_id(0) == 0:
+        tl.store(listed + tl.arange(0, 2), tl.zeros([2], tl.int32))
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = places < num_places
     if IS_PLAIN:
@@ -333,9 +356,7 @@ def _locate_kernel(
 @triton.jit(do_not_specialize=["num_lookups", "step"])
 def _list_kernel(
     rows_N,
-    chunks,
-    long_runs,
-    counts,
+    listed,
     num_lookups,
     step,
     num_rows,
@@ -356,19 +377,23 @@ def _list_kernel(
     is_chunk = is_place & ((places - begins) % CHUNK_SIZE == 0)
     numbers = tl.cumsum(is_chunk.to(tl.int32), 0) - 1
     num_chunks = tl.sum(is_chunk.to(tl.int32), 0)
-    listed = chunks + tl.atomic_add(counts, num_chunks)
-    tl.store(listed + numbers, places, is_chunk)
+    chunks = chunks_in(listed) + tl.atomic_add(listed, num_chunks)
+    tl.store(chunks + numbers, places, is_chunk)
     # A chunk ends where the next one begins; the end of the last one is found.
-    tl.store(listed + (num_lookups + numbers - 1), places, is_chunk & (numbers > 0))
+    tl.store(chunks + (num_lookups + numbers - 1), places, is_chunk & (numbers > 0))
     last = tl.max(tl.where(is_chunk, places, -1), 0)
     following = last + tl.arange(0, CHUNK_SIZE)
     is_following = (last >= 0) & (following < num_lookups)
     of_last = tl.load(rows_N + last, last >= 0, -1)
     is_same = tl.load(rows_N + following, is_following, -1) == of_last
     end = last + tl.sum((is_following & is_same).to(tl.int32), 0)
-    tl.store(listed + (num_lookups + num_chunks - 1), end, num_chunks > 0)
+    tl.store(chunks + (num_lookups + num_chunks - 1), end, num_chunks > 0)
     after = places + CHUNK_SIZE
     is_long = is_place & is_first & (rows < num_rows)
     is_long &= tl.load(rows_N + after, after < num_lookups, -1) == rows
-    at = tl.atomic_add(counts + 1, tl.sum(is_long.to(tl.int32), 0))
-    tl.store(long_runs + (at + tl.cumsum(is_long.to(tl.int32), 0) - 1), places, is_long)
+    at = tl.atomic_add(listed + 1, tl.sum(is_long.to(tl.int32), 0))
+    tl.store(
+        long_runs_in(listed, num_lookups) + (at + tl.cumsum(is_long.to(tl.int32), 0) - 1),
+        places,
+        is_long,
+    )

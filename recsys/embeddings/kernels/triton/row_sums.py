@@ -22,7 +22,7 @@ import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
-from recsys.embeddings.kernels.triton.row_runs import CHUNK
+from recsys.embeddings.kernels.triton.row_runs import CHUNK, chunks_in, long_runs_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
         runs.scales,
         runs.first_columns,
         runs.rows,
-        runs.chunks,
-        runs.counts,
+        runs.listed,
         sums,
         first_error,
         num_lookups,
@@ -82,8 +81,7 @@ def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
     if num_lookups > CHUNK:
         lanes = 4 * rows_at_once
         _join_kernel[(min(num_lookups // CHUNK, num_programs(device)),)](
-            runs.long_runs,
-            runs.counts,
+            runs.listed,
             runs.rows,
             sums,
             first_error,
@@ -160,8 +158,7 @@ def _sum_kernel(
     scales_N,
     first_columns,
     rows_N,
-    chunks,
-    counts,
+    listed,
     sums,
     first_error,
     num_lookups,
@@ -177,7 +174,7 @@ def _sum_kernel(
     BAD: tl.constexpr,
 ):
     """Sum BLOCK_ROWS chunks at a time; store the sums of those of several lookups."""
-    num_chunks = tl.load(counts)
+    num_chunks, chunks = tl.load(listed), chunks_in(listed)
     columns = tl.arange(0, BLOCK_DIM)
     is_bad = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.int1)
     tile = tl.program_id(0)  # no `range`: the interpreter cannot make one of numbers on a device
@@ -220,8 +217,7 @@ def _sum_kernel(
 
 @triton.jit(do_not_specialize=["num_lookups"])
 def _join_kernel(
-    long_runs,
-    counts,
+    listed,
     rows_N,
     sums,
     first_error,
@@ -238,7 +234,7 @@ def _join_kernel(
     The sum is stored at a place that no program reads: of several threads that read the same
     number, one might be later than the store of another.
     """
-    num_runs = tl.load(counts + 1)
+    num_runs, long_runs = tl.load(listed + 1), long_runs_in(listed, num_lookups)
     columns = tl.arange(0, BLOCK_DIM)
     is_bad = tl.zeros([1, BLOCK_DIM], tl.int1)
     number = tl.program_id(0)

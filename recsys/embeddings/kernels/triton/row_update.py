@@ -34,6 +34,7 @@ from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.torch.row_space import upload
 from recsys.embeddings.kernels.triton.row_runs import (
     CHUNK,
+    chunks_in,
     count_at_most,
     divided,
     find_runs,
@@ -175,8 +176,7 @@ def _update(
         runs.scales,
         runs.first_columns,
         runs.rows,
-        runs.chunks,
-        runs.counts,
+        runs.listed,
         sums,
         space.errors.first,
         num_lookups,
@@ -246,8 +246,7 @@ def _update_kernel(
     scales_N,
     first_columns,
     rows_N,
-    chunks,
-    counts,
+    listed,
     sums,
     first_error,
     num_lookups,
@@ -270,7 +269,7 @@ def _update_kernel(
     VECTOR: tl.constexpr,
 ):
     """Look at BLOCK_ROWS chunks at a time, and update the rows of those that are a run's first."""
-    num_chunks = tl.load(counts)
+    num_chunks, chunks = tl.load(listed), chunks_in(listed)
     if tl.load(first_error) < _NO_ERROR:
         num_chunks = 0
     columns = tl.arange(0, BLOCK_DIM)

@@ -44,8 +44,14 @@ def test_runs_are_cut_into_chunks_counted_from_their_first_lookup(
     if found is None:
         assert not expected
     else:
-        num_chunks, num_long = found.counts.tolist()
-        assert sorted(found.chunks[:, :num_chunks].T.tolist()) == expected
+        num_lookups, (num_chunks, num_long) = len(found.rows), found.listed[:2].tolist()
+        chunks = found.listed[16 : 16 + 2 * num_lookups].view(2, num_lookups)
+        assert sorted(chunks[:, :num_chunks].T.tolist()) == expected
+        long_runs = found.listed[16 + 2 * num_lookups :][:num_long]
+        begins = np.cumsum([0, *lengths])
+        assert sorted(long_runs.tolist()) == [
+            first for first, length in zip(begins, lengths, strict=False) if length > CHUNK
+        ]
         assert num_long == sum(length > CHUNK for length in lengths)
 
 
