@@ -252,7 +252,7 @@ class Transfer(NamedTuple):
         written_slots: The slot of each.
         fetched_rows: Rows that must be fetched, (U,).
         fetched_slots: The slot of each.
-        is_enough: Whether there were slots for all, () bool; if not, nothing was changed.
+        is_enough: Whether there were slots for all, () of any dtype; if not, nothing was changed.
     """
 
     written_rows: Tensor

@@ -62,7 +62,24 @@ def _slot(known):
     return tl.where(known >= _AWAITED, known - _AWAITED, known)
 
 
-@triton.jit(do_not_specialize=["num_values", "batch_size", "padding", "num_places"])
+@triton.jit
+def _lists(numbers, num_places):
+    """The lists of U places after the numbers: those of `Transfer`, then `rows` and `held`.
+
+    U is always a multiple of 16, which Triton may rely on: a launch compiles nothing anew for it.
+    """
+    size, first = num_places.to(tl.int64), numbers + 16
+    return (
+        first,
+        first + size,
+        first + 2 * size,
+        first + 3 * size,
+        first + 4 * size,
+        first + 5 * size,
+    )
+
+
+@triton.jit(do_not_specialize=["num_values", "batch_size", "padding"])
 def mark_kernel(
     values,
     offsets,
@@ -73,7 +90,6 @@ def mark_kernel(
     num_claims,
     row_of_value,
     numbers,
-    rows_U,
     num_values,
     batch_size,
     padding,
@@ -88,6 +104,7 @@ def mark_kernel(
 
     Rows in no slot are listed from the first of the U places on, other rows from the last one back.
     """
+    rows_U = _lists(numbers, num_places)[4]
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_value = places < num_values
     ids = tl.load(values + places, is_value, 0).to(tl.int64)
@@ -211,13 +228,7 @@ def take_kernel(
     hand,
     counts,
     numbers,
-    is_enough,
-    rows_U,
-    held_U,
-    written_rows_U,
-    written_slots_U,
-    fetched_rows_U,
-    fetched_slots_U,
+    num_places,
     first_slot,
     num_slots,
     num_looked_at,
@@ -234,6 +245,8 @@ def take_kernel(
     No two programs write to the same slot, nor to the same row: a row that loses its slot has one,
     and a row that gets a slot has none. The next launch moves the hand, which all read here.
     """
+    lists = _lists(numbers, num_places)
+    written_rows_U, written_slots_U, fetched_rows_U, fetched_slots_U, rows_U, held_U = lists
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     bins = tl.arange(0, _BINS)
     others = tl.arange(0, MOST_PROGRAMS)[:, None]
@@ -245,7 +258,6 @@ def take_kernel(
     if REFUSES:
         has_enough &= tl.load(numbers + _BAD) == 0
     if program == 0:
-        tl.store(is_enough, has_enough)
         tl.store(numbers + _IS_ENOUGH, has_enough.to(tl.int32))
     if has_enough & (num_missing > 0):
         # All slots of earlier rounds are taken, and of the last round the first `num_last`.
@@ -300,25 +312,21 @@ def take_kernel(
             tl.store(written_slots_U + places_U, tl.where(is_written, slots, _NOWHERE), is_taken)
 
 
-@triton.jit(do_not_specialize=["num_values", "num_places"])
+@triton.jit(do_not_specialize=["num_values"])
 def resolve_kernel(
     slot_of_row,
     num_claims,
     num_uses,
     hand,
     numbers,
-    rows_U,
-    held_U,
-    written_rows_U,
-    written_slots_U,
-    fetched_rows_U,
-    fetched_slots_U,
     slot_of_value,
     num_values,
     num_places,
     BLOCK: tl.constexpr,
 ):
     """A program removes the marks of BLOCK distinct rows, and finds the slots of BLOCK values."""
+    lists = _lists(numbers, num_places)
+    written_rows_U, written_slots_U, fetched_rows_U, fetched_slots_U, rows_U, held_U = lists
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     has_enough = tl.load(numbers + _IS_ENOUGH) != 0
     num_missing, num_held = tl.load(numbers + _NUM_MISSING), tl.load(numbers + _NUM_HELD)

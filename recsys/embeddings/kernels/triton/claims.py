@@ -65,10 +65,12 @@ class StartedClaim(NamedTuple):
             `claim_kernels.NO_ROW` for one that is looked up and is not a row of its table, or if
             nothing was claimed.
         held: The slots that count the claim, (U,) int32, with `NOWHERE` between them.
-        transfer: The rows to copy, int32. If `is_enough` is false, nothing was claimed, because
-            there are too few slots or a value is refused, and all lists hold only `NOWHERE`.
+        transfer: The rows to copy, int32, and so is `is_enough`. If it is 0, nothing was claimed,
+            because there are too few slots or a value is refused, and all lists hold only
+            `NOWHERE`.
         rows: The distinct rows looked up, (U,) int32, with `NOWHERE` between them.
-        listed: For one copy to the host, in one array: numbers, then the lists of `transfer`.
+        listed: In one array, which is one argument of a launch and one copy to the host: numbers,
+            the lists of `transfer`, `rows`, `held`.
     """
 
     slot_of_value: Tensor
@@ -84,7 +86,7 @@ class StartedClaim(NamedTuple):
 
     def wait(self) -> tuple[ClaimNumbers, NDArray[np.int32]]:
         """Wait for the device; the numbers, and the lists of `transfer`, (4, U)."""
-        listed = self.listed.cpu().numpy()
+        listed = self.listed[: _NUM_NUMBERS + 4 * len(self.held)].cpu().numpy()
         return ClaimNumbers(*listed[:8].tolist()), listed[_NUM_NUMBERS:].reshape(4, -1)
 
 
@@ -120,14 +122,12 @@ def claim(
     num_programs = cdiv(num_looked_at, _BLOCK_SLOTS * num_chunks)
     window = first_slot, slots.num_slots, num_looked_at, num_chunks
 
-    num_listed, num_counts = _NUM_NUMBERS + 4 * num_places, num_programs * NUM_BINS
-    listed, counts, rows, held, slot_of_value = (
+    listed, counts, slot_of_value = (
         torch.empty(size, dtype=torch.int32, device=device)
-        for size in (num_listed, num_counts, num_places, num_places, num_values)
+        for size in (_NUM_NUMBERS + 6 * num_places, num_programs * NUM_BINS, num_values)
     )
-    numbers, *lists = listed.split([_NUM_NUMBERS] + [num_places] * 4)
+    numbers, *lists, rows, held = listed.split_with_sizes([_NUM_NUMBERS] + [num_places] * 6)
     numbers.zero_()
-    is_enough = torch.empty((), dtype=torch.bool, device=device)
 
     mark_kernel[(cdiv(num_values, _BLOCK_VALUES),)](
         bags.values,
@@ -138,8 +138,7 @@ def claim(
         slots.slot_of_row,
         slots.num_claims,
         slot_of_value,
-        numbers,
-        rows,
+        listed,
         num_values,
         max(bags.batch_size, 1),
         0 if bags.padding is None else bags.padding,
@@ -154,11 +153,8 @@ def claim(
     take_kernel[(num_programs,)](
         *slots,
         counts,
-        numbers,
-        is_enough,
-        rows,
-        held,
-        *lists,
+        listed,
+        num_places,
         *window,
         REFUSES=refuses,
         MOST_PROGRAMS=_MOST_PROGRAMS,
@@ -169,13 +165,10 @@ def claim(
         slots.num_claims,
         slots.num_uses,
         slots.hand,
-        numbers,
-        rows,
-        held,
-        *lists,
+        listed,
         slot_of_value,
         num_values,
         num_places,
         BLOCK=_BLOCK_VALUES,
     )
-    return StartedClaim(slot_of_value, held, Transfer._make([*lists, is_enough]), rows, listed)
+    return StartedClaim(slot_of_value, held, Transfer._make([*lists, numbers[1]]), rows, listed)
