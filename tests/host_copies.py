@@ -33,6 +33,11 @@ def _copy(host, rows, slots, in_slots, *, is_fetch):
             _numbers(table)[ids] = in_slots[at]
 
 
+def _move(host, written_rows, written_slots, fetched_rows, fetched_slots, in_slots):
+    _copy(host, written_rows, written_slots, in_slots, is_fetch=False)
+    _copy(host, fetched_rows, fetched_slots, in_slots, is_fetch=True)
+
+
 def _numbers(rows):
     return rows.detach().view(len(rows), -1).view(_BITS[rows.itemsize]).numpy()
 
@@ -41,6 +46,7 @@ HOST_COPIES = HostCopies(
     _HostRows,
     lambda *arguments: _copy(*arguments, is_fetch=True),
     lambda *arguments: _copy(*arguments, is_fetch=False),
+    _move,
 )
 
 

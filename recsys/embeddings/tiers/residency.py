@@ -91,7 +91,7 @@ class Residency:
         hot: The slots.
         counter: Counts since the tiers were made.
         times: The time of transfers, and the time spent waiting for them. Of transfers that a
-            device makes, the time to queue them.
+            device makes, the time to queue them, as that of fetches.
         queue: The queue of transfers.
         released: Slots of tickets released since the last call, and the most that these can be.
         changed_rows: Records the rows that are written to the cold store; None for no record.
@@ -362,10 +362,11 @@ class Residency:
         def run() -> None:
             begin = perf_counter()
             with in_order:
-                copies.write_back(moves.written_rows, moves.written_slots)
-                begin, before = perf_counter(), begin
-                self.times.wrote_back(before, begin)
-                copies.fetch(moves.fetched_rows, moves.fetched_slots)
+                if isinstance(moves, Transfer):
+                    copies.move(moves)
+                else:
+                    copies.write_back(moves.written_rows, moves.written_slots)
+                    copies.fetch(moves.fetched_rows, moves.fetched_slots)
                 self.times.fetched(begin, perf_counter())
 
         self.queue.put(run, in_background=False)

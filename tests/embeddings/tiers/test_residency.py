@@ -70,6 +70,12 @@ class FaultyStore:
             raise OSError(f"{name} failed")
         copy(*arguments)
 
+    def move(self, host, *arguments):
+        """In place of the kernel that writes back and fetches."""
+        *written, fetched_rows, fetched_slots, memory = arguments
+        self.copy("write_back", ReachedTables.write, host, *written, memory)
+        self.copy("fetch", ReachedTables.fetch, host, fetched_rows, fetched_slots, memory)
+
     def _move(self, name, hot, rows, slots):
         self.gate.wait()
         self.num_moves += 1
@@ -164,11 +170,14 @@ class LateCopies(DeviceCopies):
     def write_back(self, rows, slots):
         self._later(super().write_back, rows, slots)
 
-    def _later(self, copy, rows, slots):
+    def move(self, transfer):
+        self._later(super().move, transfer)
+
+    def _later(self, copy, *arguments):
         if self.stream is not None and self.stream.is_open:
-            self.stream.queued.append(partial(copy, rows, slots))
+            self.stream.queued.append(partial(copy, *arguments))
         else:
-            copy(rows, slots)
+            copy(*arguments)
 
 
 class World:
@@ -215,6 +224,7 @@ class World:
                 ReachedTables,
                 partial(self.store.copy, "fetch", ReachedTables.fetch),
                 partial(self.store.copy, "write_back", ReachedTables.write),
+                self.store.move,
             )
             copies = LateCopies([hot.rows, *hot.states], SIZES, lambda: spaces, kernels)
             if is_late:

@@ -155,16 +155,29 @@ class Recorded:
         assert copying is not None
         for name in ("fetch", "write_back"):
             setattr(copying, name, self._recorded(name, getattr(copying, name)))
+        if is_reached:
+            copying.move = self._recorded_move(copying.move)
 
     def _recorded(self, name, copy):
         def recorded(*arguments):
-            for row in arguments[-2].tolist():
-                if row >= 0:
-                    stream, times = self.cuda.current_stream(), len(self.copies)
-                    self.copies[name, row, times] = stream, stream.work((name, row, times))
+            self._record(name, arguments[-2])
             copy(*arguments)
 
         return recorded
+
+    def _recorded_move(self, move):
+        def recorded(transfer):
+            self._record("write_back", transfer.written_rows)
+            self._record("fetch", transfer.fetched_rows)
+            move(transfer)
+
+        return recorded
+
+    def _record(self, name, rows):
+        for row in rows.tolist():
+            if row >= 0:
+                stream, times = self.cuda.current_stream(), len(self.copies)
+                self.copies[name, row, times] = stream, stream.work((name, row, times))
 
     def compute(self, name, ids):
         """A step; returns what its forward comes after."""

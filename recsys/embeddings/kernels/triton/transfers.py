@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["HostRows", "fetch_rows", "write_rows"]
+__all__ = ["HostRows", "fetch_rows", "move_rows", "write_rows"]
 
 _NUM_WARPS = 4
 # A program copies about so many bytes: each of its threads has four reads of 16 bytes under way.
@@ -72,34 +72,60 @@ def fetch_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, result: Tensor) 
         slots_M: The slot of each row, (M,).
         result: The slots' rows, (S, D) contiguous, of the tables' dtype; changed in place.
     """
-    _copy(host, rows_M, slots_M, result, is_fetch=True)
+    _copy(host, None, None, rows_M, slots_M, result)
 
 
 def write_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, source: Tensor) -> None:
     """Copy rows from slots to the host's tables; see `fetch_rows`. Rows must be distinct."""
-    _copy(host, rows_M, slots_M, source, is_fetch=False)
+    _copy(host, rows_M, slots_M, None, None, source)
+
+
+def move_rows(
+    host: HostRows,
+    written_rows_M: Tensor,
+    written_slots_M: Tensor,
+    fetched_rows_M: Tensor,
+    fetched_slots_M: Tensor,
+    in_slots: Tensor,
+) -> None:
+    """As `write_rows` and then `fetch_rows`, in one launch: both ways of PCIe are used at once.
+
+    The lists are those of one claim. So a slot that is written back and gets another row has one
+    place in both lists, and no row is both written and fetched.
+    """
+    lists = written_rows_M, written_slots_M, fetched_rows_M, fetched_slots_M
+    _copy(host, *lists, in_slots)
 
 
 def _copy(
-    host: HostRows, rows_M: Tensor, slots_M: Tensor, in_slots: Tensor, *, is_fetch: bool
+    host: HostRows,
+    written_rows_M: Tensor | None,
+    written_slots_M: Tensor | None,
+    fetched_rows_M: Tensor | None,
+    fetched_slots_M: Tensor | None,
+    in_slots: Tensor,
 ) -> None:
-    if not len(rows_M):
+    rows_M = written_rows_M if fetched_rows_M is None else fetched_rows_M
+    assert rows_M is not None
+    num_places = len(rows_M)
+    if not num_places:
         return
     bits = _BITS[in_slots.dtype.itemsize]
     block_dim = next_power_of_2(host.dim)
     block_rows = min(max(1, _BLOCK_BYTES // (block_dim * bits.itemsize)), _MOST_ROWS)
-    _copy_kernel[(cdiv(len(rows_M), block_rows),)](
+    _copy_kernel[(cdiv(num_places, block_rows),)](
         host.addresses,
         host.first_rows,
-        rows_M,
-        slots_M,
+        written_rows_M,
+        written_slots_M,
+        fetched_rows_M,
+        fetched_slots_M,
         in_slots.view(bits),
-        len(rows_M),
-        NUM_TABLES=len(host.addresses),
+        num_places,
+        NUM_TABLES=host.addresses.numel(),
         DIM=host.dim,
         BLOCK_DIM=block_dim,
         BLOCK_ROWS=block_rows,
-        IS_FETCH=is_fetch,
         IS_ALIGNED=host.is_aligned,
         num_warps=_NUM_WARPS,
     )
@@ -109,24 +135,56 @@ def _copy(
 def _copy_kernel(
     addresses,
     first_rows,
-    rows_M,
-    slots_M,
+    written_rows_M,
+    written_slots_M,
+    fetched_rows_M,
+    fetched_slots_M,
     in_slots,
     num_places,
     NUM_TABLES: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    IS_FETCH: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """Copy BLOCK_ROWS rows of a list; a place without a row copies nothing."""
+    """Copy BLOCK_ROWS rows of each list; a place without a row copies nothing.
+
+    What one program reads of a slot, no other one overwrites; see `move_rows`.
+    """
     places = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_place = places < num_places
-    rows = tl.load(rows_M + places, is_place, -1).to(tl.int64)
-    slots = tl.load(slots_M + places, is_place, 0).to(tl.int64)
-    is_row = rows >= 0
-    tables = tl.zeros([BLOCK_ROWS], tl.int32)
+    if written_rows_M is not None:
+        rows = tl.load(written_rows_M + places, is_place, -1).to(tl.int64)
+        slots = tl.load(written_slots_M + places, is_place, 0).to(tl.int64)
+        of_host, of_slots, _, is_held = _found(
+            addresses, first_rows, rows, slots, in_slots, NUM_TABLES, DIM, BLOCK_DIM, IS_ALIGNED
+        )
+        tl.store(of_host, tl.load(of_slots, is_held), is_held)
+    if (written_rows_M is not None) & (fetched_rows_M is not None):
+        tl.debug_barrier()  # all threads have read the numbers that one overwrites below
+    if fetched_rows_M is not None:
+        rows = tl.load(fetched_rows_M + places, is_place, -1).to(tl.int64)
+        slots = tl.load(fetched_slots_M + places, is_place, 0).to(tl.int64)
+        of_host, of_slots, is_number, is_held = _found(
+            addresses, first_rows, rows, slots, in_slots, NUM_TABLES, DIM, BLOCK_DIM, IS_ALIGNED
+        )
+        tl.store(of_slots, tl.load(of_host, is_held, 0), is_number)
+
+
+@triton.jit
+def _found(
+    addresses,
+    first_rows,
+    rows,
+    slots,
+    in_slots,
+    NUM_TABLES: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Pointers to the rows' numbers, in tables and slots; which are of a row, and in a table."""
+    tables = tl.zeros_like(rows).to(tl.int32)
     for table in range(1, NUM_TABLES):
         # Of tables without rows, which begin where the next one does, the last is found.
         tables = tl.where(rows >= tl.load(first_rows + table), table, tables)
@@ -139,9 +197,5 @@ def _copy_kernel(
     columns = tl.arange(0, BLOCK_DIM)
     of_host = starts[:, None] + (ids[:, None] * DIM + columns[None, :])
     of_slots = in_slots + (slots[:, None] * DIM + columns[None, :])
-    is_number = is_row[:, None] & (columns < DIM)[None, :]
-    is_held = is_number & has_rows[:, None]
-    if IS_FETCH:
-        tl.store(of_slots, tl.load(of_host, is_held, 0), is_number)
-    else:
-        tl.store(of_host, tl.load(of_slots, is_held), is_held)
+    is_number = (rows >= 0)[:, None] & (columns < DIM)[None, :]
+    return of_host, of_slots, is_number, is_number & has_rows[:, None]

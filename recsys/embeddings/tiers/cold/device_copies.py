@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.choice import HostCopies
+    from recsys.embeddings.kernels.torch.slots import Transfer
     from recsys.embeddings.rows.row_space import RowSpace
 
 __all__ = ["DeviceCopies"]
@@ -54,10 +55,8 @@ class DeviceCopies:
         self._addresses: list[list[int]] = []
         self._hosts: list[Any] = []  # `HostRows` of each space
         self._locks: PageLocks | None = None
-        self._recorded: tuple[list[Any], Any] = (
-            [],
-            None,
-        )  # `_hosts`, and the stream that read them
+        # The stream that last read `_hosts`, and `_addresses` then: another list after a `renew`.
+        self._recorded: tuple[list[list[int]], Any] = ([], None)
 
     def are_current(self) -> bool:
         """Whether tables and state are where they were at the last `renew`."""
@@ -107,33 +106,37 @@ class DeviceCopies:
         """Copy rows and their state from slots to the tables; see `fetch`."""
         self._copy(self._kernels.write_rows, rows, slots)
 
+    def move(self, transfer: Transfer) -> None:
+        """Write back and fetch what a claim on the device lists."""
+        self._copy(self._kernels.move_rows, *transfer[:4])
+
     def wait(self) -> None:
         """Have the host wait for the copies that the current stream has queued or waits for."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _copy(self, copy: Callable[..., None], rows: Any, slots: Any) -> None:
-        if not len(rows):
+    def _copy(self, copy: Callable[..., None], *lists: Any) -> None:
+        if not len(lists[0]):
             return
         if self._device.type != "cuda":
-            self._launch(copy, self._listed(rows), self._listed(slots))
+            self._launch(copy, list(map(self._listed, lists)))
             return
         with torch.cuda.device(self._device):  # Triton launches kernels on the current device
-            rows_M, slots_M = self._listed(rows), self._listed(slots)
+            on_device = list(map(self._listed, lists))
             stream = torch.cuda.current_stream(self._device)
             # Their memory belongs to other streams, which must not use it again before this one.
-            read = [rows_M, slots_M]
-            if self._recorded[0] is not self._hosts or self._recorded[1] != stream:
-                self._recorded = self._hosts, stream
+            read = list(on_device)
+            if self._recorded[0] is not self._addresses or self._recorded[1] != stream:
+                self._recorded = self._addresses, stream
                 for host in self._hosts:
                     read += [host.addresses, host.first_rows]
             for tensor in read:
                 tensor.record_stream(stream)
-            self._launch(copy, rows_M, slots_M)
+            self._launch(copy, on_device)
 
-    def _launch(self, copy: Callable[..., None], rows_M: Tensor, slots_M: Tensor) -> None:
+    def _launch(self, copy: Callable[..., None], lists: Sequence[Tensor]) -> None:
         for host, memory in zip(self._hosts, self._memories, strict=True):
-            copy(host, rows_M, slots_M, memory)
+            copy(host, *lists, memory)
 
     def _listed(self, numbers: Any) -> Tensor:
         """A list on the device."""

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, write_rows
+from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, move_rows, write_rows
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUM_SLOTS = 40
@@ -62,6 +62,32 @@ def test_rows_of_a_list_are_written_to_the_tables(triton_device, sizes, dim, dty
         torch.cuda.synchronize()
 
     assert torch.equal(torch.cat(tables), expected)
+
+
+@given(**cases)
+def test_one_launch_writes_rows_back_and_puts_others_into_their_slots(
+    triton_device, sizes, dim, dtype, seed
+):
+    tables = host_tables(sizes, dim, dtype, triton_device)
+    rows, slots = moves(sizes, seed)
+    others = torch.where(torch.rand(len(rows)) < 0.3, -1, rows)
+    is_fetched = torch.arange(len(rows)) % 2 == 0  # no row is both written and fetched
+    fetched = torch.where(is_fetched, others, -1)
+    written = torch.where(is_fetched, -1, rows)
+    fetched = fetched.roll(1)  # a slot is written back and gets another row
+    of_slots = torch.randn(NUM_SLOTS, dim).to(dtype)
+    expected_rows, expected = torch.cat(tables), of_slots.clone()
+    expected_rows[written[written >= 0]] = of_slots[slots[written >= 0]]
+    expected[slots[fetched >= 0]] = torch.cat(tables)[fetched[fetched >= 0]]
+
+    host, found = HostRows(tables, triton_device), of_slots.to(triton_device)
+    lists = [each.to(triton_device) for each in (written, slots, fetched, slots)]
+    move_rows(host, *lists, found)
+    if triton_device.type == "cuda":
+        torch.cuda.synchronize()
+
+    assert torch.equal(torch.cat(tables), expected_rows)
+    assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
