@@ -179,12 +179,14 @@ class TableGroup:
         return space
 
     def sizes(self) -> list[int]:
-        """E of every table, without an operation on the tables: those of tiers are slow.
+        """E of every table as last seen, without an operation on the tables: that may be slow.
 
         Raises:
             ValueError: as for `space`.
         """
-        return list(map(int, self.space().sizes if self.tiers is None else self.tiers.sizes))
+        if self.tiers is not None:
+            return list(self.tiers.sizes)
+        return list(map(int, (self._space or self.space()).sizes))
 
     def known_space(self) -> RowSpace | None:
         """The memory as last seen, for `BagCalls`; None if these need `fused_lookup`."""

@@ -107,4 +107,4 @@ class TableVersions:
         return known.detach()
 
     def _now(self) -> list[int]:
-        return [version_of(tensor) for tensor in self._tensors]
+        return list(map(version_of, self._tensors))

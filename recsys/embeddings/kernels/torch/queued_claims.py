@@ -56,8 +56,8 @@ def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
     """
     sizes = slot_map.numbers.sizes
     if bags.offsets is None:
-        pairs = zip(lookups.distinct_tables, lookups.num_in_tables, strict=True)
-        return sum(min(count * bags.batch_size, sizes[table]) for table, count in pairs)
+        counts = (count * bags.batch_size for count in lookups.num_in_tables)
+        return sum(map(min, counts, map(sizes.__getitem__, lookups.distinct_tables)))
     return min(len(bags.values), sum(sizes[table] for table in lookups.distinct_tables))
 
 
