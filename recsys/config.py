@@ -236,6 +236,9 @@ class TrainConfig:
     precision: str = _key(
         "fp32", "of the dense part; bf16 keeps parameters in fp32", choices=("fp32", "bf16")
     )
+    capture: bool = _key(
+        False, "replay the dense part of models of pooled bags as CUDA graphs; for device cuda"
+    )
     save_model: bool = _key(True, "keep the model in the run's folder")
     timeline_steps: int = _key(
         0, "first steps that are written to timeline.json; 0: no timeline", least=0

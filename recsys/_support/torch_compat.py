@@ -50,6 +50,7 @@ __all__ = [
     "are_functorch_transforms_active",
     "base_of",
     "current_pass",
+    "end_allocation",
     "has_gradient_hooks",
     "is_batched",
     "is_graph_kept",
@@ -133,6 +134,19 @@ is_batched: Callable[[Tensor], bool] = is_batchedtensor
 active_ddp_module: Callable[[], Any] = partial(
     getattr, DistributedDataParallel, "_active_ddp_module"
 )
+
+
+# -- CUDA graphs.
+
+
+def end_allocation(device: int, pool: tuple[int, int]) -> None:
+    """Let the allocator serve a device as before a capture that did not end, and forget its pool.
+
+    Raises:
+        RuntimeError: no capture allocates from the pool.
+    """
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
 
 
 # -- Optimizers and hooks.

@@ -19,7 +19,7 @@ from recsys.models.archs import MLP, AbstractPooledModel, DenseArch, OverArch, S
 from recsys.models.interaction import InteractionArch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -99,6 +99,8 @@ class DLRMTrain(nn.Module):
     Attributes:
         uses_sample_weights: True: each sample's loss is multiplied by the mini-batch's `weights`,
             if it has any, and the sum is divided by B.
+        run_dense: Called in place of `loss_of` by `forward`, if there are no weights. None, except
+            in steps of a pipeline that replays the dense part.
 
     Shape:
         result (loss, (loss, logits, labels)): loss () with gradient, then detached tensors: loss
@@ -111,6 +113,7 @@ class DLRMTrain(nn.Module):
         super().__init__()
         self.model = dlrm_module
         self.loss_fn = nn.BCEWithLogitsLoss()
+        self.run_dense: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports.
@@ -122,8 +125,12 @@ class DLRMTrain(nn.Module):
             (loss, (loss, logits, labels)): the loss, (), with gradient; then detached tensors: the
             loss, logits (B,) and labels (B,).
         """
-        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         weights = getattr(batch, "weights", None)
+        if self.run_dense is not None and weights is None:
+            embedded_sparse = self.model.sparse_arch(batch.sparse_features)  # type: ignore[operator]  # a pooled model
+            loss, logits = self.run_dense(batch.dense_features, embedded_sparse, batch.labels)
+            return loss, (loss.detach(), logits.detach(), batch.labels.detach())
+        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         if weights is None:
             loss = self.loss_fn(logits, batch.labels.float())
         else:
@@ -132,6 +139,23 @@ class DLRMTrain(nn.Module):
                 logits, labels, weights, pos_weight=self.loss_fn.pos_weight
             )
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
+
+    def loss_of(
+        self, dense_features: Tensor, embedded_sparse: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The dense part of an `AbstractPooledModel`: what `forward` computes after the lookups.
+
+        Args:
+            dense_features: Dense features, (B, I).
+            embedded_sparse: Results of `sparse_arch`, (B, F, D).
+            labels: Labels, (B,).
+
+        Returns:
+            The loss, (), and the logits, (B,).
+        """
+        model = cast("AbstractPooledModel", self.model)
+        logits = model.head(model.dense_arch(dense_features), embedded_sparse).squeeze(-1)
+        return self.loss_fn(logits, labels.float()), logits
 
 
 def initialize_classic(module: nn.Module) -> None:

@@ -10,6 +10,7 @@
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
     non_finite          why a loss is nan or inf
     loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
+    captured_dense      the dense part of a step, replayed as CUDA graphs
     stalls              where the time went, stage by stage; timeline: the same as a trace
     suggestions         which settings would reduce waiting, and by how much
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from recsys.batch import JaggedIds
 from recsys.pipeline.inputs import is_torchrec
 
-__all__ = ["concatenate", "count_samples", "join_outputs", "select_samples"]
+__all__ = ["concatenate", "count_samples", "join_outputs", "select_samples", "share_of_whole"]
 
 _MOST_NESTED = 4
 
@@ -27,6 +27,20 @@ def count_samples(batch: Any) -> int | None:
         None if there are none.
     """
     return _count(batch, 0)
+
+
+def share_of_whole(batch: Any, whole: int | None, size: int | None) -> float:
+    """The share of a whole mini-batch's samples that a mini-batch has, at most 1.
+
+    Args:
+        batch: The mini-batch.
+        whole: Samples of a whole one; None: every mini-batch counts as a whole one.
+        size: Samples of the mini-batch, if known; None to count them.
+    """
+    if whole is None:
+        return 1.0
+    size = count_samples(batch) if size is None else size
+    return min(1.0, (size or whole) / whole)
 
 
 def _count(value: Any, depth: int) -> int | None:

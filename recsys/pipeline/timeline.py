@@ -32,6 +32,10 @@ class Timeline:
         """
         self._spans.append((track, name, begin, end))
 
+    def add_move(self, track: str, name: str, begin: float, end: float) -> None:
+        """Record what a queue of transfers did; waiting for it belongs to the steps."""
+        self.add(track if name == "move" else "steps", name, begin, end)
+
     def shown(self, num_steps: int) -> dict[str, list[tuple[str, float, float]]]:
         """Select a few steps for a picture, without the first step, which is slower than others.
 

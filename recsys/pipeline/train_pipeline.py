@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from math import isfinite
 from time import perf_counter
@@ -22,9 +22,10 @@ from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
+from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel
-from recsys.pipeline.micro_batches import count_samples, join_outputs
+from recsys.pipeline.micro_batches import join_outputs, share_of_whole
 from recsys.pipeline.non_finite import explain_loss
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
@@ -102,6 +103,9 @@ class TrainPipeline:
             one before backward, so that each sample counts as much. None: as in a plain loop.
         skip: What training leaves out, such as `DropInput()`; None for nothing. Its docstring says
             whether later samples replace those left out.
+        capture: Replay everything between the pooled vectors and the loss, forward and backward, as
+            CUDA graphs, if the model is a `DLRMTrain` on a CUDA device. Mini-batches unlike the
+            first one run op by op. A warning says why if nothing can be captured.
 
     Attributes:
         schedule: The schedule, or the default.
@@ -109,6 +113,7 @@ class TrainPipeline:
         popular_split: Splits mini-batches and counts them; None unless the schedule is `Hotline`.
         choice: What `Auto` has measured and chosen; None unless the schedule is `Auto`.
         skipping: Counts what is left out; None without `skip`.
+        captured: Replays the dense part; None without `capture`.
     """
 
     def __init__(
@@ -123,12 +128,14 @@ class TrainPipeline:
         clock: StageClock | None = None,
         batch_size: int | None = None,
         skip: Policy | Paper | None = None,
+        capture: bool = False,
     ) -> None:
         self._model, self._forward = model, custom_model_fwd or model
         self._device = None if device is None else torch.device(device)
         self._inputs = Inputs(model, ids)
         self._optimizers = optimizers_to_step(model, optimizer)
         self._batch_size = batch_size
+        self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
         if schedule is None:
@@ -257,7 +264,7 @@ class TrainPipeline:
         self.clock.timeline = timeline
         for number, tiers in enumerate(self._inputs.tiers()):
             tiers.residency.queue.on_span = (
-                None if timeline is None else partial(_add_span, timeline, f"rows, group {number}")
+                None if timeline is None else partial(timeline.add_move, f"rows, group {number}")
             )
 
     def detach(self) -> nn.Module:
@@ -357,11 +364,13 @@ class TrainPipeline:
         if self._depth or self.popular_split:
             self._look_ahead(current, window)
         parts = self._split(current)
-        weight = self._share_of_whole(current)
+        size = None if current.refilled is None else current.refilled.size
+        weight = share_of_whole(current.batch, self._batch_size, size)
         if parts:
             loss, output = self._train_on_parts(parts, weight)
         else:
-            loss, output = self._train_on(current.batch, current.claims, weight)
+            with nullcontext() if self.captured is None else self.captured.one_step():
+                loss, output = self._train_on(current.batch, current.claims, weight)
         for optimizer in self._optimizers:
             optimizer.step()
         if self.popular_split:
@@ -397,13 +406,6 @@ class TrainPipeline:
             current.claims = [claim for part in parts for claim in part.claims]
         return parts
 
-    def _share_of_whole(self, current: MiniBatch) -> float:
-        whole, refilled = self._batch_size, current.refilled
-        if whole is None:
-            return 1.0
-        size = count_samples(current.batch) if refilled is None else refilled.size
-        return min(1.0, (size or whole) / whole)
-
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
         try:
             found = self._forward(batch)
@@ -438,6 +440,8 @@ class TrainPipeline:
 
     def _train_on_parts(self, parts: Sequence[MicroBatch], weight: float) -> tuple[Tensor, Any]:
         """Forward and backward of each part; gradients add up, and every row is updated once."""
+        if self.captured is not None:
+            self.captured.leave_out("Hotline trains on parts of them")
         with ExitStack() as stack:
             for updater in self._inputs.updaters():
                 stack.enter_context(updater.update_once())
@@ -494,7 +498,3 @@ class TrainPipeline:
         if self._current is not None:
             self._current.release_claims()
         self._windows.release_claims()
-
-
-def _add_span(timeline: Timeline, track: str, what: str, begin: float, end: float) -> None:
-    timeline.add(track if what == "move" else "steps", what, begin, end)

@@ -26,6 +26,7 @@ from recsys._support.torch_compat import (
     are_functorch_transforms_active,
     base_of,
     current_pass,
+    end_allocation,
     has_gradient_hooks,
     is_batched,
     is_graph_kept,
@@ -360,6 +361,13 @@ def test_onednn_multiplies_as_torch_does(has_bias):
     found = onednn_linear(left, right, bias, "none", [], "")
 
     torch.testing.assert_close(found, nn.functional.linear(left, right, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_allocation_that_has_not_begun_cannot_end():
+    with pytest.raises(RuntimeError):
+        end_allocation(0, torch.cuda.graph_pool_handle())
 
 
 PRIVATE = re.compile(

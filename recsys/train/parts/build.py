@@ -431,6 +431,7 @@ def build_pipeline(
         custom_model_fwd=forward,
         clock=clock,
         batch_size=config.batch_size // (1 if processes is None else processes.num_ranks),
+        capture=config.capture,
     )
 
 

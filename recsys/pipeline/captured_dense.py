@@ -1,0 +1,349 @@
+"""The dense part of a step, replayed as CUDA graphs: one for forward, one for backward.
+
+pooled vectors, dense features, labels -> captured forward  -> loss, logits
+gradient of the loss                   -> captured backward -> gradients of vectors and parameters
+
+Launching the operations of the MLPs one by one takes the host longer than the GPU needs for them.
+Lookups, row updates and optimizers are not captured, so nothing about them changes.
+
+The results of a graph, gradients included, are in memory that its next replay overwrites. So a
+graph is replayed once between `zero_grad` and `step`, and the loss and the logits are copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from recsys._support.torch_compat import end_allocation, plain_grad
+from recsys.models.archs import AbstractPooledModel
+from recsys.models.dlrm import DLRMTrain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["CapturedDense"]
+
+# Device types whose work can be captured. Tests add "cpu".
+_CAN_CAPTURE = {"cuda"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_EMBEDDINGS = "model.sparse_arch."
+
+
+class CapturedDense:
+    """Captures the dense part of a model on its first training step, and replays it in later ones.
+
+    A mini-batch unlike the first one runs op by op, as does everything outside of `one_step`.
+    Whatever makes a replay impossible is told by one warning, and training goes on without it.
+
+    Args:
+        model: The model that is trained.
+
+    Attributes:
+        reason: Why nothing is captured; empty as long as graphs are, or may be, replayed.
+        num_replays: Steps whose dense part was replayed.
+        pool: The memory pool of the graphs, from `torch.cuda.graph_pool_handle`; None for their
+            own. Set it before the first step. Models that share a pool must never be between
+            forward and backward at the same time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = cast("DLRMTrain", model)
+        self.reason = ""
+        self.num_replays = 0
+        self.pool: Any = None
+        self._graphs: _Graphs | None = None
+        self._parameters = list(model.named_parameters())
+        self._was_called = self._has_warned = False
+        self._num_misfits = 0  # steps in a row that were not replayed
+        obstacle = _obstacle(model)
+        if obstacle:
+            self._give_up(f"has no effect: {obstacle}")
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Let the first forward of the model in this context replay its dense part.
+
+        Gradients must be None when it begins, and backward and the optimizers' steps must come
+        before the next one.
+        """
+        if not self._is_ready():
+            yield
+            return
+        self._was_called, self._model.run_dense = False, self._run
+        try:
+            yield
+        finally:
+            self._model.run_dense = None
+        if not self._was_called:
+            self.leave_out("they have sample weights, or the model was not called")
+
+    def leave_out(self, reason: str) -> None:
+        """Note that a step was not replayed; the second one in a row is warned of, once.
+
+        Args:
+            reason: Why, about mini-batches in general.
+        """
+        self._num_misfits += 1
+        if self._num_misfits > 1:
+            self._warn(f"mini-batches run op by op now, because {reason}")
+
+    def _is_ready(self) -> bool:
+        if self.reason:
+            return False
+        for name, parameter in self._parameters:
+            # It may be in the memory that the next replay overwrites.
+            if plain_grad(parameter) is not None:
+                self.leave_out(
+                    f"the gradient of {name!r} is kept from one step to the next; let the "
+                    "pipeline's optimizers set it to None in zero_grad"
+                )
+                return False
+        if self._graphs is None:
+            obstacle = _obstacle(self._model)  # such as a hook that is newer than the pipeline
+            if obstacle:
+                self._give_up(f"has no effect: {obstacle}")
+        elif self._graphs.state != _state(self._model):
+            self._graphs = None
+            self._give_up(
+                "has no effect any more: hooks, parameters, requires_grad or modes of the dense "
+                "part are others than in its first step; build a new TrainPipeline to capture it"
+            )
+        return not self.reason
+
+    def _run(
+        self, dense_features: Tensor, embedded_sparse: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """In place of `DLRMTrain.loss_of`."""
+        # A second forward of the same step would overwrite what the first one's backward reads.
+        self._was_called, self._model.run_dense = True, None
+        inputs = (dense_features, embedded_sparse, labels)
+        if self._graphs is None and torch.is_grad_enabled():
+            self._graphs = self._capture(inputs)
+        if self._graphs is None:
+            return self._model.loss_of(*inputs)
+        if not torch.is_grad_enabled() or self._graphs.form != _form(inputs):
+            self.leave_out("they have other shapes, dtypes or precision than the first one")
+            return self._model.loss_of(*inputs)
+        self._num_misfits, self.num_replays = 0, self.num_replays + 1
+        loss, logits = self._graphs.replay(*inputs, *self._graphs.parameters)
+        return loss.clone(), logits.detach().clone()
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> _Graphs | None:
+        try:
+            return _captured(self._model, inputs, self.pool)
+        except Exception as error:  # torch's, the GPU's, or the model's; without graphs it may work
+            [line, *_] = [*str(error).splitlines(), ""]
+            self._give_up(f"has no effect: capturing failed with {type(error).__name__}: {line}")
+            return None
+
+    def _give_up(self, what: str) -> None:
+        self.reason = what.partition(": ")[2]
+        self._has_warned = False
+        self._warn(what)
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"capture=True {what}", stacklevel=5)
+
+
+class _Graphs(NamedTuple):
+    """What was captured.
+
+    Attributes:
+        replay: Maps dense features, pooled vectors, labels and parameters to loss and logits.
+        parameters: Those of the dense part.
+        form: Result of `_form`, at that time.
+        state: Result of `_state`, at that time.
+    """
+
+    replay: Callable[..., tuple[Tensor, Tensor]]
+    parameters: list[nn.Parameter]
+    form: list[Any]
+    state: list[Any]
+
+
+class _DensePart(nn.Module):
+    """`loss_of` as the forward of a module, for `functional_call`."""
+
+    def __init__(self, train_model: DLRMTrain) -> None:
+        super().__init__()
+        self.train_model = train_model
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.train_model.loss_of(*inputs)
+
+
+def _captured(model: DLRMTrain, inputs: tuple[Tensor, ...], pool: Any) -> _Graphs:
+    """Capture the dense part for inputs like these, which stay as they are."""
+    form, state, device = _form(inputs), _state(model), inputs[1].device
+    named = dict(_dense_parameters(model))
+    names = [f"train_model.{name}" for name in named]
+    part = _DensePart(model)
+    autocast = partial(
+        torch.autocast,
+        device.type,
+        torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,  # copies of parameters must be made anew in each replay
+    )
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        # Forward alone: backward runs without autocast, as it does outside of graphs.
+        with autocast():
+            values = dict(zip(names, tensors[len(inputs) :], strict=True))
+            return cast(
+                "tuple[Tensor, Tensor]",
+                functional_call(part, values, tensors[: len(inputs)]),
+            )
+
+    # Graphs read parameters in place. Aliases have no autograd nodes or hooks of the parameters,
+    # which would otherwise belong to the stream of the capture, or be captured.
+    samples = [
+        *(_like(each.detach().clone(), each) for each in inputs),
+        *(_like(each.detach(), each) for each in named.values()),
+    ]
+    if pool is None and device.type == "cuda":
+        pool = torch.cuda.graph_pool_handle()
+    with _restored(device, pool), torch.autocast(device.type, enabled=False):
+        replay = _make_graphed(forward, tuple(samples), pool)
+    return _Graphs(replay, list(named.values()), form, state)
+
+
+def _like(alias: Tensor, original: Tensor) -> Tensor:
+    return alias.requires_grad_(original.requires_grad)
+
+
+def _make_graphed(
+    function: Callable[..., tuple[Tensor, Tensor]], samples: tuple[Tensor, ...], pool: Any
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`make_graphed_callables`; meanwhile other threads may move rows and load data."""
+    make = partial(
+        torch.cuda.make_graphed_callables, function, samples, allow_unused_input=True, pool=pool
+    )
+    mode = {"capture_error_mode": "thread_local"}
+    if mode.keys() <= inspect.signature(torch.cuda.make_graphed_callables).parameters.keys():
+        return cast("Callable[..., tuple[Tensor, Tensor]]", make(**mode))
+    graph = torch.cuda.graph  # torch 2.13 and older can be given the mode only here
+    torch.cuda.graph = partial(graph, **mode)  # type: ignore[assignment, misc, arg-type]
+    try:
+        return cast("Callable[..., tuple[Tensor, Tensor]]", make())
+    finally:
+        torch.cuda.graph = graph  # type: ignore[misc]
+
+
+@contextmanager
+def _restored(device: torch.device, pool: Any) -> Iterator[None]:
+    """Restore random generators, which warm-up uses; after an error, all that a capture changes."""
+    if device.type != "cuda":
+        with torch.random.fork_rng([]):
+            yield
+        return
+    generator = torch.cuda.default_generators[device.index]
+    with (
+        torch.random.fork_rng([device]),
+        torch.cuda.device(device),
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+    ):
+        unused = generator.clone_state()
+        try:
+            yield
+        except BaseException:
+            # torch leaves the generator, and after an invalid capture the allocator, capturing.
+            generator.graphsafe_set_state(unused)
+            with suppress(Exception):  # it raises if no capture has begun, or if it has ended
+                end_allocation(device.index, pool)
+            raise
+
+
+def _form(inputs: tuple[Tensor, ...]) -> list[Any]:
+    """What inputs and settings must have in common with those of the capture."""
+    device_type = inputs[1].device.type
+    return [
+        *((each.shape, each.dtype, each.device, each.requires_grad) for each in inputs),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        torch.backends.cuda.matmul.fp32_precision,
+    ]
+
+
+def _state(model: DLRMTrain) -> list[Any]:
+    """What is fixed in graphs of the dense part, besides their inputs."""
+    found: list[Any] = []
+    for module in _dense_modules(model):
+        found += (id(module), module.training, _has_hooks(module))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found += (id(parameter), parameter.requires_grad)
+    return found
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def _dense_modules(model: DLRMTrain) -> list[nn.Module]:
+    """The modules of the dense part, the model of logits included, whose forward is replaced."""
+    found: list[nn.Module] = []
+    waiting: list[nn.Module | None] = [model.loss_fn, model.model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module is not model.model.sparse_arch:
+            found.append(module)
+            waiting.extend(module._modules.values())
+    return found
+
+
+def _dense_parameters(model: DLRMTrain) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, each) for name, each in model.named_parameters() if not name.startswith(_EMBEDDINGS)
+    ]
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Why the dense part of a model cannot be captured; empty if it can."""
+    if not _has_forward_of(model, DLRMTrain):
+        return f"{type(model).__name__} is no DLRMTrain, of which the dense part is known"
+    model = cast("DLRMTrain", model)
+    pooled = cast("AbstractPooledModel", model.model)
+    if not _has_forward_of(pooled, AbstractPooledModel):
+        return (
+            f"{type(pooled).__name__} is no model of pooled vectors, such as DLRM, DCNv2 and "
+            "DeepFM, of which the dense part is known"
+        )
+    for module in _dense_modules(model):
+        if _has_hooks(module):
+            name = next(name for name, each in model.named_modules() if each is module)
+            return f"{name!r} has hooks, which graphs would not call"
+    for name, _ in model.named_buffers():
+        if not name.startswith(_EMBEDDINGS):
+            return f"{name!r} is a buffer, which the steps before a capture might change"
+    of_embeddings = set(pooled.sparse_arch.parameters())
+    devices = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(_EMBEDDINGS):
+            devices.add(parameter.device)
+            if parameter in of_embeddings:
+                return f"{name!r} is also a parameter of the embeddings, which are not captured"
+    if len(devices) != 1:
+        return f"the dense part is on {len(devices)} devices"
+    [device] = devices
+    if device.type not in _CAN_CAPTURE:
+        return f"the dense part is on '{device}', and only work of a CUDA device can be captured"
+    return ""
+
+
+def _has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of a kind, and has its forward."""
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and "forward" not in module.__dict__
+    )

@@ -1,0 +1,258 @@
+"""The dense part replayed as CUDA graphs, for which a stand-in runs on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from recsys import DLRM, DLRMTrain
+from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam
+from recsys.embeddings.table import TableConfig
+from recsys.pipeline import Hotline, LookAhead, RandomDrop, Sequential, TrainPipeline
+from tests.captured_training import (
+    DENSE,
+    B,
+    D,
+    add_dropout,
+    dense_parameters,
+    make_batch,
+    make_model,
+    make_tables,
+    require_equal,
+    train,
+)
+from tests.fake_graphs import capture_on_cpu
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The captures; the CPU stands in for the device."""
+    return capture_on_cpu(monkeypatch)
+
+
+def require_same(batches, *, num_replays, **options):
+    expected = train(batches, capture=False, **options)
+    found = train(batches, capture=True, **options)
+    require_equal(found, expected)
+    assert found.captured.num_replays == num_replays
+    assert expected.captured is None
+    return found
+
+
+@pytest.fixture
+def batches():
+    return [make_batch(seed) for seed in range(6)]
+
+
+@pytest.mark.parametrize("dense", DENSE)
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1)], ids=str)
+@pytest.mark.parametrize(
+    ("budget", "schedule"), [(None, None), (8_500, Sequential()), (8_500, LookAhead(2))], ids=str
+)
+def test_replayed_steps_are_those_op_by_op(made, batches, budget, schedule, optimizer, dense):
+    found = require_same(
+        batches,
+        num_replays=6,
+        dense=dense,
+        optimizer=optimizer,
+        budget=budget,
+        schedule=schedule,
+    )
+
+    assert len(made) == 1
+    assert found.captured.reason == ""
+
+
+@pytest.mark.parametrize("kind", ["dcn_v2", "deepfm", "masked_transformer"])
+def test_every_model_of_pooled_vectors_is_captured(made, batches, kind):
+    require_same(batches, kind=kind, num_replays=6)
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("budget", [None, 8_500])
+def test_rows_may_wait_for_their_optimizer(batches, budget):
+    require_same(batches, auto_apply=False, budget=budget, num_replays=6)
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("batch_size", [None, B])
+def test_a_smaller_last_mini_batch_runs_op_by_op_without_a_warning(batches, batch_size):
+    again = [*batches, make_batch(7, 3), *batches, make_batch(8, 1)]
+
+    require_same(again, batch_size=batch_size, num_replays=12)
+
+
+@pytest.mark.usefixtures("made")
+def test_evaluation_between_steps_runs_op_by_op(batches):
+    models = [make_model(), make_model()]
+    pipelines = [
+        TrainPipeline(
+            model, torch.optim.SGD(dense_parameters(model), lr=0.1), capture=model is models[1]
+        )
+        for model in models
+    ]
+    iterators = [iter(batches), iter(batches)]
+    found = [[], []]
+    for number in range(6):
+        for side, model in enumerate(models):
+            model.train(number % 2 == 0)
+            found[side].append(pipelines[side].progress(iterators[side]))
+            with torch.no_grad():
+                found[side].append(model(batches[0]))
+
+    for (loss, output), (other, other_output) in zip(*found, strict=True):
+        assert torch.equal(loss, other)
+        assert all(map(torch.equal, output, other_output))
+    assert pipelines[1].captured.num_replays == 3
+
+
+@pytest.mark.usefixtures("made")
+def test_parts_of_mini_batches_run_op_by_op():
+    batches = [make_batch(seed, 16) for seed in range(10)]
+    schedule = Hotline(depth=0, learning_steps=4)
+
+    with pytest.warns(UserWarning, match="run op by op now, because Hotline trains on parts"):
+        found = train(batches, capture=True, budget=8_500, schedule=schedule)
+    expected = train(batches, capture=False, budget=8_500, schedule=schedule)
+
+    require_equal(found, expected)
+    num_split = found.pipeline.popular_split.num_split
+    assert num_split > 1
+    assert found.captured.num_replays == 10 - num_split
+
+
+@pytest.mark.usefixtures("made")
+def test_precision_is_that_of_the_forward(batches):
+    def bf16(model):
+        def forward(batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(batch)
+
+        return forward
+
+    found = require_same(batches, custom_model_fwd=bf16, num_replays=6)
+
+    plain = train(batches, capture=False)
+    assert not torch.equal(found.outputs[0][2], plain.outputs[0][2])
+
+
+@pytest.mark.usefixtures("made")
+def test_random_draws_are_those_of_steps_op_by_op(batches):
+    found = require_same(batches, change=add_dropout, num_replays=6)
+
+    plain = train(batches, capture=False)
+    assert not torch.equal(found.outputs[0][2], plain.outputs[0][2])
+
+
+@pytest.mark.usefixtures("made")
+def test_frozen_parameters_and_rows_stay(batches):
+    def freeze(model):
+        model.model.dense_arch.requires_grad_(False)
+        model.model.sparse_arch.requires_grad_(False)
+
+    found = require_same(batches, change=freeze, num_replays=6)
+
+    before = make_model().state_dict()
+    same = {name for name, value in found.weights.items() if torch.equal(value, before[name])}
+    assert same == {name for name in before if "over_arch" not in name}
+
+
+@pytest.mark.usefixtures("made")
+def test_parameters_of_the_model_itself_and_unused_ones_are_trained(batches):
+    class Scaled(DLRM):
+        def head(self, embedded_dense, embedded_sparse):
+            return super().head(embedded_dense, embedded_sparse) * self.scale
+
+    def add(model):
+        model.model.__class__ = Scaled
+        model.model.scale = nn.Parameter(torch.ones(()))
+        model.model.unused = nn.Parameter(torch.ones(3))
+
+    found = require_same(batches, change=add, num_replays=6)
+
+    assert found.weights["model.scale"] != 1
+    assert found.weights["model.unused"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("made")
+def test_tables_of_torch_and_projected_ones_are_trained(batches):
+    def build():
+        torch.manual_seed(0)
+        tables = make_tables()
+        tables[0] = TableConfig(
+            name="t_cat_0", num_embeddings=300, embedding_dim=2, feature_names=("cat_0",)
+        )
+        return DLRMTrain(DLRM(TorchEmbeddingBags(tables), 5, [8, D], [8, 1]))
+
+    require_same(batches, build=build, num_replays=6)
+
+
+@pytest.mark.usefixtures("made")
+def test_a_second_forward_of_a_step_runs_op_by_op(batches):
+    def twice(model):
+        def forward(batch):
+            loss, output = model(batch)
+            return loss + model(batch)[0], output
+
+        return forward
+
+    require_same(batches, custom_model_fwd=twice, num_replays=6)
+
+
+@pytest.mark.usefixtures("made")
+def test_replaced_memory_of_a_parameter_is_read_and_trained(batches):
+    found = []
+    for capture in (False, True):
+        model = make_model()
+        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+        pipeline = TrainPipeline(model, optimizer, capture=capture)
+        iterator = iter(batches)
+        for number in range(6):
+            if number == 3:
+                bias = model.model.over_arch.model[1].bias
+                bias.data = bias.detach() + 1
+            pipeline.progress(iterator)
+        found.append(model.state_dict())
+
+    assert pipeline.captured.num_replays == 6
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_the_model_is_an_ordinary_one_outside_of_steps(made, batches):
+    model = make_model()
+    pipeline = TrainPipeline(model, torch.optim.SGD(dense_parameters(model), lr=0.1), capture=True)
+    pipeline.progress(iter(batches))
+
+    loss, _ = model(batches[0])
+    loss.backward()
+
+    assert model.run_dense is None
+    assert pipeline.captured.num_replays == 1
+    assert len(made) == 1
+
+
+@pytest.mark.usefixtures("made")
+def test_a_step_that_raises_leaves_the_model_as_it_was(batches):
+    batches[1].sparse_features.values()[0] = 9999
+    model = make_model()
+    pipeline = TrainPipeline(model, torch.optim.SGD(dense_parameters(model), lr=0.1), capture=True)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+
+    with pytest.raises(Exception, match="9999"):
+        pipeline.progress(iterator)
+
+    assert model.run_dense is None
+    pipeline.progress(iterator)
+    assert pipeline.captured.num_replays == 2
+
+
+def test_skipping_trains_on_the_same_samples(made, batches):
+    found = require_same(
+        [make_batch(seed, 16) for seed in range(12)],
+        skip=RandomDrop(0.25, seed=3),
+        num_replays=9,
+    )
+
+    assert found.captured.reason == ""
+    assert len(made) == 1
