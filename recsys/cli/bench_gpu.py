@@ -79,6 +79,12 @@ def add_gpu_options(gpu: argparse.ArgumentParser) -> None:
     gpu.add_argument(
         "--kernels", action="store_true", help="also list the time by kernel of one step"
     )
+    gpu.add_argument(
+        "--no-capture",
+        action="store_true",
+        help="launch the dense part op by op, in place of replaying it as CUDA graphs, for all "
+        "providers",
+    )
 
 
 def bench_gpu(options: argparse.Namespace) -> int:
@@ -136,6 +142,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         seconds=options.seconds,
         case_seconds=options.case_seconds,
         has_kernels=options.kernels,
+        capture=options.device == "cuda" and not options.no_capture,
         is_quick=options.quick,
     )
 

@@ -138,6 +138,7 @@ def test_options_are_these_and_no_others():
                 "--seconds": "",
                 "--case-seconds": "",
                 "--kernels": "",
+                "--no-capture": "",
                 "--json": "",
             },
             "distributed": {

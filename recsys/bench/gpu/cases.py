@@ -108,6 +108,7 @@ class Plan:
         seconds: No case begins later than this after the start.
         case_seconds: Rounds of a case stop after about so long, but not before three.
         has_kernels: Whether the kernels of one step are listed.
+        capture: Whether every provider replays its dense part as CUDA graphs.
         is_quick: Whether turns are as short as possible.
     """
 
@@ -124,6 +125,7 @@ class Plan:
     seconds: float = 480.0
     case_seconds: float = 10.0
     has_kernels: bool = False
+    capture: bool = False
     is_quick: bool = False
 
 

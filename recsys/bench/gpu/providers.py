@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from recsys.bench.parts.scheduled import SCHEDULES, TurnSteps, count_rows, subtr
 from recsys.embeddings.tiers.counts import TierCounts
 from recsys.models import DLRM, DLRMTrain
 from recsys.pipeline import TrainPipeline
+from recsys.pipeline.captured_dense import CapturedDense
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,12 +62,16 @@ class Setting(NamedTuple):
         device: Where it trains.
         batches: The mini-batches.
         steps: Numbers of steps in a turn.
+        capture: Whether the dense part is replayed as CUDA graphs.
+        pool: The memory pool that all these graphs share: only one provider is in a step at a time.
     """
 
     model: Model
     device: torch.device
     batches: MiniBatches
     steps: TurnSteps
+    capture: bool = False
+    pool: Any = None
 
 
 class Turn(NamedTuple):
@@ -96,7 +102,12 @@ class AbstractProvider(ABC):
     Args:
         setting: The case.
         embeddings: Maps a mini-batch's ids to pooled vectors on the device.
+
+    Attributes:
+        captured: Replays the dense part; None if it runs op by op.
     """
+
+    captured: CapturedDense | None = None
 
     def __init__(self, setting: Setting, embeddings: nn.Module) -> None:
         self._setting, self._clock = setting, Clock(setting.device)
@@ -181,6 +192,9 @@ class PlainLoop(AbstractProvider):
         super().__init__(setting, embeddings)
         self._optimizers: list[SupportsStep] = [self._of_dense, *of_rows]
         self._are_ids_on_host, self._next = are_ids_on_host, 0
+        if setting.capture:
+            self.captured = CapturedDense(self._model)
+            self.captured.pool = setting.pool
 
     def step(self) -> Tensor:
         """Train on the next mini-batch."""
@@ -188,7 +202,8 @@ class PlainLoop(AbstractProvider):
         self._next += 1
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        loss, _ = self._forward(batch)
+        with nullcontext() if self.captured is None else self.captured.one_step():
+            loss, _ = self._forward(batch)
         self._between(self._batch(self._next))
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self._optimizers:
@@ -228,7 +243,11 @@ class ScheduledLoop(AbstractProvider):
             self._of_dense,
             schedule=SCHEDULES[schedule],
             custom_model_fwd=self._forward,
+            capture=setting.capture,
         )
+        self.captured = self._pipeline.captured
+        if self.captured is not None:
+            self.captured.pool = setting.pool
         self._queue: deque[Batch] = deque()
         self._num_untrained = 0  # in the queue and in the pipeline's window
         self._iterator = self._batches()

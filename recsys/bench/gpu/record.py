@@ -8,6 +8,8 @@ Beside the keys of every benchmark (`command`, `environment`, `rows`) it has
     coverage    by share of the rows: the share of later lookups that the rows looked up most get
     cases       name, status "measured", "failed" or "not run", reason
     skipped     providers that could not be measured: case, provider, reason
+    captured    of each provider whose dense part was to be captured: case, provider, num_replays,
+                and the reason if it was not
     kernels     time by kernel of one step
     seconds     since the start
     is_done     false if the command was interrupted
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from recsys.bench.gpu.cases import Case
     from recsys.bench.gpu.checks import Check
     from recsys.bench.parts.harness import Row
+    from recsys.pipeline.captured_dense import CapturedDense
 
 __all__ = ["Record"]
 
@@ -48,6 +51,7 @@ class Record:
         rows: Measured quantities.
         cases: What became of each case.
         skipped: Providers that could not be measured.
+        captured: Whether the dense parts of the others were replayed as CUDA graphs.
         details: The other keys of the JSON.
     """
 
@@ -57,6 +61,7 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     cases: list[dict[str, str]] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
+    captured: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     _begin: float = field(default_factory=time.monotonic)
 
@@ -98,6 +103,20 @@ class Record:
         self.skipped.append({"case": case.name, "provider": provider, "reason": reason})
         print(f"  {provider}: skipped: {reason}", flush=True)
 
+    def add_captured(self, case: Case, provider: str, captured: CapturedDense) -> None:
+        """Note how many steps of a provider were replayed; print the reason if there was none."""
+        self.captured.append(
+            {
+                "case": case.name,
+                "provider": provider,
+                "num_replays": captured.num_replays,
+                "reason": captured.reason,
+            }
+        )
+        if not captured.num_replays or captured.reason:
+            reason = captured.reason or "no two steps were alike"
+            print(f"  {provider}: dense part op by op: {reason}", flush=True)
+
     def write(self, *, is_done: bool = False) -> None:
         """Write the JSON; a file of an earlier call is replaced as a whole."""
         if self.file is None:
@@ -110,6 +129,7 @@ class Record:
             **self.details,
             "cases": self.cases,
             "skipped": self.skipped,
+            "captured": self.captured,
             "rows": [asdict(row) for row in self.rows],
             "seconds": self.seconds,
             "is_done": is_done,

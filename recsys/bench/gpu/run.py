@@ -73,12 +73,14 @@ def bench_gpu(plan: Plan, record: Record) -> None:
             "num_fill_samples": plan.num_fill_samples,
             "seconds": plan.seconds,
             "case_seconds": plan.case_seconds,
+            "capture": plan.capture,
         },
         "limits": limits._asdict(),
         "coverage": coverage,
     }
     told = ", ".join(f"{lookups:.1%} by {float(share):.0%}" for share, lookups in coverage.items())
     print(f"lookups by the most popular rows: {told}", flush=True)
+    print(f"dense part: {'replayed as CUDA graphs' if plan.capture else 'op by op'}", flush=True)
     batches: dict[int, MiniBatches] = {}
     for dim, cases in cases_of(plan):
         _Cases(plan, record, stream, device, limits, batches).run(dim, cases)
@@ -119,6 +121,7 @@ class _Cases:
                 with precision_of(case.model), warnings.catch_warnings():
                     # A small budget has no room to look ahead; `mean_depth` says so.
                     warnings.filterwarnings("ignore", "schedule=")
+                    warnings.filterwarnings("ignore", "capture=")  # `captured` says so
                     self._measure(case, tables)
             except Exception as error:  # the other cases are still worth measuring
                 self._record.fail(case, error)
@@ -139,7 +142,9 @@ class _Cases:
             model.batch_size, MiniBatches(self._stream, model.batch_size, device)
         )
         steps = steps_of_turn(model.batch_size, is_quick=self._plan.is_quick)
-        setting = Setting(model, device, batches, steps)
+        capture = self._plan.capture
+        pool = torch.cuda.graph_pool_handle() if capture and device.type == "cuda" else None
+        setting = Setting(model, device, batches, steps, capture, pool)
         num_sparse = len(self._stream.keys)
         floor = Floor(
             gemm_seconds(model, num_sparse, device),
@@ -189,6 +194,9 @@ class _Providers:
             ):
                 self._add(name, make)
         turns = self._take_turns()
+        for name, each in self._loops.items():
+            if each.captured is not None:
+                self._record.add_captured(self._case, name, each.captured)
         return [self._measured(name, of_name, num_distinct) for name, of_name in turns.items()]
 
     def kernels(self) -> dict[str, object]:

@@ -13,6 +13,7 @@ from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.errors import ConfigError
+from tests.fake_graphs import capture_on_cpu
 
 OF_STEP = {"time", "throughput", "floor", "floor_share"}
 OF_BYTES = {"pcie_per_sample", "distinct_per_sample", "hot_memory", "peak_memory"}
@@ -104,6 +105,62 @@ def test_bytes_and_budgets_are_those_of_the_tables(quick_plan, tmp_path, monkeyp
     assert cells["0.5,schedule=lookahead-1", "recsys", "mean_depth"] == 1
     assert cells["floor,schedule=lookahead-1", "recsys", "mean_depth"] < 1
     assert cells["1,schedule=sequential", "recsys", "budget_share"] == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_dense_part_of_every_provider_is_replayed(quick_plan, tmp_path, monkeypatch, capsys):
+    capture_on_cpu(monkeypatch)
+    monkeypatch.setattr(run, "run_checks", no_checks)
+    record = Record(tmp_path / "gpu.json", "cpu")
+
+    bench_gpu(dataclasses.replace(quick_plan, shares=("0.5", "1"), capture=True), record)
+
+    found = read(tmp_path / "gpu.json")
+    assert found["plan"]["capture"]
+    assert "dense part: replayed as CUDA graphs" in capsys.readouterr().out
+    providers = [each["provider"] for each in found["captured"]]
+    of_first = ["resident", *SCHEDULES, "torch", "gather", "hybrid"]
+    assert providers == [*of_first, "resident", "sequential"]
+    num_steps = {}
+    for each in found["captured"]:
+        assert each["reason"] == ""
+        num_steps[each["provider"]] = each["num_replays"]
+    hotline = num_steps.pop("hotline")
+    assert 0 <= hotline < num_steps["torch"]
+    assert min(num_steps.values()) > 3
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_why_the_dense_part_is_not_captured_is_told(quick_plan, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "run_checks", no_checks)
+    record = Record(tmp_path / "gpu.json", "cpu")
+
+    bench_gpu(dataclasses.replace(quick_plan, shares=("0.5",), capture=True), record)
+
+    found = read(tmp_path / "gpu.json")
+    assert [each["num_replays"] for each in found["captured"]] == [0] * 8
+    assert {each["reason"].partition(",")[0] for each in found["captured"]} == {
+        "the dense part is on 'cpu'"
+    }
+    assert "torch: dense part op by op: the dense part is on 'cpu'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], True),
+        (["--no-capture"], False),
+        (["--device", "cpu", "--quick"], False),
+    ],
+)
+def test_the_dense_part_is_captured_on_cuda_unless_told_otherwise(monkeypatch, options, expected):
+    plans = []
+    monkeypatch.setattr(run, "require_device", lambda _: None)
+    monkeypatch.setattr(run, "bench_gpu", lambda plan, _: plans.append(plan))
+
+    main(["bench", "gpu", *options])
+
+    assert [plan.capture for plan in plans] == [expected]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -285,6 +342,10 @@ def test_the_whole_program_runs_on_a_gpu(tmp_path):
     found = read(tmp_path / "x.json")
     assert {case["status"] for case in found["cases"]} == {"measured"}
     assert {each["provider"] for each in found["skipped"]} <= {"fbgemm"}
+    assert found["plan"]["capture"]
+    for each in found["captured"]:
+        assert not each["reason"]
+        assert each["num_replays"] > 0 or each["provider"] == "hotline"
     for row in found["rows"]:
         if row["metric"] == "peak_memory":
             assert row["median"] > 0
