@@ -23,7 +23,7 @@ def record_on_cpu(monkeypatch):
     """Have `Replays` record on the CPU; returns the list of what was recorded."""
     recorded = []
 
-    def record(launch, inputs):
+    def record(launch, inputs, reads):
         recorded.append(FakeRecorded(launch, inputs))
         return recorded[-1]
 

@@ -30,10 +30,10 @@ _steps = threading.local()
 
 
 @contextmanager
-def replaying() -> Iterator[None]:
+def replaying(is_on: bool = True) -> Iterator[None]:
     """Record and replay launches in this context; outside of it, `Replays` only launches."""
     before = getattr(_steps, "are_replayed", False)
-    _steps.are_replayed = True
+    _steps.are_replayed = is_on
     try:
         yield
     finally:
@@ -47,11 +47,13 @@ class _Recorded(NamedTuple):
         inputs: Where it reads what is copied.
         replay: Launches it.
         result: What the recorded function returned; the next replay overwrites it.
+        reads: Whatever else has memory that it reads, to keep it.
     """
 
     inputs: Sequence[Tensor]
     replay: Callable[[], None]
     result: Tensor | None
+    reads: Any = None
 
 
 class Replays:
@@ -67,6 +69,7 @@ class Replays:
         key: Hashable,
         launch: Callable[..., Tensor | None],
         inputs: Sequence[Tensor],
+        reads: Any = None,
     ) -> Tensor | None:
         """Call a function that launches kernels; from its third call with a key, replay them.
 
@@ -75,6 +78,7 @@ class Replays:
             launch: Called with `inputs`, or with copies of them. It must wait for nothing, and may
                 upload something in its first call with a key alone, which is never recorded.
             inputs: Tensors on one device whose numbers change from call to call.
+            reads: Whatever owns memory that is in the key by its address alone, and must be kept.
 
         Returns:
             What the function returns; later calls leave it as it is.
@@ -91,7 +95,7 @@ class Replays:
                     self._seen.add(key)
                 return launch(*inputs)
             try:
-                found = self._recorded[key] = _record(launch, inputs)
+                found = self._recorded[key] = _record(launch, inputs, reads)
             except Exception as error:  # torch's or the GPU's; without a graph it may work
                 self._has_failed = True
                 warnings.warn(
@@ -112,11 +116,13 @@ def _pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def _record(launch: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> _Recorded:
+def _record(
+    launch: Callable[..., Tensor | None], inputs: Sequence[Tensor], reads: Any
+) -> _Recorded:
     """Record what a function launches; nothing runs yet."""
     places = [each.clone() for each in inputs]
     graph = torch.cuda.CUDAGraph()
     # Other threads may load data or move rows meanwhile.
     with torch.cuda.graph(graph, pool=_pool(inputs[0].device), capture_error_mode="thread_local"):
         result = launch(*places)
-    return _Recorded(places, graph.replay, result)
+    return _Recorded(places, graph.replay, result, reads)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.interrupts import interrupts_held_back
+from recsys._support.replays import replaying
 from recsys._support.states import SavedState
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
@@ -220,7 +221,8 @@ class TrainPipeline:
             window = self._windows.of(iterator)
             self._current = self._next_batch(iterator, window)
             self.clock.mark("load")
-            found = self._step(self._current, window)
+            with replaying(self.captured is not None):
+                found = self._step(self._current, window)
         except StopIteration:
             raise
         except BaseException:

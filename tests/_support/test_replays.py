@@ -79,7 +79,7 @@ def test_more_keys_than_graphs_are_launched(recorded, monkeypatch):
 
 
 def test_what_cannot_be_recorded_is_launched_and_a_warning_says_why(monkeypatch):
-    def refuse(launch, inputs):
+    def refuse(launch, inputs, reads):
         raise RuntimeError("operation not permitted")
 
     monkeypatch.setattr(replays, "_CAN_RECORD", {"cpu"})

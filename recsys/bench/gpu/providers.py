@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from recsys._support.replays import replaying
 from recsys.bench.gpu.clock import Clock, allocated_bytes, peak_bytes, reset_peak
 from recsys.bench.parts.scheduled import SCHEDULES, TurnSteps, count_rows, subtract_counts
 from recsys.embeddings.tiers.counts import TierCounts
@@ -206,8 +207,9 @@ class PlainLoop(AbstractProvider):
             loss, _ = self._forward(batch)
         self._between(self._batch(self._next))
         loss.backward()  # type: ignore[no-untyped-call]
-        for optimizer in self._optimizers:
-            optimizer.step()
+        with replaying(self.captured is not None):
+            for optimizer in self._optimizers:
+                optimizer.step()
         return loss.detach()
 
     def _between(self, following: Batch) -> None:

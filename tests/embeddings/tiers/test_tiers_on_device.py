@@ -16,6 +16,7 @@ from torch import nn
 
 import recsys
 from recsys._support.own_pages import pages_of
+from recsys._support.replays import replaying
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
@@ -23,6 +24,7 @@ from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, 
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.errors import BudgetTooSmall, IdOutOfRange
+from tests.fake_replays import record_on_cpu
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
 
 # A feature looked up in three tables, a table by two features; two dims.
@@ -133,6 +135,30 @@ def test_triton_kernels_alone_train_as_the_resident_module(device, monkeypatch):
     kinds = {type(each.hot.map) for each in modules[1].tiers()}
     assert torch.cuda.is_available() or kinds == {triton_slots.TritonSlotMap}
     assert all(each.residency.counts.num_written_back > 0 for each in modules[1].tiers())
+    require_equal(*modules)
+
+
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_claims_are_replayed_while_tickets_of_earlier_ones_are_held(device, monkeypatch):
+    pytest.importorskip("triton")
+    if device.type == "cpu":
+        record_on_cpu(monkeypatch)
+    use_triton(monkeypatch)
+    modules = pair(device, RowWiseAdagrad(lr=0.1), budget=7000)
+    generator = torch.Generator().manual_seed(0)
+    batches = [make_ids(generator, device, is_one_hot=True) for _ in range(9)]
+
+    with replaying():
+        modules[1].prefetch(batches[0])
+        for ids, following in itertools.pairwise(batches):
+            modules[1].prefetch(following)
+            losses = [module(ids).values().square().sum() for module in modules]
+            assert losses[0].item() == losses[1].item()
+            for loss in losses:
+                loss.backward()
+
+    for tiers in modules[1].tiers():
+        assert tiers.hot.map.numbers.replays._recorded
     require_equal(*modules)
 
 

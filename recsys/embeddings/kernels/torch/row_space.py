@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from recsys._support.replays import Replays
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.rows.row_space import AbstractRowSpace, compute_dtype
 
@@ -65,6 +66,7 @@ class RowNumbers:
         errors: Errors of lookups that are still to be raised.
         layers: Cached layers, by lookups and number of features; see `bags`.
         placed: Cached arguments of Triton kernels, by lookups; see `triton.pooled_lookup`.
+        replays: Recorded launches that work on these rows.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RowNumbers:
         self.errors = errors_on(device)
         self.layers: dict[tuple[Lookups, int], tuple[Layer, list[Layer]]] = {}
         self.placed: dict[Lookups, Any] = {}
+        self.replays = Replays()
         self._starts: TableStarts | None = None
         self._firsts: Tensor | None = None
 

@@ -5,7 +5,7 @@ Letters: N values, W slots looked at, U places for distinct rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from recsys._support.replays import Replays
     from recsys.embeddings.kernels.torch.bags import Layer, TorchBags
     from recsys.embeddings.kernels.torch.slots import TorchSlots
 
@@ -99,6 +100,7 @@ def claim(
     *,
     first_slot: int = 0,
     refuses: bool = True,
+    replays: Replays | None = None,
 ) -> StartedClaim:
     """Give every row a slot, and count a ticket into all of them; all or nothing.
 
@@ -114,61 +116,79 @@ def claim(
         first_slot: All slots before it are pinned and not considered.
         refuses: Whether nothing is claimed if a value is not a row of its table. If False, the rows
             of all other values are claimed.
+        replays: Of these slots: replays the launches if bags are one-hot. None launches.
     """
-    device, num_values = slots.flags.device, len(bags.values)
+    num_values = len(bags.values)
     num_others = slots.num_slots - first_slot
     num_looked_at = min(num_looked_at or num_others, num_others)
     num_chunks = cdiv(num_looked_at, _BLOCK_SLOTS * _MOST_PROGRAMS)
     num_programs = cdiv(num_looked_at, _BLOCK_SLOTS * num_chunks)
     window = first_slot, slots.num_slots, num_looked_at, num_chunks
 
-    listed, counts, slot_of_value = (
-        torch.empty(size, dtype=torch.int32, device=device)
-        for size in (_NUM_NUMBERS + 6 * num_places, num_programs * NUM_BINS, num_values)
-    )
-    numbers, *lists, rows, held = listed.split_with_sizes([_NUM_NUMBERS] + [num_places] * 6)
-    numbers.zero_()
+    sizes = [_NUM_NUMBERS, *[num_places] * 6, num_values]
 
-    mark_kernel[(cdiv(num_values, _BLOCK_VALUES),)](
-        bags.values,
-        bags.offsets,
-        layer.lookup_of_feature,
-        layer.first_rows,
-        layer.sizes,
-        slots.slot_of_row,
-        slots.num_claims,
-        slot_of_value,
-        listed,
-        num_values,
-        max(bags.batch_size, 1),
-        0 if bags.padding is None else bags.padding,
-        num_places,
-        HAS_PADDING=bags.padding is not None,
-        NUM_FEATURES=bags.num_features,
-        NUM_BITS=bags.num_features.bit_length(),
-        NUM_LOOKUPS=len(layer.positions),
-        BLOCK=_BLOCK_VALUES,
-    )
-    count_kernel[(num_programs,)](*slots[1:], counts, *window, BLOCK=_BLOCK_SLOTS)
-    take_kernel[(num_programs,)](
-        *slots,
-        counts,
-        listed,
-        num_places,
-        *window,
-        REFUSES=refuses,
-        MOST_PROGRAMS=_MOST_PROGRAMS,
-        BLOCK=_BLOCK_SLOTS,
-    )
-    resolve_kernel[(cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
-        slots.slot_of_row,
-        slots.num_claims,
-        slots.num_uses,
-        slots.hand,
-        listed,
-        slot_of_value,
-        num_values,
-        num_places,
-        BLOCK=_BLOCK_VALUES,
-    )
+    def launch(values: Tensor) -> Tensor:
+        device = values.device
+        result = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        counts = torch.empty(num_programs * NUM_BINS, dtype=torch.int32, device=device)
+        listed, slot_of_value = result.split_with_sizes([len(result) - num_values, num_values])
+        listed[:_NUM_NUMBERS].zero_()
+        mark_kernel[(cdiv(num_values, _BLOCK_VALUES),)](
+            values,
+            bags.offsets,
+            layer.lookup_of_feature,
+            layer.first_rows,
+            layer.sizes,
+            slots.slot_of_row,
+            slots.num_claims,
+            slot_of_value,
+            listed,
+            num_values,
+            max(bags.batch_size, 1),
+            0 if bags.padding is None else bags.padding,
+            num_places,
+            HAS_PADDING=bags.padding is not None,
+            NUM_FEATURES=bags.num_features,
+            NUM_BITS=bags.num_features.bit_length(),
+            NUM_LOOKUPS=len(layer.positions),
+            BLOCK=_BLOCK_VALUES,
+        )
+        count_kernel[(num_programs,)](*slots[1:], counts, *window, BLOCK=_BLOCK_SLOTS)
+        take_kernel[(num_programs,)](
+            *slots,
+            counts,
+            listed,
+            num_places,
+            *window,
+            REFUSES=refuses,
+            MOST_PROGRAMS=_MOST_PROGRAMS,
+            BLOCK=_BLOCK_SLOTS,
+        )
+        resolve_kernel[(cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
+            slots.slot_of_row,
+            slots.num_claims,
+            slots.num_uses,
+            slots.hand,
+            listed,
+            slot_of_value,
+            num_values,
+            num_places,
+            BLOCK=_BLOCK_VALUES,
+        )
+        return result
+
+    if replays is None or bags.offsets is not None:  # of a size that changes from step to step
+        result = launch(bags.values)
+    else:
+        key = (
+            layer.first_rows.data_ptr(),
+            bags.batch_size,
+            bags.padding,
+            num_places,
+            window,
+            refuses,
+        )
+        result = cast("Tensor", replays.run(key, launch, [bags.values], layer))
+    numbers, *lists, rows, held, slot_of_value = result.split_with_sizes(sizes)
+    listed = result[: len(result) - num_values]
     return StartedClaim(slot_of_value, held, Transfer._make([*lists, numbers[1]]), rows, listed)

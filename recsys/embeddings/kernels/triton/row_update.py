@@ -30,6 +30,7 @@ import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.torch.row_space import upload
 from recsys.embeddings.kernels.triton.row_runs import (
@@ -123,19 +124,44 @@ def row_update(
         ValueError: a per-sample weight of an earlier lookup is nan.
     """
     space.errors.poll()
-    with torch.cuda.device_of(space.rows):  # where Triton launches kernels
-        runs = find_runs(space, ledger)
+    tables = tables_in(ledger)
+    if not tables:
+        return
+    is_by_chance = space.is_narrow and keys_T.dtype != TO_NEAREST.dtype
+    betas = tuple(getattr(optimizer, "betas", (0.0, 0.0)))
+    keys = keys_T.tobytes() if is_by_chance else None
+    division = _DIVISIONS[type(optimizer)]
+
+    def launch(settings: Tensor, values: Tensor | None = None) -> None:
+        runs = find_runs(space, ledger if values is None else [_with_values(ledger[0], values)])
         if runs is not None:
-            is_by_chance = space.is_narrow and keys_T.dtype != TO_NEAREST.dtype
-            tables = tables_in(ledger)
-            betas = tuple(getattr(optimizer, "betas", (0.0, 0.0)))
-            keys = keys_T.tobytes() if is_by_chance else None
-            settings = _settings(rates_T2.tobytes(), betas, tuple(tables), keys, space.device)
             sums = sum_runs(space, runs)
-            division = _DIVISIONS[type(optimizer)]
             _update(
                 space, states, tables, settings, runs, sums, division, is_by_chance=is_by_chance
             )
+
+    with torch.cuda.device_of(space.rows):  # where Triton launches kernels
+        settings = _settings(rates_T2.tobytes(), betas, tuple(tables), keys, space.device)
+        bags: Any = ledger[0].bags  # `TorchBags`
+        if len(ledger) > 1 or not bags.is_plain:  # of sizes that change from step to step
+            launch(settings)
+            return
+        lookups, _, gradient, *_ = ledger[0]
+        key = (
+            lookups,
+            bags.batch_size,
+            division,
+            is_by_chance,
+            (gradient.data_ptr(), gradient.dtype, gradient.shape, gradient.stride()),
+            *(state.rows.data_ptr() for state in states),
+        )
+        reads = layers_of(space, lookups, bags.num_features)
+        space.replays.run(key, launch, [settings, bags.values], reads)
+
+
+def _with_values(entry: LedgerEntry, values: Tensor) -> LedgerEntry:
+    bags: Any = entry.bags
+    return entry._replace(bags=bags._replace(values=values))
 
 
 def _update(

@@ -81,6 +81,7 @@ class TritonSlotMap(TorchSlotMap):
                 num_looked_at,
                 first_slot=self.first_slot,
                 refuses=refuses,
+                replays=self.numbers.replays,
             )
 
     def finish(self, started: StartedClaim) -> SlotClaim:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from recsys._support.replays import replaying
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.cpu.slots import NOWHERE
 from recsys.embeddings.kernels.torch.bags import TorchBags, lengths_of
@@ -23,6 +24,7 @@ from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.errors import NonFiniteGradient
+from tests.fake_replays import record_on_cpu
 
 OPTIMIZERS = [
     SGD(lr=0.5),
@@ -390,6 +392,45 @@ def test_rows_rest_until_an_earlier_error_has_been_raised(triton_device):
     with pytest.raises(AssertionError, match="position 1"):
         errors_on(triton_device).check()
     assert not torch.equal(train(row_update, *arguments)[0], before[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adam(lr=0.1)], ids=["SGD", "Adam"])
+def test_replayed_updates_are_those_that_are_launched(triton_device, monkeypatch, optimizer, dtype):
+    """Ids, gradients, rates and keys of rounding are others in each step, memory is the same."""
+    if triton_device.type == "cpu":
+        record_on_cpu(monkeypatch)
+    entries = [on(triton_device, make_entry(2 * seed, 4, 9, "one-hot", dtype)) for seed in range(6)]
+    gradient = entries[0].gradient.clone()
+    numbers = [each.gradient.clone() for each in entries]
+
+    def run():
+        arrays = [
+            [each.to(triton_device) for each in of] for of in make_tables(4, dtype, optimizer)
+        ]
+        space, *states = [TorchRowSpace(each) for each in arrays]
+        for step, (entry, number) in enumerate(zip(entries, numbers, strict=True), 1):
+            gradient.copy_(number)
+            rates = np.array(
+                [optimizer.rate_and_eps(0.1 / (step + table), step) for table in SIZES]
+            )
+            keys = np.array([table_key(7, step, table) for table in range(3)], np.uint64)
+            row_update(
+                space,
+                states,
+                optimizer,
+                rates,
+                [entries[0]._replace(bags=entry.bags, gradient=gradient)],
+                keys,
+            )
+        return space, [table.cpu() for each in arrays for table in each]
+
+    _, expected = run()
+    with replaying():
+        space, found = run()
+
+    assert len(space.replays._recorded) == 1
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_nothing_is_updated_without_lookups_or_rows(triton_device):
