@@ -12,6 +12,7 @@ triton.
     claims          gives the rows of a mini-batch slots, and evicts rows
     claim_kernels   the kernels of a claim
     transfers       copies rows between slots and page-locked host memory, by lists on the device
+    constants       constants of a module that its kernels use
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.
 Sizes that follow from a model are `tl.constexpr`; those that change with a mini-batch are not, so

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from recsys.embeddings.kernels.cpu.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.triton.constants import Constant
 
 __all__ = ["NO_ROW", "NUM_BINS", "count_kernel", "mark_kernel", "resolve_kernel", "take_kernel"]
 
@@ -37,17 +38,17 @@ NUM_BINS = 16  # of rounds; slots that may not be taken are in those from `_NUM_
 
 # Places in `numbers`; the first are those of `claims.ClaimNumbers`.
 _BAD, _IS_ENOUGH, _NUM_LOOKUPS, _NUM_HITS, _NUM_ROWS, _NUM_ROWS_HIT, _NUM_FETCHED = map(
-    tl.constexpr, range(7)
+    Constant, range(7)
 )
-_NUM_WRITTEN, _NUM_MISSING, _NUM_HELD, _NUM_AWAITED, _HAND = map(tl.constexpr, range(7, 12))
+_NUM_WRITTEN, _NUM_MISSING, _NUM_HELD, _NUM_AWAITED, _HAND = map(Constant, range(7, 12))
 
-_NUM_ROUNDS = tl.constexpr(9)  # the number of bits of a use count is 0 to 8
-_BINS = tl.constexpr(NUM_BINS)
-_MARK = tl.constexpr(-3)
-_NO_ROW = tl.constexpr(NO_ROW)
-_NOWHERE, _EMPTY, _AWAITED = tl.constexpr(NOWHERE), tl.constexpr(EMPTY), tl.constexpr(AWAITED)
-_PINNED, _DIRTY = tl.constexpr(PINNED), tl.constexpr(DIRTY)
-_MOST_USES = tl.constexpr(255)
+_NUM_ROUNDS = Constant(9)  # the number of bits of a use count is 0 to 8
+_BINS = Constant(NUM_BINS)
+_MARK = Constant(-3)
+_NO_ROW = Constant(NO_ROW)
+_NOWHERE, _EMPTY, _AWAITED = Constant(NOWHERE), Constant(EMPTY), Constant(AWAITED)
+_PINNED, _DIRTY = Constant(PINNED), Constant(DIRTY)
+_MOST_USES = Constant(255)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
+from recsys.embeddings.kernels.triton.constants import Constant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,9 +45,9 @@ _UNROLL = 4
 _MOST_BAGS = 64  # per warp, for short rows; each bag takes registers
 _MOST_KEPT = 64
 _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
-    tl.constexpr(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
+    Constant(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
 )
-_NO_PLACE = tl.constexpr(1 << KIND_BITS)
+_NO_PLACE = Constant(1 << KIND_BITS)
 # Arguments of a mini-batch, which must not compile a kernel anew.
 _OF_INPUT: dict[str, Any] = {
     "do_not_specialize": ["batch_size", "num_values", "num_bags"],

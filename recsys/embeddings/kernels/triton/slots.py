@@ -21,6 +21,7 @@ from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, most_rows, num_enough
 from recsys.embeddings.kernels.torch.slots import LOOKED_AT, TorchSlotMap
 from recsys.embeddings.kernels.triton.claims import claim
+from recsys.embeddings.kernels.triton.constants import Constant
 from recsys.embeddings.rows.lookups import Lookups
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = ["TritonSlotMap", "queue_claim"]
 
 _ALIGNMENT = 16  # see `claims.claim`
 _BLOCK = 256  # slots of a list that a program works at
-_DIRTY, _NOWHERE = tl.constexpr(DIRTY), tl.constexpr(NOWHERE)
+_DIRTY, _NOWHERE = Constant(DIRTY), Constant(NOWHERE)
 _NO_LOOKUPS = Lookups.nothing()
 
 
