@@ -33,15 +33,14 @@ __all__ = ["CapturedDense"]
 
 # Device types whose work can be captured. Tests add "cpu".
 _CAN_CAPTURE = {"cuda"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _EMBEDDINGS = "model.sparse_arch."
 
 
 class CapturedDense:
-    """Captures the dense part of a model on its first training step, and replays it in later ones.
+    """Captures the dense part of a model in its first training step, and replays it from then on.
 
-    A mini-batch unlike the first one runs op by op, as does everything outside of `one_step`.
-    Whatever makes a replay impossible is told by one warning, and training goes on without it.
+    A mini-batch unlike the first one runs op by op, as does everything outside of `one_step`. If
+    nothing can be captured or replayed, one warning says why, and training goes on op by op.
 
     Args:
         model: The model that is trained.
@@ -122,7 +121,7 @@ class CapturedDense:
         self, dense_features: Tensor, embedded_sparse: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """In place of `DLRMTrain.loss_of`."""
-        # A second forward of the same step would overwrite what the first one's backward reads.
+        # Replayed twice in a step, graphs would overwrite what the first backward reads.
         self._was_called, self._model.run_dense = True, None
         inputs = (dense_features, embedded_sparse, labels)
         if self._graphs is None and torch.is_grad_enabled():
@@ -200,10 +199,8 @@ def _captured(model: DLRMTrain, inputs: tuple[Tensor, ...], pool: Any) -> _Graph
         # Forward alone: backward runs without autocast, as it does outside of graphs.
         with autocast():
             values = dict(zip(names, tensors[len(inputs) :], strict=True))
-            return cast(
-                "tuple[Tensor, Tensor]",
-                functional_call(part, values, tensors[: len(inputs)]),
-            )
+            loss, logits = functional_call(part, values, tensors[: len(inputs)])
+            return loss, logits.detach()  # otherwise backward would add its gradient, zeros
 
     # Graphs read parameters in place. Aliases have no autograd nodes or hooks of the parameters,
     # which would otherwise belong to the stream of the capture, or be captured.
@@ -214,12 +211,34 @@ def _captured(model: DLRMTrain, inputs: tuple[Tensor, ...], pool: Any) -> _Graph
     if pool is None and device.type == "cuda":
         pool = torch.cuda.graph_pool_handle()
     with _restored(device, pool), torch.autocast(device.type, enabled=False):
+        _require_leaves(forward(*samples)[0], samples)
         replay = _make_graphed(forward, tuple(samples), pool)
     return _Graphs(replay, list(named.values()), form, state)
 
 
 def _like(alias: Tensor, original: Tensor) -> Tensor:
     return alias.requires_grad_(original.requires_grad)
+
+
+def _require_leaves(loss: Tensor, samples: list[Tensor]) -> None:
+    """Check that a loss depends on no other tensors that require a gradient: they would get none.
+
+    Raises:
+        ValueError: it does.
+    """
+    known, seen, waiting = set(map(id, samples)), set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that is no parameter "
+                "of the dense part, such as one of sparse_arch"
+            )
+        waiting.extend(following for following, _ in node.next_functions)
 
 
 def _make_graphed(
@@ -275,29 +294,37 @@ def _form(inputs: tuple[Tensor, ...]) -> list[Any]:
 
 
 def _state(model: DLRMTrain) -> list[Any]:
-    """What is fixed in graphs of the dense part, besides their inputs."""
+    """What is fixed in graphs of the dense part, besides their inputs. Every step calls this."""
     found: list[Any] = []
     for module in _dense_modules(model):
-        found += (id(module), module.training, _has_hooks(module))
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found += (id(parameter), parameter.requires_grad)
+        found += (module, module.training, _has_hooks(module))
+        if module._parameters:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found += (id(parameter), parameter.requires_grad)  # `_Graphs` keeps it alive
     return found
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, name) for name in _HOOKS)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def _dense_modules(model: DLRMTrain) -> list[nn.Module]:
     """The modules of the dense part, the model of logits included, whose forward is replaced."""
     found: list[nn.Module] = []
     waiting: list[nn.Module | None] = [model.loss_fn, model.model]
+    embeddings = model.model.sparse_arch
     while waiting:
         module = waiting.pop()
-        if module is not None and module is not model.model.sparse_arch:
+        if module is not None and module is not embeddings:
             found.append(module)
-            waiting.extend(module._modules.values())
+            if module._modules:
+                waiting += module._modules.values()
     return found
 
 

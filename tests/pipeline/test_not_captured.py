@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys import DLRMTrain
+from recsys import DLRM, DLRMTrain
 from recsys.models.batch_train import BatchTrain
 from recsys.pipeline import TrainPipeline
 from tests.captured_training import (
@@ -241,6 +241,25 @@ def test_an_error_while_capturing_is_told_and_training_goes_on(monkeypatch, batc
     require_equal(found, expected)
     assert found.captured.num_replays == 0
     assert torch.cuda.graph is graph
+
+
+def test_a_head_that_reads_a_parameter_of_the_embeddings_is_told(made, batches):
+    class Scaled(DLRM):
+        def head(self, embedded_dense, embedded_sparse):
+            return super().head(embedded_dense, embedded_sparse) * self.sparse_arch.scale
+
+    def add(model):
+        model.model.__class__ = Scaled
+        model.model.sparse_arch.scale = nn.Parameter(torch.ones(1))
+
+    expected = train(batches, capture=False, change=add)
+
+    with pytest.warns(UserWarning, match=r"the loss depends on a tensor of shape \(1,\)"):
+        found = train(batches, capture=True, change=add)
+
+    require_equal(found, expected)
+    assert found.weights["model.sparse_arch.scale"] != 1
+    assert not made
 
 
 @pytest.mark.parametrize("is_new", [False, True])
