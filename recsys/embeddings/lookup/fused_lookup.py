@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.residency import NotEnoughSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from recsys.embeddings.lookup.table_group import ResolvedLookup, TableGroup
     from recsys.embeddings.tiers.ticket import Ticket
@@ -43,6 +45,7 @@ __all__ = [
     "empty_result",
     "fused_lookup",
     "prefetch_parts",
+    "result_in",
     "with_dense_rows",
 ]
 
@@ -225,13 +228,40 @@ def _look_up_where_rows_are(
 def empty_result(
     dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
 ) -> Tensor:
-    """Memory for pooled rows, (B, W) or (B, F, W / F)."""
+    """Memory for pooled rows, (B, W) or (B, F, W / F); that of `result_in` if it is like this."""
     batch_size, width = bags.batch_size, lookups.width
     shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
+    offered: Tensor | None = getattr(_offered, "memory", None)
+    if offered is not None and (offered.shape, offered.dtype, offered.device) == (
+        shape,
+        dtype,
+        device,
+    ):
+        _offered.memory = None
+        return offered.detach()
     # glibc gets larger blocks from the system each time, in small pages: at 100 MiB the page
     # faults took longer than the lookup.
     is_large = batch_size * width * dtype.itemsize > MAX_KEPT_BYTES
     return (empty_rows if is_large else torch.empty)(*shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def result_in(memory: Tensor | None) -> Iterator[None]:
+    """Have the first lookup in this context write its result to `memory`, if it is of its form.
+
+    Args:
+        memory: What a CUDA graph reads, so that the result need not be copied there. Nothing may
+            need its numbers any more. None for no memory.
+    """
+    before = getattr(_offered, "memory", None)
+    _offered.memory = memory
+    try:
+        yield
+    finally:
+        _offered.memory = before
+
+
+_offered = threading.local()
 
 
 class _Work(NamedTuple):
