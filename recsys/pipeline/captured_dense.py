@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recsys._support.torch_compat import end_allocation, plain_grad
+from recsys.embeddings.lookup.fused_lookup import result_in
 from recsys.models.archs import AbstractPooledModel
 from recsys.models.dlrm import DLRMTrain
 
@@ -78,7 +79,8 @@ class CapturedDense:
             return
         self._was_called, self._model.run_dense = False, self._run
         try:
-            yield
+            with result_in(None if self._graphs is None else self._graphs.vectors):
+                yield
         finally:
             self._model.run_dense = None
         if not self._was_called:
@@ -160,12 +162,14 @@ class _Graphs(NamedTuple):
     Attributes:
         replay: Maps dense features, pooled vectors, labels and parameters to loss and logits.
         parameters: Those of the dense part.
+        vectors: Where the graphs read the pooled vectors, (B, F, D).
         form: Result of `_form`, at that time.
         state: Result of `_state`, at that time.
     """
 
     replay: Callable[..., tuple[Tensor, Tensor]]
     parameters: list[nn.Parameter]
+    vectors: Tensor
     form: list[Any]
     state: list[Any]
 
@@ -210,10 +214,18 @@ def _captured(model: DLRMTrain, inputs: tuple[Tensor, ...], pool: Any) -> _Graph
     ]
     if pool is None and device.type == "cuda":
         pool = torch.cuda.graph_pool_handle()
-    with _restored(device, pool), torch.autocast(device.type, enabled=False):
-        _require_leaves(forward(*samples)[0], samples)
+    # Nodes of the samples themselves would belong to this stream, and not be captured.
+    others = [_like(each.detach(), each) for each in samples]
+    with (
+        _restored(device, pool),
+        torch.autocast(device.type, enabled=False),
+        warnings.catch_warnings(),
+    ):
+        # Of the samples, whose gradients are returned and not accumulated.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+        _require_leaves(forward(*others)[0], others)
         replay = _make_graphed(forward, tuple(samples), pool)
-    return _Graphs(replay, list(named.values()), form, state)
+    return _Graphs(replay, list(named.values()), samples[1].detach(), form, state)
 
 
 def _like(alias: Tensor, original: Tensor) -> Tensor:

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
 
-__all__ = ["Suggestion", "forecast_budget", "of_budget", "of_load", "of_schedule", "too_deep"]
+__all__ = [
+    "Suggestion",
+    "forecast_budget",
+    "of_budget",
+    "of_load",
+    "of_schedule",
+    "other_ids",
+    "too_deep",
+]
 
 # If fewer mini-batches ahead have slots than the schedule asks for, further ones would have none.
 _ENOUGH_ROOM = 0.9
@@ -166,6 +174,15 @@ def too_deep(schedule: Schedule | Auto, tiers: Sequence[Tiers], wanted: int, dep
         f"({format_bytes(sum(each.hot.num_bytes for each in tiers))}) has room for {depth} of "
         f"{wanted} mini-batches ahead; rows of the others are fetched when there is room. Give a "
         f"larger budget, {remedy}"
+    )
+
+
+def other_ids(schedule: Schedule | Auto) -> str:
+    """What to say if the model looks up other ids than were fetched ahead."""
+    return (
+        f"schedule={schedule}: the model has looked up other ids than were fetched ahead for its "
+        "mini-batch, so their rows were fetched only when they were needed; give "
+        "TrainPipeline(..., ids=fn) a function that returns the input of each module"
     )
 
 

@@ -32,7 +32,7 @@ from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
 from recsys.pipeline.stalls import StageClock
-from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule, too_deep
+from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule, other_ids, too_deep
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from recsys.pipeline.window import Windows
 
@@ -104,9 +104,10 @@ class TrainPipeline:
             one before backward, so that each sample counts as much. None: as in a plain loop.
         skip: What training leaves out, such as `DropInput()`; None for nothing. Its docstring says
             whether later samples replace those left out.
-        capture: Replay everything between the pooled vectors and the loss, forward and backward, as
-            CUDA graphs, if the model is a `DLRMTrain` on a CUDA device. Mini-batches unlike the
-            first one run op by op. A warning says why if nothing can be captured.
+        capture: Replay CUDA graphs, if the model is a `DLRMTrain` on a CUDA device: of everything
+            between the pooled vectors and the loss, and for one-hot lookups of claims and row
+            updates. Mini-batches unlike the first one run op by op. A warning says why if nothing
+            can be captured.
 
     Attributes:
         schedule: The schedule, or the default.
@@ -488,12 +489,7 @@ class TrainPipeline:
         if self._has_warned_of_other_ids:
             return
         self._has_warned_of_other_ids = True
-        warnings.warn(
-            f"schedule={self.schedule}: the model has looked up other ids than were fetched ahead "
-            "for its mini-batch, so their rows were fetched only when they were needed; give "
-            "TrainPipeline(..., ids=fn) a function that returns the input of each module",
-            stacklevel=5,
-        )
+        warnings.warn(other_ids(self.schedule), stacklevel=5)
 
     def _release_claims(self) -> None:
         """Release every claim; the mini-batches stay."""
