@@ -14,6 +14,7 @@ from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
 from recsys.what_if import predict, steps
 from recsys.what_if.changes import MeasuredRun, change_of, change_to, depth_of
+from recsys.what_if.costs import LineOfCosts, TransferCosts
 from recsys.what_if.predict import WhatIf
 
 TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
@@ -132,8 +133,16 @@ def test_a_run_with_every_row_resident_predicts_tiers_from_a_probe(runs):
     assert "moved no rows of cold_tier 'host'" in found.notes[0]
 
 
-def test_the_run_itself_is_predicted_as_measured(runs):
-    run = MeasuredRun.open(runs / "sequential")
+def test_the_run_itself_is_predicted_as_measured(runs, tmp_path, monkeypatch):
+    """With times that are given: those of so short a run differ from its probe's by chance."""
+    shutil.copytree(runs / "sequential", tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["throughput"] |= {"train_seconds": 0.06, "samples_per_second": 1800 / 0.06}
+    record["stalls"] |= {"prefetch_wait_seconds": 6e-4, "write_back_wait_seconds": 2e-4}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    line = LineOfCosts(1e-5, 1e-8)
+    monkeypatch.setattr(predict, "probe", lambda *_, **__: TransferCosts(line, line))
+    run = MeasuredRun.open(tmp_path / "run")
 
     found = WhatIf(run).predict(change_of(run, [f"budget={run.config.budget}"]))
 
