@@ -5,8 +5,15 @@ import torch
 
 from recsys import DLRM
 from recsys.embeddings.optimizer import Adagrad
-from recsys.pipeline import LookAhead, Sequential
-from tests.captured_training import DENSE, add_dropout, make_batch, train
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from tests.captured_training import (
+    DENSE,
+    add_dropout,
+    dense_parameters,
+    make_batch,
+    make_model,
+    train,
+)
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # Both run the same kernels, unless a library chooses others while it is captured.
@@ -92,6 +99,29 @@ def test_steps_with_rows_in_two_tiers_are_replayed_on_a_gpu(schedule, dense):
     assert found.captured.reason == ""
     assert found.captured.num_replays == 12
     require_close(found, expected, TOLERANCES["fp32"])
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_replayed_steps_with_rows_in_two_tiers_wait_for_nothing():
+    model = make_model(device="cuda:0", scale=10, budget=60_000)
+    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.05)
+    pipeline = TrainPipeline(model, optimizer, capture=True, schedule=LookAhead(1))
+    steps = pipeline.steps(iter(on_gpu(16, 16, scale=10)))
+    for _ in range(8):
+        next(steps)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = [next(steps)[0] for _ in range(6)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert torch.stack(losses).isfinite().all()
+    assert pipeline.captured.num_replays == 14
+    [tiers] = model.model.sparse_arch.embedding_bag_collection.tiers()
+    assert tiers.hot.map.numbers.replays._recorded  # claims
+    assert tiers.hot.space.replays._recorded  # row updates
 
 
 @pytest.mark.gpu
