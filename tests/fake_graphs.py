@@ -48,11 +48,11 @@ def make_graphed_callables(
                     sample.copy_(each)
             for each in static_gradients:
                 if each is not None:
-                    each.fill_(torch.nan)
+                    each.data.fill_(torch.nan)
             with torch.enable_grad():
                 Graphed.outputs = function(*samples)
             for static, each in zip(static_outputs, Graphed.outputs, strict=True):
-                static.copy_(each.detach())
+                static.data.copy_(each.detach())  # a graph's writes change no version
             return tuple(each.detach() for each in static_outputs)
 
         @staticmethod
@@ -63,7 +63,7 @@ def make_graphed_callables(
                 found = _gradients(Graphed.outputs, required, static_seeds, allow_unused_input)
             for static, each in zip(static_gradients, found, strict=True):
                 if static is not None:
-                    static.copy_(each)
+                    static.data.copy_(each)
             of_required = iter(static_gradients)
             taken = [next(of_required) if each.requires_grad else None for each in samples]
             return tuple(None if each is None else each.detach() for each in taken)

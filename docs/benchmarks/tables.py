@@ -30,6 +30,7 @@ from tables_of_distributed import (
 )
 from tables_of_frameworks import frameworks_table
 from tables_of_fuzz import fuzz_table
+from tables_of_gpu import gpu_table
 from tables_of_hotline import hotline_table
 from tables_of_models import compared_table, days_table, quantized_table
 from tables_of_own_data import (
@@ -124,6 +125,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "frameworks": frameworks_table,
     "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
+    "gpu": partial(gpu_table, "gpu.json"),
+    "gpu_d64": partial(gpu_table, "gpu_d64.json"),
+    "gpu_op_by_op": partial(gpu_table, "gpu_op_by_op.json"),
     "hotline": partial(hotline_table, "hotline.json"),
     "last_batch": partial(last_batch_table, "last_batch.json"),
     "lookup": partial(lookup_table, "lookup.json"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,9 +21,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["empty_in_own_pages", "in_own_pages", "pages_of"]
+__all__ = ["Pages", "empty_in_own_pages", "in_own_pages", "pages_of"]
 
-_ENDS: dict[int, int] = {}  # of the mappings that exist, by where each begins
+
+class Pages(NamedTuple):
+    """A mapping, which lasts as long as a reference to `memory`.
+
+    Attributes:
+        begin: Its address.
+        end: The address behind its last page.
+        memory: The mapping.
+    """
+
+    begin: int
+    end: int
+    memory: mmap.mmap
+
+
+# The mappings that exist, by where each begins.
+_MAPPINGS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def empty_in_own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -32,11 +48,9 @@ def empty_in_own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not num_bytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     # Private, so that the table of a forked process is a copy, as other memory is.
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = torch.frombuffer(pages, dtype=dtype).view(shape)
-    begin = found.data_ptr()
-    _ENDS[begin] = begin + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    weakref.finalize(pages, _ENDS.pop, begin).atexit = False
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = torch.frombuffer(memory, dtype=dtype).view(shape)
+    _MAPPINGS[found.data_ptr()] = memory
     advise_huge_pages(found)
     return found
 
@@ -48,13 +62,12 @@ def in_own_pages(tensor: Tensor) -> Tensor:
     return empty_in_own_pages(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def pages_of(tensor: Tensor) -> tuple[int, int] | None:
-    """The mapping that a tensor is in, from begin to end in bytes; None if there is none."""
-    first = tensor.data_ptr()
-    found = _ENDS.get(first)
-    if found is not None:
-        return first, found
-    for begin, end in list(_ENDS.items()):
-        if begin <= first < end:
-            return begin, end
+def pages_of(tensor: Tensor) -> Pages | None:
+    """The mapping that a tensor is in; None if it is in none."""
+    address = tensor.data_ptr()
+    known = _MAPPINGS.get(address)
+    for begin, memory in [(address, known)] if known is not None else list(_MAPPINGS.items()):
+        end = begin + -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin <= address < end:
+            return Pages(begin, end, memory)
     return None

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recsys._support.own_pages import pages_of
+from recsys._support.own_pages import Pages, pages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -27,8 +27,8 @@ __all__ = ["PageLocks"]
 # memory by the address that the host uses.
 _FLAGS = 1 | 2
 
-# How many `PageLocks` need a mapping, by its begin and end.
-_USERS: dict[tuple[int, int], int] = {}
+# How many `PageLocks` need a mapping, by where it begins.
+_USERS: dict[int, int] = {}
 # Reentrant: the garbage collector may release locks while others are being made.
 _CHANGING = threading.RLock()
 
@@ -36,7 +36,8 @@ _CHANGING = threading.RLock()
 class PageLocks:
     """Keeps the memory of tensors page-locked until `release`, or until it is deleted.
 
-    Until then it also keeps the tensors: memory must not be freed while it is registered.
+    Until then it also keeps the mappings: memory must not be freed while it is registered, and a
+    tensor may leave its memory, as by `share_memory_`.
 
     Args:
         tensors: Tensors in pages of their own; see `own_pages`.
@@ -48,17 +49,17 @@ class PageLocks:
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        kept = [tensor for tensor in tensors if tensor.nbytes]
-        locked: list[tuple[int, int]] = []
+        wanted = {each.begin: each for each in map(_pages_of, tensors) if each is not None}
+        locked: list[Pages] = []
         try:
-            for pages in sorted(set(map(_pages_of, kept))):
+            for pages in wanted.values():
                 _lock(pages, device)
                 locked.append(pages)
         except BaseException:
             _unlock(locked)
             raise
-        # `kept` is an argument, so that the memory outlives its registration.
-        self._finalizer = weakref.finalize(self, _release, locked, kept, device, os.getpid())
+        # The mappings are in an argument, so that memory outlives its registration.
+        self._finalizer = weakref.finalize(self, _release, locked, device, os.getpid())
         self._finalizer.atexit = False  # the driver frees what a process leaves
 
     def release(self) -> None:
@@ -66,36 +67,36 @@ class PageLocks:
         self._finalizer()
 
 
-def _pages_of(tensor: Tensor) -> tuple[int, int]:
+def _pages_of(tensor: Tensor) -> Pages | None:
+    if not tensor.nbytes:
+        return None
     found = pages_of(tensor)
     if found is None:
         raise OSError(f"a tensor of shape {tuple(tensor.shape)} shares pages with other memory")
     return found
 
 
-def _lock(pages: tuple[int, int], device: torch.device) -> None:
+def _lock(pages: Pages, device: torch.device) -> None:
     with _CHANGING:
-        if pages not in _USERS:
-            _register(*pages, device)
-        _USERS[pages] = _USERS.get(pages, 0) + 1
+        if pages.begin not in _USERS:
+            _register(pages.begin, pages.end, device)
+        _USERS[pages.begin] = _USERS.get(pages.begin, 0) + 1
 
 
-def _unlock(locked: Iterable[tuple[int, int]]) -> None:
+def _unlock(locked: Iterable[Pages]) -> None:
     with _CHANGING:
         for pages in locked:
-            _USERS[pages] -= 1
-            if not _USERS[pages]:
-                del _USERS[pages]
-                torch.cuda.cudart().cudaHostUnregister(pages[0])  # type: ignore[no-untyped-call]
+            _USERS[pages.begin] -= 1
+            if not _USERS[pages.begin]:
+                del _USERS[pages.begin]
+                torch.cuda.cudart().cudaHostUnregister(pages.begin)  # type: ignore[no-untyped-call]
 
 
-def _release(
-    locked: Sequence[tuple[int, int]], kept: list[Tensor], device: torch.device, process: int
-) -> None:
+def _release(locked: list[Pages], device: torch.device, process: int) -> None:
     if locked and process == os.getpid():  # a fork has no CUDA
         torch.cuda.synchronize(device)  # kernels may still use the memory
         _unlock(locked)
-    kept.clear()
+    locked.clear()
 
 
 def _register(begin: int, end: int, device: torch.device) -> None:

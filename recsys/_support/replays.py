@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from recsys._support.graphs import graph_on, restored
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -25,7 +27,7 @@ __all__ = ["Replays", "replaying"]
 # Device types whose launches can be recorded. Tests add "cpu".
 _CAN_RECORD = {"cuda"}
 _MOST_RECORDED = 8  # by one `Replays`; each keeps a graph and its memory
-_MOST_SEEN = 256
+_MOST_SEEN = 64
 _steps = threading.local()
 
 
@@ -61,7 +63,7 @@ class Replays:
 
     def __init__(self) -> None:
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._seen: set[Hashable] = set()
+        self._seen: dict[Hashable, None] = {}  # in the order of their first calls
         self._has_failed = False
 
     def run(
@@ -73,12 +75,17 @@ class Replays:
     ) -> Tensor | None:
         """Call a function that launches kernels; from its third call with a key, replay them.
 
+        A graph has addresses. So the memory of everything that the launches use must be in `inputs`
+        or in `reads`, or last as long as this object; or its address is in the key, and a call with
+        this address means that memory which is there now.
+
         Args:
             key: Everything that the launches depend on, besides the numbers in `inputs`.
-            launch: Called with `inputs`, or with copies of them. It must wait for nothing, and may
-                upload something in its first call with a key alone, which is never recorded.
+            launch: Called with `inputs`, or with copies of them. It must wait for nothing. In its
+                first call with a key, which is not recorded, it may upload what it then caches in
+                `reads`.
             inputs: Tensors on one device whose numbers change from call to call.
-            reads: Whatever owns memory that is in the key by its address alone, and must be kept.
+            reads: Owns memory that the launches use.
 
         Returns:
             What the function returns; later calls leave it as it is.
@@ -91,8 +98,9 @@ class Replays:
         found = self._recorded.get(key)
         if found is None:
             if key not in self._seen or len(self._recorded) >= _MOST_RECORDED:
-                if len(self._seen) < _MOST_SEEN:
-                    self._seen.add(key)
+                self._seen[key] = None
+                if len(self._seen) > _MOST_SEEN:
+                    del self._seen[next(iter(self._seen))]  # the oldest
                 return launch(*inputs)
             try:
                 found = self._recorded[key] = _record(launch, inputs, reads)
@@ -111,8 +119,8 @@ class Replays:
 
 
 @cache
-def _pool(device: torch.device) -> Any:
-    """The memory of all graphs of a device, which run one after the other."""
+def _pool(device: torch.device, stream: int) -> Any:
+    """The memory of all graphs that run on a stream, one after the other."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -120,9 +128,10 @@ def _record(
     launch: Callable[..., Tensor | None], inputs: Sequence[Tensor], reads: Any
 ) -> _Recorded:
     """Record what a function launches; nothing runs yet."""
+    device = inputs[0].device
     places = [each.clone() for each in inputs]
     graph = torch.cuda.CUDAGraph()
-    # Other threads may load data or move rows meanwhile.
-    with torch.cuda.graph(graph, pool=_pool(inputs[0].device), capture_error_mode="thread_local"):
+    pool = _pool(device, torch.cuda.current_stream(device).cuda_stream)
+    with restored(device, pool), graph_on(device)(graph, pool=pool):
         result = launch(*places)
     return _Recorded(places, graph.replay, result, reads)

@@ -32,6 +32,7 @@ from torch._C._autograd import (
 )
 from torch._C._functorch import is_batchedtensor
 from torch.autograd import Variable
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -51,6 +52,7 @@ __all__ = [
     "base_of",
     "current_pass",
     "end_allocation",
+    "has_global_hooks",
     "has_gradient_hooks",
     "is_batched",
     "is_graph_kept",
@@ -172,6 +174,12 @@ MODULE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 )
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook is called for every module."""
+    return bool(_has_any_global_hook())
+
 
 # -- oneDNN's matrix product; no public operation calls it in float32.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recsys.embeddings.lookup.fused_lookup import result_in
 from recsys.models.archs import MLP, AbstractPooledModel, DenseArch, OverArch, SparseArch
 from recsys.models.interaction import InteractionArch
 
@@ -101,6 +102,7 @@ class DLRMTrain(nn.Module):
             if it has any, and the sum is divided by B.
         run_dense: Called in place of `loss_of` by `forward`, if there are no weights. None, except
             in steps of a pipeline that replays the dense part.
+        vectors: Memory for the results of `sparse_arch` in such a step, or None.
 
     Shape:
         result (loss, (loss, logits, labels)): loss () with gradient, then detached tensors: loss
@@ -108,12 +110,13 @@ class DLRMTrain(nn.Module):
     """
 
     uses_sample_weights = True
+    run_dense: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    vectors: Tensor | None = None
 
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
         self.model = dlrm_module
         self.loss_fn = nn.BCEWithLogitsLoss()
-        self.run_dense: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports.
@@ -127,7 +130,8 @@ class DLRMTrain(nn.Module):
         """
         weights = getattr(batch, "weights", None)
         if self.run_dense is not None and weights is None:
-            embedded_sparse = self.model.sparse_arch(batch.sparse_features)  # type: ignore[operator]  # a pooled model
+            with result_in(self.vectors):
+                embedded_sparse = self.model.sparse_arch(batch.sparse_features)  # type: ignore[operator]  # a pooled model
             loss, logits = self.run_dense(batch.dense_features, embedded_sparse, batch.labels)
             return loss, (loss.detach(), logits.detach(), batch.labels.detach())
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)

@@ -12,9 +12,8 @@ graph is replayed once between `zero_grad` and `step`, and the loss and the logi
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -22,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from recsys._support.torch_compat import end_allocation, plain_grad
-from recsys.embeddings.lookup.fused_lookup import result_in
-from recsys.models.archs import AbstractPooledModel
+from recsys._support.graphs import graph_on, restored
+from recsys._support.torch_compat import has_global_hooks, plain_grad
+from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.models.archs import AbstractPooledModel, SparseArch
 from recsys.models.dlrm import DLRMTrain
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class CapturedDense:
         self.pool: Any = None
         self._graphs: _Graphs | None = None
         self._parameters = list(model.named_parameters())
+        self._tables = [each for each in model.modules() if isinstance(each, AbstractTables)]
         self._was_called = self._has_warned = False
         self._num_misfits = 0  # steps in a row that were not replayed
         obstacle = _obstacle(model)
@@ -77,12 +78,12 @@ class CapturedDense:
         if not self._is_ready():
             yield
             return
-        self._was_called, self._model.run_dense = False, self._run
+        self._was_called = False
+        self._model.run_dense, self._model.vectors = self._run, self._vectors()
         try:
-            with result_in(None if self._graphs is None else self._graphs.vectors):
-                yield
+            yield
         finally:
-            self._model.run_dense = None
+            self._model.run_dense = self._model.vectors = None
         if not self._was_called:
             self.leave_out("they have sample weights, or the model was not called")
 
@@ -107,6 +108,10 @@ class CapturedDense:
                     "pipeline's optimizers set it to None in zero_grad"
                 )
                 return False
+        updaters = [each.row_updater for each in self._tables]
+        if any(each.group.ledger for updater in updaters if updater for each in updater.groups):
+            self.leave_out("gradients of rows are kept from one step to the next")
+            return False
         if self._graphs is None:
             obstacle = _obstacle(self._model)  # such as a hook that is newer than the pipeline
             if obstacle:
@@ -118,6 +123,14 @@ class CapturedDense:
                 "part are others than in its first step; build a new TrainPipeline to capture it"
             )
         return not self.reason
+
+    def _vectors(self) -> Tensor | None:
+        """Where graphs read pooled vectors, unless others may keep or change results of lookups."""
+        arch = self._model.model.sparse_arch
+        modules = [arch, arch.embedding_bag_collection] if type(arch) is SparseArch else []
+        if self._graphs is None or not modules or any(map(_has_hooks, modules)):
+            return None
+        return self._graphs.vectors
 
     def _run(
         self, dense_features: Tensor, embedded_sparse: Tensor, labels: Tensor
@@ -206,25 +219,26 @@ def _captured(model: DLRMTrain, inputs: tuple[Tensor, ...], pool: Any) -> _Graph
             loss, logits = functional_call(part, values, tensors[: len(inputs)])
             return loss, logits.detach()  # otherwise backward would add its gradient, zeros
 
-    # Graphs read parameters in place. Aliases have no autograd nodes or hooks of the parameters,
-    # which would otherwise belong to the stream of the capture, or be captured.
+    # Graphs read parameters in place, and copies of the inputs, which each replay writes. Aliases
+    # have no autograd nodes or hooks of the parameters, which would otherwise be captured, or
+    # belong to the stream of the capture.
     samples = [
         *(_like(each.detach().clone(), each) for each in inputs),
         *(_like(each.detach(), each) for each in named.values()),
     ]
     if pool is None and device.type == "cuda":
         pool = torch.cuda.graph_pool_handle()
-    # Nodes of the samples themselves would belong to this stream, and not be captured.
+    # For a forward that is not captured: nodes of the samples would belong to this stream.
     others = [_like(each.detach(), each) for each in samples]
     with (
-        _restored(device, pool),
+        restored(device, pool),
         torch.autocast(device.type, enabled=False),
         warnings.catch_warnings(),
     ):
         # Of the samples, whose gradients are returned and not accumulated.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         _require_leaves(forward(*others)[0], others)
-        replay = _make_graphed(forward, tuple(samples), pool)
+        replay = _make_graphed(forward, tuple(samples), pool, device)
     return _Graphs(replay, list(named.values()), samples[1].detach(), form, state)
 
 
@@ -254,45 +268,22 @@ def _require_leaves(loss: Tensor, samples: list[Tensor]) -> None:
 
 
 def _make_graphed(
-    function: Callable[..., tuple[Tensor, Tensor]], samples: tuple[Tensor, ...], pool: Any
+    function: Callable[..., tuple[Tensor, Tensor]],
+    samples: tuple[Tensor, ...],
+    pool: Any,
+    device: torch.device,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`make_graphed_callables`; meanwhile other threads may move rows and load data."""
-    make = partial(
-        torch.cuda.make_graphed_callables, function, samples, allow_unused_input=True, pool=pool
-    )
-    mode = {"capture_error_mode": "thread_local"}
-    if mode.keys() <= inspect.signature(torch.cuda.make_graphed_callables).parameters.keys():
-        return cast("Callable[..., tuple[Tensor, Tensor]]", make(**mode))
-    graph = torch.cuda.graph  # torch 2.13 and older can be given the mode only here
-    torch.cuda.graph = partial(graph, **mode)  # type: ignore[assignment, misc, arg-type]
+    """`make_graphed_callables` on a device; it has no argument for how it captures."""
+    graph = torch.cuda.graph
+    if device.type == "cuda":
+        torch.cuda.graph = graph_on(device)  # type: ignore[assignment, misc]
     try:
-        return cast("Callable[..., tuple[Tensor, Tensor]]", make())
+        found = torch.cuda.make_graphed_callables(
+            function, samples, allow_unused_input=True, pool=pool
+        )
     finally:
         torch.cuda.graph = graph  # type: ignore[misc]
-
-
-@contextmanager
-def _restored(device: torch.device, pool: Any) -> Iterator[None]:
-    """Restore random generators, which warm-up uses; after an error, all that a capture changes."""
-    if device.type != "cuda":
-        with torch.random.fork_rng([]):
-            yield
-        return
-    generator = torch.cuda.default_generators[device.index]
-    with (
-        torch.random.fork_rng([device]),
-        torch.cuda.device(device),
-        torch.cuda.stream(torch.cuda.current_stream(device)),
-    ):
-        unused = generator.clone_state()
-        try:
-            yield
-        except BaseException:
-            # torch leaves the generator, and after an invalid capture the allocator, capturing.
-            generator.graphsafe_set_state(unused)
-            with suppress(Exception):  # it raises if no capture has begun, or if it has ended
-                end_allocation(device.index, pool)
-            raise
+    return cast("Callable[..., tuple[Tensor, Tensor]]", found)
 
 
 def _form(inputs: tuple[Tensor, ...]) -> list[Any]:
@@ -307,13 +298,14 @@ def _form(inputs: tuple[Tensor, ...]) -> list[Any]:
 
 def _state(model: DLRMTrain) -> list[Any]:
     """What is fixed in graphs of the dense part, besides their inputs. Every step calls this."""
-    found: list[Any] = []
+    found: list[Any] = [has_global_hooks()]
     for module in _dense_modules(model):
         found += (module, module.training, _has_hooks(module))
         if module._parameters:
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    found += (id(parameter), parameter.requires_grad)  # `_Graphs` keeps it alive
+                    # `_Graphs` keeps the parameter alive, and graphs have its address.
+                    found += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
     return found
 
 
@@ -357,6 +349,8 @@ def _obstacle(model: nn.Module) -> str:
             f"{type(pooled).__name__} is no model of pooled vectors, such as DLRM, DCNv2 and "
             "DeepFM, of which the dense part is known"
         )
+    if has_global_hooks():
+        return "there are hooks of all modules, which graphs would not call"
     for module in _dense_modules(model):
         if _has_hooks(module):
             name = next(name for name, each in model.named_modules() if each is module)

@@ -222,7 +222,7 @@ class TrainPipeline:
             window = self._windows.of(iterator)
             self._current = self._next_batch(iterator, window)
             self.clock.mark("load")
-            with replaying(self.captured is not None):
+            with replaying(self.captured is not None and not self.captured.reason):
                 found = self._step(self._current, window)
         except StopIteration:
             raise

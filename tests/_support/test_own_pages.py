@@ -14,7 +14,8 @@ from recsys._support.own_pages import empty_in_own_pages, in_own_pages, pages_of
 def test_a_tensor_has_whole_pages_and_zeros(dtype):
     found = empty_in_own_pages((1000, 3), dtype)
 
-    begin, end = pages_of(found)
+    begin, end, memory = pages_of(found)
+    assert len(memory) == found.nbytes
     assert begin == found.data_ptr()
     assert begin % mmap.PAGESIZE == end % mmap.PAGESIZE == 0
     assert 0 <= end - begin - found.nbytes < mmap.PAGESIZE
@@ -53,7 +54,7 @@ def test_nothing_needs_no_pages():
 
 
 def test_pages_last_as_long_as_a_tensor_on_them():
-    before = dict(own_pages._ENDS)
+    before = set(own_pages._MAPPINGS)
     part = empty_in_own_pages((3000,), torch.float32)[2000:].view(10, 100)
     part.fill_(7)
     gc.collect()
@@ -63,4 +64,4 @@ def test_pages_last_as_long_as_a_tensor_on_them():
     del part
 
     gc.collect()
-    assert not own_pages._ENDS.keys() - before.keys()
+    assert not set(own_pages._MAPPINGS) - before

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from recsys._support import page_locks
-from recsys._support.own_pages import empty_in_own_pages, in_own_pages
+from recsys._support import own_pages, page_locks
+from recsys._support.own_pages import empty_in_own_pages, in_own_pages, pages_of
 from recsys._support.page_locks import PageLocks
 
 PAGE = mmap.PAGESIZE
@@ -107,6 +107,20 @@ def test_what_cannot_be_locked_leaves_nothing_locked_and_says_why(cudart):
     with pytest.raises(OSError, match=r"cannot page-lock \d+ bytes of memory \(out of memory\)"):
         PageLocks([small, large], DEVICE)
 
+    assert not cudart.runs
+
+
+def test_memory_that_its_tensor_has_left_is_kept_until_it_is_unlocked(cudart):
+    tensor = memory(2)
+    locks = PageLocks([tensor], DEVICE)
+    [begin] = cudart.runs
+
+    tensor.share_memory_()  # as to send it to another process
+
+    assert pages_of(tensor) is None
+    assert begin in own_pages._MAPPINGS
+    assert pages_of(memory(2)).begin != begin
+    locks.release()
     assert not cudart.runs
 
 

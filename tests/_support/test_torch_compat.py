@@ -27,6 +27,7 @@ from recsys._support.torch_compat import (
     base_of,
     current_pass,
     end_allocation,
+    has_global_hooks,
     has_gradient_hooks,
     is_batched,
     is_graph_kept,
@@ -336,6 +337,15 @@ def test_these_are_all_the_hooks_that_a_module_has():
     found = {name for name in module.__dict__ if "hook" in name}
 
     assert found == set(MODULE_HOOKS)
+
+
+def test_hooks_of_all_modules_are_seen():
+    before = has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    during = has_global_hooks()
+    handle.remove()
+
+    assert (before, during, has_global_hooks()) == (False, True, False)
 
 
 def test_a_handle_removes_its_hook_from_a_module_that_shares_the_dictionaries():

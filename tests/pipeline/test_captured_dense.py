@@ -199,23 +199,52 @@ def test_a_second_forward_of_a_step_runs_op_by_op(batches):
     require_same(batches, custom_model_fwd=twice, num_replays=6)
 
 
+def _keep(model):
+    """A hook of the embeddings that keeps what they give, as for an analysis."""
+    model.kept = []
+    model.model.sparse_arch.register_forward_hook(
+        lambda _, __, out: model.kept.append(out.detach())
+    )
+
+
+def _square(model):
+    model.model.sparse_arch.register_forward_hook(lambda _, __, out: out * out)
+
+
 @pytest.mark.usefixtures("made")
-def test_replaced_memory_of_a_parameter_is_read_and_trained(batches):
+@pytest.mark.parametrize("change", [_keep, _square])
+def test_hooks_of_the_embeddings_have_vectors_of_their_own(batches, change):
     found = []
     for capture in (False, True):
         model = make_model()
+        change(model)
         optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
         pipeline = TrainPipeline(model, optimizer, capture=capture)
-        iterator = iter(batches)
-        for number in range(6):
-            if number == 3:
-                bias = model.model.over_arch.model[1].bias
-                bias.data = bias.detach() + 1
-            pipeline.progress(iterator)
-        found.append(model.state_dict())
+        losses = [loss for loss, _ in pipeline.steps(batches)]
+        found.append([*losses, *getattr(model, "kept", ())])
 
-    assert pipeline.captured.num_replays == 6
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert pipeline.captured.num_replays == len(batches)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.usefixtures("made")
+def test_lookups_before_that_of_the_model_have_vectors_of_their_own(batches):
+    teacher = make_model()
+
+    def compare(model):
+        def forward(batch):
+            with torch.no_grad():
+                target = teacher.model.sparse_arch(batch.sparse_features)
+            loss, output = model(batch)
+            return loss + target.square().mean(), output
+
+        return forward
+
+    expected = train(batches, capture=False, custom_model_fwd=compare)
+    found = train(batches, capture=True, custom_model_fwd=compare)
+
+    assert found.captured.num_replays == len(batches)
+    require_equal(found, expected)
 
 
 def test_the_model_is_an_ordinary_one_outside_of_steps(made, batches):

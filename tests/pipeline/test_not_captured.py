@@ -1,7 +1,9 @@
 """What cannot be captured or replayed runs op by op, and a warning says why."""
 
 import copy
+import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -111,6 +113,11 @@ def test_a_hook_that_is_newer_than_the_pipeline_prevents_the_capture(made, batch
     assert not made
 
 
+def _replace_memory(model):
+    bias = model.model.over_arch.model[1].bias
+    bias.data = bias.detach() + 1
+
+
 CHANGES = {
     "hook": add_hook,
     "requires_grad": lambda model: model.model.over_arch.requires_grad_(False),
@@ -118,6 +125,7 @@ CHANGES = {
     "parameter": lambda model: setattr(
         model.model.over_arch.model[1], "bias", nn.Parameter(torch.ones(1))
     ),
+    "memory": _replace_memory,
     "module": lambda model: setattr(model.model, "over_arch", copy.deepcopy(model.model.over_arch)),
 }
 
@@ -144,6 +152,29 @@ def test_a_dense_part_that_changes_after_its_capture_runs_op_by_op(made, batches
     assert len(made) == 1
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
+
+
+def _call_next(calls):
+    return next(calls)()
+
+
+@pytest.mark.usefixtures("made")
+def test_gradients_of_rows_kept_over_steps_are_not_overwritten(batches, monkeypatch):
+    """The rows step after every second mini-batch, the dense part after each."""
+    found = []
+    for capture in (False, True):
+        model = make_model(auto_apply=False)
+        rows = model.model.sparse_arch.embedding_bag_collection.row_optimizer
+        calls = itertools.cycle([lambda: None, rows.step])
+        monkeypatch.setattr(rows, "step", partial(_call_next, calls))
+        monkeypatch.setattr(rows, "zero_grad", lambda: None)
+        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+        pipeline = TrainPipeline(model, optimizer, capture=capture)
+        list(pipeline.steps(batches))
+        found.append(copy.deepcopy(model.state_dict()))
+
+    assert pipeline.captured.num_replays == len(batches) // 2
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 @pytest.mark.usefixtures("made")
@@ -260,25 +291,3 @@ def test_a_head_that_reads_a_parameter_of_the_embeddings_is_told(made, batches):
     require_equal(found, expected)
     assert found.weights["model.sparse_arch.scale"] != 1
     assert not made
-
-
-@pytest.mark.parametrize("is_new", [False, True])
-def test_other_threads_may_work_during_a_capture(monkeypatch, batches, is_new):
-    capture_on_cpu(monkeypatch)
-    graph, fake, modes = torch.cuda.graph, torch.cuda.make_graphed_callables, []
-
-    def older(function, samples, allow_unused_input=False, pool=None):
-        modes.append(torch.cuda.graph.keywords["capture_error_mode"])
-        return fake(function, samples)
-
-    def newer(function, samples, allow_unused_input=False, pool=None, capture_error_mode="global"):
-        assert torch.cuda.graph is graph
-        modes.append(capture_error_mode)
-        return fake(function, samples)
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", newer if is_new else older)
-
-    train(batches, capture=True)
-
-    assert modes == ["thread_local"]
-    assert torch.cuda.graph is graph

@@ -142,6 +142,10 @@ def test_the_run_itself_is_predicted_as_measured(runs, tmp_path, monkeypatch):
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     line = LineOfCosts(1e-5, 1e-8)
     monkeypatch.setattr(predict, "probe", lambda *_, **__: TransferCosts(line, line))
+    replay = predict.Replay.run
+    monkeypatch.setattr(
+        predict.Replay, "run", lambda *each: replay(*each)._replace(claim_seconds=1e-5)
+    )
     run = MeasuredRun.open(tmp_path / "run")
 
     found = WhatIf(run).predict(change_of(run, [f"budget={run.config.budget}"]))

@@ -207,7 +207,7 @@ class PlainLoop(AbstractProvider):
             loss, _ = self._forward(batch)
         self._between(self._batch(self._next))
         loss.backward()  # type: ignore[no-untyped-call]
-        with replaying(self.captured is not None):
+        with replaying(self.captured is not None and not self.captured.reason):
             for optimizer in self._optimizers:
                 optimizer.step()
         return loss.detach()

@@ -132,18 +132,20 @@ def row_update(
     keys = keys_T.tobytes() if is_by_chance else None
     division = _DIVISIONS[type(optimizer)]
 
+    # With what is added to a row's number for its number there.
+    of_states = [(state, state.shifts(space, tables)) for state in states]
+
     def launch(settings: Tensor, values: Tensor | None = None) -> None:
         runs = find_runs(space, ledger if values is None else [_with_values(ledger[0], values)])
         if runs is not None:
             sums = sum_runs(space, runs)
-            _update(
-                space, states, tables, settings, runs, sums, division, is_by_chance=is_by_chance
-            )
+            _update(space, of_states, settings, runs, sums, division, is_by_chance=is_by_chance)
 
     with torch.cuda.device_of(space.rows):  # where Triton launches kernels
         settings = _settings(rates_T2.tobytes(), betas, tuple(tables), keys, space.device)
         bags: Any = ledger[0].bags  # `TorchBags`
-        if len(ledger) > 1 or not bags.is_plain:  # of sizes that change from step to step
+        # Other ledgers have sizes that change from step to step.
+        if len(ledger) > 1 or not bags.is_plain or not bags.batch_size:
             launch(settings)
             return
         lookups, _, gradient, *_ = ledger[0]
@@ -153,9 +155,10 @@ def row_update(
             division,
             is_by_chance,
             (gradient.data_ptr(), gradient.dtype, gradient.shape, gradient.stride()),
+            *(None if shifts is None else shifts.data_ptr() for _, shifts in of_states),
             *(state.rows.data_ptr() for state in states),
         )
-        reads = layers_of(space, lookups, bags.num_features)
+        reads = layers_of(space, lookups, bags.num_features), of_states
         space.replays.run(key, launch, [settings, bags.values], reads)
 
 
@@ -166,8 +169,7 @@ def _with_values(entry: LedgerEntry, values: Tensor) -> LedgerEntry:
 
 def _update(
     space: TorchRows,
-    states: Sequence[TorchRows],
-    tables: Sequence[int],
+    of_states: Sequence[tuple[TorchRows, Tensor | None]],
     settings: Tensor,
     runs: Runs,
     sums: Tensor,
@@ -177,9 +179,8 @@ def _update(
 ) -> None:
     """Launch the kernel that updates rows."""
     # Averages of squares are the last state; there may be one of gradients, the momentum, too.
-    (momentum, momentum_shifts), (averages, average_shifts) = [(None, None)] * (2 - len(states)) + [
-        (state, state.shifts(space, tables)) for state in states
-    ]
+    pairs: list[Any] = [*[(None, None)] * (2 - len(of_states)), *of_states]
+    (momentum, momentum_shifts), (averages, average_shifts) = pairs
     is_by_table = len(settings) > 1
     starts_T = tables_T = row_of_slot = None
     shifts = momentum_shifts, average_shifts
