@@ -178,7 +178,7 @@ MODULE_HOOKS = (
 
 def has_global_hooks() -> bool:
     """Whether a hook is called for every module."""
-    return bool(_has_any_global_hook())
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 # -- oneDNN's matrix product; no public operation calls it in float32.

@@ -103,7 +103,9 @@ def accelerate(
             not fit stay in the tables, the cold store. Results are the same to the last bit. A
             budget needs an optimizer. None takes the budget of `plan`, or keeps all rows in fast
             memory. Tables on a device, and their state, move to the host's memory permanently, and
-            rows in fast memory are on the device; `model.to(device)` moves only these.
+            rows in fast memory are on the device; `model.to(device)` moves only these. With these
+            on CUDA, tables are copied once into memory that the GPU reaches, and arrays on their
+            former memory see the former rows.
         plan: Rows that never leave fast memory, as a plan of the updated tables. A bag's table has
             the bag's name in the model ("tables.0"), a collection's table its name there. If two
             tables have the same name, the collection's has its path in the model, such as

@@ -37,7 +37,6 @@ from recsys.embeddings.lookup.device_tables import (
     require_rows,
     require_same_device,
     slot_device,
-    table_device,
 )
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.lookup.table_group import TableGroup
@@ -151,9 +150,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         self._is_weighted = is_weighted
         self.row_optimizer: FusedOptimizer | None = None
         self.embedding_bags = (
-            self._make_bags(table_device(device, has_budget=has_budget), files)
-            if _bags is None
-            else _bags
+            self._make_bags(device, files, has_budget=has_budget) if _bags is None else _bags
         )
         if _bags is None and (files is None or files.is_new):
             self.reset_parameters()
@@ -390,9 +387,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         else:
             self._require_tables()
 
-    def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
+    def _make_bags(
+        self, device: torch.device | None, files: ColdFiles | None, *, has_budget: bool
+    ) -> nn.ModuleDict:
         if files is None:
-            rows = empty_tables(self._tables, device)
+            rows = empty_tables(self._tables, device, has_budget=has_budget)
         else:
             rows = [files.begin_with(table.name, None) for table in self._tables]
         return nn.ModuleDict(

@@ -22,7 +22,6 @@ from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
     empty_tables,
     slot_device,
-    table_device,
 )
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.plan import require_plan
@@ -160,7 +159,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "use TorchRec for tables on that device")
-            weights = self._make_weights(table_device(device, has_budget=has_budget), files)
+            weights = self._make_weights(device, files, has_budget=has_budget)
             made = [
                 HotColdEmbedding(len(weight), weight.shape[1], sparse=True, _weight=weight)
                 for weight in weights
@@ -401,9 +400,11 @@ class HotColdEmbeddingCollection(AbstractTables):
         sizes = [table.num_embeddings for table in self._tables]
         return id_error(features, self._lookups, sizes, begin + int(is_bad.nonzero()[0]))
 
-    def _make_weights(self, device: torch.device | None, files: ColdFiles | None) -> list[Tensor]:
+    def _make_weights(
+        self, device: torch.device | None, files: ColdFiles | None, *, has_budget: bool
+    ) -> list[Tensor]:
         if files is None:
-            return empty_tables(self._tables, device)
+            return empty_tables(self._tables, device, has_budget=has_budget)
         return [files.begin_with(table.name, None) for table in self._tables]
 
     def _optimize(

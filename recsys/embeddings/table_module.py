@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from recsys._support.memory import empty_rows
 from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
 from recsys.embeddings.lookup.bag_lookup import BagPlace
-from recsys.embeddings.lookup.device_tables import AbstractTables, slot_device, table_device
+from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table, slot_device
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.plan import require_plan
@@ -90,7 +89,7 @@ def allocate_rows(
     require_device(
         device, "leave out optimizer= and use a torch optimizer, which supports any device"
     )
-    rows = empty_rows(*shape, dtype=dtype, device=table_device(device, has_budget=has_budget))
+    rows = empty_table(shape, dtype, device, has_budget=has_budget)
     return Rows(rows, True, plan, None)
 
 

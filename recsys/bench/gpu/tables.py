@@ -100,7 +100,7 @@ class Tables:
             TableConfig(name=key, num_embeddings=size, embedding_dim=dim)
             for key, size in zip(stream.keys, stream.table_sizes, strict=True)
         ]
-        rows = empty_tables(self.configs, device)
+        rows = empty_tables(self.configs, device, has_budget=False)
         for each in rows:
             each.uniform_(-0.01, 0.01)  # on the device: the CPU would take longer than measuring
         self.resident = HotColdEmbeddingBagCollection(

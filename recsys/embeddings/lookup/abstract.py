@@ -145,24 +145,22 @@ def draw_rows(table: Any, weight: Tensor) -> None:
     Uses `init_fn` of the config if there is one, as TorchRec does; else a uniform distribution
     between -sqrt(1/E) and +sqrt(1/E).
 
-    Rows on CUDA are drawn on the CPU, as they are where a budget keeps them in host memory: a
-    budget does not change initial values.
+    Uniform rows on CUDA are drawn on the CPU, as they are where a budget keeps them in host memory:
+    a budget does not change initial values.
 
     Args:
         table: The config.
         weight: The rows, (E, D).
     """
-    if weight.is_cuda:
-        drawn = torch.empty_like(weight, device="cpu")
-        draw_rows(table, drawn)
-        weight.copy_(drawn)
-        return
     init_fn = getattr(table, "init_fn", None)
     if init_fn is not None:
         init_fn(weight)
     else:
         bound = sqrt(1 / len(weight))
-        weight.uniform_(-bound, bound)
+        drawn = torch.empty_like(weight, device="cpu") if weight.is_cuda else weight
+        drawn.uniform_(-bound, bound)
+        if drawn is not weight:
+            weight.copy_(drawn)
 
 
 def pooling_of(table: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.memory import empty_rows
+from recsys._support.own_pages import empty_in_own_pages
 from recsys._support.sizes import format_bytes
 from recsys._support.torch_compat import plain_grad
 from recsys.embeddings.kernels.choice import kernels_on
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 __all__ = [
     "AbstractTables",
     "check_input",
+    "empty_table",
     "empty_tables",
     "require_rows",
     "require_same_device",
     "slot_device",
-    "table_device",
 ]
 
 _COPY = "_copy"  # in a pickle: the updater, the tables' places in it, and their state
@@ -336,18 +337,43 @@ def check_input(model: nn.Module) -> None:
             module.check_input()
 
 
-def empty_tables(tables: Sequence[TableConfig], device: torch.device | str | None) -> list[Tensor]:
+def empty_table(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    *,
+    has_budget: bool,
+) -> Tensor:
+    """Allocate a table where it is to be: with a budget, in host memory, which a GPU reaches.
+
+    Args:
+        shape: (E, D).
+        dtype: Of the rows.
+        device: As for `torch.empty`.
+        has_budget: Whether rows are in two tiers.
+    """
+    if has_budget and slot_device(device) is not None:
+        return empty_in_own_pages(shape, dtype)
+    return empty_rows(*shape, dtype=dtype, device=table_device(device, has_budget=has_budget))
+
+
+def empty_tables(
+    tables: Sequence[TableConfig], device: torch.device | str | None, *, has_budget: bool
+) -> list[Tensor]:
     """Allocate tables; on a device, tables that are looked up together share one block of memory.
 
     Args:
         tables: The tables of a collection.
         device: As for `torch.empty`.
+        has_budget: Whether rows are in two tiers.
     """
     found = torch.get_default_device() if device is None else torch.device(device)
     dtypes = [DATA_TYPES[data_type_of(table)] for table in tables]
-    if kernels_on(found).errors is None:
+    if has_budget or kernels_on(found).errors is None:
         return [
-            empty_rows(table.num_embeddings, table.embedding_dim, dtype=dtype, device=found)
+            empty_table(
+                (table.num_embeddings, table.embedding_dim), dtype, device, has_budget=has_budget
+            )
             for table, dtype in zip(tables, dtypes, strict=True)
         ]
     together: dict[tuple[int, str, torch.dtype], list[int]] = {}

@@ -48,6 +48,7 @@ class Lookups:
     width: int
     distinct_tables: Sequence[int] = field(init=False)
     num_in_tables: Sequence[int] = field(init=False, repr=False)
+    _parts: dict[tuple[int, ...], Lookups] = field(default_factory=dict, init=False, repr=False)
     _placed: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = field(
         default=None, init=False, repr=False
     )
@@ -71,14 +72,19 @@ class Lookups:
         return cls(tables=tables, positions=first, columns=first, width=dim)
 
     def of_tables(self, tables: Container[int]) -> Lookups:
-        """The lookups in the given tables, in the same order."""
-        is_kept = [table in tables for table in self.tables.tolist()]
-        return Lookups(
-            tables=self.tables[is_kept],
-            positions=self.positions[is_kept],
-            columns=self.columns[is_kept],
-            width=self.width,
-        )
+        """The lookups in the given tables, in the same order; the same object in each call."""
+        kept = tuple(table for table in self.distinct_tables if table in tables)
+        if len(kept) == len(self.distinct_tables):
+            return self
+        if kept not in self._parts:
+            is_kept = [table in kept for table in self.tables.tolist()]
+            self._parts[kept] = Lookups(
+                tables=self.tables[is_kept],
+                positions=self.positions[is_kept],
+                columns=self.columns[is_kept],
+                width=self.width,
+            )
+        return self._parts[kept]
 
     def placed_in(self, space: RowSpace) -> NDArray[np.uint64]:
         """The kernels' arguments for each lookup, (4, L): base, number of rows, position, column.

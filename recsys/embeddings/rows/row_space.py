@@ -1,7 +1,8 @@
 """The rows of several tables of one dim, as kernels see them.
 
-Tables are allocated separately, and an adopted `weight` remains the user's tensor. Still, a kernel
-sees them as one array, which begins at the lowest address:
+Tables are allocated separately, and an adopted `weight` remains the user's tensor, unless a GPU is
+to reach it (`own_pages`). Still, a kernel sees them as one array, which begins at the lowest
+address:
 
     row r of table t begins at  flat[bases[t] + r * dim]
 
