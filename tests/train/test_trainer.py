@@ -363,14 +363,16 @@ def test_bf16_ranks_samples_by_float32_logits(small_config):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_training_on_a_gpu_evaluates_to_the_metrics_of_its_run(small_config, tmp_path):
-    record = run(small_config("device=cuda"), tmp_path / "run")
+@pytest.mark.parametrize("settings", [(), ("budget=8KiB", "capture=true")], ids=str)
+@pytest.mark.filterwarnings("ignore:the run kept rows on device 'cuda'", "ignore:schedule=")
+def test_training_on_a_gpu_evaluates_to_the_metrics_of_its_run(small_config, tmp_path, settings):
+    record = run(small_config("device=cuda", *settings), tmp_path / "run")
 
     found = evaluate_run(tmp_path / "run")
 
     assert record["environment"]["gpu"] is not None
     for split, metrics in found.items():
-        assert metrics.logloss == pytest.approx(record["metrics"][split]["logloss"], rel=1e-5)
+        assert metrics.logloss == pytest.approx(record["metrics"][split]["logloss"], rel=1e-4)
 
 
 def test_the_model_file_has_the_keys_of_a_plain_dlrm(small_config, tmp_path):

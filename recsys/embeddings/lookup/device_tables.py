@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AbstractTables",
     "check_input",
+    "device_of",
     "empty_table",
     "empty_tables",
     "require_rows",
@@ -335,6 +336,14 @@ def check_input(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, AbstractTables):
             module.check_input()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes. Its first parameter may be a table in two tiers, in host memory."""
+    for module in model.modules():
+        for tiers in module.tiers() if isinstance(module, AbstractTables) else ():
+            return tiers.device
+    return next(model.parameters()).device
 
 
 def empty_table(

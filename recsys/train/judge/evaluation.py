@@ -22,7 +22,7 @@ from recsys.config import OptimizerConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.embeddings.lookup.device_tables import check_input
+from recsys.embeddings.lookup.device_tables import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.train.judge.ranking import rank_items
 from recsys.train.loop.progress import LOWER_LR
@@ -207,7 +207,7 @@ def finite_scores(
 
 def _scores(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:
     """Logits and labels of a mini-batch, on the CPU."""
-    _, (_, logits, labels) = model(batch.to(next(model.parameters()).device))
+    _, (_, logits, labels) = model(batch.to(device_of(model)))
     return logits.float().cpu().numpy(), labels.cpu().numpy()
 
 

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from recsys.batch import Batch, JaggedIds
+from recsys.embeddings.lookup.device_tables import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.train.loop.progress import LOWER_LR
@@ -306,7 +307,7 @@ def _score_by_samples(
     model: nn.Module, asked: Batch, items: _Items, batch_size: int
 ) -> NDArray[np.float32]:
     """`_score_by_head` for any model: each pair of question and item is a sample."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     num_questions, num_items = len(asked), items.num_rows - items.first_row
     scores = np.zeros((num_questions, items.num_rows), np.float32)
     found = []

@@ -6,6 +6,7 @@ from torch import nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
+from recsys.embeddings.lookup.device_tables import device_of
 from recsys.embeddings.optimizer import SGD, Adagrad
 
 TABLES = [TableConfig(name="a", num_embeddings=5, embedding_dim=4)]
@@ -138,3 +139,17 @@ def test_a_lookup_without_memory_says_how_to_get_some(make, ids):
 
     with pytest.raises(ValueError, match=r"got torch\.float32 on meta; .*to_empty\(device='cpu'\)"):
         module(ids)
+
+
+def test_a_model_computes_where_its_slots_are():
+    """Its tables are in the host's memory, and come first among its parameters."""
+    tiered = HotColdEmbeddingBag(100, 4, optimizer=SGD(lr=0.1), budget=1000)
+    model = nn.Sequential(tiered, nn.Linear(4, 1))
+    assert device_of(model) == torch.device("cpu")
+
+    [tiers] = tiered.tiers()
+    tiers.device = torch.device("meta")
+
+    assert next(model.parameters()).device == torch.device("cpu")
+    assert device_of(model) == torch.device("meta")
+    assert device_of(nn.Linear(1, 1, device="meta")) == torch.device("meta")

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["HostRows", "fetch_rows", "move_rows", "write_rows"]
 
 _NUM_WARPS = 4
-# A program copies about so many bytes: each of its threads has four reads of 16 bytes under way.
-# Fewer would do to fill PCIe, but most places of a list hold no row: then a program is waste.
+# A program copies about so many bytes at once: each thread has four reads of 16 bytes under way.
 _BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 4
-_MOST_ROWS = 256  # of a program
+# So few programs fill PCIe, and leave nearly all of the GPU to what computes meanwhile: a program
+# that waits for the host keeps its place on a multiprocessor.
+_MOST_PROGRAMS = 64
+# A program looks at so many places of the lists at once; most hold no row.
+_WINDOW = 128
+_MOST_ROWS = 256  # that a program copies at once
 # Numbers are copied as integers of their size, so every dtype is copied bit by bit.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -113,7 +117,8 @@ def _copy(
     bits = _BITS[in_slots.dtype.itemsize]
     block_dim = next_power_of_2(host.dim)
     block_rows = min(max(1, _BLOCK_BYTES // (block_dim * bits.itemsize)), _MOST_ROWS)
-    _copy_kernel[(cdiv(num_places, block_rows),)](
+    window = max(_WINDOW, block_rows)
+    _copy_kernel[(min(cdiv(num_places, window), _MOST_PROGRAMS),)](
         host.addresses,
         host.first_rows,
         written_rows_M,
@@ -126,6 +131,7 @@ def _copy(
         DIM=host.dim,
         BLOCK_DIM=block_dim,
         BLOCK_ROWS=block_rows,
+        WINDOW=window,
         IS_ALIGNED=host.is_aligned,
         num_warps=_NUM_WARPS,
     )
@@ -145,13 +151,61 @@ def _copy_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """Copy BLOCK_ROWS rows of each list; a place without a row copies nothing.
+    """Copy the rows of WINDOW places at a time, BLOCK_ROWS at once; most places have none.
 
     What one program reads of a slot, no other one overwrites; see `move_rows`.
     """
-    places = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    window = tl.program_id(0)
+    while window * WINDOW < num_places:
+        places = window * WINDOW + tl.arange(0, WINDOW)
+        is_row = tl.zeros([WINDOW], tl.int1)
+        if written_rows_M is not None:
+            is_row |= tl.load(written_rows_M + places, places < num_places, -1) >= 0
+        if fetched_rows_M is not None:
+            is_row |= tl.load(fetched_rows_M + places, places < num_places, -1) >= 0
+        begin = window * WINDOW
+        # Behind the last row, places of the window need not be looked at.
+        behind = tl.max(tl.where(is_row, places + 1, 0), 0)
+        while begin < behind:
+            _copy_block(
+                addresses,
+                first_rows,
+                written_rows_M,
+                written_slots_M,
+                fetched_rows_M,
+                fetched_slots_M,
+                in_slots,
+                begin + tl.arange(0, BLOCK_ROWS),
+                behind,
+                NUM_TABLES,
+                DIM,
+                BLOCK_DIM,
+                IS_ALIGNED,
+            )
+            begin += BLOCK_ROWS
+        window += tl.num_programs(0)
+
+
+@triton.jit
+def _copy_block(
+    addresses,
+    first_rows,
+    written_rows_M,
+    written_slots_M,
+    fetched_rows_M,
+    fetched_slots_M,
+    in_slots,
+    places,
+    num_places,
+    NUM_TABLES: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Copy the rows at some places of each list; a place without a row copies nothing."""
     is_place = places < num_places
     if written_rows_M is not None:
         rows = tl.load(written_rows_M + places, is_place, -1).to(tl.int64)

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recsys.embeddings.kernels.triton import transfers
 from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, move_rows, write_rows
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -41,6 +42,24 @@ def test_rows_of_a_list_are_copied_into_their_slots(triton_device, sizes, dim, d
     found = torch.full((NUM_SLOTS, dim), 7, dtype=dtype, device=triton_device)
     expected = found.clone().cpu()
     expected[slots[rows >= 0]] = torch.cat(tables)[rows[rows >= 0]]
+
+    host = HostRows(tables, triton_device)
+    fetch_rows(host, rows.to(triton_device), slots.to(triton_device), found)
+
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_few_programs_copy_the_rows_of_long_lists(triton_device, monkeypatch):
+    """In windows without rows, with some at the begin, and with one at the end."""
+    monkeypatch.setattr(transfers, "_MOST_PROGRAMS", 2)
+    tables = host_tables([300, 200], 100, torch.float32, triton_device)
+    places = torch.tensor([*range(150), 390, 511, 512, 640, 901])
+    rows, slots = torch.full((905,), -1), torch.zeros(905, dtype=torch.int64)
+    rows[places] = torch.randperm(500)[: len(places)]
+    slots[places] = torch.randperm(400)[: len(places)]
+    found = torch.zeros(400, 100, device=triton_device)
+    expected = torch.zeros(400, 100)
+    expected[slots[places]] = torch.cat(tables)[rows[places]]
 
     host = HostRows(tables, triton_device)
     fetch_rows(host, rows.to(triton_device), slots.to(triton_device), found)
