@@ -22,7 +22,8 @@ def gpu_table(file: str) -> str:
     steps = [(case, provider) for case, provider, metric in cells if metric == "time"]
     lines = [_line(cells, case, provider) for case, provider in steps]
     found, limits = record["environment"], record["limits"]
-    how = "dense part replayed as CUDA graphs" if record["plan"]["capture"] else "all op by op"
+    is_captured = record["plan"].get("capture", False)
+    how = "steps replayed as CUDA graphs" if is_captured else "all op by op"
     caption = (
         f"{found['gpu']}, torch {found['torch']}, {how}; SGD, Kaggle's 26 tables, median of "
         f"rounds in which all took turns. Copies within its memory reach "
