@@ -29,7 +29,7 @@ class Pages(NamedTuple):
 
     Attributes:
         begin: Its address.
-        end: The address behind its last page.
+        end: The address after its last page.
         memory: The mapping.
     """
 

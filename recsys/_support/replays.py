@@ -73,11 +73,11 @@ class Replays:
         inputs: Sequence[Tensor],
         reads: Any = None,
     ) -> Tensor | None:
-        """Call a function that launches kernels; from its third call with a key, replay them.
+        """Call a function that launches kernels; from the second call with a key on, replay them.
 
         A graph has addresses. So the memory of everything that the launches use must be in `inputs`
-        or in `reads`, or last as long as this object; or its address is in the key, and a call with
-        this address means that memory which is there now.
+        or in `reads`, or last as long as this object; or its address is in the key, and each call
+        with this address means what is there then.
 
         Args:
             key: Everything that the launches depend on, besides the numbers in `inputs`.

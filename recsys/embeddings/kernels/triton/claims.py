@@ -33,7 +33,7 @@ __all__ = ["ClaimNumbers", "StartedClaim", "claim"]
 _BLOCK_VALUES = 256
 _BLOCK_SLOTS = 512
 _MOST_PROGRAMS = 256  # that look at slots: each reads the counts of all of them
-_NUM_NUMBERS = 16  # so that the lists behind them begin at a multiple of 64 bytes
+_NUM_NUMBERS = 16  # so that the lists after them begin at a multiple of 64 bytes
 
 
 class ClaimNumbers(NamedTuple):

@@ -160,69 +160,50 @@ def _copy_kernel(
     """
     window = tl.program_id(0)
     while window * WINDOW < num_places:
-        places = window * WINDOW + tl.arange(0, WINDOW)
+        in_window = window * WINDOW + tl.arange(0, WINDOW)
         is_row = tl.zeros([WINDOW], tl.int1)
         if written_rows_M is not None:
-            is_row |= tl.load(written_rows_M + places, places < num_places, -1) >= 0
+            is_row |= tl.load(written_rows_M + in_window, in_window < num_places, -1) >= 0
         if fetched_rows_M is not None:
-            is_row |= tl.load(fetched_rows_M + places, places < num_places, -1) >= 0
+            is_row |= tl.load(fetched_rows_M + in_window, in_window < num_places, -1) >= 0
         begin = window * WINDOW
-        # Behind the last row, places of the window need not be looked at.
-        behind = tl.max(tl.where(is_row, places + 1, 0), 0)
-        while begin < behind:
-            _copy_block(
-                addresses,
-                first_rows,
-                written_rows_M,
-                written_slots_M,
-                fetched_rows_M,
-                fetched_slots_M,
-                in_slots,
-                begin + tl.arange(0, BLOCK_ROWS),
-                behind,
-                NUM_TABLES,
-                DIM,
-                BLOCK_DIM,
-                IS_ALIGNED,
-            )
+        end = tl.max(tl.where(is_row, in_window + 1, 0), 0)  # after the last row of the window
+        while begin < end:
+            places = begin + tl.arange(0, BLOCK_ROWS)
+            if written_rows_M is not None:
+                rows = tl.load(written_rows_M + places, places < end, -1).to(tl.int64)
+                slots = tl.load(written_slots_M + places, places < end, 0).to(tl.int64)
+                of_host, of_slots, _, is_held = _found(
+                    addresses,
+                    first_rows,
+                    rows,
+                    slots,
+                    in_slots,
+                    NUM_TABLES,
+                    DIM,
+                    BLOCK_DIM,
+                    IS_ALIGNED,
+                )
+                tl.store(of_host, tl.load(of_slots, is_held), is_held)
+            if (written_rows_M is not None) & (fetched_rows_M is not None):
+                tl.debug_barrier()  # all threads have read the numbers that one overwrites below
+            if fetched_rows_M is not None:
+                rows = tl.load(fetched_rows_M + places, places < end, -1).to(tl.int64)
+                slots = tl.load(fetched_slots_M + places, places < end, 0).to(tl.int64)
+                of_host, of_slots, is_number, is_held = _found(
+                    addresses,
+                    first_rows,
+                    rows,
+                    slots,
+                    in_slots,
+                    NUM_TABLES,
+                    DIM,
+                    BLOCK_DIM,
+                    IS_ALIGNED,
+                )
+                tl.store(of_slots, tl.load(of_host, is_held, 0), is_number)
             begin += BLOCK_ROWS
         window += tl.num_programs(0)
-
-
-@triton.jit
-def _copy_block(
-    addresses,
-    first_rows,
-    written_rows_M,
-    written_slots_M,
-    fetched_rows_M,
-    fetched_slots_M,
-    in_slots,
-    places,
-    num_places,
-    NUM_TABLES: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-):
-    """Copy the rows at some places of each list; a place without a row copies nothing."""
-    is_place = places < num_places
-    if written_rows_M is not None:
-        rows = tl.load(written_rows_M + places, is_place, -1).to(tl.int64)
-        slots = tl.load(written_slots_M + places, is_place, 0).to(tl.int64)
-        of_host, of_slots, _, is_held = _found(
-            addresses, first_rows, rows, slots, in_slots, NUM_TABLES, DIM, BLOCK_DIM, IS_ALIGNED
-        )
-        tl.store(of_host, tl.load(of_slots, is_held), is_held)
-    if (written_rows_M is not None) & (fetched_rows_M is not None):
-        tl.debug_barrier()  # all threads have read the numbers that one overwrites below
-    if fetched_rows_M is not None:
-        rows = tl.load(fetched_rows_M + places, is_place, -1).to(tl.int64)
-        slots = tl.load(fetched_slots_M + places, is_place, 0).to(tl.int64)
-        of_host, of_slots, is_number, is_held = _found(
-            addresses, first_rows, rows, slots, in_slots, NUM_TABLES, DIM, BLOCK_DIM, IS_ALIGNED
-        )
-        tl.store(of_slots, tl.load(of_host, is_held, 0), is_number)
 
 
 @triton.jit
