@@ -60,8 +60,12 @@ class CapturedDense:
         self.num_replays = 0
         self.pool: Any = None
         self._graphs: _Graphs | None = None
-        self._parameters = list(model.named_parameters())
         self._tables = [each for each in model.modules() if isinstance(each, AbstractTables)]
+        # Of rows that recsys updates, gradients are in ledgers.
+        updated = {
+            weight for each in self._tables if each.row_updater for weight in each.parameters()
+        }
+        self._parameters = [pair for pair in model.named_parameters() if pair[1] not in updated]
         self._was_called = self._has_warned = False
         self._num_misfits = 0  # steps in a row that were not replayed
         obstacle = _obstacle(model)
@@ -79,11 +83,12 @@ class CapturedDense:
             yield
             return
         self._was_called = False
-        self._model.run_dense, self._model.vectors = self._run, self._vectors()
+        attributes = vars(self._model)  # setting those of a module takes ten times as long
+        attributes.update(run_dense=self._run, vectors=self._vectors())
         try:
             yield
         finally:
-            self._model.run_dense = self._model.vectors = None
+            attributes.update(run_dense=None, vectors=None)
         if not self._was_called:
             self.leave_out("they have sample weights, or the model was not called")
 
@@ -137,7 +142,8 @@ class CapturedDense:
     ) -> tuple[Tensor, Tensor]:
         """In place of `DLRMTrain.loss_of`."""
         # Replayed twice in a step, graphs would overwrite what the first backward reads.
-        self._was_called, self._model.run_dense = True, None
+        self._was_called = True
+        vars(self._model)["run_dense"] = None
         inputs = (dense_features, embedded_sparse, labels)
         if self._graphs is None and torch.is_grad_enabled():
             self._graphs = self._capture(inputs)

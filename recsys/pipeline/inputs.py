@@ -61,6 +61,7 @@ class Inputs:
             for each in model.modules()
             if isinstance(each, AbstractDividedTables) and each.has_tiers
         ]
+        self._names = {name: _features_of(each) for name, each in self._whole.items()}
         self._updated = {name for name, each in self._whole.items() if each.row_updater is not None}
         self._has_warned = False
         self.has_unknown_inputs = False
@@ -88,7 +89,9 @@ class Inputs:
 
     def moved(self) -> Moved:
         """Seconds spent on moving rows so far, and on waiting for that."""
-        if len(self._times) == 1:  # fast path: every step calls this several times
+        if not self._times:  # fast paths: every step calls this several times
+            return Moved()
+        if len(self._times) == 1:
             return Moved(self._times[0].busy, self._times[0].exposed)
         return Moved(
             sum((each.busy for each in self._times), MoveSeconds()),
@@ -220,9 +223,10 @@ class Inputs:
         if self._ids is not None and isinstance(source, Mapping):
             yield from self._named_calls(source, modules, unknown)
             return
-        features = list(_features_in(source))
+        features = [(each, set(each.keys())) for each in _features_in(source)]
         for name, module in modules.items():
-            fitting = [each for each in features if _fits(module, each)]
+            wanted = self._names[name]
+            fitting = [each for each, keys in features if wanted and wanted <= keys]
             if len(fitting) == 1:
                 yield module, (fitting[0],)
             else:
@@ -281,16 +285,14 @@ def cancel(claims: Sequence[Prefetched] | None) -> None:
         claim.cancel()
 
 
-def _fits(module: nn.Module, features: Features) -> bool:
-    """Whether the features include all that a collection looks up."""
+def _features_of(module: nn.Module) -> set[str]:
+    """The features that a collection looks up; none for other modules, which do not name them."""
+    tables: Sequence[Any] = ()
     if isinstance(module, HotColdEmbeddingBagCollection):
         tables = module.embedding_bag_configs()
     elif isinstance(module, HotColdEmbeddingCollection):
         tables = module.embedding_configs()
-    else:
-        return False
-    keys = set(features.keys())
-    return all(keys.issuperset(table.feature_names) for table in tables)
+    return {feature for table in tables for feature in table.feature_names}
 
 
 def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:

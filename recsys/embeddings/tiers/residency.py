@@ -148,7 +148,7 @@ class Residency:
         most_rows = self._most_rows(lookups, bags) if is_reached else None
         claim: SlotClaim | QueuedClaim
         if most_rows is not None:
-            claim = self.hot.queue_claim(lookups, bags, self._most_needed + most_rows)
+            claim = self.hot.queue_claim(lookups, bags, most_rows, self._most_needed)
         else:
             claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
             most_rows = claim.num_rows

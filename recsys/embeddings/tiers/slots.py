@@ -235,6 +235,11 @@ class Slots:
         else:
             self._staging.write_back(cold, rows, slots)
 
+    @property
+    def are_marked_by_updates(self) -> bool:
+        """Whether kernels that update rows mark their slots as updated; those of a device do."""
+        return self._staging is not None
+
     def in_order(self) -> AbstractContextManager[None]:
         """A context for one transfer: it runs after everything that the caller has queued."""
         return nullcontext() if self._stream is None else self._stream.transfer()
@@ -281,9 +286,11 @@ class Slots:
             self.observer.claimed(lookups, bags)
         return claim
 
-    def queue_claim(self, lookups: Lookups, bags: Any, num_needed: int) -> QueuedClaim:
+    def queue_claim(
+        self, lookups: Lookups, bags: Any, num_rows: int, num_others: int
+    ) -> QueuedClaim:
         """As `claim`, on a device and without waiting; see `queued_claims.queue_claim`."""
-        claim: QueuedClaim = self._queue_claim(self.map, lookups, bags, num_needed)
+        claim: QueuedClaim = self._queue_claim(self.map, lookups, bags, num_rows, num_others)
         if self.observer is not None:
             self.observer.claimed(lookups, bags)
         return claim
@@ -363,9 +370,7 @@ class Slots:
         is_chosen = torch.zeros_like(rows, dtype=torch.bool)
         for each in only:
             is_chosen |= (rows >= each.start) & (rows < each.stop)
-        if self._staging is None:
-            return slots[is_chosen]
-        return torch.where(is_chosen, slots, NOWHERE)  # of the same size, so the host need not wait
+        return slots[is_chosen]
 
     def dirty(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Rows that are newer than in the cold store, and their slots."""

@@ -305,7 +305,7 @@ class Tiers:
             tables: Numbers of the updated tables.
         """
         self._updated.update(tables)
-        for entry in ledger:
+        for entry in () if self.hot.are_marked_by_updates else ledger:
             ticket, updated, claimed = entry.ticket, entry.lookups, entry.claimed
             assert ticket is not None
             assert claimed is not None

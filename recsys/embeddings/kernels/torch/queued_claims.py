@@ -66,13 +66,13 @@ def num_enough(slot_map: TorchSlotMap, num_needed: int) -> int:
 
     Args:
         slot_map: The slots.
-        num_needed: As for `queue_claim`.
+        num_needed: The most slots that all tickets need.
     """
     return max(1, num_needed + slot_map.num_pinned - slot_map.first_slot)
 
 
 def queue_claim(
-    slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags, num_needed: int
+    slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags, num_rows: int, num_others: int
 ) -> QueuedClaim:
     """As `TorchSlotMap.claim`, for a claim that finds enough slots; the host does not wait.
 
@@ -82,21 +82,23 @@ def queue_claim(
         slot_map: The slots.
         lookups: Which features are looked up in which tables; each feature in at most one.
         bags: The input; its values are rows.
-        num_needed: The most slots that all tickets need, with this one; not more than there are
-            slots that are not pinned.
+        num_rows: The result of `most_rows`.
+        num_others: The most slots that other tickets need; together with `num_rows`, not more than
+            there are slots that are not pinned.
     """
     slots = slot_map.tensors
     rows_N, is_bad_N = slot_map.rows_of_values(lookups, bags)
     is_row_N = rows_N < slots.num_rows
     num_hits = (slots_of(slots, rows_N) != NOWHERE).sum()
     rows_U = distinct_rows(torch.where(is_row_N, rows_N, NOWHERE))
-    num_looked_at = max(num_enough(slot_map, num_needed), LOOKED_AT * len(rows_U))
+    num_looked_at = max(num_enough(slot_map, num_rows + num_others), LOOKED_AT * len(rows_U))
     slot_U, transfer = claim(slots, rows_U, num_looked_at, first_slot=slot_map.first_slot)
     slot_N = slots_of(slots, rows_N)
-    num_rows = (rows_U != NOWHERE).sum()
+    num_distinct = (rows_U != NOWHERE).sum()
     num_fetched = (transfer.fetched_rows != NOWHERE).sum()
     num_written = (transfer.written_rows != NOWHERE).sum()
-    counts = [is_row_N.sum(), num_hits, num_rows, num_rows - num_fetched, num_fetched, num_written]
+    counts = [is_row_N.sum(), num_hits, num_distinct]
+    counts += [num_distinct - num_fetched, num_fetched, num_written]
     return QueuedClaim(
         torch.where((slot_N == NOWHERE) & (is_row_N | is_bad_N), NO_SLOT, slot_N),
         slot_U,

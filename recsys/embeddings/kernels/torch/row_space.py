@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.torch.bags import Layer
+    from recsys.embeddings.kernels.torch.slots import TorchSlots
     from recsys.embeddings.rows.lookups import Lookups
 
 __all__ = ["RowNumbers", "TableStarts", "TorchRowSpace", "TorchRows", "upload"]
@@ -120,9 +121,11 @@ class TorchRows(RowNumbers, ABC):
 
     Attributes:
         rows: The tensor, (R, D).
+        slots: What its rows are, if they are slots; updates mark them as newer than the cold store.
     """
 
     rows: Tensor
+    slots: TorchSlots | None = None
 
     def read(self, rows: Tensor) -> Tensor:
         """Read rows in the compute dtype.

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.slots import NOWHERE
 from recsys.embeddings.kernels.torch.bags import Located, layers_of, locate, locate_one_hot
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT
 from recsys.embeddings.kernels.torch.rounding import fold, round_rows
 from recsys.embeddings.kernels.torch.row_space import upload
+from recsys.embeddings.kernels.torch.slots import mark_dirty
 from recsys.embeddings.optimizer import row_steps
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ def row_update(
 ) -> None:
     """Sum each row's gradients in lookup order, and update each row once.
 
-    While a recorded error has not been raised, no row is updated.
+    While a recorded error has not been raised, no row is updated. The slots of updated rows are
+    marked.
 
     Args:
         space: The tables.
@@ -101,6 +104,8 @@ def row_update(
             keys = fold(of_tables, space.ids_of(rows_U))
         new = round_rows(new, old.dtype, keys)
     space.rows.index_copy_(0, rows_U, torch.where(is_updated, new, old))
+    if space.slots is not None:
+        mark_dirty(space.slots, torch.where(is_updated.squeeze(1), rows_U, NOWHERE))
 
 
 def merge_by_row(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Merged | None:

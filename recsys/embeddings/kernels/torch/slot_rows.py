@@ -48,6 +48,7 @@ class SlotRows(TorchRows):
         numbers: Numbers of the rows of all tables.
 
     Attributes:
+        slots: As given.
         tables: A list of `rows` alone.
         computed: The compute dtype.
     """
@@ -59,15 +60,16 @@ class SlotRows(TorchRows):
             [0] * num_tables, [num_slots] * num_tables, num_slots, dim, rows.dtype, rows.device
         )
         self.rows, self.tables, self.computed = rows, [rows], self.compute_dtype
-        self._slots, self._numbers = slots, numbers
+        self.slots: TorchSlots = slots
+        self._numbers = numbers
 
     def table_of(self, rows: Tensor) -> Tensor:
         """The table of the row in each slot, (U,) int64; arbitrary for an empty slot."""
-        return self._numbers.table_of(self._slots.row_of_slot[rows].long())
+        return self._numbers.table_of(self.slots.row_of_slot[rows].long())
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """The id in its table of the row in each slot, (U,) int64; arbitrary for an empty slot."""
-        return self._numbers.ids_of(self._slots.row_of_slot[rows].long())
+        return self._numbers.ids_of(self.slots.row_of_slot[rows].long())
 
     def translate(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
         """See `TorchRows`; a row's state has the row's slot."""
@@ -80,7 +82,7 @@ class SlotRows(TorchRows):
     @property
     def starts(self) -> TableStarts:
         """Where the tables begin among the rows in the slots."""
-        return self._numbers.starts._replace(row_of_slot=self._slots.row_of_slot)
+        return self._numbers.starts._replace(row_of_slot=self.slots.row_of_slot)
 
 
 class TieredRows(RowNumbers):

@@ -175,7 +175,7 @@ class TorchSlotMap:
 
     def mark_dirty(self, slots: Any) -> None:
         """As `SlotMap.mark_dirty`; negative numbers stand for no slot."""
-        mark_dirty(self.tensors, torch.as_tensor(slots).to(self.flags.device))
+        mark_dirty(self.tensors, torch.as_tensor(slots).to(self.flags.device, torch.int64))
 
     def recount(self) -> None:
         """As `SlotMap.recount`; the host waits."""

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.slots import DIRTY
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.torch.row_space import upload
@@ -88,6 +89,7 @@ _DIVISIONS = {
     PartialRowWiseAdam: _RATE,
 }
 _BFLOAT16, _FLOAT16 = Constant(1), Constant(2)
+_DIRTY = Constant(DIRTY)
 _GOLDEN, _FACTOR1, _FACTOR2 = (
     Constant(number - 2**64 if number >= 2**63 else number) for number in (GOLDEN, FACTOR1, FACTOR2)
 )
@@ -107,7 +109,7 @@ def row_update(
     """Sum each row's gradients in an order of its own, and update each row once.
 
     While a recorded error has not been raised, no row is updated. A sum that is not finite is such
-    an error.
+    an error. The slots of updated rows are marked.
 
     Args:
         space: The tables.
@@ -183,6 +185,7 @@ def _update(
     (momentum, momentum_shifts), (averages, average_shifts) = pairs
     is_by_table = len(settings) > 1
     starts_T = tables_T = row_of_slot = None
+    slots = space.slots
     shifts = momentum_shifts, average_shifts
     if is_by_table or is_by_chance or any(shift is not None for shift in shifts):
         starts_T, tables_T, row_of_slot = space.starts
@@ -197,6 +200,7 @@ def _update(
         starts_T,
         tables_T,
         row_of_slot,
+        None if slots is None else slots.flags,
         runs.gradients[0],
         runs.order,
         runs.sources,
@@ -267,6 +271,7 @@ def _update_kernel(
     starts_T,
     tables_T,
     row_of_slot,
+    flags,
     gradient,
     order_N,
     sources_N,
@@ -394,6 +399,8 @@ def _update_kernel(
                 chance = _shifted(_fold(key[:, None], columns.to(tl.int64)[None, :]), 32)
             updated = _rounded(updated, chance, IS_BY_CHANCE, NARROW)
         tl.store(of_row, updated, is_number)
+        if flags is not None:
+            tl.store(flags + row, tl.load(flags + row, is_row, 0) | _DIRTY, is_row)
         tile += tl.num_programs(0)
 
 

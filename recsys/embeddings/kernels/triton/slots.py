@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -10,7 +10,6 @@ import triton.language as tl
 
 from recsys._support.triton_support import cdiv
 from recsys.embeddings.kernels.cpu.slots import (
-    DIRTY,
     NOWHERE,
     Moves,
     NoSuchRow,
@@ -34,7 +33,7 @@ __all__ = ["TritonSlotMap", "queue_claim"]
 
 _ALIGNMENT = 16  # see `claims.claim`
 _BLOCK = 256  # slots of a list that a program works at
-_DIRTY, _NOWHERE = Constant(DIRTY), Constant(NOWHERE)
+_NOWHERE = Constant(NOWHERE)
 _NO_LOOKUPS = Lookups.nothing()
 
 
@@ -56,6 +55,7 @@ class TritonSlotMap(TorchSlotMap):
         lookups: Lookups,
         bags: TorchBags,
         num_looked_at: int = 0,
+        num_rows: int | None = None,
         *,
         refuses: bool = True,
     ) -> StartedClaim:
@@ -66,12 +66,14 @@ class TritonSlotMap(TorchSlotMap):
             bags: The input.
             num_looked_at: The claim considers at least this many slots from the hand on, and four
                 for each row that the mini-batch can have.
+            num_rows: The result of `most_rows`; None if it is not known yet.
             refuses: Whether nothing is claimed if a value is not a row of its table.
         """
         if not bags.batch_size:
             lookups = _NO_LOOKUPS
         layer, _ = layers_of(self.numbers, lookups, bags.num_features)
-        num_places = self._most_rows(lookups, bags)
+        num_rows = most_rows(self, lookups, bags) if num_rows is None else num_rows
+        num_places = max(1, cdiv(num_rows, _ALIGNMENT)) * _ALIGNMENT  # U
         num_looked_at = max(num_looked_at, LOOKED_AT * num_places)
         with torch.cuda.device_of(self.flags):
             return claim(
@@ -117,24 +119,13 @@ class TritonSlotMap(TorchSlotMap):
         with torch.cuda.device_of(self.flags):
             _release_kernel[grid](self.num_claims, held, len(held), BLOCK=_BLOCK)
 
-    def mark_dirty(self, slots: Any) -> None:
-        """As `SlotMap.mark_dirty`; `NOWHERE` stands for no slot."""
-        slots_M = torch.as_tensor(slots).to(self.flags.device)
-        grid = (cdiv(len(slots_M), _BLOCK),)
-        with torch.cuda.device_of(self.flags):
-            _mark_dirty_kernel[grid](self.flags, slots_M, len(slots_M), BLOCK=_BLOCK)
-
-    def _most_rows(self, lookups: Lookups, bags: TorchBags) -> int:
-        """U: no mini-batch of this size has more distinct rows."""
-        return max(1, cdiv(most_rows(self, lookups, bags), _ALIGNMENT)) * _ALIGNMENT
-
 
 def queue_claim(
-    slot_map: TritonSlotMap, lookups: Lookups, bags: TorchBags, num_needed: int
+    slot_map: TritonSlotMap, lookups: Lookups, bags: TorchBags, num_rows: int, num_others: int
 ) -> QueuedClaim:
     """As `torch.queued_claims.queue_claim`."""
-    num_looked_at = num_enough(slot_map, num_needed)
-    started = slot_map.start(lookups, bags, num_looked_at, refuses=False)
+    num_looked_at = num_enough(slot_map, num_rows + num_others)
+    started = slot_map.start(lookups, bags, num_looked_at, num_rows, refuses=False)
     return QueuedClaim(started.slot_of_value, started.held, started.transfer, started.counts)
 
 
@@ -145,12 +136,3 @@ def _release_kernel(num_claims, held_M, num_places, BLOCK: tl.constexpr):
     slots = tl.load(held_M + places, places < num_places, _NOWHERE)
     is_held = slots >= 0
     tl.store(num_claims + slots, tl.load(num_claims + slots, is_held, 0) - 1, is_held)
-
-
-@triton.jit(do_not_specialize=["num_places"])
-def _mark_dirty_kernel(flags, slots_M, num_places, BLOCK: tl.constexpr):
-    """If a slot is listed twice, both programs write the same flags."""
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.load(slots_M + places, places < num_places, _NOWHERE)
-    is_slot = slots >= 0
-    tl.store(flags + slots, tl.load(flags + slots, is_slot, 0) | _DIRTY, is_slot)

@@ -84,7 +84,7 @@ def test_a_claim_that_the_host_knows_to_fit_finds_its_slots(batches, num_slots, 
         was_in_slot = slots.slot_of_row[rows]
         was_in_slot = (was_in_slot != NOWHERE) & (was_in_slot < AWAITED)
 
-        claim = queue_claim(slots, LOOKUPS, bags, num_needed)
+        claim = queue(slots, bags, num_needed)
 
         held.append((claim.held, most))
         assert claim.moves.is_enough
@@ -99,6 +99,12 @@ def test_a_claim_that_the_host_knows_to_fit_finds_its_slots(batches, num_slots, 
     assert not slots.num_claims.any()
 
 
+def queue(slots, bags, num_needed):
+    """Queue the claim of a mini-batch; with it, all tickets need at most so many slots."""
+    num_rows = most_rows(slots, LOOKUPS, bags)
+    return queue_claim(slots, LOOKUPS, bags, num_rows, num_needed - num_rows)
+
+
 def one_hot(*ids):
     return TorchBags(torch.tensor(ids).flatten(), None, None, len(ids[0]), is_mean=False)
 
@@ -106,19 +112,19 @@ def one_hot(*ids):
 def test_slots_are_found_behind_those_that_are_pinned():
     slots = make_map(50, range(1, 21))
 
-    claim = queue_claim(slots, LOOKUPS, one_hot([36], [8], [37]), 3)
+    claim = queue(slots, one_hot([36], [8], [37]), 3)
 
     assert (claim.held >= 0).all()
 
 
 def test_slots_are_found_behind_those_that_tickets_need():
     slots = make_map(27)
-    queue_claim(slots, LOOKUPS, one_hot([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]), 12)
-    ended = queue_claim(slots, LOOKUPS, one_hot([8, 9, 10, 11], [4, 5, 6, 7], [12, 13, 14, 15]), 24)
-    queue_claim(slots, LOOKUPS, one_hot([16], [8], [17]), 27)
+    queue(slots, one_hot([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]), 12)
+    ended = queue(slots, one_hot([8, 9, 10, 11], [4, 5, 6, 7], [12, 13, 14, 15]), 24)
+    queue(slots, one_hot([16], [8], [17]), 27)
     slots.release(ended.held)
 
-    claim = queue_claim(slots, LOOKUPS, one_hot([18], [9], [19]), 18)
+    claim = queue(slots, one_hot([18], [9], [19]), 18)
 
     assert (claim.held >= 0).all()
 
@@ -130,7 +136,7 @@ def test_it_takes_what_a_claim_takes_that_waits(longest):
         bags = make_bags(seed, 3, longest)
 
         expected = waiting.claim(LOOKUPS, bags)
-        found = queue_claim(queued, LOOKUPS, bags, 60)
+        found = queue(queued, bags, 60)
 
         assert torch.equal(found.slot_of_value, expected.slot_of_value)
         fetched = found.moves.fetched_rows
@@ -146,7 +152,7 @@ def test_an_id_that_is_no_row_claims_nothing_and_the_others_do():
     values = torch.tensor([2, 99, 3, -1, 2, 5])  # two samples
     bags = TorchBags(values, None, None, 2, is_mean=False)
 
-    claim = queue_claim(slots, LOOKUPS, bags, 6)
+    claim = queue(slots, bags, 6)
 
     is_bad = torch.tensor([False, True, False, True, False, False])
     assert torch.equal(claim.slot_of_value == NO_SLOT, is_bad)
@@ -158,7 +164,7 @@ def test_a_padding_id_has_no_slot_and_is_not_refused():
     slots = make_map(8)
     bags = TorchBags(torch.tensor([2, 3, 7]), None, None, 1, is_mean=False, padding=3)
 
-    claim = queue_claim(slots, LOOKUPS, bags, 3)
+    claim = queue(slots, bags, 3)
 
     assert (claim.slot_of_value < 0).tolist() == [False, True, False]
     assert claim.slot_of_value[1] == NOWHERE
@@ -171,7 +177,7 @@ def test_a_queued_claim_does_nothing_that_would_wait_for_a_device(no_round_trips
     with no_round_trips:
         for bags in batches:
             most = most_rows(slots, LOOKUPS, bags)
-            claim = queue_claim(slots, LOOKUPS, bags, most)
+            claim = queue(slots, bags, most)
             slots.mark_dirty(claim.slot_of_value)
             slots.release(claim.held)
 

@@ -6,6 +6,8 @@ from launches_row_runs import NUM_TABLES, entry, tables
 
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.torch.slot_rows import SlotRows, number_rows
+from recsys.embeddings.kernels.torch.slots import TorchSlots
 from recsys.embeddings.kernels.triton.row_update import row_update
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.row_space import compute_dtype
@@ -58,6 +60,18 @@ def launches(is_all):
                 how += ", replaces a number of several threads"
             name = f"row_update {dtype}, D={dim}, {type(optimizer).__name__}, {is_one_hot=}{how}"
             yield name, update(dtype, dim, optimizer, is_one_hot=is_one_hot)
+    slots = TorchSlots.empty(16, 16, torch.device("cpu"))
+    in_slots = SlotRows(
+        torch.zeros(16, 64), slots, number_rows([8] * NUM_TABLES, 64, torch.zeros(1))
+    )
+    arguments = (
+        in_slots,
+        [],
+        SGD(lr=0.1),
+        np.ones((NUM_TABLES, 2)),
+        [entry(torch.float32, 64, is_one_hot=True)],
+    )
+    yield "row_update in slots", lambda: row_update(*arguments)
     for is_one_hot in (True, False):
         for number, batch_size in enumerate((8, 1, 37)):
             how = {"is_one_hot": is_one_hot, "batch_size": batch_size, "shift": number % 2}

@@ -8,7 +8,4 @@ from recsys.embeddings.kernels.triton.slots import TritonSlotMap
 
 def launches(is_all):
     slots = TritonSlotMap(number_rows([50], 1, torch.zeros(1, 1)), 30)
-    for dtype in (torch.int32, torch.int64):
-        held = torch.zeros(64, dtype=dtype)
-        yield f"mark_dirty {dtype}", lambda held=held: slots.mark_dirty(held)
     yield "release", lambda: slots.release(torch.zeros(64, dtype=torch.int32))

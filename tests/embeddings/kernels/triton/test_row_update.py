@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recsys._support.replays import replaying
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
-from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.cpu.slots import DIRTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags, lengths_of
 from recsys.embeddings.kernels.torch.errors import NO_ROW, errors_on
 from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRowSpace
@@ -288,6 +288,28 @@ def test_slots_in_any_order_give_the_bits_of_tables(triton_device, dtype, seed, 
     for number, space in enumerate(spaces):
         ours, theirs = space.rows.cpu()[slot_of_row], expected[3 * number : 3 * number + 3]
         assert torch.equal(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize("update", [row_update, by_torch], ids=["triton", "torch"])
+def test_the_slots_of_updated_rows_are_marked_and_no_others(triton_device, update):
+    values, gradient = torch.tensor([4, 1, 4, -1, 6]), torch.ones(5, 3)
+    entry = one_table(values, gradient)
+    entry = on(triton_device, entry._replace(bags=entry.bags._replace(padding=-1)))
+    numbers = RowNumbers([0], [9], 9, 3, torch.float32, triton_device)
+    slots = TorchSlots.empty(9, 8, triton_device)
+    slots.flags[1] = PINNED
+    space = SlotRows(torch.zeros(8, 3, device=triton_device), slots, numbers)
+    arguments = space, [], SGD(lr=0.1), np.array([[0.1, 0.0]])
+
+    entry.gradient[0, 0] = torch.nan
+    update(*arguments, [entry])
+    assert slots.flags.tolist() == [0, PINNED, 0, 0, 0, 0, 0, 0, 0]
+    with pytest.raises(NonFiniteGradient):
+        space.errors.check()
+
+    entry.gradient[0, 0] = 1
+    update(*arguments, [entry])
+    assert slots.flags.tolist() == [0, PINNED | DIRTY, 0, 0, DIRTY, 0, DIRTY, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
