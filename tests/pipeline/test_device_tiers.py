@@ -8,6 +8,7 @@ from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import Adagrad
 from recsys.pipeline import Hotline, LookAhead, TrainPipeline
+from recsys.pipeline.hotline import popular_split
 from tests.host_copies import reach_host
 
 pytest.importorskip("triton")
@@ -55,3 +56,14 @@ def test_a_schedule_trains_as_the_resident_module(small, monkeypatch, schedule, 
     assert losses == pytest.approx(expected, rel=1e-4)
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_hotline_says_that_the_host_waits_for_the_device(small, monkeypatch):
+    monkeypatch.setattr(popular_split, "_HOST_WAITS_FOR", {"cpu"})
+    tables, optimizer = small.make_tables([200], [4]), Adagrad(lr=0.1)
+    batches = [small.make_batch(tables, 0, share=0.2)]
+    budget = small.budget_for(tables, optimizer, batches, 10)
+    model = small.Model(tables, optimizer, budget=budget)
+
+    with pytest.warns(UserWarning, match=r"schedule=Hotline.* waits for 'cpu' in each step"):
+        TrainPipeline(model, None, schedule=Hotline())

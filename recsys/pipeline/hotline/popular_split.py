@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatch", "PopularSplit", "Side"]
 
 _NUM_SIZES = 16  # different sizes that a part can have
+# Device types for which the host waits before each split. Tests add "cpu".
+_HOST_WAITS_FOR = {"cuda"}
 _COUNTERS = (
     "num_steps",
     "num_split",
@@ -103,6 +105,7 @@ class PopularSplit:
         self._never_splits = _warn_if_never_split(schedule, model)
         if not self._never_splits:
             _warn_of_layers(schedule, model)
+            _warn_of_waiting(schedule, tiers())
 
     def choose(
         self,
@@ -302,6 +305,18 @@ def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
             stacklevel=4,
         )
         return
+
+
+def _warn_of_waiting(schedule: Hotline, tiers: Sequence[Tiers]) -> None:
+    for device in (each.hot.rows.device for each in tiers):
+        if device.type in _HOST_WAITS_FOR:
+            warnings.warn(
+                f"schedule={schedule} splits mini-batches on the host, which waits for '{device}' "
+                "in each step, and computes on the parts op by op; use LookAhead, which fetches "
+                "the same rows and is faster there",
+                stacklevel=4,
+            )
+            return
 
 
 def _rounded(num_popular: int, batch_size: int) -> int:
