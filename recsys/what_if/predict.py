@@ -104,7 +104,7 @@ class WhatIf:
             )
         dim = config.model.dim_of(next(iter(self._source.table_sizes)))
         self._space = SpaceSize(
-            sum(self._source.table_sizes.values()),
+            list(self._source.table_sizes.values()),
             dim,
             torch.float32,
             row_optimizer(config.optimizer).state_sizes(dim),

@@ -1,6 +1,7 @@
 """What `estimate` says beforehand is what the tables take afterwards."""
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -215,7 +216,7 @@ def test_a_plan_of_other_tables_is_refused():
 @pytest.mark.parametrize("num_rows", [1, 40, 200])
 def test_the_least_budget_holds_such_a_mini_batch_and_a_byte_less_does_not(num_rows):
     optimizer = Adagrad(lr=0.1)
-    models = [Bags({name: SIZES[name] for name in ("users", "goods")}) for _ in range(2)]
+    models = [Bags() for _ in range(2)]
     least = recsys.estimate(models[0], batch_size=num_rows, optimizer=optimizer).floor_bytes
 
     with pytest.raises(BudgetTooSmall, match=f"must be at least {least} bytes"):
@@ -231,8 +232,25 @@ def test_the_least_budget_holds_such_a_mini_batch_and_a_byte_less_does_not(num_r
 
 def together(model, num_rows):
     """The lookups of a mini-batch, all claimed before any is given back."""
-    ids = torch.arange(num_rows).reshape(-1, 1)
-    return sum(getattr(model, name)(ids).square().sum() for name in ("users", "goods"))
+    return sum(
+        getattr(model, name)(torch.arange(min(num_rows, size)).reshape(-1, 1)).square().sum()
+        for name, (size, _) in SIZES.items()
+    )
+
+
+def test_tables_that_need_more_slots_than_others_are_told_a_budget_that_gives_them():
+    def look_up(budget):
+        model = Bags()
+        recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=budget)
+        loss = model.users(torch.arange(40).reshape(-1, 1)).sum()
+        (loss + model.pages(torch.arange(150).reshape(1, -1)).sum()).backward()
+
+    with pytest.raises(BudgetTooSmall, match="table 'pages'") as refused:
+        look_up(10_000)
+
+    enough = int(re.search(r"raise it to (\d+)", str(refused.value))[1])
+    assert enough > 10_000
+    look_up(enough)
 
 
 def test_lookups_per_bag_are_of_all_tables_or_by_table():
@@ -550,9 +568,9 @@ def test_an_estimate_prints_as_a_table():
     assert str(told).splitlines() == [
         "3 tables of 1,250 rows take 73.4 KiB with optimizer state",
         "fast memory (cpu)          40 KiB  of a budget of 40 KiB",
-        "  rows                   15.5 KiB  in 525 slots",
-        "  optimizer state        15.5 KiB",
-        "  records of slots        4.1 KiB",
+        "  rows                   15.3 KiB  in 566 slots",
+        "  optimizer state        15.3 KiB",
+        "  records of slots       4.42 KiB",
         "  row map                4.88 KiB",
         "least budget             27.9 KiB  for mini-batches of 128 samples",
         "host memory               113 KiB  fast memory + all rows and state + dense parameters",

@@ -1,13 +1,16 @@
 """Divides a budget of fast memory among row spaces.
 
-The budget first pays for the row maps (C3). The rest is divided in proportion to the size of the
-tables, so every row space holds the same share of its rows. None gets more slots than rows.
+The budget first pays for the row maps (C3), and for the slots that each row space must have. The
+rest is divided so that every table could have the same number of slots, or one for each of its rows
+if it has fewer. Most models look up about as many rows of each table in a mini-batch; so small
+tables are in fast memory as a whole, and no row space is short of slots while another has plenty.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from contextlib import suppress
-from operator import mul
+from operator import ge, mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ __all__ = [
     "SpaceSize",
     "divide_budget",
     "divide_for_pinned",
+    "enough_bytes",
     "order_pinned",
 ]
 
@@ -42,13 +46,13 @@ class SpaceSize(NamedTuple):
     """The size of one row space.
 
     Attributes:
-        num_rows: R, the rows of all its tables.
+        sizes: E of each table.
         dim: D.
         dtype: Dtype of the rows.
         state_sizes: Numbers per row in each state array, by name.
     """
 
-    num_rows: int
+    sizes: Sequence[int]
     dim: int
     dtype: torch.dtype
     state_sizes: Mapping[str, int]
@@ -57,7 +61,12 @@ class SpaceSize(NamedTuple):
     def of(cls, tables: Sequence[nn.Parameter], state_sizes: Mapping[str, int]) -> SpaceSize:
         """The size of tables of one dim and dtype; reads only their shapes."""
         dim, dtype = tables[0].shape[1], tables[0].dtype
-        return cls(sum(map(len, tables)), dim, dtype, state_sizes)
+        return cls(list(map(len, tables)), dim, dtype, state_sizes)
+
+    @property
+    def num_rows(self) -> int:
+        """R, the rows of all its tables."""
+        return sum(self.sizes)
 
     @property
     def slot_bytes(self) -> int:
@@ -143,7 +152,8 @@ def divide_budget(
         raise BudgetTooSmall(
             f"budget: the row map of {num_rows} rows and one row{of_tracker} take {floor} bytes, "
             f"and the budget is {budget_bytes}; each distinct row that a mini-batch looks up takes "
-            f"{per_row} bytes more, so raise it to {floor} plus the bytes of these rows"
+            f"{per_row} bytes more, so raise it to {floor} ({round_up_bytes(floor)}) plus the "
+            "bytes of these rows"
         )
     if budget_bytes < floor:
         rows = ", ".join(
@@ -157,26 +167,56 @@ def divide_budget(
             f"({round_up_bytes(floor)}), and further for later mini-batches that need more, or "
             "make the mini-batch smaller"
         )
-    left, slots = budget_bytes - floor, list(least)
-    unfilled = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]
-    while unfilled:
-        per_byte = left / sum(spaces[number].resident_bytes for number in unfilled)
-        shares = {
-            number: int(spaces[number].resident_bytes * per_byte) // spaces[number].slot_bytes
-            for number in unfilled
-        }
-        filled = [
-            number
-            for number in unfilled
-            if slots[number] + shares[number] >= spaces[number].num_rows
-        ]
-        for number in filled or unfilled:
-            more = min(shares[number], spaces[number].num_rows - slots[number])
-            slots[number] += more
-            left -= more * spaces[number].slot_bytes
-        # Spaces with one slot per row leave part of their shares; the other spaces divide it.
-        unfilled = [number for number in unfilled if number not in filled] if filled else []
+    left = budget_bytes - tracker_bytes - map_bytes(num_rows)
+    # The most slots per table for which there is room; then what is left goes to the first spaces.
+    per_table = bisect_right(
+        _per_table(spaces), left, key=lambda each: _num_bytes(spaces, _slots(spaces, least, each))
+    )
+    slots = _slots(spaces, least, per_table - 1)
+    left -= _num_bytes(spaces, slots)
+    for number, more in enumerate(_slots(spaces, least, per_table)):
+        of_slot = spaces[number].slot_bytes
+        added = min(more - slots[number], left // of_slot)
+        slots[number] += added
+        left -= added * of_slot
     return slots
+
+
+def _slots(spaces: Sequence[SpaceSize], least: Sequence[int], per_table: int) -> list[int]:
+    """The slots of each space, with so many for each table besides the least, or one per row."""
+    found = []
+    for space, needed in zip(spaces, least, strict=True):
+        shares = sum(min(size, per_table) for size in space.sizes)
+        found.append(max(needed, min(space.num_rows, needed - 1 + max(1, shares))))
+    return found
+
+
+def _per_table(spaces: Sequence[SpaceSize]) -> range:
+    """How many slots a table can have."""
+    return range(max(max(space.sizes, default=0) for space in spaces) + 1)
+
+
+def _num_bytes(spaces: Sequence[SpaceSize], slots: Sequence[int]) -> int:
+    return sum(map(mul, slots, [space.slot_bytes for space in spaces]))
+
+
+def enough_bytes(spaces: Sequence[SpaceSize], needed: Sequence[int], tracker_bytes: int) -> int:
+    """A budget that gives each row space the slots it needs when it is first divided.
+
+    Args:
+        spaces: The row spaces that share it.
+        needed: The slots that each needs; at most one for each row.
+        tracker_bytes: As for `divide_budget`.
+    """
+    least = [1] * len(spaces)
+
+    def is_enough(per_table: int) -> bool:
+        return all(map(ge, _slots(spaces, least, per_table), needed))
+
+    per_table = bisect_left(_per_table(spaces), True, key=is_enough)
+    num_rows = sum(space.num_rows for space in spaces)
+    slots = _slots(spaces, least, per_table)
+    return tracker_bytes + map_bytes(num_rows) + _num_bytes(spaces, slots)
 
 
 def divide_for_pinned(

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from recsys._support.sizes import round_up_bytes
 from recsys.embeddings.rows.table_parameter import move_table
-from recsys.embeddings.tiers.budget import divide_budget, divide_for_pinned, order_pinned
+from recsys.embeddings.tiers.budget import (
+    divide_budget,
+    divide_for_pinned,
+    enough_bytes,
+    order_pinned,
+)
 from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import BudgetTooSmall
 
@@ -164,7 +170,44 @@ def make_room(
         slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
     if slots is None:  # ignore what earlier mini-batches needed
         least, slots = needs, _divide_slots(groups, budget_bytes, needs, tracker_bytes)
+    _require_unused(groups, slots, needs, tracker_bytes)
     _resize_all(groups, slots, least)
+
+
+def _require_unused(
+    groups: Sequence[GroupUpdater],
+    slots: Sequence[int],
+    needs: Sequence[int],
+    tracker_bytes: int,
+) -> None:
+    """Check that no group whose number of slots would change has rows in use.
+
+    Args:
+        groups: All groups of one updater; one of them has too few slots.
+        slots: The number of slots that each would have.
+        needs: Slots that each needs for the mini-batch.
+        tracker_bytes: Bytes of the budget that a tracker takes.
+
+    Raises:
+        BudgetTooSmall: one has.
+    """
+    tiers = [tiers for each in groups if (tiers := each.group.tiers) is not None]
+    used, have = (
+        [each.residency.num_claimed for each in tiers],
+        [each.hot.num_slots for each in tiers],
+    )
+    if not any(count and old != new for count, old, new in zip(used, have, slots, strict=True)):
+        return
+    short = next(number for number in range(len(groups)) if needs[number] > have[number])
+    spaces = [each.space_size() for each in groups]
+    enough = enough_bytes(spaces, list(map(max, needs, used)), tracker_bytes)
+    raise BudgetTooSmall(
+        f"budget: table {groups[short].group.names[0]!r} and those that share its slots need "
+        f"{needs[short]} of them and have {have[short]}, and the budget cannot be divided anew "
+        f"while {sum(used)} rows are in use, by lookups of the same mini-batch or of one whose "
+        f"loss or outputs still exist; raise it to {enough} ({round_up_bytes(enough)}), or delete "
+        "the loss and outputs of earlier mini-batches"
+    )
 
 
 def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_bytes: int) -> None:
@@ -182,18 +225,27 @@ def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_byte
     least = [each.least_slots for each in groups]
     slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
     for each, num_slots in zip(groups, slots, strict=True):
-        assert each.group.tiers is not None
-        each.group.tiers.settle()
-        _require_free(each.group, num_slots)  # of all groups, before one of them changes
+        tiers = each.group.tiers
+        assert tiers is not None
+        tiers.settle()
+        num_claimed = tiers.residency.num_claimed
+        if num_claimed and tiers.hot.num_slots != num_slots:
+            raise BudgetTooSmall(
+                f"budget: a staleness tracker needs memory of rows of embedding_dim "
+                f"{each.group.dim}, and {num_claimed} of them are in use; delete the loss and "
+                "outputs of earlier lookups"
+            )
     _resize_all(groups, slots, least)
 
 
 def _resize_all(groups: Sequence[GroupUpdater], slots: Sequence[int], least: Sequence[int]) -> None:
-    """Change the number of slots of groups, and what each has needed."""
+    """Change the number of slots of groups, and what each has needed; none may be in use."""
     divided = zip(groups, slots, least, strict=True)
     # Groups that lose slots come first, so that memory never exceeds the budget.
     for each, num_slots, count in sorted(divided, key=_growth):
-        _resize(each.group, num_slots)
+        assert each.group.tiers is not None
+        if each.group.tiers.hot.num_slots != num_slots:
+            each.group.tiers.resize(num_slots)
         each.least_slots = count
 
 
@@ -211,36 +263,6 @@ def _divide_slots(
     slots = divide_budget(budget_bytes, sizes, least, may_stay=False, tracker_bytes=tracker_bytes)
     assert slots is not None
     return slots
-
-
-def _resize(group: TableGroup, num_slots: int) -> None:
-    """Change the number of slots of a group.
-
-    Raises:
-        BudgetTooSmall: slots are in use.
-    """
-    _require_free(group, num_slots)
-    assert group.tiers is not None
-    if group.tiers.hot.num_slots != num_slots:
-        group.tiers.resize(num_slots)
-
-
-def _require_free(group: TableGroup, num_slots: int) -> None:
-    """Check that no slot is in use, unless a group already has this number of slots.
-
-    Raises:
-        BudgetTooSmall: slots are in use.
-    """
-    tiers = group.tiers
-    assert tiers is not None
-    if tiers.hot.num_slots == num_slots:
-        return
-    if num_claimed := tiers.residency.num_claimed:
-        raise BudgetTooSmall(
-            f"budget: another mini-batch needs the memory of rows of embedding_dim {group.dim}, "
-            f"and {num_claimed} of them are in use; give a larger budget, or delete the loss and "
-            "outputs of earlier lookups"
-        )
 
 
 def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:

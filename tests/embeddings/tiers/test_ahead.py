@@ -465,7 +465,8 @@ def test_claims_give_way_where_the_budget_has_to_be_shared_again():
         build(SGD(lr=0.1), budget, tables) for budget in (None, 4 * 3100 + 60 * 24 + 40 * 40)
     ]
     few = JaggedIds.from_one_hot(["small", "large"], torch.zeros(2, 1, dtype=torch.int64))
-    wide = JaggedIds.from_one_hot(["small", "large"], torch.arange(30).repeat(2, 1))
+    values = torch.cat([torch.arange(70), torch.arange(20)])
+    wide = JaggedIds(["small", "large"], values, torch.tensor([0, 70, 90]))
     claim = modules[1].prefetch(few)
 
     losses = [[step(module, wide), step(module, few)] for module in modules]

@@ -1,3 +1,5 @@
+from operator import ge
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.budget import SpaceSize, divide_budget
+from recsys.embeddings.tiers.budget import SpaceSize, divide_budget, enough_bytes
 from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import BudgetTooSmall
 
@@ -17,7 +19,7 @@ CPU = torch.device("cpu")
 
 def space(num_rows, dim, *state):
     sizes = {str(number): size for number, size in enumerate(state)}
-    return SpaceSize(num_rows, dim, torch.float32, sizes)
+    return SpaceSize([num_rows], dim, torch.float32, sizes)
 
 
 spaces = st.lists(
@@ -68,14 +70,36 @@ def test_a_budget_below_the_row_map_names_the_floor():
         divide_budget(399, [space(100, 4)], [1])
 
 
-def test_slots_that_a_row_space_must_have_come_first():
-    sizes = [space(100, 4), space(10_000, 4)]
-    budget_bytes = 4 * 10_100 + 24 * 200
+def test_every_table_gets_as_many_slots_or_one_for_each_row():
+    sizes = [SpaceSize([10_000, 5], 4, torch.float32, {}), space(3, 8), space(400, 4)]
 
-    assert divide_budget(budget_bytes, sizes, [1, 1])[0] < 10
-    assert divide_budget(budget_bytes, sizes, [60, 1])[0] >= 60
+    slots = divide_budget(4 * 10_408 + 24 * 205 + 3 * 40, sizes, [1, 1, 1])
+
+    assert slots == [100 + 5, 3, 100]
+
+
+def test_slots_that_a_row_space_must_have_come_first():
+    sizes = [space(300, 4), space(10_000, 4)]
+    budget_bytes = 4 * 10_300 + 24 * 200
+
+    assert divide_budget(budget_bytes, sizes, [1, 1]) == [100, 100]
+    assert divide_budget(budget_bytes, sizes, [160, 1]) == [180, 20]
     with pytest.raises(BudgetTooSmall, match="60 of embedding_dim 4, 141 of embedding_dim 4"):
         divide_budget(budget_bytes, sizes, [60, 141])
+
+
+@given(spaces, st.data())
+def test_the_budget_that_is_enough_for_some_slots_gives_them(sizes, data):
+    needed = [data.draw(st.integers(1, size.num_rows)) for size in sizes]
+
+    enough = enough_bytes(sizes, needed, 0)
+
+    slots = divide_budget(enough, sizes, [1] * len(sizes), may_stay=False)
+    assert all(map(ge, slots, needed))
+    of_needed = sum(4 * size.num_rows for size in sizes) + max(
+        sum(size.slot_bytes * min(size.num_rows, count) for size in sizes) for count in needed
+    )
+    assert enough <= of_needed
 
 
 def test_what_one_mini_batch_needed_is_not_kept_from_the_next_one():
@@ -103,7 +127,7 @@ def test_a_budget_below_one_row_says_what_each_row_of_a_mini_batch_takes():
     with pytest.raises(
         BudgetTooSmall,
         match=r"row map of 30 rows and one row take 144 bytes, .* looks up takes 24 "
-        r"\(embedding_dim 4\) bytes more, so raise it to 144 plus the bytes of these rows",
+        r"\(embedding_dim 4\) bytes more, so raise it to 144 \(1KiB\) plus the bytes of these rows",
     ):
         divide_budget(10, [space(30, 4)], [1])
 

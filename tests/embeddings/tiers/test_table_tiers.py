@@ -493,6 +493,12 @@ def test_a_budget_for_everything_changes_nothing_and_says_so():
     assert tiers_of(module) == [None, None]
 
 
+def one_sample(small, large):
+    """A sample with these ids of two features."""
+    offsets = torch.tensor([0, len(small), len(small) + len(large)])
+    return JaggedIds(["small", "large"], torch.cat([small, large]), offsets)
+
+
 def test_the_budget_is_shared_anew_when_a_mini_batch_needs_more_rows_of_one_dim():
     tables = [
         TableConfig(name="small", num_embeddings=100, embedding_dim=4),
@@ -504,15 +510,18 @@ def test_the_budget_is_shared_anew_when_a_mini_batch_needs_more_rows_of_one_dim(
         torch.manual_seed(0)
         modules.append(HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1), budget=each))
     generator = torch.Generator().manual_seed(0)
-    assert tiers_of(modules[1])[0].hot.num_slots < 30
+    assert tiers_of(modules[1])[0].hot.num_slots < 70
 
-    for num_samples in (4, 30, 30):
-        rows = [torch.randperm(size, generator=generator)[:num_samples] for size in (100, 3000)]
-        ids = JaggedIds.from_one_hot(["small", "large"], torch.stack(rows))
+    for counts in ((4, 4), (70, 20), (70, 20)):
+        rows = [
+            torch.randperm(size, generator=generator)[:count]
+            for size, count in zip((100, 3000), counts, strict=True)
+        ]
+        ids = one_sample(*rows)
         for module in modules:
             module(ids).values().square().sum().backward()
 
-    assert tiers_of(modules[1])[0].hot.num_slots >= 30
+    assert tiers_of(modules[1])[0].hot.num_slots >= 70
     assert sum(tiers.hot.num_bytes for tiers in tiers_of(modules[1])) <= budget
     require_equal(*modules)
 
@@ -525,9 +534,8 @@ def test_slots_that_a_kept_graph_needs_are_not_taken_from_it():
     module = HotColdEmbeddingBagCollection(
         tables, optimizer=SGD(lr=0.1), budget=4 * 3100 + 60 * 24 + 40 * 40
     )
-    small = JaggedIds.from_one_hot(["small", "large"], torch.zeros(2, 1, dtype=torch.int64))
-    wide = JaggedIds.from_one_hot(["small", "large"], torch.arange(30).repeat(2, 1))
-    kept = module(small).values()
+    wide = one_sample(torch.arange(70), torch.arange(20))
+    kept = module(one_sample(torch.tensor([0]), torch.tensor([0]))).values()
 
     with pytest.raises(BudgetTooSmall, match="delete the loss and outputs"):
         module(wide)
