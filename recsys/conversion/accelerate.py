@@ -77,12 +77,13 @@ def accelerate(
     - `backward(inputs=...)` and `torch.autograd.grad` compute no gradients of rows.
     - If a row's gradient contains nan or inf, `step` raises `NonFiniteGradient`. Such rows are not
       updated, all other rows are, and the optimizer's other parameters are not.
-    - Step hooks that are registered later see a closure.
+    - A hook for the gradient of a table is refused. Step hooks that are registered later see a
+      closure.
     - With a budget, `weight` is written back when it is read, and `optimizer.state` by
       `state_dict()`. Lookups by several threads at once are not supported. A write through a tensor
       kept from before (`weight.detach()`, `weight.data`, a `state_dict()`) raises
       `ConflictingWrite` if rows were updated since; write through `weight`. A write through a kept
-      numpy array is not seen.
+      numpy array is not seen. What a forked process trains in tables that are shared is lost.
 
     Args:
         model: Has its tables on the CPU or on CUDA; not inside `DistributedDataParallel`.

@@ -626,3 +626,31 @@ def test_state_begun_anew_is_as_the_optimizer_would_have_made_it(name, dim):
     torch.testing.assert_close(model[0].weight, plain[0].weight)
     states = [optimizer.state[each[0].weight] for each, optimizer in both]
     torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize("budget", [None, 800])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_would_not_be_called_is_refused(kind, budget):
+    model = bags(60, 50)
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=budget)
+    called = []
+
+    with pytest.raises(ValueError, match="table '1': a hook for its gradient would not be called"):
+        getattr(model[1].weight, kind)(called.append)
+
+    recsys.restore(model)
+    getattr(model[1].weight, kind)(called.append)
+    model[1](torch.tensor([4]), torch.tensor([0])).sum().backward()
+    assert called
+
+
+def test_sharing_tables_whose_rows_are_in_slots_is_warned_of():
+    resident, tiered = bags(60, 50), bags(60, 50)
+    recsys.accelerate(resident, optimizer=SGD(lr=0.1))
+    recsys.accelerate(tiered, optimizer=SGD(lr=0.1), budget=800)
+
+    resident.share_memory()
+    with pytest.warns(UserWarning, match="what it trains is lost"):
+        tiered.share_memory()
+
+    assert all(bag.weight.is_shared() for bag in tiered)

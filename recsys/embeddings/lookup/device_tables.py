@@ -311,6 +311,14 @@ class AbstractTables(nn.Module, ABC):
                     f"become {found.dtype} on '{found.device}'; build the module so, or without "
                     "budget="
                 )
+        if found.is_cpu and found.is_shared():  # type: ignore[no-untyped-call]
+            warnings.warn(
+                "share_memory: rows in use are in fast memory of this process alone, and tables "
+                "have them only after state_dict() or another read; a process that is forked may "
+                "read the tables, but what it trains is lost: leave budget= out to train in "
+                "several processes, or use recsys.distributed",
+                stacklevel=6,
+            )
         updater = self.row_updater
         assert updater is not None
         updater.move_slots(found.device)

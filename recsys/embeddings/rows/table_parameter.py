@@ -76,6 +76,24 @@ class LedgerParameter(nn.Parameter):
         set_plain_data(self, rows)
         _forget_space_of(self)
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refused: rows are updated without the gradient that `torch.Tensor.register_hook` gives.
+
+        Raises:
+            ValueError: always, if a recsys optimizer updates the table.
+        """
+        _require_no_group(self)
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused, as `register_hook`.
+
+        Raises:
+            ValueError: as `register_hook`.
+        """
+        _require_no_group(self)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     def set_(self, *source: Any) -> Any:
         """Like `torch.Tensor.set_`."""
         super().set_(*source)
@@ -259,6 +277,21 @@ def move_to_own_pages(weight: nn.Parameter) -> None:
 def _group_of(weight: Tensor) -> TableGroup | None:
     found = _GROUPS.get(id(weight))
     return None if found is None else found[1]()
+
+
+def _require_no_group(table: LedgerParameter) -> None:
+    """Refuse a hook for the gradient of a table that is updated.
+
+    Raises:
+        ValueError: a recsys optimizer updates the table.
+    """
+    group = _group_of(table)
+    if group is not None:
+        raise ValueError(
+            f"table {group.names[group.number_of(table)]!r}: a hook for its gradient would not be "
+            "called, because recsys updates its rows; leave optimizer= out, or register the hook "
+            "before recsys.accelerate, which then leaves the module as it is"
+        )
 
 
 def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
