@@ -147,32 +147,6 @@ class Requests(NamedTuple):
     ends: NDArray[np.uint64]  # (L,)
     first_rows: NDArray[np.uint64]  # (T + 1,) where each table's rows begin among all
 
-    @classmethod
-    def sort(
-        cls,
-        tables: Sequence[int],
-        begins: NDArray[Any],
-        ends: NDArray[Any],
-        first_rows: NDArray[np.uint64],
-    ) -> Requests:
-        """Sort runs by their table.
-
-        Args:
-            tables: Table of each run.
-            begins: Position of each run's first value.
-            ends: Position after each run's last value.
-            first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
-        """
-        order = np.argsort(tables, kind="stable")
-        in_order = np.asarray(tables, np.int64)[order]
-        of_table = np.searchsorted(in_order, np.arange(len(first_rows)))
-        return cls(
-            of_table.astype(np.uint64),
-            begins[order].astype(np.uint64),
-            ends[order].astype(np.uint64),
-            first_rows,
-        )
-
 
 class _FirstPass(NamedTuple):
     """The result of the first pass; table t's part of each array begins at `starts[t]`."""
@@ -233,7 +207,7 @@ class SlotMap:
         )
         self._first_rows, self._hand = first_rows, 0
         self._num_idle = num_slots  # slots that are neither claimed nor pinned
-        self._requests: dict[tuple[Lookups, int], Requests] = {}
+        self._orders: dict[Lookups, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}
 
     def claim(self, lookups: Lookups, bags: Bags) -> SlotClaim:
         """Give every row of a mini-batch a slot, and count the claim into each of these slots.
@@ -259,14 +233,15 @@ class SlotMap:
             needed = np.flatnonzero(slots.num_claims)
             _take_back_kernel(slots, found)
             raise Shortage(needed, num_missing, num_lacking)
-        held = _segments(found, found.held, found.num_held)
-        awaited = _segments(found, found.awaited, found.num_awaited)
+        starts, tables = found.starts.tolist(), lookups.distinct_tables
+        held = _segments(found.held, starts, found.num_held, tables)
+        awaited = _segments(found.awaited, starts, found.num_awaited, tables)
         slot_of_missing = np.empty(len(found.missing), np.int32)
         dirty_slots, dirty_rows = np.empty((2, num_missing), np.int32)
         num_dirty, self._hand = _place_kernel(
             slots, found, slot_of_missing, dirty_slots, dirty_rows, self._hand
         )
-        placed = _segments(found, slot_of_missing, found.num_missing)
+        placed = _segments(slot_of_missing, starts, found.num_missing, tables)
         _resolve_kernel(slots.flags, requests, slot_of_value, slot_of_missing, found, num_parts())
         self._num_idle -= num_woken + num_missing
         fetched = np.concatenate([awaited, placed])
@@ -276,7 +251,7 @@ class SlotMap:
             Moves(
                 slots.row_of_slot[fetched], fetched, dirty_rows[:num_dirty], dirty_slots[:num_dirty]
             ),
-            num_lookups=int(found.starts[-1]),
+            num_lookups=starts[-1],
             num_hits=sum(found.num_hits.tolist()),
             num_rows=len(held) + num_missing,
             num_rows_hit=len(held) - len(awaited),
@@ -299,30 +274,39 @@ class SlotMap:
 
     def requests_of(self, lookups: Lookups, bags: Bags) -> Requests:
         """The runs of values of each lookup."""
-        firsts = lookups.positions.astype(np.int64) * bags.batch_size
-        tables = lookups.tables.tolist()
+        order = self._orders.get(lookups)
+        if order is None:
+            if len(self._orders) > _MOST_KEPT:
+                self._orders.clear()
+            order = self._orders[lookups] = self._order(lookups)
+        of_table, positions = order
+        begins = positions * bags.batch_size
+        ends = begins + bags.batch_size
         if bags.offsets is not None:
-            begins, ends = bags.offsets[firsts], bags.offsets[firsts + bags.batch_size]
-            return Requests.sort(tables, begins, ends, self._first_rows)
-        key = lookups, bags.batch_size
-        if key not in self._requests:
-            if len(self._requests) > _MOST_KEPT:
-                self._requests.clear()
-            ends = firsts + bags.batch_size
-            self._requests[key] = Requests.sort(tables, firsts, ends, self._first_rows)
-        return self._requests[key]
+            begins, ends = bags.offsets[begins], bags.offsets[ends]
+        return Requests(
+            of_table, begins.astype(np.uint64), ends.astype(np.uint64), self._first_rows
+        )
+
+    def _order(self, lookups: Lookups) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Where each table's lookups begin, (T + 1,), and the features' positions, by table."""
+        order = np.argsort(lookups.tables, kind="stable")
+        of_table = np.searchsorted(lookups.tables[order], np.arange(len(self._first_rows)))
+        return of_table.astype(np.uint64), lookups.positions[order].astype(np.int64)
 
 
 def _segments(
-    found: _FirstPass, array: NDArray[np.int32], counts: NDArray[np.int64]
+    array: NDArray[np.int32],
+    starts: Sequence[int],
+    counts: NDArray[np.int64],
+    tables: Sequence[int],
 ) -> NDArray[np.int32]:
-    """Every table's part of an array, one after the other."""
-    starts = found.starts.astype(np.int64)
-    parts = [
-        array[start : start + count]
-        for start, count in zip(starts.tolist(), counts.tolist(), strict=False)
-        if count
-    ]
+    """The part of an array that each of these tables has, one after the other; may be a view."""
+    if len(tables) == 1:
+        [table] = tables
+        return array[starts[table] : starts[table] + counts[table]]
+    sizes = counts.tolist()
+    parts = [array[starts[table] : starts[table] + sizes[table]] for table in tables]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
