@@ -163,6 +163,7 @@ import recsys
 assert not {"torch", "numba"} & set(sys.modules)
 assert set(recsys.__all__) <= set(dir(recsys))
 assert recsys.DLRM is recsys.models.DLRM
+assert "torch._dynamo" not in sys.modules  # which takes a second
 assert recsys.errors.ConfigError.__name__ == "ConfigError"
 try:
     recsys.nosuch

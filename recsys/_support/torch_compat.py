@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import (
@@ -31,6 +31,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 from torch._C._functorch import is_batchedtensor
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+_F = TypeVar("_F", bound="Callable[..., Any]")
 
 __all__ = [
     "GLOBAL_STEP_POST_HOOKS",
@@ -58,6 +61,7 @@ __all__ = [
     "is_graph_kept",
     "is_node_in_pass",
     "is_profiler_enabled",
+    "not_compiled",
     "onednn_linear",
     "plain_apply",
     "plain_data",
@@ -126,6 +130,9 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 # -- Transforms, tracing, DistributedDataParallel.
 
+# `torch.compiler.disable` that brings the compiler in when the function is first called, and not
+# when it is decorated: that takes a second.
+not_compiled: Callable[[_F], _F] = _disable_dynamo  # type: ignore[assignment]
 # Not None while `torch.jit.trace` records the operations of this thread.
 tracing_state: Callable[[], Any] = _get_tracing_state
 # Whether a transform of torch.func is active, such as vmap or grad.

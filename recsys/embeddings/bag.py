@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.lookup.bag_lookup import parts_of_bags, pool_fused, prefetch_bags
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
@@ -184,7 +185,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
                 return cast("Tensor", traced)
         if self._updater is not None:
             if torch.compiler.is_compiling():
-                return cast("Tensor", self._break_graph(input, offsets, per_sample_weights))
+                return self._break_graph(input, offsets, per_sample_weights)
             return self._look_up(input, offsets, per_sample_weights)
         if self._is_copied_alone:
             self._warn_of_copied_alone()
@@ -379,7 +380,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             padding_idx=self.padding_idx,
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def _break_graph(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:

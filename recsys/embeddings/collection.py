@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.batch import (
     JaggedIds,
@@ -295,7 +296,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         is_light = isinstance(features, JaggedIds)
         return self._read(features, features.values(), is_light=is_light, has_weights=False)[0]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def _break_graph(self, features: Features, stacked: bool) -> Pooled | Tensor:
         return self._look_up(features, stacked)
 

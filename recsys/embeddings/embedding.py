@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.lookup.bag_lookup import look_up_ids, parts_of_bags, prefetch_bags
 from recsys.embeddings.rows.bag_input import read_ids
@@ -152,7 +153,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
                 return cast("Tensor", traced)
         if self._updater is not None:
             if torch.compiler.is_compiling():
-                return cast("Tensor", self._break_graph(input))
+                return self._break_graph(input)
             return self._look_up(input)
         if self._is_copied_alone:
             self._warn_of_copied_alone()
@@ -278,7 +279,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         ours.weight = module.weight
         return ours
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def _break_graph(self, input: Tensor) -> Tensor:
         return self._look_up(input)
 

@@ -33,6 +33,7 @@ from recsys._support.torch_compat import (
     is_graph_kept,
     is_node_in_pass,
     is_profiler_enabled,
+    not_compiled,
     onednn_linear,
     plain_apply,
     plain_data,
@@ -90,6 +91,20 @@ class Probe(torch.autograd.Function):
 def in_backward(call, **options):
     values = torch.ones(2, requires_grad=True)
     Probe.apply(call, values).sum().backward(**options)
+
+
+def test_a_function_that_is_not_compiled_breaks_the_graph():
+    seen = []
+
+    @not_compiled
+    def outside(values):
+        seen.append(torch.compiler.is_compiling())
+        return values + 1
+
+    found = torch.compile(lambda values: outside(values * 2) * 3, backend="eager")(torch.ones(2))
+
+    assert found.tolist() == [9, 9]
+    assert seen == [False]
 
 
 def test_every_name_is_tested():
