@@ -292,7 +292,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_run(ablatio
 
 
 def test_the_command_line_keeps_results(small_settings, tmp_path, capsys):
-    (tmp_path / "ablation.toml").write_text(TEXT)
+    one = "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'one'\n"  # a cell is a process
+    (tmp_path / "ablation.toml").write_text(one)
     file = tmp_path / "results.json"
     command = ["ablate", str(tmp_path / "ablation.toml"), *small_settings]
     command += ["--set", "num_threads=1", "--results", str(file), "--run"]

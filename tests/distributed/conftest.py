@@ -2,17 +2,18 @@
 
 import io
 import time
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 
 import pytest
 import torch
 from ranks_serve import serve
 
 LIMIT = 60  # seconds for one case, and for the collectives in it
+IMPORTED = ("torchrec", "torchrec.distributed.model_parallel", "recsys.train.trainer")
 
 
 class Ranks:
-    """Processes that run cases of `ranks_serve.py`. They start once, because imports take long.
+    """Processes that run cases of `ranks_serve.py`: forks of one that has imported, no more.
 
     A case that raises ends its rank's process; the next case starts all ranks again.
     """
@@ -25,7 +26,9 @@ class Ranks:
         self.end()
         self.num_starts += 1
         store = str(self.folder / f"store-{self.world}-{self.num_starts}")
-        context = get_context("spawn")
+        context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload([*IMPORTED])
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             arguments = rank, self.world, store, theirs, LIMIT

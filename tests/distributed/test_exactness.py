@@ -59,6 +59,13 @@ def require_same(run, other):
 
 
 @pytest.mark.slow
+@pytest.mark.in_ci(
+    "sgd-table_wise-pooled",
+    "adagrad-row_wise-pooled",
+    "rowwise_adagrad-mixed-pooled",
+    "rowwise_adagrad-row_wise-rows",
+    "sgd-mixed-rows",
+)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("kind", "exchange"), PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

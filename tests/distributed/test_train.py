@@ -30,6 +30,14 @@ def whole(_all_ranks, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def plain(_all_ranks, tmp_path_factory):
+    """A run of one epoch with the settings as they are; what each rank returned, and its folder."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    settings = ["checkpoint.every_seconds=1000"]  # longer than the run
+    return _all_ranks(2).run("trains_a_run", run=str(run), settings=settings), run
+
+
 def model_of(run):
     return load_file(run / "model.safetensors")
 
@@ -57,18 +65,16 @@ def losses(run):
     return [entry["train_loss"] for entry in history(run) if "train_loss" in entry]
 
 
-def test_all_ranks_know_the_metrics_of_all_samples(ranks, tmp_path):
-    settings = ["checkpoint.every_seconds=1000"]  # longer than the run
-    found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
+def test_all_ranks_know_the_metrics_of_all_samples(plain):
+    (first, second), run = plain
 
-    first, second = found
     assert first["metrics"] == second["metrics"]
     assert first["status"] == "finished"
     assert first["num_steps"] == 41  # of 2,571 samples
     assert first["metrics"]["test"]["num_samples"] == 214
     assert first["processes"]["num_ranks"] == 2
     assert first["processes"]["placement"]["t_cat_1"] is None
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+    assert sorted(path.name for path in run.iterdir()) == [
         "config.toml",
         "curves.png",
         "history.jsonl",
@@ -77,13 +83,13 @@ def test_all_ranks_know_the_metrics_of_all_samples(ranks, tmp_path):
     ]
 
 
-def test_a_budget_changes_no_bit(ranks, tmp_path):
-    ranks("trains_a_run", run=str(tmp_path / "resident"))
+def test_a_budget_changes_no_bit(ranks, tmp_path, plain):
+    _, resident = plain
     settings = ["budget=60KiB", "cold_tier=file", "eval.every_steps=9"]
     found = ranks("trains_a_run", run=str(tmp_path / "tiered"), settings=settings)
 
-    require_equal(tmp_path / "resident", tmp_path / "tiered")
-    assert losses(tmp_path / "resident") == losses(tmp_path / "tiered")
+    require_equal(resident, tmp_path / "tiered")
+    assert losses(resident) == losses(tmp_path / "tiered")
     assert all(rank["schedule"]["name"] == "lookahead" for rank in found)
     assert all(rank["schedule"]["mean_depth"] > 1.8 for rank in found)
     assert all(rank["tiers"]["cold_tier"] == "file" for rank in found)
@@ -200,13 +206,11 @@ def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path,
     assert [each["step"] for each in found[0]["resumed"]] == [41]
 
 
-def test_a_rank_that_never_has_a_folder_ends_its_run(ranks, tmp_path):
-    ranks("trains_a_run", run=str(tmp_path / "plain"))
-
+def test_a_rank_that_never_has_a_folder_ends_its_run(ranks, tmp_path, plain):
     found = ranks("has_no_folder", run=str(tmp_path / "run"), num_failures=1000, settings=SAVES)
 
     assert [rank["status"] for rank in found] == ["finished", "finished"]
-    require_equal(tmp_path / "plain", tmp_path / "run")
+    require_equal(plain[1], tmp_path / "run")
 
 
 def test_a_loss_of_one_rank_that_is_not_finite_ends_all_as_one_process(ranks, tmp_path):
@@ -276,6 +280,14 @@ def test_a_callback_of_the_first_rank_alone_ends_all(ranks, tmp_path, given, num
     assert [each["num_steps"] for each in found] == [num_steps] * 2
 
 
+def test_what_is_not_supported_is_refused(ranks, tmp_path):
+    found = ranks("is_refused", run=str(tmp_path / "run"), settings=["batch_size=65"])
+
+    rule = "batch_size must be a multiple of the number of processes, 2"
+    assert all(rule in message for message in found)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):
     run = tmp_path / "run"
 
@@ -285,14 +297,6 @@ def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):
     assert "OtherRankFailed" in others
     assert seconds < 30
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
-
-
-def test_what_is_not_supported_is_refused(ranks, tmp_path):
-    found = ranks("is_refused", run=str(tmp_path / "run"), settings=["batch_size=65"])
-
-    rule = "batch_size must be a multiple of the number of processes, 2"
-    assert all(rule in message for message in found)
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):

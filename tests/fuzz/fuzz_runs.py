@@ -49,8 +49,20 @@ schedule.name = ["", "sequential"]
 """
 
 
+@contextmanager
+def _without_pixels():
+    """Drawing takes most of the time of a run or a page, and shows no text of a record."""
+    before = curves.as_png
+    try:
+        curves.as_png = lambda _: b"\x89PNG"
+        yield
+    finally:
+        curves.as_png = before
+
+
 def make_run(folder):
-    train(load_config(None, SETTINGS), folder / "run", show_progress=False)
+    with _without_pixels():
+        train(load_config(None, SETTINGS), folder / "run", show_progress=False)
 
 
 def _damage_run(run, random):
@@ -86,17 +98,6 @@ def attack_run_report(folder, random):
     return partial(_report, folder / "run")
 
 
-@contextmanager
-def _without_pixels():
-    """Drawing takes most of the time of a page, and shows no text of a record."""
-    before = curves.as_png
-    try:
-        curves.as_png = lambda _: b"\x89PNG"
-        yield
-    finally:
-        curves.as_png = before
-
-
 def _report(folder):
     with _without_pixels():
         text = write_report(folder).read_text(encoding="utf-8")
@@ -115,7 +116,8 @@ def _train(config, run_dir, *, show_progress):
 def make_ablation(folder):
     (folder / "a.toml").write_text(ABLATION)
     config = load_ablation(folder / "a.toml", SETTINGS)
-    ablate(config, folder / "out", show_progress=False, run_cell=_train)
+    with _without_pixels():
+        ablate(config, folder / "out", show_progress=False, run_cell=_train)
 
 
 def attack_ablation(folder, random):

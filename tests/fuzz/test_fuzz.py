@@ -1,6 +1,7 @@
 """Few cases of every reader, chosen by hypothesis; `make fuzz` runs many."""
 
 import tracemalloc
+from contextlib import ExitStack
 
 import pytest
 from fuzz_cases import Reader, WrongOutcomeError, good_files, run_case
@@ -22,9 +23,22 @@ def stop_tracing():
 
 
 @pytest.fixture(scope="module")
-def good(request):
-    with good_files(request.param) as folder:
-        yield request.param, folder
+def good_folders():
+    """The folder of a reader; readers whose good files are the same share it."""
+    folders = {}
+
+    def of(reader):
+        if reader.make not in folders:
+            folders[reader.make] = stack.enter_context(good_files(reader))
+        return folders[reader.make]
+
+    with ExitStack() as stack:
+        yield of
+
+
+@pytest.fixture(scope="module")
+def good(request, good_folders):
+    return request.param, good_folders(request.param)
 
 
 @pytest.mark.parametrize("good", READERS, indirect=True, ids=lambda reader: reader.name)

@@ -66,8 +66,8 @@ RUNS = [
 ]
 
 
-def arguments(folder: Path, tier: str, schedule: str, depth: int) -> list[str]:
-    settings: dict[str, Any] = dict(SETTINGS)
+def arguments(folder: Path, tier: str, schedule: str, depth: int, num_samples: int) -> list[str]:
+    settings: dict[str, Any] = SETTINGS | {"synthetic.num_samples": num_samples}
     if tier != "resident":
         settings |= {"budget": BUDGET, "cold_tier": tier, "schedule.name": schedule}
         if depth:
@@ -172,26 +172,29 @@ def steps_of(folder: Path) -> list[tuple[int, int]]:
 
 
 def crash(
-    folder: Path, tier: str, schedule: str, depth: int, num_kills: int, seed: int
+    folder: Path, run: tuple[str, str, int, int], num_kills: int, seed: int
 ) -> dict[str, Any]:
-    """One run with kills, beside one without."""
+    """One run with kills, beside one without.
+
+    Args:
+        folder: Is made, and removed at the end.
+        run: Tier, schedule, depth and number of samples.
+        num_kills: How often it is killed.
+        seed: Of the moments.
+    """
     folder.mkdir()
     plain, killed = folder / "plain", folder / "killed"
     fork = multiprocessing.get_context("fork")
     begin = time.monotonic()
-    reference = fork.Process(
-        target=attempt, args=(arguments(plain, tier, schedule, depth), folder / "plain.log")
-    )
+    reference = fork.Process(target=attempt, args=(arguments(plain, *run), folder / "plain.log"))
     reference.start()
     reference.join()
     if reference.exitcode:
         raise AssertionError((folder / "plain.log").read_text()[-3000:])
-    counts = kill_again_and_again(
-        arguments(killed, tier, schedule, depth), killed, num_kills, random.Random(seed)
-    )
+    counts = kill_again_and_again(arguments(killed, *run), killed, num_kills, random.Random(seed))
     found = {
-        "tier": tier,
-        "schedule": schedule,
+        "tier": run[0],
+        "schedule": run[1],
         **counts,
         "difference": largest_difference(plain, killed),
         "is_history_equal": steps_of(plain) == steps_of(killed),
@@ -205,17 +208,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--runs", type=int, default=len(RUNS), help="the first so many of them")
+    parser.add_argument("--samples", type=int, default=SETTINGS["synthetic.num_samples"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     record = {
         "command": "make crash",
         "environment": describe_environment(),
-        "settings": SETTINGS,
+        "settings": SETTINGS | {"synthetic.num_samples": options.samples},
         "runs": [],
     }
     for seed, (tier, schedule, depth, is_exact) in enumerate(RUNS[: options.runs]):
         with tempfile.TemporaryDirectory() as folder:
-            found = crash(Path(folder) / "run", tier, schedule, depth, options.kills, seed)
+            run = tier, schedule, depth, options.samples
+            found = crash(Path(folder) / "run", run, options.kills, seed)
         found["is_exact_promised"] = is_exact
         record["runs"].append(found)
         sys.stderr.write(f"{found}\n")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 CRASH = Path(__file__).with_name("crash.py")
-NUM_KILLS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else 2
+IS_STRESS = os.environ.get("HYPOTHESIS_PROFILE") == "stress"
+NUM_KILLS, NUM_SAMPLES = (5, 60_000) if IS_STRESS else (2, 20_000)
 
 
 @pytest.mark.slow
@@ -18,7 +19,10 @@ def test_a_run_that_is_killed_more_than_once_ends_with_the_model_of_an_unkilled_
     file = tmp_path / "crash.json"
 
     subprocess.run(
-        [sys.executable, CRASH, "--runs", "1", "--kills", str(NUM_KILLS), "--json", file],
+        [
+            *(sys.executable, CRASH, "--runs", "1", "--kills", str(NUM_KILLS)),
+            *("--samples", str(NUM_SAMPLES), "--json", file),
+        ],
         check=True,
         timeout=300,
     )

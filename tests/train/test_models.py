@@ -95,6 +95,7 @@ def test_every_parameter_learns(settings, table_store):
     assert not [name for name in same if "bias" not in name]
 
 
+@pytest.mark.in_ci("lookahead", "sequential-din")
 @pytest.mark.parametrize("name", ["din", "tbsm", "dcn_v2", "masked_transformer"])
 @pytest.mark.parametrize("schedule", ["sequential", "lookahead"])
 def test_every_budget_gives_the_same_bits(table_store, name, schedule):
@@ -107,6 +108,7 @@ def test_every_budget_gives_the_same_bits(table_store, name, schedule):
     assert found[0].tiers is not None
 
 
+@pytest.mark.in_ci("-din", "fae-tbsm", "importance-tbsm")
 @pytest.mark.parametrize("name", ["din", "tbsm"])
 @pytest.mark.parametrize(
     "more",

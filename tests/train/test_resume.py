@@ -25,6 +25,10 @@ run_and_resume = SHARED["run_and_resume"]
 stop_at = SHARED["stop_at"]
 
 
+@pytest.mark.in_ci(
+    *("lookahead", "file", "rates", "adam", "permuted", "torch", "auto"),
+    "fae at a fixed rate",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at, case):
     config = small_config(*SETTINGS, *CASES[case])
@@ -55,6 +59,9 @@ CHANGES = {
 }
 
 
+@pytest.mark.in_ci(
+    *("no budget", "a budget", "files", "memory", "another schedule", "captured", "by time"),
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
     small_config, tmp_path, stop_at, monkeypatch, change
@@ -71,6 +78,7 @@ def test_where_rows_lie_and_when_they_are_fetched_may_change(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.in_ci("resident-every_steps=3", "lookahead-every_seconds=0")
 @pytest.mark.parametrize("every", ["every_steps=3", "every_seconds=0.01", "every_seconds=0"])
 @pytest.mark.parametrize("case", ["resident", "lookahead"])
 def test_checkpoints_change_no_number_of_a_run(small_config, tmp_path, case, every):

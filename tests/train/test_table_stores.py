@@ -212,6 +212,7 @@ RUNS = {
 }
 
 
+@pytest.mark.in_ci("-2", "resident-0")
 @pytest.mark.parametrize("num_dense", [2, 0])
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.filterwarnings("ignore:staleness|the guard never compares")

@@ -333,6 +333,7 @@ def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path,
     assert records[0]["metrics"] == records[1]["metrics"]
 
 
+@pytest.mark.in_ci("recsys", "fbgemm")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
     need(provider)

@@ -21,27 +21,23 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def start_ablation(tmp_path, small_settings):
-    """Starts a short cell and a long one in a session of their own; waits until the long trains.
-
-    Unless `short_is_done`: then only the long one is left to be run.
-    """
+    """Starts a long cell, of an ablation whose short one is done; waits until it trains."""
     file, folder = tmp_path / "ablation.toml", tmp_path / "out"
     settings = [setting for setting in small_settings[1::2] if "num_samples" not in setting]
     settings.append("num_threads=1")
 
-    def start(num_samples, *, short_is_done=True):
+    def start(num_samples):
         file.write_text(
             f"[ablate]\nseeds = [0]\n[ablate.grid]\nsynthetic.num_samples = [2100, {num_samples}]\n"
         )
-        if short_is_done:
 
-            def run_the_short_one(config, run_dir, **options):
-                if config.synthetic.num_samples == num_samples:
-                    raise KeyboardInterrupt
-                return train(config, run_dir, **options)
+        def run_the_short_one(config, run_dir, **options):
+            if config.synthetic.num_samples == num_samples:
+                raise KeyboardInterrupt
+            return train(config, run_dir, **options)
 
-            config = load_ablation(file, settings)
-            ablate(config, folder, show_progress=False, run_cell=run_the_short_one)
+        config = load_ablation(file, settings)
+        ablate(config, folder, show_progress=False, run_cell=run_the_short_one)
         command = [sys.executable, "-m", "recsys.cli", "ablate", file, "--run", folder]
         command += [part for setting in settings for part in ("--set", setting)]
         process = subprocess.Popen(
@@ -63,7 +59,7 @@ def start_ablation(tmp_path, small_settings):
 
 
 def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
-    process, config, folder = start_ablation(35_000, short_is_done=False)
+    process, config, folder = start_ablation(35_000)
     short, long = (folder / "cells" / cell.name for cell in config.cells())
 
     process.kill()

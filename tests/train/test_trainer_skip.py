@@ -82,7 +82,7 @@ CASES = {policy: (policy, ()) for policy in POLICIES} | {
 }
 
 
-@pytest.mark.in_ci("two tiers", "paper")
+@pytest.mark.in_ci("freeze_rows, two tiers", "importance, two tiers", "paper")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, case):
     policy, settings = CASES[case]
@@ -105,6 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
         assert expected["skipped"]["num_stale"] > 0
 
 
+@pytest.mark.in_ci("freeze_rows")
 @pytest.mark.parametrize("policy", ["drop_input", "freeze_rows"])
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
     skip_config, tmp_path, stop_at, policy
@@ -217,6 +218,7 @@ def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
     require_same(*models)
 
 
+@pytest.mark.in_ci("drop_input", "subsample", "freeze_rows", "importance", "paper")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
     record = run(skip_config(policy), tmp_path / "run")

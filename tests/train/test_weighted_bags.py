@@ -146,6 +146,7 @@ def test_every_budget_equals_everything_resident(small_config, weighted_store, n
     assert all(each.ok for each in found), format_verification(found)
 
 
+@pytest.mark.in_ci("resident", "look ahead", "hotline", "freeze_rows", "importance")
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.filterwarnings("ignore:staleness|the guard never compares")
 def test_saved_models_evaluate_as_they_did_at_the_end(small_config, weighted_store, tmp_path, case):

@@ -81,6 +81,13 @@ def assert_same(ours, theirs):
         )
 
 
+@pytest.mark.in_ci(
+    "torch-cpu",
+    "cuda",
+    "triton-cpu-jagged-RowWiseAdagrad",
+    "triton-cpu-one-hot-Adam",
+    "triton-cpu-jagged-PartialRowWiseAdam",
+)
 @pytest.mark.usefixtures("each_way")
 @each_optimizer
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
@@ -103,6 +110,13 @@ def test_a_collection_trains_as_by_the_kernels_for_the_cpu(monkeypatch, device, 
             torch.testing.assert_close(of_ours, torch.as_tensor(state))
 
 
+@pytest.mark.in_ci(
+    "torch-cpu",
+    "cuda",
+    "triton-cpu-sum-SGD-jagged",
+    "triton-cpu-sum-Adagrad-one-hot",
+    "triton-cpu-mean-SparseAdam-jagged",
+)
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
 @pytest.mark.parametrize(
@@ -508,6 +522,12 @@ def test_a_kernel_on_the_device_does_not_wait_for_it():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.in_ci(
+    "torch-",
+    "triton-jagged-RowWiseAdagrad",
+    "triton-jagged-PartialRowWiseAdam",
+    "triton-one-hot-SGD",
+)
 @pytest.mark.usefixtures("each_way")
 @each_optimizer
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])

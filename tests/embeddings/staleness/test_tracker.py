@@ -195,6 +195,7 @@ def listed(small, tracker):
     }
 
 
+@pytest.mark.in_ci("True", "mean_change-0.4-False", "signal_to_noise-0.1-False")
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize(
     ("measure", "threshold"),
@@ -264,6 +265,7 @@ def assert_equal_states(found, expected):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.in_ci("host-0.5-True", "host-None-False", "file-0.5-False", "file-None-True")
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, None])
 @pytest.mark.parametrize("cold_tier", ["host", "file"])

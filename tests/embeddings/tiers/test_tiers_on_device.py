@@ -102,6 +102,15 @@ def require_equal(resident, tiered):
             assert torch.equal(found, torch.as_tensor(value).cpu())
 
 
+@pytest.mark.in_ci(
+    "cuda",
+    "staged-cpu-SGD-True",
+    "cpu-Adagrad-False",
+    "cpu-RowWiseAdagrad-False",
+    "staged-cpu-Adam-False",
+    "reached-cpu-Adam-True",
+    "cpu-PartialRowWiseAdam-True",
+)
 @pytest.mark.parametrize("is_one_hot", [True, False])
 def test_a_run_is_that_of_the_resident_module_to_the_last_bit(device, optimizer, is_one_hot):
     modules = pair(device, optimizer)

@@ -53,6 +53,7 @@ def test_only_rows_with_a_finite_gradient_are_updated_and_training_goes_on(
         assert torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(value))
 
 
+@pytest.mark.in_ci("optimizer0-dtype0", "optimizer0-dtype1-7", "optimizer1-dtype2-33")
 @pytest.mark.parametrize("dim", [1, 7, 8, 16, 24, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1)])

@@ -56,6 +56,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.in_ci("guarded", "random")
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_schedule_and_tier_gives_equal_results(skips, name, tmp_path):
     policy = POLICIES[name]
@@ -86,6 +87,7 @@ def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
     assert run.pipeline.skipping.position == expected.pipeline.skipping.position
 
 
+@pytest.mark.in_ci("3-guarded", "3-random", "0-importance")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):

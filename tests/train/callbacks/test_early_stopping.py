@@ -142,6 +142,7 @@ def test_it_equals_a_run_that_is_interrupted_at_the_same_step(small_config, tmp_
     )
 
 
+@pytest.mark.in_ci("lookahead", "auto", "fae")
 @pytest.mark.parametrize("case", ["resident", "lookahead", "file", "auto", "fae"])
 def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     small_config, tmp_path, stop_at, case

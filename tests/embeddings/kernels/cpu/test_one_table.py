@@ -52,6 +52,7 @@ ALL = list(
 CASES = ALL if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else SOME
 
 
+@pytest.mark.in_ci("1-1-", "1-5-", "1-4000-", "2-4000-8")
 @pytest.mark.parametrize(("dim", "dtype", "id_type"), CASES)
 @pytest.mark.parametrize("num_bags", [1, 5, 4000])
 def test_one_id_per_bag_is_copied(dim, dtype, id_type, num_bags, num_threads):

@@ -301,6 +301,7 @@ def test_an_update_per_backward_is_not_an_update_per_step():
     assert not torch.allclose(together[1], apart[1], atol=1e-3)
 
 
+@pytest.mark.in_ci("torch.bfloat16", "torch.float16-11-SGD", "torch.float16-None-Adam")
 @each_optimizer
 @pytest.mark.parametrize("seed", [None, 11])
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -361,6 +362,7 @@ def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.in_ci("bfloat16")
 @pytest.mark.threads
 @each_optimizer
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

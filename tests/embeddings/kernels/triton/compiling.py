@@ -1,16 +1,18 @@
 """Compiles the Triton kernels for devices that are not there, and prints what they take.
 
-    python compiling.py 80 90 [--all]
+    python compiling.py 90 80 [--all]
 
 Every `launches_*.py` beside this file has a function `launches(is_all)` that yields a name and a
 call of one of our functions. The call runs with a driver that claims to be a GPU of the named
 compute capability and launches nothing. So what is compiled is what the call would have launched:
-the same dtypes, block sizes and alignments. Prints a JSON list of `Compiled`, one for each kernel.
+the same dtypes, block sizes and alignments. Without `--all`, every device but the first named gets
+only the first launch of each file. Prints a JSON list of `Compiled`, one for each kernel.
 
 Run in a process of its own, without TRITON_INTERPRET: Triton reads it when a kernel is decorated.
 """
 
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -91,10 +93,11 @@ def compile_for(capabilities, *, is_all):
         return kernel
 
     JITFunction.run = compile_only
-    for capability in capabilities:
+    for number, capability in enumerate(capabilities):
+        most = None if is_all or not number else 1
         driver.set_active(NoGpu(capability))
         for path in sorted(HERE.glob("launches_*.py")):
-            for name, launch in _load(path).launches(is_all):
+            for name, launch in itertools.islice(_load(path).launches(is_all), most):
                 compiled.clear()
                 launch()
                 assert compiled, f"{name} launched no kernel"

@@ -15,11 +15,11 @@ MOST_REGISTERS = 128  # of a thread, so that 512 threads fit on a multiprocessor
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What each kernel takes on sm_80 and sm_90."""
+    """What each kernel takes on sm_90; on sm_80 all of them in `make stress`, here some."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     script = Path(__file__).with_name("compiling.py")
-    command = [sys.executable, script, "80", "90", *(["--all"] if IS_STRESS else [])]
+    command = [sys.executable, script, "90", "80", *(["--all"] if IS_STRESS else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
