@@ -59,7 +59,7 @@ if _IS_ONE_OF_SEVERAL:
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
 # Always the same cases, so that more of them would find nothing new; `make stress` draws others.
-settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("stress", max_examples=1000, **_COMMON)
 _CHOSEN = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(_CHOSEN)
