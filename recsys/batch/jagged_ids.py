@@ -55,6 +55,8 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
 def _list_of_names(keys: Sequence[str]) -> list[str]:
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
         raise MalformedBags(f"JaggedIds: keys must be a list of feature names, got {keys!r}")
+    if len(set(keys)) != len(keys):
+        raise MalformedBags(f"JaggedIds: keys must be distinct, got {list(keys)}")
     return list(keys)
 
 
@@ -98,8 +100,6 @@ class JaggedIds:
         self._weights = weights
         if not self._keys:
             raise MalformedBags("JaggedIds: keys must name at least one feature, got none")
-        if len(set(self._keys)) != len(self._keys):
-            raise MalformedBags(f"JaggedIds: keys must be distinct, got {self._keys}")
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise MalformedBags(
                 "JaggedIds: values must be (N,) int32 or int64, "
@@ -148,7 +148,8 @@ class JaggedIds:
             rows_FB (F, B) int32 or int64.
 
         Raises:
-            MalformedBags: `rows_FB` is no tensor (F, B), or the names are no list of texts.
+            MalformedBags: `rows_FB` is no tensor (F, B), or the names are no list of texts, or not
+                distinct.
         """
         _list_of_names(keys)
         _require_tensors(rows_FB=rows_FB)

@@ -261,7 +261,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
-            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
+            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together, or it has a
+                feature that is looked up more than once.
             ValueError: weights are missing or nan; or features have different batch sizes and no
                 `inverse_indices`; or with `stacked`, tables have different dims.
         """  # noqa: D205  # two kinds of input, one sentence

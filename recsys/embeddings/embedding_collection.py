@@ -17,7 +17,7 @@ from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import draw_rows
 from recsys.embeddings.lookup.bag_lookup import parts_of_bags
-from recsys.embeddings.lookup.collection_input import id_error, require_bags
+from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_features
 from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
     empty_tables,
@@ -156,6 +156,7 @@ class HotColdEmbeddingCollection(AbstractTables):
             for position, table in enumerate(tables)
             for feature in table.feature_names
         ]
+        self._known_keys: list[str] = []  # of the last input, which have been checked
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "use TorchRec for tables on that device")
@@ -216,7 +217,8 @@ class HotColdEmbeddingCollection(AbstractTables):
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
-            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
+            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together, or it has a
+                feature that is looked up more than once.
         """  # noqa: D205  # two kinds of input, one sentence
         traced = leaf_call(self, features)
         if traced is not None:
@@ -362,12 +364,12 @@ class HotColdEmbeddingCollection(AbstractTables):
 
         Raises:
             KeyError: a feature is missing.
-            MalformedBags: tensors do not fit together.
+            MalformedBags: tensors do not fit together, or a feature is there more than once.
         """
         keys = features.keys()
-        missing = [feature for _, feature in self._lookups if feature not in keys]
-        if missing:
-            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        if keys != self._known_keys:
+            require_features((feature for _, feature in self._lookups), keys)
+            self._known_keys = list(keys)
         if not isinstance(features, JaggedIds) and (
             varies_in_batch_size(features) or features.values().is_meta
         ):

@@ -8,6 +8,7 @@ from torch.nn.functional import embedding_bag
 
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -510,6 +511,33 @@ def test_what_lies_behind_the_last_bag_is_in_none():
 
     for found, expected in zip(module.table_weights(), twin.table_weights(), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["pooled", "pooled, tiered", "sequence", "sequence, tiered"])
+def test_a_feature_that_the_input_has_twice_is_refused_by_name(kind):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    make = HotColdEmbeddingBagCollection if "pooled" in kind else HotColdEmbeddingCollection
+    is_tiered = "tiered" in kind
+    table = TableConfig(
+        name="users", num_embeddings=400, embedding_dim=4, feature_names=("user", "friend")
+    )
+    module = make([table], optimizer=SGD(lr=1.0), budget="4KiB" if is_tiered else None)
+
+    def features(*keys):
+        lengths = torch.ones(len(keys), dtype=torch.int64)
+        return torchrec.KeyedJaggedTensor(list(keys), torch.arange(len(keys)), lengths=lengths)
+
+    known, other = features("user", "friend"), features("user", "user", "friend")
+    module(known)
+    for look_up in (module.forward, module.prefetch) if is_tiered else (module.forward,):
+        for _ in range(2):
+            with pytest.raises(
+                MalformedBags, match=r"features \['user'\] must be in the batch once"
+            ):
+                look_up(other)
+
+    module(known)
+    module(features("else", "else", "user", "friend"))  # not looked up
 
 
 def test_a_gradient_of_the_weights_alone_moves_no_rows():

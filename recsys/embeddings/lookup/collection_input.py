@@ -11,14 +11,21 @@ from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features
 
-__all__ = ["id_error", "place_of", "require_bags", "require_weights", "with_one_batch_size"]
+__all__ = [
+    "id_error",
+    "place_of",
+    "require_bags",
+    "require_features",
+    "require_weights",
+    "with_one_batch_size",
+]
 
 
 def with_one_batch_size(features: Features) -> Features:
@@ -30,6 +37,29 @@ def with_one_batch_size(features: Features) -> Features:
     if isinstance(features, JaggedIds) or not varies_in_batch_size(features):
         return features
     return expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
+
+
+def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
+    """Check that the input has every feature that is looked up, once.
+
+    Args:
+        features: The features that are looked up.
+        keys: The keys of the input. Others than these features may be there several times.
+
+    Raises:
+        KeyError: a feature is missing.
+        MalformedBags: a feature is there more than once.
+    """
+    wanted = list(features)
+    missing = [feature for feature in wanted if feature not in keys]
+    if missing:
+        raise KeyError(f"features {missing} are missing; the batch has {keys}")
+    repeated = [feature for feature in dict.fromkeys(wanted) if keys.count(feature) > 1]
+    if repeated:
+        raise MalformedBags(
+            f"features {repeated} must be in the batch once, but its keys are {keys}; give each "
+            "feature a name of its own, or drop the one that is not meant"
+        )
 
 
 def require_bags(
