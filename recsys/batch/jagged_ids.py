@@ -9,6 +9,7 @@ import torch
 from recsys.batch.bags_of_samples import (
     places_of_bags,
     places_of_samples,
+    require_all_in_bags,
     require_one_batch_size,
 )
 from recsys.errors import MalformedBags, MissingDependency
@@ -29,6 +30,7 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     bag belongs to which sample. The result holds copies of the values.
 
     Raises:
+        MalformedBags: there are values after the last bag.
         ValueError: there are no `inverse_indices`, or they lack a feature.
     """
     inverse = features.inverse_indices_or_none()
@@ -42,6 +44,7 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     if missing:
         raise ValueError(f"inverse_indices lack features {missing}; they have {list(known)}")
     offsets = features.offsets()
+    require_all_in_bags(len(features.values()), int(offsets[-1]))
     device, first_bags = offsets.device, [0, *features.stride_per_key()[:-1]]
     rows = torch.tensor([list(known).index(key) for key in keys], device=device)
     starts = torch.tensor(first_bags, device=device).cumsum(0)

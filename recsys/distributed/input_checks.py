@@ -90,7 +90,8 @@ class InputChecks:
                 return
             features = features.to(torch.device("cpu"))
         weights = require_weights(features, is_deferred=False) if self._is_weighted else None
-        values, _ = require_bags(features, weights, is_deferred=False)
+        require_bags(features, weights, is_deferred=False)
+        values = features.values()
         most = torch.iinfo(values.dtype).max
         limits = torch.tensor([self._limits.get(key, most) for key in keys])
         limits = limits.repeat_interleave(torch.tensor(features.length_per_key()))

@@ -358,7 +358,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             dtype = compute_dtype(self._known_tables[0].dtype)
             weights = require_weights(features, is_deferred).to(dtype)
         if not is_light:
-            values, weights = require_bags(features, weights, is_deferred)
+            require_bags(features, weights, is_deferred)
         if is_deferred:
             require_same_device(values, self.device)
         is_one_hot = isinstance(features, JaggedIds) and features.is_known_one_hot()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.tracing import leaf_call
-from recsys.batch import JaggedIds, varies_in_batch_size
+from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
 from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import draw_rows
@@ -380,8 +380,9 @@ class HotColdEmbeddingCollection(AbstractTables):
         values, offsets, size = features.values(), features.offsets(), features.stride()
         if not isinstance(features, JaggedIds):
             is_on_host = offsets.device.type == "cpu"
-            values, _ = require_bags(features, None, is_deferred=not is_on_host)
+            require_bags(features, None, is_deferred=not is_on_host)
         ends = offsets[::size].tolist() if size else [0] * (len(keys) + 1)
+        require_all_in_bags(len(values), ends[-1])
         lengths = offsets.diff().view(len(keys), size)
         return {
             feature: (values[ends[number] : ends[number + 1]], lengths[number])

@@ -494,23 +494,29 @@ def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, mes
         module(features)
 
 
-def test_what_lies_behind_the_last_bag_is_in_none():
+@pytest.mark.parametrize("batch_sizes", ["one", "several"])
+@pytest.mark.parametrize("make", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
+def test_values_after_the_last_bag_are_refused_as_torchrec_refuses_them(make, batch_sizes):
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    torch.manual_seed(0)
-    module = HotColdEmbeddingBagCollection(
-        torchrec_configs(), optimizer=SGD(lr=1.0), auto_apply=False
-    )
-    twin = copy.deepcopy(module)
-    padded = torch.cat([IDS.values(), torch.tensor([4, 4])])
+    module = make(TABLES[:1])
+    given = {}
+    if batch_sizes == "several":
+        inverse = ["user", "friend"], torch.tensor([[0, 1], [0, 0]])
+        given = {"stride_per_key_per_rank": [[2], [1]], "inverse_indices": inverse}
+    lengths = torch.tensor([1, 0, 2, 1] if batch_sizes == "one" else [1, 0, 2])
+    end = int(lengths.sum())
 
-    for each, values in ((module, padded), (twin, IDS.values())):
-        features = torchrec.KeyedJaggedTensor(IDS.keys(), values, offsets=IDS.offsets())
-        for _ in range(2):
-            each(features).values().sum().backward()
-        each.row_optimizer.step()
+    def features(num_values):
+        values = torch.arange(num_values)
+        return torchrec.KeyedJaggedTensor(["user", "friend"], values, lengths=lengths, **given)
 
-    for found, expected in zip(module.table_weights(), twin.table_weights(), strict=True):
-        assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError):
+        features(end + 2).to_dict()
+    by_torchrec = make is HotColdEmbeddingCollection and batch_sizes == "several"
+    match = "to sum exactly to" if by_torchrec else rf"values, {end + 2}, got {end}; .*\[:{end}\]"
+    with pytest.raises(RuntimeError if by_torchrec else MalformedBags, match=match):
+        module(features(end + 2))
+    module(features(end))
 
 
 @pytest.mark.parametrize("kind", ["pooled", "pooled, tiered", "sequence", "sequence, tiered"])

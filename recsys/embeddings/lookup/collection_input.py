@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from recsys.batch import JaggedIds, expand_to_one_batch_size, varies_in_batch_size
+from recsys.batch import (
+    JaggedIds,
+    expand_to_one_batch_size,
+    require_all_in_bags,
+    varies_in_batch_size,
+)
 from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import IdOutOfRange, MalformedBags
 
@@ -62,18 +67,14 @@ def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
         )
 
 
-def require_bags(
-    features: Features, weights: Tensor | None, is_deferred: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Check a `KeyedJaggedTensor` as its own class does not, and drop values after the last bag.
+def require_bags(features: Features, weights: Tensor | None, is_deferred: bool) -> None:
+    """Check a `KeyedJaggedTensor` as its own class does not.
 
     Args:
         features: A `KeyedJaggedTensor`.
         weights: Its weights, if the lookup uses them.
         is_deferred: Whether kernels on a device check offsets later; then they are not read here.
-
-    Returns:
-        The values and weights in bags.
+            Those kernels do not look up values after the last bag, and do not refuse them.
 
     Raises:
         MalformedBags: its tensors do not fit together.
@@ -95,13 +96,12 @@ def require_bags(
     if weights is not None and len(weights) != len(values):
         raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
     if is_deferred:
-        return values, weights
+        return
 
     def place(bag: int) -> str:
         return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
 
-    end = require_bounds(offsets.numpy(), len(values), place)
-    return values[:end], None if weights is None else weights[:end]
+    require_all_in_bags(len(values), require_bounds(offsets.numpy(), len(values), place))
 
 
 def require_weights(features: Features, is_deferred: bool) -> Tensor:
