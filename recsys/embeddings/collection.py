@@ -144,6 +144,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 for table in tables
             },
             has_budget=has_budget,
+            formula=optimizer,
         )
         if _bags is None:
             require_device(device, "use TorchRec for tables on that device")
@@ -261,8 +262,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
-            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together, or it has a
-                feature that is looked up more than once.
+            MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
             ValueError: weights are missing or nan; or features have different batch sizes and no
                 `inverse_indices`; or with `stacked`, tables have different dims.
         """  # noqa: D205  # two kinds of input, one sentence

@@ -149,7 +149,9 @@ class HotColdEmbeddingCollection(AbstractTables):
             )
             for table in tables
         }
-        files = open_cold_files(cold_tier, cold_path, sizes, has_budget=has_budget)
+        files = open_cold_files(
+            cold_tier, cold_path, sizes, has_budget=has_budget, formula=optimizer
+        )
         self._tables, self._need_indices = list(tables), need_indices
         self._lookups = [
             (position, feature)
@@ -217,8 +219,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
-            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together, or it has a
-                feature that is looked up more than once.
+            MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
         """  # noqa: D205  # two kinds of input, one sentence
         traced = leaf_call(self, features)
         if traced is not None:
