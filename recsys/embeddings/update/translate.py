@@ -39,7 +39,6 @@ _UNWRAP = (
     "returns, and call their step(), state_dict() and load_state_dict() instead of the wrapper's"
 )
 _UPDATES_ALL = "updates rows that were not looked up"
-_LAZY = "lazy_adam=True updates only the rows that were looked up, by the rule of SparseAdam"
 # Settings that must be off, and the reason.
 _MUST_BE_OFF = {
     "momentum": _UPDATES_ALL,
@@ -75,7 +74,7 @@ def translate(
                 raise ValueError(f"table {table!r}: {_name(type(optimizer))} {_UNWRAP}")
             reason = _reason_to_refuse(type(optimizer))
             if advice == _ADVICE and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-                reason += f"; {_LAZY}"
+                reason += f"; {_lazy_way_out(optimizer.param_groups[number])}"
             raise ValueError(f"table {table!r}: {reason}; {advice}")
         try:
             translation.formula(optimizer.param_groups[number])
@@ -219,6 +218,16 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off}"
             )
+
+
+def _lazy_way_out(settings: Mapping[str, Any]) -> str:
+    """What `lazy_adam` does, and the settings that it needs."""
+    off = [f"{name}={type(settings[name])()}" for name in _MUST_BE_OFF if settings.get(name)]
+    needed = f" with {' and '.join(off)}" if off else ""
+    return (
+        f"lazy_adam=True{needed} updates only the rows that were looked up, by the rule of "
+        "SparseAdam"
+    )
 
 
 def _is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
