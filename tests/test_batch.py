@@ -170,6 +170,10 @@ OFFSETS = torch.tensor([0, 1, 2])
         (lambda: JaggedIds.from_one_hot(["a"], [[1]]), "rows_FB must be a torch.Tensor, got list"),
         (lambda: JaggedIds.from_one_hot(5, IDS), "keys must be a list of feature names, got 5"),
         (
+            lambda: JaggedIds.from_one_hot(["a", "a"], torch.tensor([[1], [2]])),
+            r"keys must be distinct, got \['a', 'a'\]",
+        ),
+        (
             lambda: Batch(torch.ones(3, 1), JaggedIds(["a"], IDS, OFFSETS), torch.ones(2)),
             r"dense_features must be a tensor of 2 samples, as sparse_features has, got \(3, 1\)",
         ),

@@ -23,6 +23,7 @@ Shape letters: B samples, F features, I dense features, N lookups, D embedding_d
 
 from recsys.batch.bags_of_samples import (
     places_of_samples,
+    require_all_in_bags,
     require_one_batch_size,
     varies_in_batch_size,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "has_weighted_bags",
     "histories_of",
     "places_of_samples",
+    "require_all_in_bags",
     "require_one_batch_size",
     "varies_in_batch_size",
 ]

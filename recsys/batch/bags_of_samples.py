@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["places_of_bags", "places_of_samples", "require_one_batch_size", "varies_in_batch_size"]
+from recsys.errors import MalformedBags
+
+__all__ = [
+    "places_of_bags",
+    "places_of_samples",
+    "require_all_in_bags",
+    "require_one_batch_size",
+    "varies_in_batch_size",
+]
 
 
 def varies_in_batch_size(features: object) -> bool:
@@ -25,6 +33,23 @@ def require_one_batch_size(features: object) -> None:
         raise ValueError(
             "features with different batch sizes (variable_stride_per_key, inverse_indices) are "
             "not supported here; expand them to one batch size"
+        )
+
+
+def require_all_in_bags(num_values: int, end: int) -> None:
+    """Refuse a `KeyedJaggedTensor` with values after the last bag, as TorchRec does.
+
+    Args:
+        num_values: Number of its values.
+        end: The end of its last bag.
+
+    Raises:
+        MalformedBags: there are more values.
+    """
+    if num_values > end:
+        raise MalformedBags(
+            f"lengths must add up to the number of values, {num_values}, got {end}; correct the "
+            f"lengths, or pass values()[:{end}]"
         )
 
 

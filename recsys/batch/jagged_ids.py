@@ -9,6 +9,7 @@ import torch
 from recsys.batch.bags_of_samples import (
     places_of_bags,
     places_of_samples,
+    require_all_in_bags,
     require_one_batch_size,
 )
 from recsys.errors import MalformedBags, MissingDependency
@@ -29,6 +30,7 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     bag belongs to which sample. The result holds copies of the values.
 
     Raises:
+        MalformedBags: there are values after the last bag.
         ValueError: there are no `inverse_indices`, or they lack a feature.
     """
     inverse = features.inverse_indices_or_none()
@@ -42,6 +44,7 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     if missing:
         raise ValueError(f"inverse_indices lack features {missing}; they have {list(known)}")
     offsets = features.offsets()
+    require_all_in_bags(len(features.values()), int(offsets[-1]))
     device, first_bags = offsets.device, [0, *features.stride_per_key()[:-1]]
     rows = torch.tensor([list(known).index(key) for key in keys], device=device)
     starts = torch.tensor(first_bags, device=device).cumsum(0)
@@ -55,6 +58,8 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
 def _list_of_names(keys: Sequence[str]) -> list[str]:
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
         raise MalformedBags(f"JaggedIds: keys must be a list of feature names, got {keys!r}")
+    if len(set(keys)) != len(keys):
+        raise MalformedBags(f"JaggedIds: keys must be distinct, got {list(keys)}")
     return list(keys)
 
 
@@ -98,8 +103,6 @@ class JaggedIds:
         self._weights = weights
         if not self._keys:
             raise MalformedBags("JaggedIds: keys must name at least one feature, got none")
-        if len(set(self._keys)) != len(self._keys):
-            raise MalformedBags(f"JaggedIds: keys must be distinct, got {self._keys}")
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise MalformedBags(
                 "JaggedIds: values must be (N,) int32 or int64, "
@@ -148,7 +151,8 @@ class JaggedIds:
             rows_FB (F, B) int32 or int64.
 
         Raises:
-            MalformedBags: `rows_FB` is no tensor (F, B), or the names are no list of texts.
+            MalformedBags: `rows_FB` is no tensor (F, B), or the names are no list of texts, or not
+                distinct.
         """
         _list_of_names(keys)
         _require_tensors(rows_FB=rows_FB)

@@ -302,6 +302,7 @@ def _choose_tiering(
         cold_path,
         {name: (weight.shape, weight.dtype) for weight, name in names.items()},
         has_budget=budgeted is not None,
+        formula=None if budgeted is None else chosen.specs[0].formula,
     )
     if budgeted is None:
         return None

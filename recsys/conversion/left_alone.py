@@ -102,5 +102,6 @@ def _require_plain_instance(module: nn.Module, name: str) -> None:
         if has_gradient_hooks(table.weight):
             raise ValueError(
                 f"table {table.name!r} has a hook for its gradient, which is not called when "
-                "recsys updates the rows"
+                "recsys updates the rows; remove the hook by its handle, and with a torch "
+                "optimizer change weight.grad between backward and step instead"
             )

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_weights
+from recsys.embeddings.lookup.collection_input import (
+    id_error,
+    require_bags,
+    require_features,
+    require_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +49,7 @@ class InputChecks:
             for feature in table.feature_names
         ]
         self._is_weighted, self._needs_samples = is_weighted, needs_samples
+        self._known_keys: list[str] = []  # of the last input, which have been checked
         self._limits: dict[str, int] = {}  # for each feature, the rows of its smallest table
         for position, feature in self._lookups:
             size = self._sizes[position]
@@ -58,16 +64,17 @@ class InputChecks:
         Raises:
             IdOutOfRange: an id is not a row of its table.
             KeyError: a feature is missing.
-            MalformedBags: tensors do not fit together, or a weight is missing or nan.
+            MalformedBags: tensors do not fit together, a weight is missing or nan, or a feature is
+                there more than once.
             TypeError: it is no `KeyedJaggedTensor`.
             ValueError: features have different batch sizes, or there are no samples.
         """
         if not isinstance(features, KeyedJaggedTensor):
             raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
         keys = features.keys()
-        missing = [feature for feature in self._limits if feature not in keys]
-        if missing:
-            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        if keys != self._known_keys:
+            require_features(self._limits, keys)
+            self._known_keys = list(keys)
         if features.variable_stride_per_key():
             raise ValueError(
                 "features must have one batch size, got stride_per_key="
@@ -83,7 +90,8 @@ class InputChecks:
                 return
             features = features.to(torch.device("cpu"))
         weights = require_weights(features, is_deferred=False) if self._is_weighted else None
-        values, _ = require_bags(features, weights, is_deferred=False)
+        require_bags(features, weights, is_deferred=False)
+        values = features.values()
         most = torch.iinfo(values.dtype).max
         limits = torch.tensor([self._limits.get(key, most) for key in keys])
         limits = limits.repeat_interleave(torch.tensor(features.length_per_key()))

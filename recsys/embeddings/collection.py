@@ -145,6 +145,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 for table in tables
             },
             has_budget=has_budget,
+            formula=optimizer,
         )
         if _bags is None:
             require_device(device, "use TorchRec for tables on that device")
@@ -262,7 +263,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
-            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
+            MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
             ValueError: weights are missing or nan; or features have different batch sizes and no
                 `inverse_indices`; or with `stacked`, tables have different dims.
         """  # noqa: D205  # two kinds of input, one sentence
@@ -358,7 +359,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             dtype = compute_dtype(self._known_tables[0].dtype)
             weights = require_weights(features, is_deferred).to(dtype)
         if not is_light:
-            values, weights = require_bags(features, weights, is_deferred)
+            require_bags(features, weights, is_deferred)
         if is_deferred:
             require_same_device(values, self.device)
         is_one_hot = isinstance(features, JaggedIds) and features.is_known_one_hot()

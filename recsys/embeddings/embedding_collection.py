@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.tracing import leaf_call
-from recsys.batch import JaggedIds, varies_in_batch_size
+from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
 from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import draw_rows
 from recsys.embeddings.lookup.bag_lookup import parts_of_bags
-from recsys.embeddings.lookup.collection_input import id_error, require_bags
+from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_features
 from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
     empty_tables,
@@ -149,13 +149,16 @@ class HotColdEmbeddingCollection(AbstractTables):
             )
             for table in tables
         }
-        files = open_cold_files(cold_tier, cold_path, sizes, has_budget=has_budget)
+        files = open_cold_files(
+            cold_tier, cold_path, sizes, has_budget=has_budget, formula=optimizer
+        )
         self._tables, self._need_indices = list(tables), need_indices
         self._lookups = [
             (position, feature)
             for position, table in enumerate(tables)
             for feature in table.feature_names
         ]
+        self._known_keys: list[str] = []  # of the last input, which have been checked
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "use TorchRec for tables on that device")
@@ -216,7 +219,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         Raises:
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
-            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
+            MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
         """  # noqa: D205  # two kinds of input, one sentence
         traced = leaf_call(self, features)
         if traced is not None:
@@ -362,12 +365,12 @@ class HotColdEmbeddingCollection(AbstractTables):
 
         Raises:
             KeyError: a feature is missing.
-            MalformedBags: tensors do not fit together.
+            MalformedBags: tensors do not fit together, or a feature is there more than once.
         """
         keys = features.keys()
-        missing = [feature for _, feature in self._lookups if feature not in keys]
-        if missing:
-            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        if keys != self._known_keys:
+            require_features((feature for _, feature in self._lookups), keys)
+            self._known_keys = list(keys)
         if not isinstance(features, JaggedIds) and (
             varies_in_batch_size(features) or features.values().is_meta
         ):
@@ -378,8 +381,9 @@ class HotColdEmbeddingCollection(AbstractTables):
         values, offsets, size = features.values(), features.offsets(), features.stride()
         if not isinstance(features, JaggedIds):
             is_on_host = offsets.device.type == "cpu"
-            values, _ = require_bags(features, None, is_deferred=not is_on_host)
+            require_bags(features, None, is_deferred=not is_on_host)
         ends = offsets[::size].tolist() if size else [0] * (len(keys) + 1)
+        require_all_in_bags(len(values), ends[-1])
         lengths = offsets.diff().view(len(keys), size)
         return {
             feature: (values[ends[number] : ends[number + 1]], lengths[number])

@@ -80,7 +80,13 @@ def allocate_rows(
     has_budget = budget is not None or plan is not None
     if cold_tier == "file":
         require_memory(device)
-    files = open_cold_files(cold_tier, cold_path, {"weight": (shape, dtype)}, has_budget=has_budget)
+    files = open_cold_files(
+        cold_tier,
+        cold_path,
+        {"weight": (shape, dtype)},
+        has_budget=has_budget,
+        formula=optimizer,
+    )
     if files is not None:
         rows = files.begin_with("weight", weight)
         return Rows(rows, files.is_new and weight is None, plan, files)

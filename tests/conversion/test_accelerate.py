@@ -189,11 +189,13 @@ REFUSED = {
     ),
     "dense Adam": (
         lambda model: torch.optim.Adam(model.parameters()),
-        r"table 'many\.0': torch\.optim\.Adam updates rows that were not looked up; lazy_adam=True",
+        r"table 'many\.0': torch\.optim\.Adam updates rows that were not looked up; lazy_adam=True "
+        r"updates only",
     ),
     "Adam with weight decay": (
-        lambda model: torch.optim.AdamW(model.parameters()),
-        r"table 'many\.0': torch\.optim\.AdamW updates rows that were not looked up; lazy_adam",
+        lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
+        r"table 'many\.0': torch\.optim\.AdamW updates rows that were not looked up; lazy_adam="
+        r"True with weight_decay=0\.0 and amsgrad=False updates only",
     ),
     "no table": (
         lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),

@@ -332,6 +332,31 @@ def test_a_module_with_more_than_its_class_gives_it_is_left_as_it_is(case):
     assert isinstance(model.users, HotColdEmbeddingBag)
 
 
+def test_a_gradient_may_be_changed_after_backward_as_a_hook_would_change_it():
+    model, plain = both()
+    hooked = [
+        each.register_hook(lambda grad: grad * 0.5)
+        for each in (plain.goods.weight, model.goods.weight)
+    ]
+    own, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    with pytest.warns(UserWarning, match=r"remove the hook .* change weight.grad between backward"):
+        recsys.accelerate(model, optimizer=own)
+    recsys.restore(model)
+    hooked[1].remove()
+    recsys.accelerate(model, optimizer=own)
+
+    for _ in range(3):
+        for each, optimizer in ((model, own), (plain, theirs)):
+            optimizer.zero_grad()
+            each(IDS).backward()
+            if each is model:
+                each.goods.weight.grad.mul_(0.5)
+            optimizer.step()
+
+    assert isinstance(model.goods, HotColdEmbedding)
+    assert_equal(model, plain)
+
+
 def test_what_somebody_has_put_into_a_module_is_there_afterwards():
     model = Towers()
     model.goods.scale = 3.0

@@ -20,6 +20,7 @@ from torchrec.modules.embedding_configs import PoolingType  # noqa: E402
 from torchrec.optim import RowWiseAdagrad  # noqa: E402
 
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder  # noqa: E402
+from recsys.errors import MalformedBags  # noqa: E402
 
 
 def test_a_bad_id_on_one_rank_is_an_error_on_every_rank(ranks):
@@ -104,6 +105,19 @@ def test_parts_of_means_are_refused(process_group, exchange):
 def test_an_exchange_is_one_of_three():
     with pytest.raises(ValueError, match=r"row_wise_exchange must be one of .* got 'row'"):
         HotColdEmbeddingBagCollectionSharder({"row_wise_exchange": "row"})
+
+
+def test_a_feature_that_a_rank_has_twice_is_refused_by_name(process_group):
+    model = Holder()
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
+    sharded = shard(model, table_wise(rank=0, compute_kernel="fused")).module.ebc
+    features = torchrec.KeyedJaggedTensor(
+        keys=["u", "u"], values=torch.tensor([3, 4]), lengths=torch.tensor([1, 1])
+    )
+
+    for _ in range(2):
+        with pytest.raises(MalformedBags, match=r"features \['u'\] must be in the batch once"):
+            sharded(features)
 
 
 @pytest.mark.parametrize("exchange", ["rows", "pooled", "auto"])

@@ -8,6 +8,7 @@ from torch.nn.functional import embedding_bag
 
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -493,23 +494,56 @@ def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, mes
         module(features)
 
 
-def test_what_lies_behind_the_last_bag_is_in_none():
+@pytest.mark.parametrize("batch_sizes", ["one", "several"])
+@pytest.mark.parametrize("make", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
+def test_values_after_the_last_bag_are_refused_as_torchrec_refuses_them(make, batch_sizes):
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    torch.manual_seed(0)
-    module = HotColdEmbeddingBagCollection(
-        torchrec_configs(), optimizer=SGD(lr=1.0), auto_apply=False
+    module = make(TABLES[:1])
+    given = {}
+    if batch_sizes == "several":
+        inverse = ["user", "friend"], torch.tensor([[0, 1], [0, 0]])
+        given = {"stride_per_key_per_rank": [[2], [1]], "inverse_indices": inverse}
+    lengths = torch.tensor([1, 0, 2, 1] if batch_sizes == "one" else [1, 0, 2])
+    end = int(lengths.sum())
+
+    def features(num_values):
+        values = torch.arange(num_values)
+        return torchrec.KeyedJaggedTensor(["user", "friend"], values, lengths=lengths, **given)
+
+    with pytest.raises(RuntimeError):
+        features(end + 2).to_dict()
+    by_torchrec = make is HotColdEmbeddingCollection and batch_sizes == "several"
+    match = "to sum exactly to" if by_torchrec else rf"values, {end + 2}, got {end}; .*\[:{end}\]"
+    with pytest.raises(RuntimeError if by_torchrec else MalformedBags, match=match):
+        module(features(end + 2))
+    module(features(end))
+
+
+@pytest.mark.parametrize("kind", ["pooled", "pooled, tiered", "sequence", "sequence, tiered"])
+def test_a_feature_that_the_input_has_twice_is_refused_by_name(kind):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    make = HotColdEmbeddingBagCollection if "pooled" in kind else HotColdEmbeddingCollection
+    is_tiered = "tiered" in kind
+    table = TableConfig(
+        name="users", num_embeddings=400, embedding_dim=4, feature_names=("user", "friend")
     )
-    twin = copy.deepcopy(module)
-    padded = torch.cat([IDS.values(), torch.tensor([4, 4])])
+    module = make([table], optimizer=SGD(lr=1.0), budget="4KiB" if is_tiered else None)
 
-    for each, values in ((module, padded), (twin, IDS.values())):
-        features = torchrec.KeyedJaggedTensor(IDS.keys(), values, offsets=IDS.offsets())
+    def features(*keys):
+        lengths = torch.ones(len(keys), dtype=torch.int64)
+        return torchrec.KeyedJaggedTensor(list(keys), torch.arange(len(keys)), lengths=lengths)
+
+    known, other = features("user", "friend"), features("user", "user", "friend")
+    module(known)
+    for look_up in (module.forward, module.prefetch) if is_tiered else (module.forward,):
         for _ in range(2):
-            each(features).values().sum().backward()
-        each.row_optimizer.step()
+            with pytest.raises(
+                MalformedBags, match=r"features \['user'\] must be in the batch once"
+            ):
+                look_up(other)
 
-    for found, expected in zip(module.table_weights(), twin.table_weights(), strict=True):
-        assert torch.equal(found, expected)
+    module(known)
+    module(features("else", "else", "user", "friend"))  # not looked up
 
 
 def test_a_gradient_of_the_weights_alone_moves_no_rows():

@@ -170,6 +170,20 @@ def test_torch_jit_script_is_refused_by_name_for_the_module_and_for_a_model_that
             torch.jit.script(module)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.export
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_torch_export_is_refused_by_name_until_the_model_is_restored(kind):
+    model = nn.Sequential(kind(9, 4, sparse=True))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.tensor([[1, 2], [3, 8]])
+
+    with pytest.raises(TypeError, match=r"export cannot trace HotCold\w+ while .* recsys.restore"):
+        torch.export.export(model, (ids,))
+
+    recsys.restore(model)
+    assert torch.equal(torch.export.export(model, (ids,)).module()(ids), model(ids))
+
+
 @pytest.mark.parametrize("kind", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
 def test_a_collection_is_built_on_the_device_of_the_context(kind):
     with torch.device("meta"):

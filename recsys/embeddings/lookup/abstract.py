@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.batch import JaggedIds, require_one_batch_size
+from recsys.embeddings.lookup.collection_input import require_features
 from recsys.embeddings.table import data_type_of, output_names
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
 
         Raises:
             KeyError: a feature is missing.
+            MalformedBags: a feature is there more than once.
             ValueError: features have different batch sizes.
         """
         if not isinstance(features, JaggedIds):
@@ -118,9 +120,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         keys = features.keys()
         if keys == self._known_keys:
             return self._known_positions
-        missing = [feature for _, feature in self._lookups if feature not in keys]
-        if missing:
-            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        require_features((feature for _, feature in self._lookups), keys)
         self._known_keys = list(keys)
         self._known_positions = [keys.index(feature) for _, feature in self._lookups]
         return self._known_positions

@@ -6,19 +6,31 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from recsys.batch import JaggedIds, expand_to_one_batch_size, varies_in_batch_size
+from recsys.batch import (
+    JaggedIds,
+    expand_to_one_batch_size,
+    require_all_in_bags,
+    varies_in_batch_size,
+)
 from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features
 
-__all__ = ["id_error", "place_of", "require_bags", "require_weights", "with_one_batch_size"]
+__all__ = [
+    "id_error",
+    "place_of",
+    "require_bags",
+    "require_features",
+    "require_weights",
+    "with_one_batch_size",
+]
 
 
 def with_one_batch_size(features: Features) -> Features:
@@ -32,18 +44,37 @@ def with_one_batch_size(features: Features) -> Features:
     return expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
 
 
-def require_bags(
-    features: Features, weights: Tensor | None, is_deferred: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Check a `KeyedJaggedTensor` as its own class does not, and drop values after the last bag.
+def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
+    """Check that the input has every feature that is looked up, once.
+
+    Args:
+        features: The features that are looked up.
+        keys: The keys of the input. Others than these features may be there several times.
+
+    Raises:
+        KeyError: a feature is missing.
+        MalformedBags: a feature is there more than once.
+    """
+    wanted = list(features)
+    missing = [feature for feature in wanted if feature not in keys]
+    if missing:
+        raise KeyError(f"features {missing} are missing; the batch has {keys}")
+    repeated = [feature for feature in dict.fromkeys(wanted) if keys.count(feature) > 1]
+    if repeated:
+        raise MalformedBags(
+            f"features {repeated} must be in the batch once, but its keys are {keys}; give each "
+            "feature a name of its own, or drop the one that is not meant"
+        )
+
+
+def require_bags(features: Features, weights: Tensor | None, is_deferred: bool) -> None:
+    """Check a `KeyedJaggedTensor` as its own class does not.
 
     Args:
         features: A `KeyedJaggedTensor`.
         weights: Its weights, if the lookup uses them.
         is_deferred: Whether kernels on a device check offsets later; then they are not read here.
-
-    Returns:
-        The values and weights in bags.
+            Those kernels do not look up values after the last bag, and do not refuse them.
 
     Raises:
         MalformedBags: its tensors do not fit together.
@@ -65,13 +96,12 @@ def require_bags(
     if weights is not None and len(weights) != len(values):
         raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
     if is_deferred:
-        return values, weights
+        return
 
     def place(bag: int) -> str:
         return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
 
-    end = require_bounds(offsets.numpy(), len(values), place)
-    return values[:end], None if weights is None else weights[:end]
+    require_all_in_bags(len(values), require_bounds(offsets.numpy(), len(values), place))
 
 
 def require_weights(features: Features, is_deferred: bool) -> Tensor:

@@ -49,6 +49,10 @@ __all__ = [
 ]
 
 _COPY = "_copy"  # in a pickle: the updater, the tables' places in it, and their state
+_AS_TORCH = (
+    "call recsys.restore on an accelerated model first, or load its state_dict into the module of "
+    "torch or TorchRec"
+)
 
 
 class AbstractTables(nn.Module, ABC):
@@ -166,6 +170,7 @@ class AbstractTables(nn.Module, ABC):
         A table on the "meta" device may be replaced by one with memory.
 
         Raises:
+            TypeError: `torch.export` is tracing the module; it replaces Parameters by its own.
             ValueError: a Parameter was replaced.
         """
         updater = self._updater
@@ -177,6 +182,11 @@ class AbstractTables(nn.Module, ABC):
             if known.is_meta and isinstance(table, nn.Parameter):
                 updater.give_memory(group, number, table)
                 continue
+            if torch.compiler.is_exporting():
+                raise TypeError(
+                    f"torch.export cannot trace {type(self).__name__} while a recsys optimizer "
+                    f"updates its tables; {_AS_TORCH}"
+                )
             raise ValueError(
                 f"table {group.names[number]!r}: its Parameter was replaced, and the tables of a "
                 "module are fixed while a recsys optimizer updates them; call "
@@ -222,10 +232,7 @@ class AbstractTables(nn.Module, ABC):
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            f"torch.jit.script cannot compile {type(self).__name__}; call recsys.restore on an "
-            "accelerated model first, or load its state_dict into the module of torch or TorchRec"
-        )
+        raise TypeError(f"torch.jit.script cannot compile {type(self).__name__}; {_AS_TORCH}")
 
     def check_input(self) -> None:
         """Wait for the device, and raise the first error in the input of earlier lookups.

@@ -29,9 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = ["translate"]
 
-_ADVICE = "recsys.accelerate(model) without optimizer= leaves the gradients to your optimizer"
+_ADVICE = (
+    "recsys.accelerate(model) without optimizer= and budget= leaves the gradients to your optimizer"
+)
+# A wrapper's state_dict() reads the tensors without the optimizer's own, which would first write
+# back the newer state of rows in fast memory.
+_UNWRAP = (
+    "wraps other optimizers: give accelerate the torch optimizers inside, which optim_factory "
+    "returns, and call their step(), state_dict() and load_state_dict() instead of the wrapper's"
+)
 _UPDATES_ALL = "updates rows that were not looked up"
-_LAZY = "lazy_adam=True updates only the rows that were looked up, by the rule of SparseAdam"
 # Settings that must be off, and the reason.
 _MUST_BE_OFF = {
     "momentum": _UPDATES_ALL,
@@ -63,9 +70,11 @@ def translate(
     translation = _translations(optimizer, lazy_adam=lazy_adam).get(type(optimizer))
     for table, number in tables:
         if translation is None:
+            if _is_wrapper(optimizer):
+                raise ValueError(f"table {table!r}: {_name(type(optimizer))} {_UNWRAP}")
             reason = _reason_to_refuse(type(optimizer))
             if advice == _ADVICE and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-                reason += f"; {_LAZY}"
+                reason += f"; {_lazy_way_out(optimizer.param_groups[number])}"
             raise ValueError(f"table {table!r}: {reason}; {advice}")
         try:
             translation.formula(optimizer.param_groups[number])
@@ -209,6 +218,24 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off}"
             )
+
+
+def _lazy_way_out(settings: Mapping[str, Any]) -> str:
+    """What `lazy_adam` does, and the settings that it needs."""
+    off = [f"{name}={type(settings[name])()}" for name in _MUST_BE_OFF if settings.get(name)]
+    needed = f" with {' and '.join(off)}" if off else ""
+    return (
+        f"lazy_adam=True{needed} updates only the rows that were looked up, by the rule of "
+        "SparseAdam"
+    )
+
+
+def _is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is one of TorchRec's that pass their step on to optimizers inside."""
+    keyed = sys.modules.get("torchrec.optim.keyed")
+    return keyed is not None and isinstance(
+        optimizer, keyed.KeyedOptimizerWrapper | keyed.OptimizerWrapper | keyed.CombinedOptimizer
+    )
 
 
 def _reason_to_refuse(kind: type) -> str:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import recsys
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad, update_reference
 from recsys.embeddings.update.translate import translate
 
@@ -116,6 +117,33 @@ def test_what_has_no_formula_is_refused_by_name(case):
 
     with pytest.raises(ValueError, match=f"table 'users': .*{message}.*without optimizer="):
         translate(kind([weight()], **settings), TABLE)
+
+
+def test_a_wrapper_of_torchrec_is_refused_for_the_optimizer_inside_which_works():
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer
+
+    def trained(budget):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(400, 4, mode="sum", sparse=True))
+        inside = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        wrapper = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda _: inside)
+        for each in (wrapper, CombinedOptimizer([wrapper]), WarmupOptimizer(wrapper, [])):
+            with pytest.raises(
+                ValueError, match=f"table '0': torchrec.{type(each).__name__} wraps other .*inside"
+            ):
+                recsys.accelerate(model, optimizer=each, budget="4KiB")
+        if budget is not None:
+            recsys.accelerate(model, optimizer=inside, budget=budget)
+        for step in range(3):
+            inside.zero_grad()
+            model(torch.arange(8).view(2, 4) + step).square().sum().backward()
+            inside.step()
+        return inside.state_dict()["state"][0]["sum"], model[0].weight
+
+    for found, expected in zip(trained("4KiB"), trained(None), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_subclass_may_step_otherwise_and_is_refused():

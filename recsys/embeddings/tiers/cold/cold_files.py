@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
+from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.cold import COLD_TIERS
 from recsys.embeddings.tiers.cold.disk_room import no_room, require_disk
 from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+    from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = [
     "COLD_TIERS",
@@ -65,12 +69,14 @@ class OpenArray:
 class ColdFiles:
     """The arrays of one folder, locked and open.
 
-    New files are deleted with this object, unless `keep_files` was called: a module calls it when
-    its construction has succeeded.
+    New files, and folders made for them, are deleted with this object, unless `keep_files` was
+    called: a module calls it when its construction has succeeded.
 
     Args:
         folder: Created if it does not exist. If it has tables, they must be exactly `tables`.
         tables: Shape and dtype of every table, by name.
+        state_bytes: Bytes of the state arrays that these tables will have; new tables are not made
+            on a disk that has no room for both.
 
     Attributes:
         folder: The folder.
@@ -84,7 +90,10 @@ class ColdFiles:
     """
 
     def __init__(
-        self, folder: Path | str, tables: Mapping[str, tuple[Sequence[int], torch.dtype]]
+        self,
+        folder: Path | str,
+        tables: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        state_bytes: int = 0,
     ) -> None:
         self.folder = Path(folder)
         self._open: dict[tuple[str, str], OpenArray] = {}
@@ -93,6 +102,8 @@ class ColdFiles:
         # Protects the manifest: the transfer thread marks the folder dirty when it writes rows
         # back, while the main thread makes arrays.
         self._guard = threading.RLock()
+        above = self.folder, *self.folder.parents
+        self._made_folders = [each for each in above if not os.path.lexists(each)]
         self._lock = lock_folder(self.folder)
         try:
             wanted = {(name, "weight"): Kind.of(*kind) for name, kind in tables.items()}
@@ -103,7 +114,7 @@ class ColdFiles:
             self._is_dirty = True
             if found is None:
                 self._require_empty()
-                self._make(wanted)
+                self._make(wanted, state_bytes)
                 self._write_manifest()
             else:
                 self._kinds, self.numbers, self._is_dirty = found
@@ -111,6 +122,7 @@ class ColdFiles:
                 for key in self._kinds:
                     self._map(key)
         except BaseException:
+            self._remove_folders()
             self.close()
             raise
 
@@ -236,12 +248,12 @@ class ColdFiles:
         self._is_kept = True
 
     def discard(self) -> None:
-        """Close the files, and delete them if they are new."""
-        paths = [self._path_of(key) for key in self._kinds]
-        self.close()
+        """Close the files, and delete them, and folders made for them, if they are new."""
         if self.is_new:
-            for path in [*paths, self._manifest]:
+            for path in [*map(self._path_of, self._kinds), self._manifest]:
                 path.unlink(missing_ok=True)
+            self._remove_folders()
+        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "is_new", False) and not self._is_kept and self._lock >= 0:
@@ -249,12 +261,20 @@ class ColdFiles:
         elif hasattr(self, "_lock"):
             self.close()
 
+    def _remove_folders(self) -> None:
+        """Remove the folders that were made for the files, if they are empty but for the lock."""
+        if self._made_folders:
+            (self.folder / "lock").unlink(missing_ok=True)
+        for each in self._made_folders:
+            with suppress(OSError):  # it has files of others
+                each.rmdir()
+
     def _path_of(self, key: tuple[str, str]) -> Path:
         return self.folder / f"{quote('.'.join(key), safe='')}.bin"
 
-    def _make(self, kinds: Mapping[tuple[str, str], Kind]) -> None:
-        """Make files of zeros: all of them, or none."""
-        wanted = sum(kind.num_bytes for kind in kinds.values())
+    def _make(self, kinds: Mapping[tuple[str, str], Kind], later_bytes: int = 0) -> None:
+        """Make files of zeros: all of them, or none; the disk needs room for later ones, too."""
+        wanted = later_bytes + sum(kind.num_bytes for kind in kinds.values())
         # Checked before allocating, so that the attempt does not fill the disk for other programs.
         require_disk(self.folder, wanted)
         made: list[Path] = []
@@ -371,6 +391,7 @@ def open_cold_files(
     tables: Mapping[str, tuple[Sequence[int], torch.dtype]],
     *,
     has_budget: bool,
+    formula: RowOptimizer | None,
 ) -> ColdFiles | None:
     """Open the files that a module's arguments ask for; None for cold_tier="host".
 
@@ -379,6 +400,7 @@ def open_cold_files(
         cold_path: The folder, for "file" only.
         tables: Shape and dtype of every table, by name.
         has_budget: Whether the module has a budget, its own or from a plan.
+        formula: Updates the rows; its state will be on the disk, too.
 
     Raises:
         ColdTierDirty: a crash has left the folder dirty.
@@ -391,7 +413,12 @@ def open_cold_files(
     if cold_path is None:
         raise ConfigError("cold_tier='file' needs cold_path=, a folder for its files")
     require_budget_of_files(has_budget=has_budget)
-    return ColdFiles(cold_path, tables)
+    state_bytes = 0
+    if formula is not None:
+        for (num_rows, dim), dtype in tables.values():
+            of_row = sum(formula.state_sizes(dim).values()) * compute_dtype(dtype).itemsize
+            state_bytes += num_rows * of_row
+    return ColdFiles(cold_path, tables, state_bytes)
 
 
 def require_cold_tier(cold_tier: str, cold_path: Path | str | None) -> None:

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import recsys
+from recsys._support.sizes import format_bytes
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.cold import cold_files
@@ -368,7 +371,7 @@ def test_a_model_that_does_not_fit_is_left_as_it_was_without_files(tmp_path):
     assert [type(bag) for bag in model.bags] == [nn.EmbeddingBag] * 2
     assert [weight.data_ptr() for weight in model.parameters()] == addresses
     assert all(map(torch.equal, model.parameters(), before))
-    assert not list(tmp_path.glob("rows/*.bin"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_tables_that_the_disk_has_no_room_for_are_refused_at_once(tmp_path, monkeypatch):
@@ -388,7 +391,7 @@ def test_tables_that_the_disk_has_no_room_for_are_refused_at_once(tmp_path, monk
     with pytest.raises(ColdTierError, match=r"take 12.5 KiB on disk"):
         kept(torch.tensor([[3, 4]])).sum().backward()  # has state from now on
 
-    assert not list(tmp_path.glob("other/rows/*.bin"))
+    assert not (tmp_path / "other").exists()
     monkeypatch.undo()
     assert torch.equal(kept.weight, before)
     kept.row_optimizer.step()
@@ -405,7 +408,54 @@ def test_a_disk_that_says_no_leaves_no_half_of_the_tables(tmp_path, monkeypatch)
     with pytest.raises(ColdTierError, match="No space left on device"):
         in_files(SGD(lr=1.0), tmp_path)
 
-    assert not list(tmp_path.glob("rows/*.bin"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_start_leaves_a_folder_that_was_there(tmp_path, monkeypatch):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "notes.txt").touch()
+
+    with pytest.raises(BudgetTooSmall):
+        in_files(SGD(lr=1.0), tmp_path, budget=10)
+
+    assert {path.name for path in (tmp_path / "rows").iterdir()} == {"lock", "notes.txt"}
+    in_files(SGD(lr=1.0), tmp_path)
+
+
+def accelerated(optimizer, **options):
+    model = Model()
+    recsys.accelerate(model, optimizer=optimizer, **options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "num_bytes"),
+    [
+        (partial(HotColdEmbeddingBag, NUM_ROWS, DIM), NUM_ROWS * DIM * 4),
+        (partial(HotColdEmbeddingBagCollection, TABLES[:2]), 560 * 4 * 4),
+        (partial(HotColdEmbeddingCollection, TABLES[:2]), 560 * 4 * 4),
+        (accelerated, 490 * DIM * 4),
+    ],
+    ids=["bag", "pooled", "sequence", "accelerated"],
+)
+def test_a_disk_has_room_for_the_rows_and_their_state_or_is_refused(
+    make, num_bytes, tmp_path, monkeypatch
+):
+    options = {"budget": 8000, "cold_tier": "file", "cold_path": tmp_path / "new" / "rows"}
+    real = os.statvfs(tmp_path)
+
+    def set_free(free):
+        monkeypatch.setattr(
+            os, "statvfs", lambda _: type(real)((real[0], 1, *real[2:4], free, *real[5:]))
+        )
+
+    set_free(2 * num_bytes - 1)
+    with pytest.raises(ColdTierError, match=f"take {format_bytes(2 * num_bytes)} on disk"):
+        make(optimizer=Adagrad(lr=1.0), **options)
+    assert not list(tmp_path.iterdir())
+
+    set_free(2 * num_bytes)
+    make(optimizer=Adagrad(lr=1.0), **options)  # the same folder
 
 
 @pytest.mark.parametrize("folder", ["/proc/rows", "{tmp}/file/rows"])
