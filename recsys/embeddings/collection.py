@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
-from recsys.batch import (
-    JaggedIds,
-    PooledEmbeddings,
-)
+from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.lookup.collection_input import (
     id_error,
