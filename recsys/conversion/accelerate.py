@@ -303,6 +303,7 @@ def _choose_tiering(
         {name: (weight.shape, weight.dtype) for weight, name in names.items()},
         has_budget=budgeted is not None,
         formula=None if budgeted is None else chosen.specs[0].formula,
+        frozen={name for weight, name in names.items() if not weight.requires_grad},
     )
     if budgeted is None:
         return None

@@ -6,6 +6,7 @@ read, so tables may be on the "meta" device.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from recsys.embeddings.tiers.budget import (
 )
 from recsys.embeddings.tiers.cold.staging import num_staged
 from recsys.embeddings.tiers.slots import floor_bytes, require_numbers, row_bytes
+from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -142,15 +144,27 @@ class Share(NamedTuple):
         if not of_tracker:
             return [(num_slots, len(rows)) for num_slots, rows in divided]
         # A tracker has the budget divided again, when the tiers are there; see `divide_again`.
+        of_plan = [len(rows) for _, rows in divided]
+        slots = None
+        with suppress(BudgetTooSmall):
+            slots = self._divided_again(spaces, of_tracker, of_plan)
+        slots = slots or self._divided_again(spaces, of_tracker, None)
+        return [(num, min(num, len(rows))) for num, (_, rows) in zip(slots, divided, strict=True)]
+
+    def _divided_again(
+        self, spaces: Sequence[SpaceSize], of_tracker: int, pinned: Sequence[int] | None
+    ) -> list[int]:
+        assert self.budget_bytes is not None
         slots = divide_budget(
             self.budget_bytes,
             spaces,
             [1] * len(spaces),
+            pinned=pinned,
             may_stay=False,
             tracker_bytes=of_tracker,
         )
         assert slots is not None
-        return [(num, min(num, len(rows))) for num, (_, rows) in zip(slots, divided, strict=True)]
+        return slots
 
 
 def share_of_chosen(

@@ -49,7 +49,7 @@ class InputChecks:
             for feature in table.feature_names
         ]
         self._is_weighted, self._needs_samples = is_weighted, needs_samples
-        self._known_keys: list[str] = []  # of the last input, which have been checked
+        self._known_keys: list[str] | None = None  # of the last input, which have been checked
         self._limits: dict[str, int] = {}  # for each feature, the rows of its smallest table
         for position, feature in self._lookups:
             size = self._sizes[position]

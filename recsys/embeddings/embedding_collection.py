@@ -158,7 +158,7 @@ class HotColdEmbeddingCollection(AbstractTables):
             for position, table in enumerate(tables)
             for feature in table.feature_names
         ]
-        self._known_keys: list[str] = []  # of the last input, which have been checked
+        self._known_keys: list[str] | None = None  # of the last input, which have been checked
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "use TorchRec for tables on that device")
@@ -383,7 +383,7 @@ class HotColdEmbeddingCollection(AbstractTables):
             is_on_host = offsets.device.type == "cpu"
             require_bags(features, None, is_deferred=not is_on_host)
         ends = offsets[::size].tolist() if size else [0] * (len(keys) + 1)
-        require_all_in_bags(len(values), ends[-1])
+        require_all_in_bags(len(values), ends[-1])  # on a device nothing has checked it
         lengths = offsets.diff().view(len(keys), size)
         return {
             feature: (values[ends[number] : ends[number + 1]], lengths[number])

@@ -157,6 +157,13 @@ def test_a_value_that_is_no_row_is_named_by_feature_and_sample(budget):
             own.prefetch(ids)
 
 
+def test_an_input_without_features_names_those_that_are_missing():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+
+    with pytest.raises(KeyError, match=r"features \['user', 'friend', 'item'\] are missing"):
+        HotColdEmbeddingCollection(configs())(torchrec.KeyedJaggedTensor.empty())
+
+
 def test_bad_tables_and_features_are_refused_by_name():
     own = HotColdEmbeddingCollection(configs())
     with pytest.raises(KeyError, match=r"features \['friend', 'item'\] are missing"):

@@ -55,11 +55,11 @@ def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
         KeyError: a feature is missing.
         MalformedBags: a feature is there more than once.
     """
-    wanted = list(features)
+    wanted = list(dict.fromkeys(features))
     missing = [feature for feature in wanted if feature not in keys]
     if missing:
         raise KeyError(f"features {missing} are missing; the batch has {keys}")
-    repeated = [feature for feature in dict.fromkeys(wanted) if keys.count(feature) > 1]
+    repeated = [feature for feature in wanted if keys.count(feature) > 1]
     if repeated:
         raise MalformedBags(
             f"features {repeated} must be in the batch once, but its keys are {keys}; give each "

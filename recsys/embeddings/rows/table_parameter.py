@@ -289,8 +289,8 @@ def _require_no_group(table: LedgerParameter) -> None:
     if group is not None:
         raise ValueError(
             f"table {group.names[group.number_of(table)]!r}: a hook for its gradient would not be "
-            "called, because recsys updates its rows; leave optimizer= out, or register the hook "
-            "before recsys.accelerate, which then leaves the module as it is"
+            "called, because recsys updates its rows; with a torch optimizer change weight.grad "
+            "between backward and step instead, or leave optimizer= out"
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from recsys._support.sizes import round_up_bytes
-from recsys.embeddings.tiers.slots import floor_bytes, map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slots import map_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def divide_budget(
     spaces: Sequence[SpaceSize],
     least: Sequence[int],
     *,
+    pinned: Sequence[int] | None = None,
     may_stay: bool = True,
     tracker_bytes: int = 0,
 ) -> list[int] | None:
@@ -132,7 +133,8 @@ def divide_budget(
     Args:
         budget_bytes: The budget of fast memory, in bytes.
         spaces: The row spaces that share it.
-        least: The least number of slots of each space.
+        least: The least number of slots of each space, besides those of pinned rows.
+        pinned: The number of pinned rows of each space; None for none.
         may_stay: Whether the result may be None.
         tracker_bytes: Bytes of the budget that a `StalenessTracker` takes.
 
@@ -141,11 +143,11 @@ def divide_budget(
     """
     if may_stay and sum(space.resident_bytes for space in spaces) <= budget_bytes:
         return None
-    least = [max(1, count) for count in least]
+    pinned = [0] * len(spaces) if pinned is None else pinned
     num_rows = sum(space.num_rows for space in spaces)
-    floor = tracker_bytes + floor_bytes(
-        num_rows, [(count, space.slot_bytes) for count, space in zip(least, spaces, strict=True)]
-    )
+    fixed_bytes = tracker_bytes + map_bytes(num_rows)
+    needed, least = least, _slots(spaces, least, pinned, 0)
+    floor = fixed_bytes + _num_bytes(spaces, least)
     of_tracker = f", with the staleness tracker ({tracker_bytes} bytes)," if tracker_bytes else ""
     if budget_bytes < floor and max(least) == 1:
         per_row = ", ".join(f"{space.slot_bytes} (embedding_dim {space.dim})" for space in spaces)
@@ -167,14 +169,18 @@ def divide_budget(
             f"({round_up_bytes(floor)}), and further for later mini-batches that need more, or "
             "make the mini-batch smaller"
         )
-    left = budget_bytes - tracker_bytes - map_bytes(num_rows)
+    left = budget_bytes - fixed_bytes
+
+    def slots_with(per_table: int) -> list[int]:
+        return _slots(spaces, needed, pinned, per_table)
+
     # The most slots per table for which there is room; then what is left goes to the first spaces.
     per_table = bisect_right(
-        _per_table(spaces), left, key=lambda each: _num_bytes(spaces, _slots(spaces, least, each))
+        _per_table(spaces), left, key=lambda each: _num_bytes(spaces, slots_with(each))
     )
-    slots = _slots(spaces, least, per_table - 1)
+    slots = slots_with(per_table - 1)
     left -= _num_bytes(spaces, slots)
-    for number, more in enumerate(_slots(spaces, least, per_table)):
+    for number, more in enumerate(slots_with(per_table)):
         of_slot = spaces[number].slot_bytes
         added = min(more - slots[number], left // of_slot)
         slots[number] += added
@@ -182,12 +188,14 @@ def divide_budget(
     return slots
 
 
-def _slots(spaces: Sequence[SpaceSize], least: Sequence[int], per_table: int) -> list[int]:
-    """The slots of each space, with so many for each table besides the least, or one per row."""
+def _slots(
+    spaces: Sequence[SpaceSize], least: Sequence[int], pinned: Sequence[int], per_table: int
+) -> list[int]:
+    """The slots of each space: those of pinned rows, and so many for each table, or the least."""
     found = []
-    for space, needed in zip(spaces, least, strict=True):
+    for space, needed, num_pinned in zip(spaces, least, pinned, strict=True):
         shares = sum(min(size, per_table) for size in space.sizes)
-        found.append(max(needed, min(space.num_rows, needed - 1 + max(1, shares))))
+        found.append(max(1, min(space.num_rows, num_pinned + max(needed, shares, 1))))
     return found
 
 
@@ -200,22 +208,29 @@ def _num_bytes(spaces: Sequence[SpaceSize], slots: Sequence[int]) -> int:
     return sum(map(mul, slots, [space.slot_bytes for space in spaces]))
 
 
-def enough_bytes(spaces: Sequence[SpaceSize], needed: Sequence[int], tracker_bytes: int) -> int:
+def enough_bytes(
+    spaces: Sequence[SpaceSize],
+    needed: Sequence[int],
+    pinned: Sequence[int],
+    tracker_bytes: int,
+) -> int:
     """A budget that gives each row space the slots it needs when it is first divided.
 
     Args:
         spaces: The row spaces that share it.
-        needed: The slots that each needs; at most one for each row.
+        needed: The slots that each needs, besides those of pinned rows.
+        pinned: The number of pinned rows of each space.
         tracker_bytes: As for `divide_budget`.
     """
     least = [1] * len(spaces)
+    wanted = _slots(spaces, needed, pinned, 0)
 
     def is_enough(per_table: int) -> bool:
-        return all(map(ge, _slots(spaces, least, per_table), needed))
+        return all(map(ge, _slots(spaces, least, pinned, per_table), wanted))
 
     per_table = bisect_left(_per_table(spaces), True, key=is_enough)
     num_rows = sum(space.num_rows for space in spaces)
-    slots = _slots(spaces, least, per_table)
+    slots = _slots(spaces, least, pinned, per_table)
     return tracker_bytes + map_bytes(num_rows) + _num_bytes(spaces, slots)
 
 
@@ -242,15 +257,17 @@ def divide_for_pinned(
         BudgetTooSmall: the budget is smaller than the row maps and a slot of each space.
     """
 
-    def divide(least: Sequence[int]) -> list[tuple[int, NDArray[np.int32]]] | None:
-        slots = divide_budget(budget_bytes, spaces, least, may_stay=may_stay)
+    def divide(num_pinned: Sequence[int]) -> list[tuple[int, NDArray[np.int32]]] | None:
+        slots = divide_budget(
+            budget_bytes, spaces, [1] * len(spaces), pinned=num_pinned, may_stay=may_stay
+        )
         if slots is None:
             return None
         return [(num, rows[: num - 1]) for num, rows in zip(slots, pinned, strict=True)]
 
     with suppress(BudgetTooSmall):  # the plan assumed less state or a larger budget
-        return divide([len(rows) + 1 for rows in pinned])
-    return divide([1] * len(spaces))
+        return divide(list(map(len, pinned)))
+    return divide([0] * len(spaces))
 
 
 def order_pinned(

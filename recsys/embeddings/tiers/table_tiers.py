@@ -250,7 +250,9 @@ class Tiers:
 
     def resize(self, num_slots: int) -> None:
         """Replace the slots by another number of empty ones; no ticket may be held."""
+        num_dropped = max(0, len(self.pinned) - num_slots)
         self._remake(self._made_of._replace(num_slots=num_slots))
+        self.hot.num_unpinned += num_dropped
 
     def move_to(self, device: torch.device) -> None:
         """Replace the slots by empty ones on another device; no ticket may be held."""
@@ -298,14 +300,20 @@ class Tiers:
         self._versions.watch(tables, self._named_states())
 
     def mark_updated(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
-        """Mark the rows of a ledger as updated, and accept the tables' new versions.
+        """Note that the rows of a ledger were updated, and accept the tables' new versions.
 
         Args:
             ledger: The entries of the update.
             tables: Numbers of the updated tables.
         """
         self._updated.update(tables)
-        for entry in () if self.hot.are_marked_by_updates else ledger:
+        if not self.hot.are_marked_by_updates:
+            self._mark_slots(ledger)
+        self._versions.accept()
+
+    def _mark_slots(self, ledger: Iterable[LedgerEntry]) -> None:
+        """Mark the slots of the rows in a ledger as updated."""
+        for entry in ledger:
             ticket, updated, claimed = entry.ticket, entry.lookups, entry.claimed
             assert ticket is not None
             assert claimed is not None
@@ -318,7 +326,6 @@ class Tiers:
             self.residency.mark_updated(
                 ticket, None if is_whole else self._ranges_of(updated.distinct_tables)
             )
-        self._versions.accept()
 
     def keep_state_in(self, states: Sequence[RowSpace], *, are_others: bool) -> None:
         """Set the tables' state arrays.

@@ -162,14 +162,9 @@ def make_room(
         tiers.ahead.give_up_all()
         is_short = tiers.residency is short()
         needs.append(num_needed if is_short else num_distinct.get(each.group, 0))
-    least = [max(each.least_slots, need) for each, need in zip(groups, needs, strict=True)]
-    # A tiered group stays tiered. In a copy of a file tier, whose tables are in memory, the budget
-    # may suffice for all rows without slots and be too small for as many slots.
-    slots = None
-    with suppress(BudgetTooSmall):
-        slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
-    if slots is None:  # ignore what earlier mini-batches needed
-        least, slots = needs, _divide_slots(groups, budget_bytes, needs, tracker_bytes)
+    before = [max(each.least_slots, need) for each, need in zip(groups, needs, strict=True)]
+    # If what earlier mini-batches needed does not fit as well, this one alone counts.
+    least, slots = _divide_slots(groups, budget_bytes, [before, needs], tracker_bytes)
     _require_unused(groups, slots, needs, tracker_bytes)
     _resize_all(groups, slots, least)
 
@@ -192,21 +187,23 @@ def _require_unused(
         BudgetTooSmall: one has.
     """
     tiers = [tiers for each in groups if (tiers := each.group.tiers) is not None]
-    used, have = (
-        [each.residency.num_claimed for each in tiers],
-        [each.hot.num_slots for each in tiers],
-    )
+    used = [each.residency.num_claimed for each in tiers]
+    have = [each.hot.num_slots for each in tiers]
     if not any(count and old != new for count, old, new in zip(used, have, slots, strict=True)):
         return
     short = next(number for number in range(len(groups)) if needs[number] > have[number])
+    wanted = [
+        max(most) for most in zip(needs, used, [each.least_slots for each in groups], strict=True)
+    ]
     spaces = [each.space_size() for each in groups]
-    enough = enough_bytes(spaces, list(map(max, needs, used)), tracker_bytes)
+    enough = enough_bytes(spaces, wanted, _num_planned(groups), tracker_bytes)
     raise BudgetTooSmall(
         f"budget: table {groups[short].group.names[0]!r} and those that share its slots need "
         f"{needs[short]} of them and have {have[short]}, and the budget cannot be divided anew "
         f"while {sum(used)} rows are in use, by lookups of the same mini-batch or of one whose "
-        f"loss or outputs still exist; raise it to {enough} ({round_up_bytes(enough)}), or delete "
-        "the loss and outputs of earlier mini-batches"
+        f"loss or outputs still exist; raise it to {enough} ({round_up_bytes(enough)}), and "
+        "further for later lookups that need more, or delete the loss and outputs of earlier "
+        "mini-batches"
     )
 
 
@@ -222,8 +219,8 @@ def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_byte
         BudgetTooSmall: the budget is too small for the rows that a mini-batch has needed; or slots
             that would have to be removed are in use.
     """
-    least = [each.least_slots for each in groups]
-    slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
+    needed = [each.least_slots for each in groups]
+    least, slots = _divide_slots(groups, budget_bytes, [needed], tracker_bytes)
     for each, num_slots in zip(groups, slots, strict=True):
         tiers = each.group.tiers
         assert tiers is not None
@@ -257,12 +254,48 @@ def _growth(divided: tuple[GroupUpdater, int, int]) -> int:
 
 
 def _divide_slots(
-    groups: Sequence[GroupUpdater], budget_bytes: int, least: Sequence[int], tracker_bytes: int
-) -> list[int]:
-    sizes = [each.space_size() for each in groups]
-    slots = divide_budget(budget_bytes, sizes, least, may_stay=False, tracker_bytes=tracker_bytes)
-    assert slots is not None
-    return slots
+    groups: Sequence[GroupUpdater],
+    budget_bytes: int,
+    wanted: Sequence[Sequence[int]],
+    tracker_bytes: int,
+) -> tuple[Sequence[int], list[int]]:
+    """Divide a budget among groups in two tiers, which stay so.
+
+    Args:
+        groups: All groups of one updater.
+        budget_bytes: Limit for slots, row maps and tracker.
+        wanted: The least number of slots of each group, what is wanted most first. With one of
+            them a plan's rows keep their slots, if the budget has room for both.
+        tracker_bytes: Bytes of the budget that a tracker takes.
+
+    Returns:
+        Those of `wanted` for which there is room, and the number of slots of each group.
+
+    Raises:
+        BudgetTooSmall: there is room for none of them.
+    """
+    sizes, planned = [each.space_size() for each in groups], _num_planned(groups)
+
+    def divide(pinned: Sequence[int] | None, least: Sequence[int]) -> list[int]:
+        # In a copy of a file tier, whose tables are in memory, the budget may suffice for all rows
+        # without slots and be too small for as many slots.
+        slots = divide_budget(
+            budget_bytes, sizes, least, pinned=pinned, may_stay=False, tracker_bytes=tracker_bytes
+        )
+        assert slots is not None
+        return slots
+
+    choices = [(pinned, each) for pinned in (planned, None) for each in wanted]
+    for pinned, least in choices[:-1]:
+        with suppress(BudgetTooSmall):
+            return least, divide(pinned, least)
+    pinned, least = choices[-1]
+    return least, divide(pinned, least)
+
+
+def _num_planned(groups: Sequence[GroupUpdater]) -> list[int]:
+    """The number of rows of each group that a plan pins."""
+    return [len(tiers.pinned) for each in groups if (tiers := each.group.tiers) is not None]
 
 
 def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:

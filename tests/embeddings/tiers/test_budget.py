@@ -83,7 +83,7 @@ def test_slots_that_a_row_space_must_have_come_first():
     budget_bytes = 4 * 10_300 + 24 * 200
 
     assert divide_budget(budget_bytes, sizes, [1, 1]) == [100, 100]
-    assert divide_budget(budget_bytes, sizes, [160, 1]) == [180, 20]
+    assert divide_budget(budget_bytes, sizes, [160, 1]) == [160, 40]
     with pytest.raises(BudgetTooSmall, match="60 of embedding_dim 4, 141 of embedding_dim 4"):
         divide_budget(budget_bytes, sizes, [60, 141])
 
@@ -92,14 +92,33 @@ def test_slots_that_a_row_space_must_have_come_first():
 def test_the_budget_that_is_enough_for_some_slots_gives_them(sizes, data):
     needed = [data.draw(st.integers(1, size.num_rows)) for size in sizes]
 
-    enough = enough_bytes(sizes, needed, 0)
+    least, pinned = [1] * len(sizes), [data.draw(st.integers(0, 2)) for _ in sizes]
+    wanted = [
+        min(size.num_rows, sum(each)) for size, *each in zip(sizes, needed, pinned, strict=True)
+    ]
 
-    slots = divide_budget(enough, sizes, [1] * len(sizes), may_stay=False)
-    assert all(map(ge, slots, needed))
-    of_needed = sum(4 * size.num_rows for size in sizes) + max(
-        sum(size.slot_bytes * min(size.num_rows, count) for size in sizes) for count in needed
+    enough = enough_bytes(sizes, needed, pinned, 0)
+
+    slots = divide_budget(enough, sizes, least, pinned=pinned, may_stay=False)
+    assert all(map(ge, slots, wanted))
+    maps = sum(4 * size.num_rows for size in sizes)
+    assert enough <= maps + max(
+        sum(
+            size.slot_bytes * min(size.num_rows, count + num_pinned)
+            for size, num_pinned in zip(sizes, pinned, strict=True)
+        )
+        for count in needed
     )
-    assert enough <= of_needed
+
+
+def test_slots_of_pinned_rows_come_beside_those_of_mini_batches():
+    sizes = [space(300, 4), space(10_000, 4)]
+    budget_bytes = 4 * 10_300 + 24 * 200
+
+    assert divide_budget(budget_bytes, sizes, [1, 1], pinned=[80, 20]) == [130, 70]
+    assert divide_budget(budget_bytes, sizes, [60, 1], pinned=[80, 20]) == [140, 60]
+    with pytest.raises(BudgetTooSmall, match="140 of embedding_dim 4, 61 of embedding_dim 4"):
+        divide_budget(budget_bytes, sizes, [60, 41], pinned=[80, 20])
 
 
 def test_what_one_mini_batch_needed_is_not_kept_from_the_next_one():

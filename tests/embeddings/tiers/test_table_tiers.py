@@ -545,6 +545,25 @@ def test_slots_that_a_kept_graph_needs_are_not_taken_from_it():
     module(wide)
 
 
+def test_rows_of_a_plan_keep_their_slots_when_the_budget_is_shared_anew():
+    tables = [
+        TableConfig(name="small", num_embeddings=100, embedding_dim=4),
+        TableConfig(name="large", num_embeddings=3000, embedding_dim=8),
+    ]
+    profile = PopularityProfile({"small": 100, "large": 3000})
+    profile.add(one_sample(torch.arange(60).repeat(50), torch.arange(0)))
+    budget = 4 * 3100 + 60 * 24 + 40 * 40
+    plan = plan_hot_rows(profile, tables, budget, SGD(lr=0.1), window_lookups=20)
+    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1), plan=plan)
+    planned = len(tiers_of(module)[0].pinned)
+    before = [tiers.hot.num_slots for tiers in tiers_of(module)]
+
+    module(one_sample(torch.arange(2), torch.arange(before[1] + 1))).values().sum().backward()
+
+    assert [tiers.hot.num_slots for tiers in tiers_of(module)] != before
+    assert len(tiers_of(module)[0].pinned) == planned == 60
+
+
 def test_rows_of_a_plan_stay_in_their_slots():
     tables = [TableConfig(name="users", num_embeddings=400, embedding_dim=4)]
     popular = torch.tensor([7, 3, 390])

@@ -33,7 +33,7 @@ from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_ma
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -104,12 +104,13 @@ class ColdFiles:
         self._guard = threading.RLock()
         above = self.folder, *self.folder.parents
         self._made_folders = [each for each in above if not os.path.lexists(each)]
-        self._lock = lock_folder(self.folder)
+        self._kinds: dict[tuple[str, str], Kind] = {}
+        self.is_new, self._lock = False, -1
         try:
+            self._lock = lock_folder(self.folder)
             wanted = {(name, "weight"): Kind.of(*kind) for name, kind in tables.items()}
             found = self._read_manifest()
             self.is_new = found is None
-            self._kinds: dict[tuple[str, str], Kind] = {}
             self.numbers: dict[str, dict[str, float]] = {}
             self._is_dirty = True
             if found is None:
@@ -122,8 +123,7 @@ class ColdFiles:
                 for key in self._kinds:
                     self._map(key)
         except BaseException:
-            self._remove_folders()
-            self.close()
+            self.discard()
             raise
 
     def array(self, table: str, name: str = "weight") -> Tensor | None:
@@ -252,7 +252,7 @@ class ColdFiles:
         if self.is_new:
             for path in [*map(self._path_of, self._kinds), self._manifest]:
                 path.unlink(missing_ok=True)
-            self._remove_folders()
+        self._remove_folders()
         self.close()
 
     def __del__(self) -> None:
@@ -262,8 +262,8 @@ class ColdFiles:
             self.close()
 
     def _remove_folders(self) -> None:
-        """Remove the folders that were made for the files, if they are empty but for the lock."""
-        if self._made_folders:
+        """Remove the folders that were made for the files, if they are empty but for our lock."""
+        if self._made_folders and self._lock >= 0:
             (self.folder / "lock").unlink(missing_ok=True)
         for each in self._made_folders:
             with suppress(OSError):  # it has files of others
@@ -392,6 +392,7 @@ def open_cold_files(
     *,
     has_budget: bool,
     formula: RowOptimizer | None,
+    frozen: Collection[str] = (),
 ) -> ColdFiles | None:
     """Open the files that a module's arguments ask for; None for cold_tier="host".
 
@@ -401,6 +402,7 @@ def open_cold_files(
         tables: Shape and dtype of every table, by name.
         has_budget: Whether the module has a budget, its own or from a plan.
         formula: Updates the rows; its state will be on the disk, too.
+        frozen: Names of the tables that it does not update.
 
     Raises:
         ColdTierDirty: a crash has left the folder dirty.
@@ -415,9 +417,9 @@ def open_cold_files(
     require_budget_of_files(has_budget=has_budget)
     state_bytes = 0
     if formula is not None:
-        for (num_rows, dim), dtype in tables.values():
+        for name, ((num_rows, dim), dtype) in tables.items():
             of_row = sum(formula.state_sizes(dim).values()) * compute_dtype(dtype).itemsize
-            state_bytes += num_rows * of_row
+            state_bytes += 0 if name in frozen else num_rows * of_row
     return ColdFiles(cold_path, tables, state_bytes)
 
 

@@ -411,6 +411,34 @@ def test_a_disk_that_says_no_leaves_no_half_of_the_tables(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_start_that_fails_at_its_last_file_can_be_tried_again(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cold_files.ColdFiles, "_write_manifest", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        in_files(SGD(lr=1.0), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+    monkeypatch.undo()
+    in_files(SGD(lr=1.0), tmp_path)
+
+
+def test_no_room_is_needed_for_the_state_of_a_frozen_table(tmp_path, monkeypatch):
+    model, real = Model(), os.statvfs(tmp_path)
+    model.bags[0].weight.requires_grad_(False)
+    free = (NUM_ROWS + 90 + 90) * DIM * 4
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: type(real)((real[0], 1, *real[2:4], free, *real[5:]))
+    )
+
+    recsys.accelerate(
+        model, optimizer=Adagrad(lr=1.0), budget=8000, cold_tier="file", cold_path=tmp_path / "rows"
+    )
+
+    assert (tmp_path / "rows" / "arrays.json").is_file()
+
+
 def test_a_failed_start_leaves_a_folder_that_was_there(tmp_path, monkeypatch):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "notes.txt").touch()
