@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,9 +119,14 @@ class SavedState:
             raise self.error(key, f"a tensor {shape} of {dtype}")
         return value
 
-    def inner(self, key: str, keys: Collection[str]) -> SavedState:
-        """A state inside this one, with these keys."""
-        return SavedState(f"{self._place}: {key}", self._entries[key], keys)
+    def inner(
+        self, key: str, keys: Collection[str], absent: Mapping[str, Any] = MappingProxyType({})
+    ) -> SavedState:
+        """A state inside this one, with these keys; `absent` has those that older versions lack."""
+        entries = self._entries[key]
+        if isinstance(entries, Mapping):
+            entries = {**absent, **entries}
+        return SavedState(f"{self._place}: {key}", entries, keys)
 
     def error(self, key: str, rule: str) -> ConfigError:
         """The error about an entry that breaks a rule."""

@@ -27,6 +27,7 @@ __all__ = [
 
 STAGES = (
     "load",
+    "skip",
     "prefetch_wait",
     "forward",
     "backward",
@@ -50,6 +51,7 @@ class StageClock:
     """Assigns all time since `start` to stages.
 
         load              waiting for the next mini-batch
+        skip              finding stale rows, choosing and joining samples, the guard
         prefetch_wait     waiting for rows from the cold tier
         forward           also claiming slots for later mini-batches
         backward
@@ -146,7 +148,7 @@ class StageClock:
             ConfigError: `state` is no state of a clock.
         """
         found = SavedState("clock state", state, ("seconds", "waited", "busy"))
-        stages = found.inner("seconds", STAGES)
+        stages = found.inner("seconds", STAGES, absent={"skip": 0.0})
         seconds = {stage: stages.number(stage) for stage in STAGES}
         lengths = range(_RATIOS + 1, _RATIOS + 2)
         waited, busy = found.numbers("waited", lengths), found.numbers("busy", lengths)
@@ -165,6 +167,7 @@ _RATIOS = 64  # resolution of the ratio of waiting to transfers
 _TITLES = {"prefetch_wait": "prefetch wait", "write_back_wait": "write-back wait"}
 _REMEDIES = {
     "load": "read more mini-batches ahead (prefetch), or put the data on a faster disk",
+    "skip": "decide less often (skip.staleness.window, skip.staleness.count_every)",
     "prefetch_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
     "write_back_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
     "checkpoint": "write checkpoints less often (checkpoint.every_seconds)",
@@ -218,6 +221,8 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
+    if not training.get("skip"):
+        training.pop("skip", None)  # nothing is skipped
     total = sum(training.values())
     if not total:
         return "no step was made"

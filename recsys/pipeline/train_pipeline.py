@@ -168,7 +168,7 @@ class TrainPipeline:
         self._num_steps = self._num_ahead = 0
         self.skipping: Skipping | None = None
         if skip is not None:
-            self.skipping = Skipping(skip, model, self._inputs, self._max_depth)
+            self.skipping = Skipping(skip, model, self._inputs, self._max_depth, self.clock)
 
     @property
     def mean_depth(self) -> float:

@@ -28,6 +28,7 @@ __all__ = [
 # Work is blue and green, waiting is orange and red; colour-blind readers tell neighbours apart.
 STAGE_COLORS = {
     "load": "#E69F00",
+    "skip": "#882255",
     "prefetch_wait": "#D55E00",
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -37,7 +38,7 @@ STAGE_COLORS = {
     "checkpoint": "#F0E442",
     "other": "#BBBBBB",
 }
-_DARK = ("backward", "update", "prefetch_wait")  # their labels are white
+_DARK = ("backward", "update", "prefetch_wait", "skip")  # their labels are white
 _LEAST_LABELLED = 0.06  # of the bar; a label does not fit in less
 # Keys in which variations may differ that are compared by speed and memory.
 _TIER_KEYS = ("budget", "plan", "cold_tier", "cold_path", "schedule", "seed")

@@ -103,6 +103,7 @@ def test_a_resumed_clock_continues_with_the_seconds_of_the_saved_one(now):
     "change",
     [
         {"seconds": {}},
+        {"seconds": dict.fromkeys(STAGES[2:], 1.0)},
         {"seconds": dict.fromkeys(STAGES, -1.0)},
         {"seconds": [0.0] * len(STAGES)},
         {"waited": [0.0]},
@@ -115,6 +116,15 @@ def test_a_malformed_state_of_a_clock_is_refused(change):
 
     with pytest.raises(ConfigError, match="clock state: "):
         clock.load_state_dict(clock.state_dict() | change)
+
+
+def test_a_state_from_before_skipping_was_measured_loads():
+    clock, state = StageClock(), StageClock().state_dict()
+    del state["seconds"]["skip"]
+
+    clock.load_state_dict(state)
+
+    assert clock.seconds["skip"] == 0
 
 
 class SlowStore:
@@ -265,23 +275,25 @@ def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest
     clock.seconds |= dict.fromkeys(STAGES, 1.0) | {"prefetch_wait": 14.0, "evaluate": 100.0}
     suggestions = [
         Suggestion("prefetch", 4, 0.1, is_upper_bound=True),
-        Suggestion("schedule.depth", 4, 10.5, is_upper_bound=True),
-        Suggestion("budget", 512 * 2**20, 6.51, is_upper_bound=False),
+        Suggestion("schedule.depth", 4, 11.0, is_upper_bound=True),
+        Suggestion("budget", 512 * 2**20, 6.82, is_upper_bound=False),
     ]
 
     lines = format_stalls(describe_stalls(clock, suggestions)).splitlines()
 
     titles = [stage_title(stage) for stage in STAGES if stage != "evaluate"]
     assert [line[:20].strip() for line in lines[1 : 1 + len(titles)]] == titles
-    assert lines[2].split() == ["prefetch", "wait", "14.00", "66.7%"]
+    assert lines[3].split() == ["prefetch", "wait", "14.00", "63.6%"]
     assert lines[1 + len(titles) :] == [
         "prefetch wait takes the most time; to shorten it, use a larger budget, or look more "
         "mini-batches ahead (schedule.depth)",
         "schedule.depth=4 would save at most 50% of the time (2.00 times the speed)",
         "a budget of 512 MiB would save 31% of the time (1.45 times the speed)",
     ]
-    clock.seconds["backward"] = 90.0
-    assert "compute faster" in format_stalls(describe_stalls(clock, []))
+    clock.seconds |= {"backward": 90.0, "skip": 0.0}
+    table = format_stalls(describe_stalls(clock, []))
+    assert "compute faster" in table
+    assert "skip" not in table
 
 
 def test_a_picture_of_a_timeline_shows_ten_steps_after_the_first():

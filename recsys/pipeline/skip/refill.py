@@ -197,6 +197,8 @@ class Refill:
         setting: The setting that leaves samples out, for errors and warnings.
         on_too_few: Called with a warning if a policy leaves so many samples out that others are
             kept, or nothing is trained in a pass.
+        mark: Called with the stage that has ended: "load" after a raw mini-batch was taken, "skip"
+            after choosing and joining.
         refills: Whether mini-batches have full size.
 
     Attributes:
@@ -209,11 +211,13 @@ class Refill:
         position: Position,
         setting: str,
         on_too_few: Callable[[str], None] = warnings.warn,
+        mark: Callable[[str], None] = lambda stage: None,
         *,
         refills: bool = True,
     ) -> None:
         self._refills = refills
         self._choose, self._setting, self._on_too_few = choose, setting, on_too_few
+        self._mark = mark
         # After the last mini-batch that was used, and after each one that was handed out since.
         self._positions = deque([position])
         # After the last raw mini-batch that was taken. A resumed run may have smaller ones than
@@ -257,10 +261,14 @@ class Refill:
                 if self._waiting:
                     break
                 raise StopIteration
-            passed = self._choose_from_raw(iterator, prepare)
-            if passed is not None:
-                return passed
-        return self._hand_out()
+            self._mark("load")
+            made = self._choose_from_raw(iterator, prepare)
+            self._mark("skip")
+            if made is not None:
+                return made
+        made = self._hand_out()
+        self._mark("skip")
+        return made
 
     def set_num_waiting(self, iterator: Any, num_batches: int) -> None:
         """Count all mini-batches but the last `num_batches` as used."""

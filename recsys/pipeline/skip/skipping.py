@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from recsys.pipeline.inputs import Inputs
     from recsys.pipeline.skip.refill import Chosen, RawBatch
+    from recsys.pipeline.stalls import StageClock
     from recsys.pipeline.window import MiniBatch, Windows
 
 __all__ = ["Skipping", "load_skipping"]
@@ -63,8 +65,7 @@ _STATE_KEYS = (
 _MOST = 2**62
 _MOST_SHARES = 256
 _STEPS_PER_SHARE = 100
-# Steps in a row that failed, at the most, in a state.
-_MOST_FAILED = 10_000
+_MOST_FAILED = 10_000  # steps in a row that failed, in a state
 # What the share over time is computed from.
 _COUNTS = ("num_batches", "num_seen", "num_kept", "num_checked", "num_stale")
 
@@ -77,6 +78,7 @@ class Skipping:
         model: The model that is trained.
         inputs: Finds the ids of a mini-batch.
         max_depth: The most mini-batches that the schedule makes ahead.
+        clock: Measures what skipping takes, as its stage "skip".
 
     Attributes:
         policy: As given.
@@ -92,13 +94,18 @@ class Skipping:
     """
 
     def __init__(
-        self, policy: Policy | Paper, model: nn.Module, inputs: Inputs, max_depth: int
+        self,
+        policy: Policy | Paper,
+        model: nn.Module,
+        inputs: Inputs,
+        max_depth: int,
+        clock: StageClock,
     ) -> None:
         if not isinstance(policy, Policy | Paper):
             raise TypeError(
                 f"skip must be a policy such as DropInput(), or None, got {type(policy).__name__}"
             )
-        self.policy = policy
+        self.policy, self._clock = policy, clock
         self._setting = f"skip={_short(policy)}"
         if gives_weights(policy) and not getattr(model, "uses_sample_weights", False):
             raise ValueError(
@@ -211,7 +218,8 @@ class Skipping:
             position = position._replace(full_size=size)
         choose = self._choose if self.paper is None else self.paper.chooser(iterator)
         refills = getattr(self.policy, "refill", not isinstance(self.policy, Importance))
-        self._refill = Refill(choose, position, self._setting, self._warn, refills=refills)
+        mark = self._clock.mark
+        self._refill = Refill(choose, position, self._setting, self._warn, mark, refills=refills)
         window.refill = self._refill
 
     def begin_step(self, current: MiniBatch) -> None:
@@ -225,6 +233,7 @@ class Skipping:
             freezes = guard is None or not (guard.is_open(number) or not guard.factor_of(number))
             tracker.begin_step(number, freezes=freezes)
             self._num_seen = self.position.num_seen
+        self._clock.mark("skip")
 
     def end_step(self, current: MiniBatch, output: Any) -> None:
         """Called after each training step.
@@ -236,6 +245,7 @@ class Skipping:
         Raises:
             ValueError: there is a guard, and the output is not (loss, logits, labels).
         """
+        self._clock.mark("update")
         number = _number_of(current)
         if self.guard is not None and self.guard.is_open(number):
             self._check_quality(self.guard, current, output)
@@ -246,6 +256,7 @@ class Skipping:
             self.importance.end_step(current.refilled, current.batch)
         if not (number + 1) % self._steps_per_share:
             self._add_share()
+        self._clock.mark("skip")
 
     def cancel_step(self) -> None:
         """Called after a step that raised an error: later updates are not those of its step."""
@@ -384,7 +395,6 @@ class Skipping:
             self.importance.load_state_dict(found["importance"], num_batches)
 
     def _check_quality(self, guard: QualityGuard, current: MiniBatch, output: Any) -> None:
-        number, is_stale = _number_of(current), None
         if not _is_scored(output):
             raise ValueError(
                 f"{self._setting}: the guard needs the predictions, so the model must return "
@@ -392,11 +402,9 @@ class Skipping:
                 f"type {type(output).__name__}; return that, or set guard=None"
             )
         logits, labels = output[1], output[2]
-        if current.refilled is not None and current.refilled.is_stale is not None:
-            is_stale = torch.from_numpy(current.refilled.is_stale)
-        if is_stale is None:
-            is_stale = torch.zeros(labels.numel(), dtype=torch.bool)
-        if guard.add(number, logits, labels, is_stale):
+        known = None if current.refilled is None else current.refilled.is_stale
+        is_stale = torch.from_numpy(np.zeros(labels.numel(), bool) if known is None else known)
+        if guard.add(_number_of(current), logits, labels, is_stale):
             self._set_share()
 
     def _set_share(self) -> None:

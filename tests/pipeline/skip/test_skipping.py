@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recsys.datasets.loader import BatchLoader
+from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.pipeline import (
     FAE,
     Auto,
@@ -252,3 +253,31 @@ def test_a_hot_cold_loader_with_a_fixed_rate_resumes(skips, name):
     run.train()
 
     skips.require_equal(expected, run)
+
+
+def test_what_skipping_takes_is_a_stage_of_its_own(skips, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("recsys.pipeline.stalls.time.perf_counter", lambda: now[0])
+
+    def takes(owner, name, seconds):
+        method = getattr(owner, name)
+
+        def slow(*arguments, **more):
+            now[0] += seconds
+            return method(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    run = skips.Run(Sequential(), skips.POLICIES["drop_input guarded"])
+    takes(SampleChoice, "__call__", 10)
+    takes(StalenessTracker, "end_step", 100)
+    takes(torch.optim.Adagrad, "step", 1000)
+    run.train(num_epochs=2)
+
+    seconds = {stage: spent for stage, spent in run.pipeline.clock.seconds.items() if spent}
+    num_raw, num_steps = 2 * 1600 // 16, len(run.losses)
+    assert num_steps < num_raw
+    assert seconds == {
+        "skip": 10 * num_raw + 100 * num_steps,
+        "update": 1000 * num_steps,
+    }
