@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.row_space import RowSpace
 
-__all__ = ["Bags", "Lookups", "counts_up"]
+__all__ = ["NO_OFFSETS", "Bags", "Lookups", "counts_up"]
+
+# For kernels, if bag i is value i. It has one dtype, because numba compiles a kernel for each
+# combination of dtypes.
+NO_OFFSETS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

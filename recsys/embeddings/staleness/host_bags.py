@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys.embeddings.kernels.torch.bags import TorchBags
+from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +28,7 @@ def kernel_arguments(lookups: Lookups, bags: Any) -> Any:
         bags: The input, with rows; that of a device is copied to the host, which waits.
 
     Returns:
-        Tables and positions, (L,) uint64; values, (N,); offsets, (F * B + 1,), without meaning if
+        Tables and positions, (L,) uint64; values, (N,); offsets, (F * B + 1,), empty if
         bag i is value i; whether it is; B; and the padding id, which is not looked up.
     """
     values: NDArray[Any] = bags.values
@@ -42,7 +43,7 @@ def kernel_arguments(lookups: Lookups, bags: Any) -> Any:
         lookups.tables,
         lookups.positions,
         values,
-        values if offsets is None else offsets,
+        NO_OFFSETS if offsets is None else offsets,
         int(offsets is None),
         bags.batch_size,
         padding,

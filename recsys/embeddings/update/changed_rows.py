@@ -21,6 +21,7 @@ from recsys._support.torch_compat import version_of
 from recsys.embeddings.kernels.torch import bags as torch_bags
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.row_space import RowNumbers
+from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -176,7 +177,7 @@ class ChangedRows:
             lookups.tables,
             lookups.positions,
             bags.values,
-            bags.values if bags.offsets is None else bags.offsets,
+            NO_OFFSETS if bags.offsets is None else bags.offsets,
             int(bags.offsets is None),
             bags.batch_size,
             1 if is_small else num_parts(),

@@ -38,6 +38,7 @@ from recsys.embeddings.kernels.cpu.row_sort import (
 )
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.ledger import Segments, join_ledger
+from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +123,7 @@ def row_update(
         joined.order,
         joined.segments,
         bags.values,
-        bags.values if bags.offsets is None else bags.offsets,
+        NO_OFFSETS if bags.offsets is None else bags.offsets,
         space.nothing if bags.weights is None else bags.weights,
         int(bags.offsets is None),
         int(bags.weights is not None),

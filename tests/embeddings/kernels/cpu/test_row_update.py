@@ -403,3 +403,20 @@ def test_steps_that_the_nearest_number_loses_add_up_by_chance(dtype):
     assert by_chance[1].double().mean().item() - 1 == pytest.approx(
         num_steps * step, abs=5 * deviation
     )
+
+
+def test_with_ids_of_32_bits_bags_of_one_value_need_no_kernel_of_their_own():
+    generator = torch.Generator().manual_seed(0)
+    kernel = module._row_update_kernel(0, 8)._serial
+
+    for longest in (3, None):  # rows in slots are numbered by 32 bits, whatever their offsets are
+        entry = make_entry(5, 4, generator, longest=longest, has_weights=False)
+        bags = entry.bags._replace(values=entry.bags.values.astype(np.int32))
+        assert (bags.offsets is None) == (longest is None)
+        space = RowSpace(make_tables(5, generator))
+        entry = entry._replace(bags=bags)
+        row_update(space, [], SGD(lr=0.5), np.tile([0.5, 0.0], (len(SIZES), 1)), [entry])
+        if longest:
+            before = len(kernel.signatures)
+
+    assert len(kernel.signatures) == before
