@@ -4,7 +4,7 @@ import os
 import pytest
 
 from recsys.bench.file_tier import FileTierCase, bench_file_tier, scaled_table_sizes
-from recsys.bench.parts.disk import best_num_threads
+from recsys.bench.parts.disk import PAGE_BYTES, Disk, best_num_threads
 from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.parts.scheduled import Turn
 from recsys.cli import main
@@ -146,3 +146,10 @@ def test_kaggles_tables_grow_by_one_factor():
 def test_the_command_asks_for_a_folder(capsys):
     assert main(["bench", "tiers", "--cold-tier", "file"]) != 0
     assert "--cold-tier file needs --cold-path" in capsys.readouterr().err
+
+
+def test_a_thread_that_starts_late_reads_at_least_once(tmp_path):
+    (tmp_path / "rows.bin").write_bytes(bytes(PAGE_BYTES))
+    disk = Disk(tmp_path, 0.0, is_direct=False)
+
+    assert disk.turn(2) > 0

@@ -68,7 +68,10 @@ class Disk:
         end = time.perf_counter() + self._seconds
 
         def read(thread: int) -> None:
-            while time.perf_counter() < end and counts[thread] < _MOST_READS:
+            # At least once, however late a busy machine starts the thread.
+            while not counts[thread] or (
+                time.perf_counter() < end and counts[thread] < _MOST_READS
+            ):
                 begin = counts[thread]
                 self._read(thread, pages[thread], begin, begin + _READS_PER_CALL)
                 counts[thread] += _READS_PER_CALL
