@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 __all__ = ["optimizers_to_step"]
@@ -17,7 +18,10 @@ __all__ = ["optimizers_to_step"]
 def optimizers_to_step(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
 ) -> list[Optimizer]:
-    """The given optimizers, and row optimizers of the model that do not step in backward."""
+    """The given optimizers, and row optimizers of the model that do not step in backward.
+
+    Warns of an optimizer that `recsys.accelerate` was given, and the pipeline was not.
+    """
     given = [] if optimizer is None else optimizer
     optimizers = list(given) if isinstance(given, Sequence) else [given]
     for module in model.modules():
@@ -26,8 +30,23 @@ def optimizers_to_step(
             optimizers.append(own)
     # Row optimizers step first: if one of them raises, no other parameter has been updated.
     of_rows = {
-        id(updater.optimizer)
+        id(updater.optimizer): updater.optimizer
         for module in model.modules()
         if (updater := getattr(module, "row_updater", None)) is not None
     }
+    known = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
+    for each in of_rows.values():
+        if model.training and not isinstance(each, FusedOptimizer):
+            if not any(id(parameter) in known for parameter in _parameters(each)):
+                warnings.warn(
+                    f"optimizer= lacks the {type(each).__name__} that recsys.accelerate was given, "
+                    "so its parameters are never trained; pass it, too",
+                    stacklevel=3,
+                )
     return sorted(optimizers, key=lambda each: id(each) not in of_rows)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer has, also one that is wrapped."""
+    groups = getattr(optimizer, "param_groups", ())
+    return [parameter for group in groups for parameter in group["params"]]

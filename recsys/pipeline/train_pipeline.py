@@ -89,7 +89,7 @@ class TrainPipeline:
     Args:
         model: Maps a mini-batch to (loss, output), as TorchRec's train models do.
         optimizer: The optimizer of the dense part, or several, or None. Recsys optimizers of rows
-            need not be listed; they step together with it, once per step.
+            need not be listed; they step with it, once per step. Those given to `accelerate` must.
         device: Where mini-batches are moved; None leaves them where they are.
         schedule: What runs when; `Auto()` measures and chooses. Default: `LookAhead(depth=2)` if
             rows are in two tiers, else `Sequential()`.

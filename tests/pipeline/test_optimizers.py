@@ -1,0 +1,80 @@
+"""Which optimizers a pipeline steps, and what it says of one that it was not given."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.pipeline import TrainPipeline
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(100, 4, mode="sum", sparse=True)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        loss = self.top(self.bag(ids)).square().mean()
+        return loss, loss.detach()
+
+
+@pytest.fixture
+def made():
+    """An accelerated model, and the optimizers of its rows and of its dense part."""
+    model = Model()
+    rows = torch.optim.SGD(model.bag.parameters(), lr=0.1)
+    dense = torch.optim.SGD(model.top.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=rows)
+    return model, rows, dense
+
+
+def moves_rows(model, optimizers):
+    before = model.bag.weight.detach().clone()
+    for _ in TrainPipeline(model, optimizers).steps([torch.arange(10).view(5, 2)]):
+        pass
+    return not torch.equal(model.bag.weight, before)
+
+
+@pytest.mark.parametrize("is_dense_given", [True, False])
+def test_an_optimizer_that_accelerate_was_given_and_the_pipeline_was_not_is_named(
+    made, is_dense_given
+):
+    model, _, dense = made
+
+    with pytest.warns(UserWarning, match=r"lacks the SGD that .*, so its parameters are never"):
+        has_moved = moves_rows(model, dense if is_dense_given else None)
+
+    assert not has_moved
+
+
+class Wrapped:
+    """Of another class, as TorchRec's wrappers are."""
+
+    def __init__(self, optimizer):
+        self.param_groups, self._optimizer = optimizer.param_groups, optimizer
+
+    def zero_grad(self):
+        self._optimizer.zero_grad()
+
+    def step(self):
+        self._optimizer.step()
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, Wrapped])
+def test_one_that_is_given_is_not_warned_of_wrapped_or_not(made, wrap):
+    model, rows, dense = made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert moves_rows(model, [dense, wrap(rows)])
+
+
+def test_a_pipeline_that_only_evaluates_needs_none(made):
+    model, _, _ = made
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not moves_rows(model.eval(), None)
