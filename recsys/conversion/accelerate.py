@@ -29,7 +29,7 @@ from recsys.conversion.exchange import KEPT, counterpart, exchange, names_of, ta
 from recsys.conversion.model_plan import require_arguments
 from recsys.embeddings.attach import attach
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.tiers.cold.cold_files import open_cold_files
+from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,7 +83,8 @@ def accelerate(
       `state_dict()`. Lookups by several threads at once are not supported. A write through a tensor
       kept from before (`weight.detach()`, `weight.data`, a `state_dict()`) raises
       `ConflictingWrite` if rows were updated since; write through `weight`. A write through a kept
-      numpy array is not seen. What a forked process trains in tables that are shared is lost.
+      numpy array is not seen. What a forked process trains in tables that are shared is lost; it
+      may evaluate on rows in files, and training on them raises `ColdTierError`.
 
     Args:
         model: Has its tables on the CPU or on CUDA; not inside `DistributedDataParallel`.

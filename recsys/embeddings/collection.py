@@ -45,7 +45,7 @@ from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.tiers.cold.cold_files import open_cold_files, require_memory
+from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 

@@ -30,7 +30,7 @@ from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of, output_names
 from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.tiers.cold.cold_files import open_cold_files, require_memory
+from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 from recsys.errors import IdOutOfRange
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.tiers.cold.cold_files import open_cold_files, require_memory
+from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 

@@ -1,3 +1,4 @@
+import _signal
 import os
 import signal
 import threading
@@ -57,3 +58,80 @@ def test_another_thread_changes_no_handler():
     thread.start()
     thread.join()
     assert inside == [before]
+
+
+class Preempted(Exception):
+    pass
+
+
+@pytest.fixture
+def handled():
+    """Which of two signals were handled; each handler raises."""
+    found, before = [], {}
+
+    def handle(number, _):
+        found.append(number)
+        raise Preempted(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        before[number] = signal.signal(number, handle)
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_with_a_handler_of_python_are_held_back(handled, number):
+    done = []
+
+    def send():
+        with interrupts_held_back():
+            os.kill(os.getpid(), number)
+            done.append(list(handled))
+
+    with pytest.raises(Preempted):
+        send()
+    assert done == [[]]
+    assert handled == [number]
+
+
+def test_each_handler_runs_once_even_if_one_raises(handled):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def send():
+        with interrupts_held_back():
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(Preempted):
+        send()
+
+    assert handled == [signal.SIGTERM, signal.SIGUSR1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("place", ["enter", "exit"])
+def test_a_signal_while_handlers_are_replaced_leaves_them_all_in_place(handled, place, monkeypatch):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    replace, context = _signal.signal, interrupts_held_back()
+    is_in_place = []
+    if place == "exit":
+        context.__enter__()
+
+    def interrupted(number, handler):
+        replace(number, handler)
+        if not is_in_place:  # others are not replaced yet, or not again
+            is_in_place.append(True)
+            raise Preempted(number)
+
+    monkeypatch.setattr("_signal.signal", interrupted)
+    change = context.__enter__ if place == "enter" else context.__exit__
+    with pytest.raises(Preempted):
+        change()
+
+    assert [signal.getsignal(number) for number in numbers] == before
+    done = []
+    with pytest.raises(KeyboardInterrupt):  # and the next context holds back
+        press_ctrl_c_inside(done)
+    assert done == [True]

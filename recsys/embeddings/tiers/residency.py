@@ -38,7 +38,7 @@ from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
 from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
 from recsys.embeddings.kernels.torch.slots import Transfer
 from recsys.embeddings.tiers.counts import ClaimCounter
-from recsys.embeddings.tiers.ticket import Hold, Ticket, Transferred
+from recsys.embeddings.tiers.ticket import HeldSlots, Hold, Ticket, Transferred
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
 from recsys.embeddings.tiers.written_rows import WrittenRows
 
@@ -93,7 +93,6 @@ class Residency:
         times: The time of transfers, and the time spent waiting for them. Of transfers that a
             device makes, the time to queue them, as that of fetches.
         queue: The queue of transfers.
-        released: Slots of tickets released since the last call, and the most that these can be.
         changed_rows: Records the rows that are written to the cold store; None for no record.
     """
 
@@ -102,9 +101,10 @@ class Residency:
         self.counter = ClaimCounter(len(hot.first_rows) - 1)
         self.times = TransferClock()
         self.queue = TransferQueue()
-        self.released: deque[Any] = deque()
         self.changed_rows: ChangedRows | None = None
-        self._num_held = self._most_needed = 0  # tickets, and the most slots that they need
+        self._held: set[HeldSlots] = set()
+        self._released: deque[HeldSlots] = deque()  # some of those held
+        self._most_needed = 0  # slots that those held need at the most
         self._written = WrittenRows()
         self._has_warned = False
 
@@ -138,9 +138,9 @@ class Residency:
         """
         self._collect()
         self._written.mark()
-        if self._num_held >= MOST_HELD:
+        if len(self._held) >= MOST_HELD:
             raise RuntimeError(
-                f"{self._num_held} lookups hold rows in fast memory, which is the maximum; delete "
+                f"{len(self._held)} lookups hold rows in fast memory, which is the maximum; delete "
                 "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
@@ -152,8 +152,8 @@ class Residency:
         else:
             claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
             most_rows = claim.num_rows
-        hold = Hold(self, claim.held, most_rows)
-        self._num_held += 1
+        hold = Hold(self, claim.held)
+        self._held.add(HeldSlots.of(hold, most_rows, self._released))
         self._most_needed += most_rows
         self.counter.add(claim)
         after_hits, moves = self._transferred(is_reached), claim.moves
@@ -399,14 +399,14 @@ class Residency:
             self.queue.put(run, in_background=in_background)
 
     def _collect(self) -> None:
-        if not self.released:
+        if not self._released:
             return
         with interrupts_held_back():  # a slot that is taken off the list must be released
-            while self.released:
-                slots, most_rows = self.released.popleft()
-                self._num_held -= 1
-                self._most_needed -= most_rows
-                self.hot.map.release(slots)
+            while self._released:
+                held = self._released.popleft()
+                self._held.discard(held)
+                self._most_needed -= held.most_rows
+                self.hot.map.release(held.slots)
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""

@@ -158,12 +158,14 @@ class Tiers:
             One ticket; more if a feature is looked up in several tables.
 
         Raises:
+            ColdTierError: rows are in files that another process has opened.
             ConflictingWrite: tables were written to while slots held updated rows.
             NoSuchRow: a value is not a row of its table.
             NotEnoughSlots: the mini-batch needs more slots than are free.
             TiersFailed: a transfer has failed.
         """
         with interrupts_held_back():
+            self._require_owner()
             self.reload_if_tables_changed(tables)
             tickets = []
             for layer in self._layers.of(lookups):
@@ -184,6 +186,7 @@ class Tiers:
             bags: The input.
 
         Raises:
+            ColdTierError: rows are in files that another process has opened.
             ConflictingWrite: tables were written to while slots held updated rows.
             NoSuchRow: a value is not a row of its table.
             NotEnoughSlots: the mini-batch needs more slots than are free; no row was unpinned.
@@ -191,6 +194,7 @@ class Tiers:
         """
         with interrupts_held_back():
             is_exposed = self.is_exposed
+            self._require_owner()
             self.reload_if_tables_changed(tables)
             # Code that has a reference to the tables may still write to them before the lookup.
             self.is_exposed = is_exposed
@@ -200,6 +204,11 @@ class Tiers:
             ]
             self.ahead.add(tickets, InputIds.copy(bags))
             return tickets
+
+    def _require_owner(self) -> None:
+        """Check that files are those of this process; see `ColdFiles.require_owner`."""
+        if self.files is not None:
+            self.files.require_owner()
 
     def settle(self) -> None:
         """Release all tickets made ahead, and wait until no transfer is pending."""

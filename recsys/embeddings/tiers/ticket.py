@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Sequence
 
     from torch import Tensor
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
     from recsys.embeddings.tiers.residency import Residency
 
-__all__ = ["Hold", "Ticket", "Transferred"]
+__all__ = ["HeldSlots", "Hold", "Ticket", "Transferred"]
 
 
 class Transferred(NamedTuple):
@@ -200,19 +202,36 @@ class Ticket:
 
 
 class Hold:
-    """The slots of one or more tickets; releases them when the last ticket drops it.
+    """What one or more tickets share; when the last one drops it, its slots are released.
 
     Args:
         residency: Gets the slots back.
         slots: The slots.
+    """
+
+    def __init__(self, residency: Residency, slots: Any) -> None:
+        self.residency, self.slots = residency, slots
+
+
+class HeldSlots(ref[Hold]):
+    """The slots of a hold, which outlives it, and is then appended to `released`.
+
+    Any thread may drop the last reference to a hold, at any time. Appending to a deque is atomic,
+    and no signal handler can come before it, as it can before the first statement of a `__del__`.
+
+    Attributes:
+        slots: The slots.
         most_rows: The most slots that these can be, as far as the host knows.
     """
 
-    def __init__(self, residency: Residency, slots: Any, most_rows: int) -> None:
-        self.residency, self.slots, self._most_rows = residency, slots, most_rows
-        self._released = residency.released
+    __slots__ = ("most_rows", "slots")
 
-    def __del__(self) -> None:
-        # Any thread may drop the last reference at any time. Appending to a deque is atomic, so
-        # Ctrl-C cannot interrupt it.
-        self._released.append((self.slots, self._most_rows))
+    slots: Any
+    most_rows: int
+
+    @classmethod
+    def of(cls, hold: Hold, most_rows: int, released: deque[HeldSlots]) -> HeldSlots:
+        """Note the slots of a hold. Keep the result until it is in `released`."""
+        found = cls(hold, released.append)
+        found.slots, found.most_rows = hold.slots, most_rows
+        return found

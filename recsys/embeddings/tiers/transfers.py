@@ -10,6 +10,7 @@ A failed transfer ends the queue: no further transfer runs, and every later use 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ __all__ = ["MoveSeconds", "TransferClock", "TransferQueue"]
 class TransferQueue:
     """Runs transfers one after the other, in the order in which they were queued.
 
-    One thread, the owner, calls all methods. Transfers run in this thread or in the queue's own.
+    One thread, the owner, calls all methods. Transfers run in this thread or in the queue's own. A
+    forked process has the queue, but neither its thread nor the transfers that were pending.
 
     Attributes:
         on_span: Called with "wait" or "move" and its begin and end by `perf_counter`, for
@@ -45,6 +47,7 @@ class TransferQueue:
         self._failure = ""  # the text of the first exception
         self._cause: BaseException | None = None  # the exception, until `require_intact` raises
         self._thread: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
         self.on_span: Callable[[str, float, float], None] | None = None
 
     @property
@@ -88,6 +91,7 @@ class TransferQueue:
         Raises:
             TiersFailed: a transfer has failed.
         """
+        self._notice_fork()
         if self._num_done < number and not self._failure:
             begin = perf_counter()
             with self._changed:
@@ -98,6 +102,7 @@ class TransferQueue:
 
     def settle(self) -> None:
         """Wait until all queued transfers have run, or one has failed."""
+        self._notice_fork()
         with self._changed:
             while self._num_done < self._num_put and not self._failure:
                 self._changed.wait()
@@ -108,12 +113,22 @@ class TransferQueue:
         Raises:
             TiersFailed: a transfer failed; the first such error has its exception as the cause.
         """
+        self._notice_fork()
         if self._failure:
             cause, self._cause = self._cause, None
             raise TiersFailed(
                 f"rows could not be moved between fast memory and the cold tier ({self._failure}), "
                 "so the tables cannot be used any more; build the model again and load a checkpoint"
             ) from cause
+
+    def _notice_fork(self) -> None:
+        """In a forked process, begin with a thread of its own, unless transfers were pending."""
+        if os.getpid() == self._process:
+            return
+        self._process, self._thread, self._changed = os.getpid(), None, threading.Condition()
+        if self._num_done < self._num_put and not self._failure:
+            self._failure = "this process was forked while rows were moved"
+            self._queued.clear()
 
     def _wake_thread(self) -> None:
         """Tell the queue's thread to run one more transfer."""

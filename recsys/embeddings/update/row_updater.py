@@ -7,14 +7,12 @@ made. A `Translation` says how to read it.
 
 from __future__ import annotations
 
-import atexit
 import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,6 +24,7 @@ from recsys._support.torch_compat import (
     is_node_in_pass,
     queue_callback,
 )
+from recsys.embeddings.update.at_exit import forget_at_exit, sync_at_exit
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.pending_copy import PendingCopy
 from recsys.embeddings.update.tiering import (
@@ -55,7 +54,6 @@ __all__ = ["Places", "RowUpdater"]
 
 # For each table of a module: its group, and its number in the group.
 Places = Sequence[tuple["TableGroup", int]]
-_SYNCED_AT_EXIT: WeakSet[RowUpdater] = WeakSet()
 
 
 class RowUpdater:
@@ -345,7 +343,7 @@ class RowUpdater:
         if files is not None:
             for group in self._groups:
                 group.use_files(files, names)
-            _SYNCED_AT_EXIT.add(self)
+            sync_at_exit(self)
         for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
             group.tier(num_slots, rows, device)
         if files is not None:
@@ -477,7 +475,7 @@ class RowUpdater:
         if self._files is not None:
             self._files.mark_dirty()
             self._files = None
-            _SYNCED_AT_EXIT.discard(self)
+            forget_at_exit(self)
 
 
 class _Pass:
@@ -486,18 +484,3 @@ class _Pass:
     def end(self, updater: RowUpdater) -> None:
         """Update the rows."""
         updater.update_rows()
-
-
-@atexit.register
-def _sync_all() -> None:
-    """Leave complete files when the process ends normally."""
-    errors = []
-    for updater in list(_SYNCED_AT_EXIT):
-        try:
-            updater.sync()
-        except Exception as error:  # the other updaters are still synced
-            errors.append(error)
-    if errors:
-        raise ExceptionGroup(
-            "files of rows were not synced; they count as damaged, as after a crash", errors
-        )

@@ -531,14 +531,22 @@ def test_nothing_is_claimed_of_resident_rows_or_of_frozen_ones():
 OURS = str(Path(recsys.embeddings.__file__).parent)
 
 
+class Preempted(Exception):
+    """What the handler of a signal raises, where a scheduler of jobs sends one."""
+
+
+def raise_preempted(*_):
+    raise Preempted
+
+
 class InterruptedAt:
-    """Ctrl-C at the n-th moment, while it lasts, at which Python looks for one in this package.
+    """A signal at the n-th moment, while it lasts, at which Python looks for one in this package.
 
     That is where a function begins, and where a call of one that is not Python's has returned.
     """
 
-    def __init__(self, number):
-        self.left = number
+    def __init__(self, number, signal_number):
+        self.left, self.signal_number = number, signal_number
 
     def __enter__(self):
         sys.setprofile(self._notice)
@@ -547,41 +555,53 @@ class InterruptedAt:
         sys.setprofile(None)
 
     def _notice(self, frame, event, _):
-        code = frame.f_code
-        is_ours = code.co_filename.startswith(OURS) and code.co_name != "__del__"
+        is_ours = frame.f_code.co_filename.startswith(OURS)
         if event in ("call", "c_return") and is_ours:
             self.left -= 1
             if self.left == 0:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.signal_number)
+
+
+@pytest.fixture(scope="module")
+def preemptible():
+    before = signal.signal(signal.SIGUSR1, raise_preempted)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 # What comes while an object goes is printed, and interrupts nothing.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @settings(max_examples=100)
-@given(st.sampled_from(OPTIMIZERS), st.integers(1, 1500), st.booleans(), st.booleans())
+@given(
+    st.sampled_from(OPTIMIZERS),
+    st.integers(1, 1500),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([signal.SIGINT, signal.SIGUSR1]),
+)
 def test_whenever_it_is_interrupted_a_module_can_be_trained_on(
-    optimizer, number, is_held, is_in_files
+    preemptible, optimizer, number, is_held, is_in_files, signal_number
 ):
     with tempfile.TemporaryDirectory() as folder:
         in_files = {"cold_tier": "file", "cold_path": f"{folder}/rows"} if is_in_files else {}
         tiered = build(optimizer, 10_000 + state_bytes(optimizer), **in_files)
-        interrupt_and_train_on(tiered, optimizer, number, is_held=is_held)
+        interrupt_and_train_on(tiered, optimizer, number, signal_number, is_held=is_held)
         if is_in_files:
             tiered.sync()
             assert not json.loads(Path(f"{folder}/rows/arrays.json").read_text())["is_dirty"]
 
 
-def interrupt_and_train_on(tiered, optimizer, number, *, is_held):
+def interrupt_and_train_on(tiered, optimizer, number, signal_number, *, is_held):
     for seed in range(6):
         step(tiered, some_ids(seed))
     if is_held:
         tiered.prefetch(some_ids(6))
     try:
-        with InterruptedAt(number):
+        with InterruptedAt(number, signal_number):
             tiered.prefetch(some_ids(7))
             step(tiered, some_ids(6))
             step(tiered, some_ids(7))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Preempted):
         pass
     found = [table.detach().clone() for table in tiered.table_weights()]
     for tiers in tiered.tiers():

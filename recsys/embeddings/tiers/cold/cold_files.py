@@ -26,29 +26,16 @@ import torch
 
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
-from recsys.embeddings.rows.row_space import compute_dtype
-from recsys.embeddings.tiers.cold import COLD_TIERS
 from recsys.embeddings.tiers.cold.disk_room import no_room, require_disk
 from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
-from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
+from recsys.errors import ColdTierDirty, ColdTierError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from recsys.embeddings.optimizer import RowOptimizer
-
-__all__ = [
-    "COLD_TIERS",
-    "ColdFiles",
-    "OpenArray",
-    "lock_folder",
-    "open_cold_files",
-    "require_budget_of_files",
-    "require_cold_tier",
-    "require_memory",
-]
+__all__ = ["ColdFiles", "OpenArray", "lock_folder"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +86,7 @@ class ColdFiles:
         self._open: dict[tuple[str, str], OpenArray] = {}
         self._by_address: dict[int, OpenArray] = {}
         self._expects_lookups = self._is_kept = False
+        self._process = os.getpid()
         # Protects the manifest: the transfer thread marks the folder dirty when it writes rows
         # back, while the main thread makes arrays.
         self._guard = threading.RLock()
@@ -199,11 +187,26 @@ class ColdFiles:
         """Mark the folder dirty; call it before rows in the files change.
 
         Raises:
+            ColdTierError: as `require_owner`.
             OSError: the manifest cannot be written; rows must not change then.
         """
+        self.require_owner()
         with self._guard:
             if not self._is_dirty:
                 self._set_dirty(True)
+
+    def require_owner(self) -> None:
+        """Check that this process opened the files: two that write rows would mix them.
+
+        Raises:
+            ColdTierError: it was forked from the process that did.
+        """
+        if os.getpid() != self._process:
+            raise ColdTierError(
+                f"{self.folder}: this process was forked from the one that opened the files, which "
+                "alone may train on them and write them; evaluate under torch.no_grad() here, or "
+                "build the model in this process, with a cold_path of its own"
+            )
 
     def expect(self, *, lookups: bool) -> None:
         """Tell the system how the mapped tensors will be read.
@@ -224,10 +227,12 @@ class ColdFiles:
             numbers: Further state of each table, such as its step count; stored in the manifest.
 
         Raises:
+            ColdTierError: as `require_owner`.
             OSError: a write failed; the folder stays dirty.
         """
         if not self._is_dirty or self._lock < 0 or not self._manifest.exists():
             return  # clean already, closed, or deleted
+        self.require_owner()
         for each in self._open.values():
             os.fsync(each.descriptor)
         with self._guard:
@@ -249,10 +254,11 @@ class ColdFiles:
 
     def discard(self) -> None:
         """Close the files, and delete them, and folders made for them, if they are new."""
-        if self.is_new:
-            for path in [*map(self._path_of, self._kinds), self._manifest]:
-                path.unlink(missing_ok=True)
-        self._remove_folders()
+        if os.getpid() == self._process:  # not a forked process
+            if self.is_new:
+                for path in [*map(self._path_of, self._kinds), self._manifest]:
+                    path.unlink(missing_ok=True)
+            self._remove_folders()
         self.close()
 
     def __del__(self) -> None:
@@ -383,86 +389,6 @@ class ColdFiles:
             raise ColdTierError(
                 f"{self._manifest}: cannot be read ({error}); {_begin_anew(self.folder)}"
             ) from error
-
-
-def open_cold_files(
-    cold_tier: str,
-    cold_path: Path | str | None,
-    tables: Mapping[str, tuple[Sequence[int], torch.dtype]],
-    *,
-    has_budget: bool,
-    formula: RowOptimizer | None,
-    frozen: Collection[str] = (),
-) -> ColdFiles | None:
-    """Open the files that a module's arguments ask for; None for cold_tier="host".
-
-    Args:
-        cold_tier: One of `COLD_TIERS`.
-        cold_path: The folder, for "file" only.
-        tables: Shape and dtype of every table, by name.
-        has_budget: Whether the module has a budget, its own or from a plan.
-        formula: Updates the rows; its state will be on the disk, too.
-        frozen: Names of the tables that it does not update.
-
-    Raises:
-        ColdTierDirty: a crash has left the folder dirty.
-        ColdTierError: the folder cannot be used; see `ColdFiles`.
-        ConfigError: the arguments contradict each other.
-    """
-    require_cold_tier(cold_tier, cold_path)
-    if cold_tier == "host":
-        return None
-    if cold_path is None:
-        raise ConfigError("cold_tier='file' needs cold_path=, a folder for its files")
-    require_budget_of_files(has_budget=has_budget)
-    state_bytes = 0
-    if formula is not None:
-        for name, ((num_rows, dim), dtype) in tables.items():
-            of_row = sum(formula.state_sizes(dim).values()) * compute_dtype(dtype).itemsize
-            state_bytes += 0 if name in frozen else num_rows * of_row
-    return ColdFiles(cold_path, tables, state_bytes)
-
-
-def require_cold_tier(cold_tier: str, cold_path: Path | str | None) -> None:
-    """Check that a cold tier exists, and that a folder is given for files alone.
-
-    Raises:
-        ConfigError: otherwise.
-    """
-    if cold_tier not in COLD_TIERS:
-        raise ConfigError(f"cold_tier must be one of {COLD_TIERS}, got {cold_tier!r}")
-    if cold_tier == "host" and cold_path is not None:
-        raise ConfigError(
-            f"cold_path is the folder of cold_tier='file', got {str(cold_path)!r} and "
-            "cold_tier='host'; leave it out, or say cold_tier='file'"
-        )
-
-
-def require_budget_of_files(*, has_budget: bool) -> None:
-    """Check that a module with rows in files has a budget.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if not has_budget:
-        raise ConfigError(
-            "cold_tier='file' needs budget=, the fast memory for rows that are used often, and an "
-            "optimizer= that updates them"
-        )
-
-
-def require_memory(device: torch.device | str | None) -> None:
-    """Check that a module with rows in files is not on the meta device, before files are made.
-
-    Raises:
-        ConfigError: the device is "meta".
-    """
-    found = torch.get_default_device() if device is None else torch.device(device)
-    if found.type == "meta":
-        raise ConfigError(
-            "cold_tier='file' is for device 'cpu' or 'cuda', got 'meta'; leave device= out, or "
-            "keep rows in memory"
-        )
 
 
 def lock_folder(folder: Path) -> int:

@@ -64,6 +64,7 @@ class FileStore:
         *,
         is_fetch: bool,
     ) -> None:
+        self._files.require_owner()  # a forked process does not have the threads
         order = np.argsort(rows)  # so that one thread reads the rows of a page consecutively
         rows, slots = rows[order], slots[order]
         for space, memory in zip(self._spaces(), hot.arrays, strict=False):

@@ -24,7 +24,7 @@ from recsys.embeddings.optimizer import SGD, Adagrad, Adam
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.cold import cold_files
 from recsys.embeddings.tiers.transfers import TransferQueue
-from recsys.embeddings.update import fused_optimizer, row_updater
+from recsys.embeddings.update import at_exit, fused_optimizer
 from recsys.errors import (
     BudgetTooSmall,
     ColdTierDirty,
@@ -349,10 +349,10 @@ def test_a_folder_that_cannot_be_synced_at_the_end_does_not_keep_others_from_it(
         raise OSError("no")
 
     monkeypatch.setattr(broken, "sync", fail)
-    monkeypatch.setattr(row_updater, "_SYNCED_AT_EXIT", [broken, bags[1].row_optimizer.updater])
+    monkeypatch.setattr(at_exit, "_UPDATERS", [broken, bags[1].row_optimizer.updater])
 
     with pytest.raises(ExceptionGroup, match="not synced"):
-        row_updater._sync_all()
+        at_exit._sync_all()
 
     manifests = [tmp_path / name / "rows" / "arrays.json" for name in ("a", "b")]
     assert [json.loads(file.read_text())["is_dirty"] for file in manifests] == [True, False]

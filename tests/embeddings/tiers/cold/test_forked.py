@@ -1,0 +1,116 @@
+"""A forked process leaves the files of its parent alone, and can train on rows in memory."""
+
+import os
+import subprocess
+import sys
+import traceback
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD
+from recsys.errors import ColdTierError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def make(folder=None):
+    torch.manual_seed(0)
+    files = {} if folder is None else {"cold_tier": "file", "cold_path": folder}
+    return HotColdEmbeddingBag(
+        300, 4, mode="sum", optimizer=SGD(lr=0.1), budget=4 * 300 + 24 * 80, **files
+    )
+
+
+def ids_of(step):
+    return torch.randint(0, 300, (8, 8), generator=torch.Generator().manual_seed(step))
+
+
+def train(bag, steps):
+    for step in steps:
+        bag.prefetch(ids_of(step))
+        bag(ids_of(step)).square().sum().backward()
+    return bag.weight.detach().clone()
+
+
+def in_a_fork(function):
+    """What a function returns, or the error it raises, in a forked process."""
+
+    def call(connection):
+        try:
+            connection.send(function())
+        except Exception as error:
+            traceback.print_exc()
+            connection.send(error)
+
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=call, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60), "the forked process hangs"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_training_on_files_of_the_parent_is_refused_and_changes_no_row(tmp_path):
+    plain = make()
+    expected = train(plain, range(30))
+    bag = make(tmp_path / "rows")
+    train(bag, range(20))
+
+    for claim in (lambda: train(bag, range(50, 70)), lambda: bag(ids_of(50)), bag.sync):
+        error = in_a_fork(claim)
+        assert isinstance(error, ColdTierError)
+        assert f"{tmp_path / 'rows'}: this process was forked" in str(error)
+
+    assert torch.equal(train(bag, range(20, 30)), expected)
+
+
+def test_evaluation_reads_the_rows_as_they_are(tmp_path):
+    bag = make(tmp_path / "rows")
+    train(bag, range(20))
+    ids = torch.arange(300).view(-1, 1)
+
+    def evaluate():
+        with torch.no_grad():
+            return bag(ids).tolist()
+
+    assert in_a_fork(evaluate) == evaluate()
+
+
+def test_rows_in_memory_are_a_copy_that_may_be_trained():
+    bag = make()
+    train(bag, range(20))  # so that the parent has the thread that the fork lacks
+
+    found = in_a_fork(lambda: train(bag, range(20, 40)).tolist())
+
+    assert found == train(bag, range(20, 40)).tolist()
+
+
+def test_a_fork_that_ends_deletes_and_writes_nothing(tmp_path):
+    program = f"""
+import os, sys, torch
+from tests.embeddings.tiers.cold.test_forked import make, train
+from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+
+bag = make({str(tmp_path / "rows")!r})
+files = ColdFiles({str(tmp_path / "new")!r}, {{"t": ((10, 4), torch.float32)}})
+train(bag, range(20))
+before = sorted(os.listdir({str(tmp_path / "new")!r}))
+if not os.fork():
+    del files
+    sys.exit()  # and not os._exit: what is to be done at the end is done
+assert os.wait()[1] == 0
+assert sorted(os.listdir({str(tmp_path / "new")!r})) == before, "the fork has deleted files"
+assert bag.row_optimizer.updater._files._is_dirty
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert (found.returncode, found.stderr) == (0, "")
