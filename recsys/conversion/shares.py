@@ -20,6 +20,7 @@ from recsys.embeddings.tiers.budget import (
     divide_budget,
     divide_for_pinned,
     order_pinned,
+    require_room_beside_rows,
 )
 from recsys.embeddings.tiers.cold.staging import num_staged
 from recsys.embeddings.tiers.slots import floor_bytes, require_numbers, row_bytes
@@ -120,6 +121,8 @@ class Share(NamedTuple):
         slots = None if divided is None else [num_slots for num_slots, _ in divided]
         fast = FastMemory.of(spaces, slots)._replace(tracker_bytes=of_tracker)
         if divided is None or slots is None:
+            if self.budget_bytes is not None:
+                require_room_beside_rows(self.budget_bytes, everything, of_tracker)
             return Sized(fast, 0, 0, floor, 0, 0, 0)
         staging = 0
         for space, num_slots in zip(spaces, slots, strict=True):

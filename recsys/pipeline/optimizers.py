@@ -36,13 +36,14 @@ def optimizers_to_step(
     }
     known = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
     for each in of_rows.values():
-        if model.training and not isinstance(each, FusedOptimizer):
-            if not any(id(parameter) in known for parameter in _parameters(each)):
-                warnings.warn(
-                    f"optimizer= lacks the {type(each).__name__} that recsys.accelerate was given, "
-                    "so its parameters are never trained; pass it, too",
-                    stacklevel=3,
-                )
+        if not model.training or isinstance(each, FusedOptimizer):
+            continue
+        if not any(id(parameter) in known for parameter in _parameters(each)):
+            warnings.warn(
+                f"optimizer= lacks the {type(each).__name__} that recsys.accelerate was given, so "
+                "its parameters are never trained; pass it, too",
+                stacklevel=3,
+            )
     return sorted(optimizers, key=lambda each: id(each) not in of_rows)
 
 

@@ -431,6 +431,27 @@ def test_a_trackers_memory_is_that_which_it_takes(budget):
     tracker.close()
 
 
+@pytest.mark.filterwarnings("ignore:budget=.* fit")
+def test_a_budget_that_holds_all_rows_must_hold_a_tracker_too():
+    settings, model = Staleness(max_rows=30), Bags()
+    everything = recsys.estimate(model, optimizer=SGD(lr=0.1), staleness=settings)
+    of_tracker, needed = everything.fast.tracker_bytes, everything.fast_bytes
+    message = f"with the staleness tracker .{of_tracker} bytes., take {needed} bytes"
+
+    with pytest.raises(BudgetTooSmall, match=message):
+        recsys.estimate(model, needed - 1, optimizer=SGD(lr=0.1), staleness=settings)
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=needed - 1)
+    with pytest.raises(BudgetTooSmall, match=message):
+        StalenessTracker(model, settings)
+    recsys.restore(model)
+
+    assert recsys.estimate(model, needed, optimizer=SGD(lr=0.1), staleness=settings).fast_bytes == (
+        needed
+    )
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=needed)
+    StalenessTracker(model, settings).close()
+
+
 def test_staging_is_counted_where_rows_pass_through_host_memory(monkeypatch):
     """The CPU stands in for a device."""
     monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})

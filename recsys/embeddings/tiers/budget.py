@@ -34,6 +34,7 @@ __all__ = [
     "divide_for_pinned",
     "enough_bytes",
     "order_pinned",
+    "require_room_beside_rows",
 ]
 
 NEEDS_OPTIMIZER = (
@@ -163,11 +164,11 @@ def divide_budget(
             for count, space in zip(least, spaces, strict=True)
         )
         raise BudgetTooSmall(
-            f"budget: the rows that this mini-batch needs, with those fetched ahead ({rows}), "
-            f"their state and the row map ({map_bytes(num_rows)} bytes){of_tracker} "
-            f"take {floor} bytes, and the budget is {budget_bytes}; raise it to {floor} "
-            f"({round_up_bytes(floor)}), and further for later mini-batches that need more, or "
-            "make the mini-batch smaller"
+            "budget: the rows that this mini-batch needs, with those of earlier ones whose loss or "
+            f"outputs still exist ({rows}), their state and the row map ({map_bytes(num_rows)} "
+            f"bytes){of_tracker} take {floor} bytes, and the budget is {budget_bytes}; raise it to "
+            f"{floor} ({round_up_bytes(floor)}), and further for later mini-batches that need "
+            "more, or make the mini-batch smaller, or delete the loss and outputs of earlier ones"
         )
     left = budget_bytes - fixed_bytes
 
@@ -186,6 +187,27 @@ def divide_budget(
         slots[number] += added
         left -= added * of_slot
     return slots
+
+
+def require_room_beside_rows(budget_bytes: int, rows_bytes: int, tracker_bytes: int) -> None:
+    """Check that a budget that holds all rows and their state holds a tracker, too.
+
+    Args:
+        budget_bytes: The budget of fast memory, in bytes.
+        rows_bytes: Bytes of all rows and their state.
+        tracker_bytes: Bytes that a `StalenessTracker` takes.
+
+    Raises:
+        BudgetTooSmall: it does not.
+    """
+    wanted = rows_bytes + tracker_bytes
+    if wanted > budget_bytes:
+        raise BudgetTooSmall(
+            f"budget: all rows and their state ({rows_bytes} bytes), with the staleness tracker "
+            f"({tracker_bytes} bytes), take {wanted} bytes, and the budget is {budget_bytes}; "
+            f"raise it to {wanted} ({round_up_bytes(wanted)}), or leave it out, because all rows "
+            "are in fast memory"
+        )
 
 
 def _slots(

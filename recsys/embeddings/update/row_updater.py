@@ -24,6 +24,7 @@ from recsys._support.torch_compat import (
     is_node_in_pass,
     queue_callback,
 )
+from recsys.embeddings.tiers.budget import require_room_beside_rows
 from recsys.embeddings.update.at_exit import forget_at_exit, sync_at_exit
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.pending_copy import PendingCopy
@@ -409,8 +410,6 @@ class RowUpdater:
     def reserve(self, num_bytes: int) -> None:
         """Leave bytes of the budget for a tracker instead of slots; 0 gives them back to the slots.
 
-        Without tiers nothing changes.
-
         Raises:
             BudgetTooSmall: the rest of the budget is too small, or slots are in use; nothing was
                 reserved or given back.
@@ -418,6 +417,8 @@ class RowUpdater:
         if self.tiers():
             divide_again(self._groups, self._budget_bytes, num_bytes)
             self._reserved_bytes = num_bytes
+        elif self._budget_bytes and num_bytes:
+            require_room_beside_rows(self._budget_bytes, self.resident_bytes(), num_bytes)
 
     def drop_reserve(self) -> None:
         """Give reserved bytes back to the slots when the budget is next divided."""

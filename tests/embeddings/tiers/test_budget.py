@@ -151,6 +151,21 @@ def test_a_budget_below_one_row_says_what_each_row_of_a_mini_batch_takes():
         divide_budget(10, [space(30, 4)], [1])
 
 
+def test_rows_that_earlier_losses_hold_are_named_as_what_takes_the_budget():
+    bag = HotColdEmbeddingBag(1000, 4, mode="sum", budget=4000 + 24 * 50, optimizer=SGD(lr=0.1))
+    losses = [bag(torch.arange(30).view(-1, 1)).sum()]
+
+    with pytest.raises(
+        BudgetTooSmall,
+        match=r"those of earlier ones whose loss or outputs still exist \(60 of .* or delete the "
+        "loss and outputs of earlier ones$",
+    ):
+        bag(torch.arange(30, 60).view(-1, 1))
+
+    del losses[:]
+    bag(torch.arange(30, 60).view(-1, 1))
+
+
 def test_a_budget_that_is_too_small_is_told_by_one_error_without_another_before_it():
     bag = HotColdEmbeddingBag(1000, 4, budget=6000, optimizer=SGD(lr=0.1))
 
