@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex
 
 from recsys.errors import ConfigError
 
@@ -25,7 +26,8 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
         ConfigError: the size is negative or above 2**63 - 1, is a fraction without a unit, or is
             neither a number of bytes nor text.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
+    if isinstance(size, SupportsIndex) and not isinstance(size, bool):  # also one of numpy
+        size = index(size)
         if size < 0:
             raise ConfigError(f"{name} must be at least 0 bytes, got {size}")
         if size > _MOST:

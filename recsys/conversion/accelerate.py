@@ -77,6 +77,7 @@ def accelerate(
     - `backward(inputs=...)` and `torch.autograd.grad` compute no gradients of rows.
     - If a row's gradient contains nan or inf, `step` raises `NonFiniteGradient`. Such rows are not
       updated, all other rows are, and the optimizer's other parameters are not.
+    - `nn.Parameter(weight)` and `from_pretrained(weight)` need `weight.detach()`.
     - A hook for the gradient of a table is refused. Step hooks that are registered later see a
       closure.
     - With a budget, `weight` is written back when it is read, and `optimizer.state` by

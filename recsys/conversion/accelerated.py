@@ -108,11 +108,13 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
         return "", "expect the same speed as before: recsys updates no rows here"
     total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
     num_tables = sum(each.num_tables for each in updaters)
-    num_groups = sum(len(each.groups) for each in updaters)
+    groups = [group for each in updaters for group in each.groups]
     tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
-    calls = "1 kernel call" if num_groups == 1 else f"{num_groups} kernel calls"
+    calls = "1 kernel call" if len(groups) == 1 else f"{len(groups)} kernel calls"
     shorter = "shorter steps" if num_tables > _FEW_TABLES else "hardly shorter steps"
     speed = f"expect {shorter}: {tables} updated by {calls} a step"
+    if not any(group.space_size().state_sizes for group in groups):
+        speed += "; without optimizer state, those of under 500 samples may take longer"
     tiers = [each for updater in updaters for each in updater.tiers()]
     if not tiers:
         return f"all {total} are in fast memory", speed

@@ -394,8 +394,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             return pooled
         if is_left_to_torch(input, self.weight):
             return super().forward(input, offsets, per_sample_weights)
+        place = self._place()  # before ids are read, which torch.export cannot trace
         bags = self._read(input, offsets, per_sample_weights)
-        return pool_fused(self, self._place(), bags).to(self.weight.dtype)
+        return pool_fused(self, place, bags).to(self.weight.dtype)
 
     def _pool_fast(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """Look up and pool by `BagCalls`.

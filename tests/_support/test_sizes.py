@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from recsys.errors import ConfigError
     ("text", "expected"),
     [
         (17, 17),
+        (np.int64(17), 17),
         ("17", 17),
         ("17B", 17),
         ("256MiB", 256 * 2**20),
