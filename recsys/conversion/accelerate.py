@@ -194,7 +194,7 @@ def restore(model: nn.Module) -> Accelerated:
             raise ValueError(
                 f"the model has {found} of the {link.num_modules} modules that recsys.accelerate "
                 "replaced together, and one optimizer updates the rows of all; call recsys.restore "
-                "on the whole model"
+                "on the whole model, and before one of these modules is replaced"
             )
     for link in links:  # may raise, so before the first cut
         link.updater.prepare_release()
