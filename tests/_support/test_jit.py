@@ -198,6 +198,7 @@ print(result.tolist(), [str(warning.message)[:33] for warning in said])
 NOTHING_LEFT_TO_COMPILE = """
 import os
 import numpy as np
+import torch._dynamo
 from numba.core.dispatcher import Dispatcher
 from recsys.train.parts.build import autocast, build_model, compile_kernels, open_source
 from recsys.config import load_config

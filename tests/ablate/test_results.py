@@ -1,5 +1,6 @@
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -14,26 +15,9 @@ TEXT = f"[ablate]\nseeds = [0]\nbaseline = 'sgd'\n{TWO_VARIATIONS}"
 
 
 @pytest.fixture
-def run_here(tmp_path):
-    """Runs an ablation in this process; gives its record and the names of the cells it ran."""
-
-    def run(config, folder="out", run_cell=train):
-        ran = []
-
-        def count_and_run(config, run_dir, **options):
-            ran.append(run_dir.name)
-            return run_cell(config, run_dir, **options)
-
-        record = ablate(
-            config,
-            tmp_path / folder,
-            results=tmp_path / "kept" / "results.json",
-            show_progress=False,
-            run_cell=count_and_run,
-        )
-        return record, ran
-
-    return run
+def run_here(run_here, tmp_path):
+    """As of all these tests, but the results are kept in a file."""
+    return partial(run_here, results=tmp_path / "kept" / "results.json")
 
 
 def kept(tmp_path):
@@ -54,7 +38,7 @@ def test_cells_of_the_file_are_not_run_again_when_their_folder_is_gone(
     shutil.rmtree(tmp_path / "out")
 
     again, ran_again = run_here(ablation(TEXT.replace("[0]", "[0, 1]")))
-    fully, ran_fully = run_here(ablation(TEXT.replace("[0]", "[0, 1]")), "other")
+    fully, ran_fully = run_here(ablation(TEXT.replace("[0]", "[0, 1]")), folder="other")
 
     assert ran_first == ["sgd-seed0", "adagrad-seed0"]
     assert ran_again == ["sgd-seed1", "adagrad-seed1"]
@@ -103,7 +87,7 @@ def test_that_a_cell_stopped_early_is_known_when_its_folder_is_gone(ablation, ru
     record, _ = run_here(config)
     num_samples = record["cells"][0]["run"]["throughput"]["num_samples"]
 
-    _, ran = run_here(config, "other")
+    _, ran = run_here(config, folder="other")
 
     assert ran == []
     told = f"1 of 1 cells stopped early, after {num_samples:,} samples."
@@ -135,9 +119,9 @@ def test_cells_that_the_ablation_no_longer_has_stay_in_the_file(ablation, run_he
     before = {cell["name"]: cell for cell in kept(tmp_path)["cells"]}
     only_sgd = "[ablate]\nseeds = [1, 2]\n[[ablate.variations]]\nname = 'sgd'\n"
 
-    record, ran = run_here(ablation(only_sgd), "second")
+    record, ran = run_here(ablation(only_sgd), folder="second")
     found = kept(tmp_path)
-    _, ran_at_last = run_here(ablation(TEXT.replace("[0]", "[0, 1]")), "third")
+    _, ran_at_last = run_here(ablation(TEXT.replace("[0]", "[0, 1]")), folder="third")
 
     assert ran == ["sgd-seed2"]
     assert [cell["name"] for cell in record["cells"]] == ["sgd-seed1", "sgd-seed2"]
@@ -156,7 +140,7 @@ def test_a_recorded_cell_of_another_commit_is_kept_and_named(ablation, run_here,
 
     change(tmp_path, make_older)
 
-    record, ran = run_here(ablation(TEXT), "second")
+    record, ran = run_here(ablation(TEXT), folder="second")
 
     assert ran == []
     assert kept(tmp_path)["cells"][0]["run"]["environment"]["commit"] == "older"
@@ -171,7 +155,7 @@ def test_a_recorded_cell_with_another_configuration_is_refused_by_name(
     before = (tmp_path / "kept" / "results.json").read_bytes()
 
     with pytest.raises(AlreadyExists) as caught:
-        run_here(ablation(TEXT.replace("0.05", "0.06")), "second")
+        run_here(ablation(TEXT.replace("0.05", "0.06")), folder="second")
 
     file = tmp_path / "kept" / "results.json"
     assert str(caught.value) == (
@@ -190,7 +174,7 @@ def test_a_recorded_cell_on_other_data_is_refused_by_name(ablation, run_here, tm
     change(tmp_path, change_data)
 
     with pytest.raises(AlreadyExists, match=r"adagrad-seed0 was run with other data: fingerprint"):
-        run_here(ablation(TEXT), "second")
+        run_here(ablation(TEXT), folder="second")
 
 
 def test_a_cell_of_the_folder_comes_before_that_of_the_file(ablation, run_here, tmp_path):
@@ -220,7 +204,7 @@ def test_a_file_that_lacks_what_the_ablation_measures_is_refused(ablation, run_h
     run_here(ablation(TEXT))
 
     with pytest.raises(AlreadyExists, match=message):
-        run_here(ablation(TEXT.replace("seeds", f"{keys}\nseeds")), "second")
+        run_here(ablation(TEXT.replace("seeds", f"{keys}\nseeds")), folder="second")
 
 
 @pytest.mark.parametrize("keys", ["target_auc = 0.3\neval_every_samples = 256", "late_share = 0.5"])
@@ -271,7 +255,7 @@ def test_a_damaged_file_is_refused_and_left_alone(ablation, run_here, tmp_path, 
     before = file.read_bytes()
 
     with pytest.raises(ConfigError) as caught:
-        run_here(ablation(TEXT), "second")
+        run_here(ablation(TEXT), folder="second")
 
     assert str(caught.value).startswith(f"{file} is damaged: {fault}")
     assert str(caught.value).endswith("restore the file, or name another with --results")
@@ -291,8 +275,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_run(ablatio
         ablate(ablation(TEXT), tmp_path / "out", results=tmp_path / "folder")
 
 
-def test_the_command_line_keeps_results(small_settings, tmp_path, capsys):
-    one = "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'one'\n"  # a cell is a process
+def test_the_command_line_keeps_results(small_settings, tmp_path, capsys, monkeypatch):
+    # Of an ablation that a user starts, each cell is a process, which takes seconds to start.
+    monkeypatch.setattr("recsys.ablate.run.ablate", partial(ablate, run_cell=train))
+    one = "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'one'\n"
     (tmp_path / "ablation.toml").write_text(one)
     file = tmp_path / "results.json"
     command = ["ablate", str(tmp_path / "ablation.toml"), *small_settings]

@@ -86,7 +86,7 @@ def test_a_cell_that_was_stopped_continues_from_its_checkpoint_if_it_can(
 
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "add", add_and_stop)
-        assert run_here(config)[0]["status"] == "unfinished"
+        assert run_here(config, train)[0]["status"] == "unfinished"
     if change == "other configuration":
         config = ablation(text, "checkpoint.every_steps=5")
     elif change == "damaged":
@@ -96,7 +96,7 @@ def test_a_cell_that_was_stopped_continues_from_its_checkpoint_if_it_can(
     if change == "other configuration":
         shutil.rmtree(tmp_path / "out" / "cells" / "sgd-seed0")
 
-    record, _ = run_here(config)
+    record, _ = run_here(config, train)
 
     assert record["status"] == "finished"
     found, wanted = (each["cells"][1]["run"] for each in (record, expected))

@@ -15,7 +15,7 @@ def forking():
         pytest.skip("needs fork")
     context = multiprocessing.get_context("forkserver")
     benchmarks = [f"recsys.bench.{name}" for name in ("lookup", "tiers", "file_tier", "prepare")]
-    context.set_forkserver_preload([*benchmarks, "fbgemm_gpu"])
+    context.set_forkserver_preload([*benchmarks, "fbgemm_gpu", "torch._dynamo"])
     return SimpleNamespace(get_context=lambda _: context)
 
 

@@ -50,7 +50,7 @@ def main():
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         generator = random.Random(seed)
         if generator.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"]):
-            kill_soon_after(generator.randrange(42), generator.uniform(0, 0.1))
+            kill_soon_after(generator.randrange(23), generator.uniform(0, 0.1))
     with plain_warnings("killed_run"):
         run_training(run, settings_of(run), resume=True)
 

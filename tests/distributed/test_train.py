@@ -19,7 +19,7 @@ from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
 from recsys.train.ranks.rules import require_supported  # noqa: E402
 
-SAVES = ("checkpoint.every_steps=17",)
+SAVES = ("checkpoint.every_steps=9",)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_all_ranks_know_the_metrics_of_all_samples(plain):
 
     assert first["metrics"] == second["metrics"]
     assert first["status"] == "finished"
-    assert first["num_steps"] == 41  # of 2,571 samples
-    assert first["metrics"]["test"]["num_samples"] == 214
+    assert first["num_steps"] == 22  # of 1,371 samples
+    assert first["metrics"]["test"]["num_samples"] == 114
     assert first["processes"]["num_ranks"] == 2
     assert first["processes"]["placement"]["t_cat_1"] is None
     assert sorted(path.name for path in run.iterdir()) == [
@@ -127,7 +127,7 @@ def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
     found = ranks("trains_a_run", run=str(ours), settings=more, resume=True)
 
     require_close(ours, theirs)
-    assert found[0]["num_steps"] == 82
+    assert found[0]["num_steps"] == 44
     np.testing.assert_allclose(losses(ours), losses(theirs), rtol=1e-4)
     assert not (ours / "checkpoints").exists()  # the shards are newer
     assert len(list((ours / "shards").iterdir())) == 1
@@ -147,7 +147,7 @@ def test_one_process_continues_a_run_of_ranks(ranks, tmp_path):
     found = run_training(ours, more, resume=True)
 
     require_close(ours, theirs)
-    assert found["num_steps"] == 82
+    assert found["num_steps"] == 44
     assert not (ours / "shards").exists()
 
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
     parts = tmp_path / "parts"
     ranks("trains_a_run", run=str(parts), settings=[*SAVES, "budget=60KiB"])
 
-    # The newest checkpoint, after step 41, is gone on one rank.
+    # The newest checkpoint, after step 22, is gone on one rank.
     found = ranks(
         "loses_a_checkpoint",
         run=str(parts),
@@ -165,7 +165,7 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
     )
 
     require_equal(whole, parts)
-    assert [each["step"] for each in found[0]["resumed"]] == [34]
+    assert [each["step"] for each in found[0]["resumed"]] == [18]
     assert found[0]["schedule"]["mean_depth"] > 1.8
     assert losses(whole) == losses(parts)
 
@@ -194,7 +194,7 @@ def test_full_disks_leave_the_checkpoint_of_one_process(ranks, tmp_path):
     ranks("has_full_disks", run=str(run), failing=failing, settings=more, resume=True)
 
     found = ranks("trains_a_run", run=str(run), settings=["epochs=3"], resume=True)
-    assert [each["step"] for each in found[0]["resumed"]] == [41]
+    assert [each["step"] for each in found[0]["resumed"]] == [22]
 
 
 def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path, whole):
@@ -203,7 +203,7 @@ def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path,
 
     found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
     require_equal(whole, parts)
-    assert [each["step"] for each in found[0]["resumed"]] == [41]
+    assert [each["step"] for each in found[0]["resumed"]] == [22]
 
 
 def test_a_rank_that_never_has_a_folder_ends_its_run(ranks, tmp_path, plain):
@@ -237,7 +237,8 @@ STOPS = ("eval.every_steps=5", "early_stopping.patience=3", "early_stopping.min_
 
 
 def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):
-    first, second = ranks("has_callbacks", run=str(tmp_path / "run"), settings=[*STOPS, *SAVES])
+    settings = [*STOPS, "checkpoint.every_steps=17"]
+    first, second = ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings)
 
     assert (first["num_steps"], second["num_steps"]) == (20, 20)
     assert first["metrics"] == second["metrics"]
@@ -267,7 +268,7 @@ def test_a_resumed_run_of_ranks_stops_where_the_uninterrupted_one_does(ranks, tm
     require_equal(tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize(("given", "num_steps"), [(0, 10), (1, 41)])
+@pytest.mark.parametrize(("given", "num_steps"), [(0, 10), (1, 22)])
 def test_a_callback_of_the_first_rank_alone_ends_all(ranks, tmp_path, given, num_steps):
     found = ranks(
         "has_callbacks",

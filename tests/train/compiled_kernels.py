@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+import matplotlib.figure  # noqa: F401  # as torch._dynamo, once instead of in each fork
+import torch._dynamo  # noqa: F401
 from numba.core.dispatcher import Dispatcher
 
 import recsys.train.trainer as trainer

@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  # a run imports it at its end
+import torch._dynamo  # noqa: F401  # torch imports it for the first optimizer
 from safetensors.torch import load_file
 
 import recsys.cli

@@ -10,7 +10,7 @@ import pytest
 
 CRASH = Path(__file__).with_name("crash.py")
 IS_STRESS = os.environ.get("HYPOTHESIS_PROFILE") == "stress"
-NUM_KILLS, NUM_SAMPLES = (5, 60_000) if IS_STRESS else (2, 20_000)
+NUM_KILLS, NUM_SAMPLES = (5, 60_000) if IS_STRESS else (2, 12_000)
 
 
 @pytest.mark.slow

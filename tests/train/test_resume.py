@@ -16,7 +16,9 @@ from tests.fake_graphs import capture_on_cpu
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 CASES = SHARED["CASES"]
-SETTINGS = SHARED["SETTINGS"]
+# Half the samples in mini-batches half as large: as many steps, and fewer of tiered runs.
+SETTINGS = (*SHARED["SETTINGS"], "synthetic.num_samples=1050", "batch_size=64")
+LONG = ("synthetic.num_samples=2100",)
 TIERED = SHARED["TIERED"]
 history = SHARED["history"]
 require_same_run = SHARED["require_same_run"]
@@ -72,7 +74,7 @@ def test_where_rows_lie_and_when_they_are_fetched_may_change(
     other = small_config(*SETTINGS, *before, *changed)
     run(config, tmp_path / "whole")
 
-    stops = [(13, signal.SIGTERM), (40, None)]
+    stops = [(13, signal.SIGTERM), (22, None)]
     run_and_resume(config, tmp_path / "run", stops, stop_at, other, config)
 
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
@@ -112,7 +114,7 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
 
 def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):
     settings = (*TIERED, "schedule.name=hotline", "schedule.learning_share=0.1")
-    config = small_config(*SETTINGS, *settings)
+    config = small_config(*SETTINGS, *settings, *LONG)
     whole = run(config, tmp_path / "whole")
 
     stops = [(13, signal.SIGINT), (40, None)]
@@ -129,7 +131,7 @@ def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_p
 
 
 def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path, stop_at):
-    config = small_config(*SETTINGS, *TIERED)
+    config = small_config(*SETTINGS, *TIERED, *LONG)
     whole = run(config, tmp_path / "whole")
 
     record = run_and_resume(config, tmp_path / "run", [(13, signal.SIGINT)], stop_at)

@@ -131,6 +131,7 @@ def test_hotline_splits_mini_batches_and_tells_of_it(small_config, tmp_path):
 
 def test_auto_chooses_and_tells_what_a_later_run_needs_to_repeat_it(small_config, tmp_path):
     settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=4"]
+    settings += ["synthetic.num_samples=1200"]
     plain = run(small_config(*settings, "schedule.name=sequential"), tmp_path / "plain")
     auto = run(small_config(*settings, "schedule.name=auto"), tmp_path / "auto")
 
@@ -337,7 +338,7 @@ def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path,
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
     need(provider)
-    settings = [f"embeddings={provider}", "synthetic.num_samples=30000", "optimizer.lr=0.05"]
+    settings = [f"embeddings={provider}", "synthetic.num_samples=12000", "optimizer.lr=0.05"]
     settings += ["eval.max_samples=500"]  # on the way
     fp32 = run(small_config(*settings), tmp_path / "fp32")
 

@@ -5,6 +5,8 @@ import runpy
 
 import pytest
 
+from recsys.train.trainer import train
+
 
 @pytest.mark.slow
 def test_the_benchmark_predicts_each_run_from_each_base_once_trained(
@@ -22,6 +24,7 @@ def test_the_benchmark_predicts_each_run_from_each_base_once_trained(
         "budget": ["budget=30KiB"],
     }
     monkeypatch.setitem(names, "_SETTINGS", {"D=4, B=128": ([*settings, tiers], runs)})
+    monkeypatch.setitem(names, "train_in_own_process", train)  # a process takes seconds to start
     arguments = ["synthetic:criteo-kaggle", "--json", str(tmp_path / "what_if.json")]
     arguments += ["--rounds", "1", "--runs", str(tmp_path / "runs")]
 

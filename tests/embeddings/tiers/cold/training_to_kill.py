@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # torch imports it for the first optimizer
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import Adagrad, HotColdEmbeddingBagCollection, TableConfig
