@@ -23,22 +23,26 @@ def stop_tracing():
 
 
 @pytest.fixture(scope="module")
-def good_folders():
-    """The folder of a reader; readers whose good files are the same share it."""
+def good_folders(request):
+    """By what makes them: the folders of all readers that are tested.
+
+    They are made before the first case: from then on memory is traced, which takes ten times as
+    long. Readers whose good files are the same share a folder.
+    """
     folders = {}
-
-    def of(reader):
-        if reader.make not in folders:
-            folders[reader.make] = stack.enter_context(good_files(reader))
-        return folders[reader.make]
-
     with ExitStack() as stack:
-        yield of
+        for item in request.session.items:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            reader = params.get("good")
+            is_tested = reader is not None and item.getparent(pytest.Module) is request.node
+            if is_tested and reader.make not in folders:
+                folders[reader.make] = stack.enter_context(good_files(reader))
+        yield folders
 
 
 @pytest.fixture(scope="module")
 def good(request, good_folders):
-    return request.param, good_folders(request.param)
+    return request.param, good_folders[request.param.make]
 
 
 @pytest.mark.parametrize("good", READERS, indirect=True, ids=lambda reader: reader.name)
