@@ -16,8 +16,9 @@ from recsys.train.trainer import train
 TIMES = ("train_seconds", "samples_per_second")
 # 15 steps an epoch; a report every step, so each checkpoint is between two reports or at one.
 SETTINGS = (
+    "synthetic.num_samples=1050",
     "synthetic.table_sizes=[900, 700, 1, 800]",
-    "batch_size=128",
+    "batch_size=64",
     "epochs=2",
     "optimizer.name=adagrad",
     "checkpoint.every_steps=4",

@@ -16,8 +16,7 @@ from tests.fake_graphs import capture_on_cpu
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 CASES = SHARED["CASES"]
-# Half the samples in mini-batches half as large: as many steps, and fewer of tiered runs.
-SETTINGS = (*SHARED["SETTINGS"], "synthetic.num_samples=1050", "batch_size=64")
+SETTINGS = SHARED["SETTINGS"]
 LONG = ("synthetic.num_samples=2100",)
 TIERED = SHARED["TIERED"]
 history = SHARED["history"]

@@ -56,7 +56,7 @@ def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path, capsy
     assert "is finished; to train more, set epochs above 1" in capsys.readouterr().err
     assert (tmp_path / "run" / "run.json").read_bytes() == before
     record = run(config, tmp_path / "run", resume=True)
-    assert record["resumed"] == [{"step": 29, "checkpoint": 8}]
+    assert record["resumed"] == [{"step": 15, "checkpoint": 4}]
     require_same(
         load_file(tmp_path / "run" / "model.safetensors"),
         load_file(tmp_path / "whole" / "model.safetensors"),
@@ -140,7 +140,7 @@ def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, st
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("batch_size=64", "batch_size 64: it was trained with 128"),
+        ("batch_size=32", "batch_size 32: it was trained with 64"),
         ("seed=1", "seed 1: it was trained with 0"),
         ("optimizer.lr=0.2", "optimizer.lr 0.2: it was trained with 0.1"),
         ("model.over_arch=[4, 1]", r"model.over_arch \(4, 1\): it was trained with \(8, 1\)"),

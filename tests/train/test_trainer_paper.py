@@ -16,6 +16,7 @@ RUNS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("resumed_ru
 stop_at = RUNS.stop_at
 SETTINGS = (
     *RUNS.SETTINGS,
+    "synthetic.num_samples=2100",
     "batch_size=32",
     "budget=32KiB",
     "optimizer.name=sgd",

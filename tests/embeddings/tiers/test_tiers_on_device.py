@@ -139,7 +139,7 @@ def test_triton_kernels_alone_train_as_the_resident_module(device, monkeypatch):
     use_triton(monkeypatch)
     modules = pair(device, RowWiseAdagrad(lr=0.1), budget=6000)
 
-    train(modules, device, num_steps=6)
+    train(modules, device, num_steps=5)
 
     kinds = {type(each.hot.map) for each in modules[1].tiers()}
     assert torch.cuda.is_available() or kinds == {triton_slots.TritonSlotMap}
@@ -155,7 +155,7 @@ def test_claims_are_replayed_while_tickets_of_earlier_ones_are_held(device, monk
     use_triton(monkeypatch)
     modules = pair(device, RowWiseAdagrad(lr=0.1), budget=7000)
     generator = torch.Generator().manual_seed(0)
-    batches = [make_ids(generator, device, is_one_hot=True) for _ in range(9)]
+    batches = [make_ids(generator, device, is_one_hot=True) for _ in range(6)]
 
     with replaying():
         modules[1].prefetch(batches[0])

@@ -123,9 +123,9 @@ def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path
     assert record["status"] == "finished"
     assert record["throughput"]["num_steps"] == 12
     assert record["stopped_early"] == AFTER_3 | best_of(tmp_path / "run")
-    assert record["metrics"]["test"]["num_samples"] == 150  # the whole split
+    assert record["metrics"]["test"]["num_samples"] == 75  # the whole split
     *_, last = RUNS.history(tmp_path / "run")
-    assert last == {"step": 12, "num_samples": 1536, **record["metrics"]}
+    assert last == {"step": 12, "num_samples": 768, **record["metrics"]}
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "checkpoints" / "00000003.json").is_file()
 

@@ -252,7 +252,7 @@ def test_the_order_of_a_sum_depends_on_the_rows_lookups_alone(triton_device):
         assert torch.equal(among[1:2], alone)
 
 
-@pytest.mark.in_ci("dtype0", "dtype2")
+@pytest.mark.in_ci("dtype2")
 @pytest.mark.parametrize("dtype", DTYPES)
 @few
 @given(seed=st.integers(0, 2**31), optimizer=st.sampled_from(OPTIMIZERS), how=st.sampled_from(HOW))
@@ -424,7 +424,7 @@ def test_replayed_updates_are_those_that_are_launched(triton_device, monkeypatch
     """Ids, gradients, rates and keys of rounding are others in each step, memory is the same."""
     if triton_device.type == "cpu":
         record_on_cpu(monkeypatch)
-    entries = [on(triton_device, make_entry(2 * seed, 4, 9, "one-hot", dtype)) for seed in range(6)]
+    entries = [on(triton_device, make_entry(2 * seed, 4, 9, "one-hot", dtype)) for seed in range(3)]
     gradient = entries[0].gradient.clone()
     numbers = [each.gradient.clone() for each in entries]
 
