@@ -39,6 +39,16 @@ def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
     settings = [*small_settings, "--set", "num_threads=1"]
     command = [sys.executable, "-m", "recsys", "ablate", "ablation.toml", *settings, "--run", "out"]
 
+    config = load_ablation(tmp_path / "ablation.toml", settings[1::2])
+
+    def run_the_first(config, run_dir, **options):
+        if run_dir == half.path:
+            raise KeyboardInterrupt
+        return train(config, run_dir, **options)
+
+    ablate(
+        config, out, show_progress=False, run_cell=run_the_first
+    )  # a process takes long to start
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -62,7 +72,6 @@ def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
         ran.append((run_dir.name, options.get("resume", False)))
         return train(config, run_dir, **options)
 
-    config = load_ablation(tmp_path / "ablation.toml", settings[1::2])
     record = ablate(config, out, show_progress=False, run_cell=count_and_train)
     expected = train(config.cells()[1].config, tmp_path / "unkilled", show_progress=False)
 

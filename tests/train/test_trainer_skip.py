@@ -221,7 +221,7 @@ def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
 @pytest.mark.in_ci("drop_input", "subsample", "freeze_rows", "importance", "paper")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
-    record = run(skip_config(policy), tmp_path / "run")
+    record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
 
     skipped = json.loads((tmp_path / "run" / "run.json").read_text())["skipped"]
     assert skipped["policy"]["name"] == policy

@@ -19,7 +19,7 @@ from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.errors import ConfigError
 
 WINDOW = 50
-STEPS = 9 * WINDOW
+STEPS = 7 * WINDOW
 
 
 def drift(measure, rows, updates, rate):
