@@ -1,10 +1,12 @@
 """What tests share: hypothesis profiles, the real samples, small data."""
 
 import contextlib
+import copy
 import gc
 import io
 import os
 import runpy
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +24,10 @@ from hypothesis import HealthCheck, settings
 from recsys._support import jit
 from recsys.ablate.config import load_ablation
 from recsys.cli import main
-from recsys.config import load_config
+from recsys.config import load_config, to_toml
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.synthetic.parameters import calibrate
+from recsys.train.trainer import train
 from tests.compiling import compile_once
 from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401
 
@@ -203,6 +206,27 @@ def small_config():
         return load_config(None, [*SMALL_SETTINGS, *settings], **values)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def train_once(tmp_path_factory):
+    """Trains as `train` does; a run that an earlier test had is a copy of that one's folder."""
+    trained = {}
+
+    def train_or_copy(config, run_dir, *, resume=False, show_progress=False):
+        if resume or not config.data.startswith("synthetic:"):
+            return train(config, run_dir, resume=resume, show_progress=show_progress)
+        key = to_toml(config)
+        if key in trained:
+            record, folder = trained[key]
+            shutil.copytree(folder, run_dir)
+            return copy.deepcopy(record)
+        record = train(config, run_dir, show_progress=show_progress)
+        folder = shutil.copytree(run_dir, tmp_path_factory.mktemp("trained") / "run")
+        trained[key] = copy.deepcopy(record), folder
+        return record
+
+    return train_or_copy
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ CHILD = """
 import json, os, re, sys, threading
 from pathlib import Path
 from types import SimpleNamespace
+import torch._dynamo  # which torch imports for the first optimizer
 from safetensors.torch import load_file
 from recsys.config import load_config
 from recsys.train.exports.export import export_run

@@ -94,8 +94,10 @@ def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
         assert f"{stage_title(stage)} {record['stalls'][f'{stage}_seconds']:.2f} s" in text
 
 
-def test_a_page_shows_first_which_keys_do_not_have_their_defaults(small_config, tmp_path):
-    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+def test_a_page_shows_first_which_keys_do_not_have_their_defaults(
+    small_config, train_once, tmp_path
+):
+    train_once(small_config("num_threads=1"), tmp_path / "run")
     file = tmp_path / "run" / "run.json"
     record = json.loads(file.read_text())
     record["config"] = describe_config(replace(TrainConfig(), batch_size=77))
@@ -113,8 +115,8 @@ def test_a_page_shows_first_which_keys_do_not_have_their_defaults(small_config, 
     assert "Every key has its default." in "".join(Page(write_report(tmp_path / "run")).text)
 
 
-def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, tmp_path):
-    record = train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, train_once, tmp_path):
+    record = train_once(small_config("num_threads=1"), tmp_path / "run")
 
     page = write_report(tmp_path / "run").read_text()
 
@@ -124,8 +126,8 @@ def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, tmp_path):
     assert widths == pytest.approx(expected, abs=0.006)
 
 
-def test_what_a_record_says_cannot_become_markup(small_config, tmp_path):
-    train(small_config("num_threads=1"), tmp_path / "<b>run</b>", show_progress=False)
+def test_what_a_record_says_cannot_become_markup(small_config, train_once, tmp_path):
+    train_once(small_config("num_threads=1"), tmp_path / "<b>run</b>")
     file = tmp_path / "<b>run</b>" / "run.json"
     record = json.loads(file.read_text())
     record["config"]["data"] = record["data"]["name"] = '<script>alert("1")</script>'
@@ -152,8 +154,10 @@ def test_a_run_that_diverged_at_once_has_a_page(small_config, tmp_path):
     assert "no evaluation was made, or the run diverged" in page.text
 
 
-def test_a_page_says_how_far_an_auc_can_be_off_and_what_the_best_one_is(small_config, tmp_path):
-    record = train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+def test_a_page_says_how_far_an_auc_can_be_off_and_what_the_best_one_is(
+    small_config, train_once, tmp_path
+):
+    record = train_once(small_config("num_threads=1"), tmp_path / "run")
     file = tmp_path / "run" / "run.json"
     changed = json.loads(file.read_text())
     changed["metrics"]["test"]["max_auc_error"] = 0.00003
@@ -165,8 +169,8 @@ def test_a_page_says_how_far_an_auc_can_be_off_and_what_the_best_one_is(small_co
     assert f"best AUC possible {record['data']['best_auc']:.4f}" in text
 
 
-def test_a_record_from_before_a_metric_was_measured_has_a_page(small_config, tmp_path):
-    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+def test_a_record_from_before_a_metric_was_measured_has_a_page(small_config, train_once, tmp_path):
+    train_once(small_config("num_threads=1"), tmp_path / "run")
     file = tmp_path / "run" / "run.json"
     record = json.loads(file.read_text())
     for metrics in record["metrics"].values():
@@ -316,8 +320,8 @@ def hostile(value):
     return HOSTILE if isinstance(value, str) and value != "finished" else value
 
 
-def test_no_text_of_a_record_is_read_as_markup(tmp_path, small_config):
-    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+def test_no_text_of_a_record_is_read_as_markup(tmp_path, small_config, train_once):
+    train_once(small_config("num_threads=1"), tmp_path / "run")
     file = tmp_path / "run" / "run.json"
     record = json.loads(file.read_text())
     for key in ("environment", "data", "config"):
@@ -340,8 +344,10 @@ def test_no_text_of_a_record_is_read_as_markup(tmp_path, small_config):
         lambda record: record["throughput"].update(train_seconds={}),
     ],
 )
-def test_a_damaged_record_is_refused_and_no_page_is_left(tmp_path, small_config, damage):
-    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+def test_a_damaged_record_is_refused_and_no_page_is_left(
+    tmp_path, small_config, train_once, damage
+):
+    train_once(small_config("num_threads=1"), tmp_path / "run")
     file = tmp_path / "run" / "run.json"
     record = json.loads(file.read_text())
     damage(record)
@@ -354,9 +360,9 @@ def test_a_damaged_record_is_refused_and_no_page_is_left(tmp_path, small_config,
 
 
 @pytest.mark.parametrize("name", ["..", "../..", "/etc", "a/b"])
-def test_a_cell_named_by_a_path_is_refused(tmp_path, ablation, name):
+def test_a_cell_named_by_a_path_is_refused(tmp_path, ablation, train_once, name):
     text = "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'sgd'\n"
-    ablate(ablation(text), tmp_path / "out", show_progress=False, run_cell=train)
+    ablate(ablation(text), tmp_path / "out", show_progress=False, run_cell=train_once)
     file = tmp_path / "out" / "ablate.json"
     record = json.loads(file.read_text())
     record["cells"][0]["name"] = name

@@ -137,6 +137,7 @@ def test_a_class_that_cannot_be_traced_is_refused(own_class, table_store, tmp_pa
     assert not list(tmp_path.glob("model.pt2*"))
 
 
+@pytest.mark.in_ci("int8")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_program_has_no_operation_of_recsys_and_refuses_what_are_not_bags(
     table_store, tmp_path, quantize

@@ -232,6 +232,7 @@ def test_saved_models_evaluate_as_they_did_at_the_end(
         assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
 
 
+@pytest.mark.in_ci("look ahead", "fae")
 @pytest.mark.parametrize("case", ["resident", "look ahead", "fae"])
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, table_store, tmp_path, stop_at, case):
     data = str(table_store())
