@@ -12,14 +12,16 @@ is a class, because one made from a generator takes twice as long.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # of CPython
+import os
 import signal
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["interrupts_held_back"]
 
-# Those that end a program, or are free for its own use.
-_NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "USR1", "USR2", "XCPU", "CONT", "BREAK")
+# Those that end a program, that a DataLoader's handler turns into an error, or that are free for a
+# program's own use. Handlers of others, such as profilers', are taken not to raise.
+_NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "CHLD", "USR1", "USR2", "XCPU", "CONT", "BREAK")
 _NUMBERS = tuple(
     int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")
 )
@@ -31,54 +33,59 @@ def interrupts_held_back() -> _HeldBack:
 
 
 class _HeldBack:
-    _is_held = False  # of the class: whether a context of the main thread delays signals
-    # Signals and their handlers; None: another context delays them, or this is another thread.
-    _replaced: list[tuple[int, Any]] | None = None
+    outer: ClassVar[_HeldBack | None] = None  # the context that delays signals now
+    _handlers: dict[int, Any] | None = None  # of signals; None: this context delays nothing
 
     def __enter__(self) -> None:
         # Only the main thread runs handlers, and only those of Python can be replaced here.
-        if _HeldBack._is_held or threading.current_thread() is not threading.main_thread():
+        if _HeldBack.outer is not None or threading.current_thread() is not threading.main_thread():
             return
-        self._noted: dict[int, Any] = {}  # signals that came, with their frames
-        self._replaced = replaced = []
+        self._handlers = handlers = {}
+        self._replaced: list[int] = []
+        self.noted: dict[int, Any] = {}  # signals that came, with their frames
         try:
             for number in _NUMBERS:
                 handler = _signal.getsignal(number)
                 if callable(handler):
-                    replaced.append((number, handler))
+                    handlers[number] = handler
+                    self._replaced.append(number)
                     _signal.signal(number, self._note)
-            _HeldBack._is_held = True
+            _HeldBack.outer = self
         except BaseException:  # raised by the handler of a signal that is not replaced yet
-            self._put_back()
+            self.end()
             raise
 
     def __exit__(self, *error: object) -> None:
-        if self._replaced is None:
-            return
-        handlers = dict(self._replaced)
-        try:
-            self._put_back()
-        finally:
-            self._put_back()  # the rest, if a handler that is back already has raised
-            if self._noted:
-                self._run(handlers)
-
-    def _put_back(self) -> None:
-        _HeldBack._is_held = False
-        assert self._replaced is not None
-        while self._replaced:
-            _signal.signal(*self._replaced[-1])
-            self._replaced.pop()
+        if self._handlers is not None:
+            self.end()
 
     def _note(self, number: int, frame: Any) -> None:
-        self._noted.setdefault(number, frame)
+        self.noted.setdefault(number, frame)
 
-    def _run(self, handlers: dict[int, Any]) -> None:
-        # Not by an ExitStack: it leaves a reference cycle, which keeps what the frames refer to.
-        number = next(iter(self._noted))
-        frame = self._noted.pop(number)
+    def end(self) -> None:
+        """Put the handlers back, then run those whose signals came; all of them, if one raises."""
+        _HeldBack.outer = None
+        assert self._handlers is not None
         try:
-            handlers[number](number, frame)
+            while self._replaced:
+                _signal.signal(self._replaced[-1], self._handlers[self._replaced[-1]])
+                self._replaced.pop()
+            while self.noted:
+                number = next(iter(self.noted))
+                self._handlers[number](number, self.noted.pop(number))
         finally:
-            if self._noted:
-                self._run(handlers)
+            # No exception is kept: its frames would keep what they refer to.
+            if self._replaced or self.noted:
+                self.end()
+
+
+def _end_in_fork() -> None:
+    """In a process that another thread forked: its main thread is in no context."""
+    outer = _HeldBack.outer
+    if outer is not None:
+        outer.noted.clear()  # these signals came to the other process
+        outer.end()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_fork)

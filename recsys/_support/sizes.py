@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from operator import index
+from numbers import Integral
 from typing import Final, SupportsIndex
 
 from recsys.errors import ConfigError
@@ -15,7 +15,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECAS
 _MOST: Final = 2**63 - 1
 
 
-def parse_bytes(size: str | int, name: str = "size") -> int:
+def parse_bytes(size: str | SupportsIndex, name: str = "size") -> int:
     """Number of bytes of a size; KiB to TiB are powers of 1024, KB to TB are powers of 1000.
 
     Args:
@@ -26,8 +26,8 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
         ConfigError: the size is negative or above 2**63 - 1, is a fraction without a unit, or is
             neither a number of bytes nor text.
     """
-    if isinstance(size, SupportsIndex) and not isinstance(size, bool):  # also one of numpy
-        size = index(size)
+    if not isinstance(size, bool) and isinstance(size, Integral):  # also one of numpy
+        size = int(size)
         if size < 0:
             raise ConfigError(f"{name} must be at least 0 bytes, got {size}")
         if size > _MOST:

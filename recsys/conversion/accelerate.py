@@ -84,8 +84,8 @@ def accelerate(
       `state_dict()`. Lookups by several threads at once are not supported. A write through a tensor
       kept from before (`weight.detach()`, `weight.data`, a `state_dict()`) raises
       `ConflictingWrite` if rows were updated since; write through `weight`. A write through a kept
-      numpy array is not seen. What a forked process trains in tables that are shared is lost; it
-      may evaluate on rows in files, and training on them raises `ColdTierError`.
+      numpy array is not seen. What a forked process trains in tables that are shared is lost;
+      with rows in files it may only evaluate.
 
     Args:
         model: Has its tables on the CPU or on CUDA; not inside `DistributedDataParallel`.

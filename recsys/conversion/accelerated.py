@@ -114,7 +114,10 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
     shorter = "shorter steps" if num_tables > _FEW_TABLES else "hardly shorter steps"
     speed = f"expect {shorter}: {tables} updated by {calls} a step"
     if not any(group.space_size().state_sizes for group in groups):
-        speed += "; without optimizer state, those of under 500 samples may take longer"
+        speed += (
+            "; steps of fewer than 500 samples may take longer than before, because the optimizer "
+            "has no state"
+        )
     tiers = [each for updater in updaters for each in updater.tiers()]
     if not tiers:
         return f"all {total} are in fast memory", speed

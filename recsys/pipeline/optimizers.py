@@ -20,7 +20,7 @@ def optimizers_to_step(
 ) -> list[Optimizer]:
     """The given optimizers, and row optimizers of the model that do not step in backward.
 
-    Warns of an optimizer that `recsys.accelerate` was given, and the pipeline was not.
+    Warns if an optimizer that `recsys.accelerate` was given is not among those given here.
     """
     given = [] if optimizer is None else optimizer
     optimizers = list(given) if isinstance(given, Sequence) else [given]
@@ -35,8 +35,9 @@ def optimizers_to_step(
         if (updater := getattr(module, "row_updater", None)) is not None
     }
     known = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
+    are_known = all(hasattr(each, "param_groups") for each in optimizers)  # or it may be in one
     for each in of_rows.values():
-        if not model.training or isinstance(each, FusedOptimizer):
+        if not (model.training and are_known) or isinstance(each, FusedOptimizer):
             continue
         if not any(id(parameter) in known for parameter in _parameters(each)):
             warnings.warn(

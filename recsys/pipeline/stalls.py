@@ -90,17 +90,19 @@ class StageClock:
         """
         self._count_moves, self._moved = count_moves, count_moves()
 
+    def begin_step(self) -> None:
+        """What is waited for from now on belongs to another step."""
+        self._end_step()
+
     def mark(self, stage: str) -> None:
         """Assign the time since the last mark to `stage`, except for waiting for rows.
 
         Args:
-            stage: One of `STAGES`; "load" begins a step.
+            stage: One of `STAGES`.
         """
         last, before = self._last, self._moved
         now, moved = time.perf_counter(), self._count_moves()
         self._last, self._moved = now, moved
-        if stage == "load":
-            self._end_step()
         self.seconds[stage] += now - last
         if stage not in _NOT_DIVIDED and moved != before:
             waited = moved.exposed - before.exposed

@@ -47,7 +47,13 @@ class Timeline:
             Waits are on a separate track, because they lie within stages.
         """
         spans = sorted(self._spans, key=lambda span: span[2])
-        starts = [begin for track, name, begin, _ in spans if (track, name) == ("steps", "load")]
+        starts, before = [], ""
+        for track, name, begin, _ in spans:
+            if track == "steps" and name != "wait":
+                # With skipping, a step may load and choose from several mini-batches in turn.
+                if name == "load" and before not in ("load", "skip"):
+                    starts.append(begin)
+                before = name
         if not starts:
             return {}
         first = starts[1:2] or starts[:1]

@@ -215,6 +215,7 @@ class TrainPipeline:
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """
         self.clock.mark("other")
+        self.clock.begin_step()
         begin = perf_counter()
         try:
             if getattr(iterator, "is_over", False):  # closed: its loader will return these again

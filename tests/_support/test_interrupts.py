@@ -7,6 +7,10 @@ import pytest
 
 from recsys._support.interrupts import interrupts_held_back
 
+USR1 = getattr(signal, "SIGUSR1", None)  # Windows lacks both, and sends no signals by `os.kill`
+CHLD = getattr(signal, "SIGCHLD", None)
+of_posix = pytest.mark.skipif(USR1 is None, reason="needs signals of POSIX")
+
 
 def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
@@ -73,14 +77,15 @@ def handled():
         found.append(number)
         raise Preempted(number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, USR1, CHLD):
         before[number] = signal.signal(number, handle)
     yield found
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@of_posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, USR1, CHLD])
 def test_signals_with_a_handler_of_python_are_held_back(handled, number):
     done = []
 
@@ -95,24 +100,26 @@ def test_signals_with_a_handler_of_python_are_held_back(handled, number):
     assert handled == [number]
 
 
+@of_posix
 def test_each_handler_runs_once_even_if_one_raises(handled):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     def send():
         with interrupts_held_back():
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            for number in (signal.SIGTERM, USR1, signal.SIGTERM):
                 os.kill(os.getpid(), number)
 
     with pytest.raises(Preempted):
         send()
 
-    assert handled == [signal.SIGTERM, signal.SIGUSR1]
+    assert handled == [signal.SIGTERM, USR1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@of_posix
 @pytest.mark.parametrize("place", ["enter", "exit"])
 def test_a_signal_while_handlers_are_replaced_leaves_them_all_in_place(handled, place, monkeypatch):
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, USR1)
     before = [signal.getsignal(number) for number in numbers]
     replace, context = _signal.signal, interrupts_held_back()
     is_in_place = []
@@ -135,3 +142,27 @@ def test_a_signal_while_handlers_are_replaced_leaves_them_all_in_place(handled, 
     with pytest.raises(KeyboardInterrupt):  # and the next context holds back
         press_ctrl_c_inside(done)
     assert done == [True]
+
+
+@of_posix
+def test_a_process_that_another_thread_forks_holds_nothing_back(handled):
+    signal.signal(CHLD, signal.SIG_DFL)  # which comes when the process ends
+    statuses = []
+
+    def fork():
+        if not os.fork():
+            try:
+                press_ctrl_c()
+            except KeyboardInterrupt:
+                is_interrupted = True
+            else:
+                is_interrupted = False
+            os._exit(0 if is_interrupted and signal.getsignal(USR1).__name__ == "handle" else 1)
+        statuses.append(os.wait()[1])
+
+    thread = threading.Thread(target=fork)
+    with interrupts_held_back():
+        thread.start()
+        thread.join()
+
+    assert statuses == [0]

@@ -27,7 +27,9 @@ def test_sizes_are_read_as_people_write_them(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 XB", "1e9", "2 GiB 3", True, 1.5, None])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1MiB", "1 XB", "1e9", "2 GiB 3", True, 1.5, None, np.ones(2)]
+)
 def test_what_is_no_size_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="budget must be a number of bytes such as 256MiB"):
         parse_bytes(text, "budget")

@@ -67,8 +67,8 @@ def test_bags_are_found_at_any_depth_under_any_name():
         "HotColdEmbeddingBag: 3 tables of 15 rows at one, many.0, many.1.deep",
         "rows are updated in the step of SGD",
         "all 120 B of rows and state are in fast memory",
-        "expect hardly shorter steps: 3 tables are updated by 1 kernel call a step; without "
-        "optimizer state, those of under 500 samples may take longer",
+        "expect hardly shorter steps: 3 tables are updated by 1 kernel call a step; steps "
+        "of fewer than 500 samples may take longer than before, because the optimizer has no state",
     ]
 
 

@@ -255,8 +255,8 @@ def test_embeddings_and_bags_of_one_dim_are_updated_by_one_call():
     assert isinstance(model.goods, HotColdEmbedding)
     assert (
         result.expected
-        == "expect hardly shorter steps: 2 tables are updated by 1 kernel call a step; without "
-        "optimizer state, those of under 500 samples may take longer"
+        == "expect hardly shorter steps: 2 tables are updated by 1 kernel call a step; steps "
+        "of fewer than 500 samples may take longer than before, because the optimizer has no state"
     )
 
 

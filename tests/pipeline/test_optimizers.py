@@ -64,7 +64,15 @@ class Wrapped:
         self._optimizer.step()
 
 
-@pytest.mark.parametrize("wrap", [lambda each: each, Wrapped])
+class Hidden(Wrapped):
+    """Of which nobody knows what it has."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        del self.param_groups
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, Wrapped, Hidden])
 def test_one_that_is_given_is_not_warned_of_wrapped_or_not(made, wrap):
     model, rows, dense = made
 

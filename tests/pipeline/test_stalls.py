@@ -313,6 +313,30 @@ def test_a_picture_of_a_timeline_shows_ten_steps_after_the_first():
     assert [name for name, _, _ in shown["rows, group 0"]] == ["move"] * 10
 
 
+def test_a_step_that_loads_and_skips_several_times_is_one_step(now):
+    timeline, clock, moved = Timeline(), StageClock(), [Moved()]
+    clock.watch(lambda: moved[0])
+    clock.timeline = timeline
+    for _ in range(14):
+        clock.begin_step()
+        for stage, waited in [
+            *[("load", 0.0), ("skip", 0.0)] * 3,
+            ("forward", 1.0),
+            ("other", 0.0),
+        ]:
+            now[0] += 1 + waited
+            seconds = MoveSeconds(fetch=waited)
+            moved[0] = Moved(moved[0].busy + MoveSeconds(fetch=0.5), moved[0].exposed + seconds)
+            clock.mark(stage)
+
+    shown = timeline.shown(10)["steps"]
+
+    assert [name for name, _, _ in shown].count("forward") == 10
+    assert shown[0][:2] == ("load", 0)
+    # Of each step, 4 s of transfers and 1 s of waiting: half of the transfers would hide it.
+    assert clock.saved_without(0.125) == pytest.approx(14 * 0.125 * 4)
+
+
 def test_of_a_timeline_of_one_step_that_one_is_shown():
     timeline = Timeline()
     assert timeline.shown(10) == {}

@@ -118,6 +118,7 @@ def clock(now):
     seconds = type(moved[0].busy)
 
     def step(load=0.0, compute=0.0, waited=0.0, busy=0.0):
+        found.begin_step()
         now[0] += load
         found.mark("load")
         now[0] += compute + waited

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_OFFSETS", "Bags", "Lookups", "counts_up"]
 
-# For kernels, if bag i is value i. It has one dtype, because numba compiles a kernel for each
-# combination of dtypes.
+# Stands in for offsets in calls of kernels, if bag i is value i. It has one dtype, because numba
+# compiles a kernel for each combination of dtypes.
 NO_OFFSETS: NDArray[np.int64] = np.empty(0, np.int64)
 
 

@@ -205,8 +205,8 @@ def require_room_beside_rows(budget_bytes: int, rows_bytes: int, tracker_bytes: 
         raise BudgetTooSmall(
             f"budget: all rows and their state ({rows_bytes} bytes), with the staleness tracker "
             f"({tracker_bytes} bytes), take {wanted} bytes, and the budget is {budget_bytes}; "
-            f"raise it to {wanted} ({round_up_bytes(wanted)}), or leave it out, because all rows "
-            "are in fast memory"
+            f"raise it to {wanted} ({round_up_bytes(wanted)}), or leave budget= out, because "
+            "all rows are in fast memory"
         )
 
 

@@ -103,7 +103,7 @@ class Residency:
         self.queue = TransferQueue()
         self.changed_rows: ChangedRows | None = None
         self._held: set[HeldSlots] = set()
-        self._released: deque[HeldSlots] = deque()  # some of those held
+        self._released: deque[HeldSlots] = deque()  # of holds that died; still counted
         self._most_needed = 0  # slots that those held need at the most
         self._written = WrittenRows()
         self._has_warned = False

@@ -214,7 +214,7 @@ class Hold:
 
 
 class HeldSlots(ref[Hold]):
-    """The slots of a hold, which outlives it, and is then appended to `released`.
+    """A weak reference to a hold. When the hold dies, Python appends this object to `released`.
 
     Any thread may drop the last reference to a hold, at any time. Appending to a deque is atomic,
     and no signal handler can come before it, as it can before the first statement of a `__del__`.

@@ -44,7 +44,7 @@ class TransferQueue:
         self._changed = threading.Condition()
         self._queued: deque[Callable[[], None]] = deque()
         self._num_put = self._num_done = 0
-        self._failure = ""  # the text of the first exception
+        self._failure = ""  # why no transfer can run any more
         self._cause: BaseException | None = None  # the exception, until `require_intact` raises
         self._thread: ThreadPoolExecutor | None = None
         self._process = os.getpid()
@@ -64,7 +64,7 @@ class TransferQueue:
         """Queue a transfer, or run it.
 
         Args:
-            run: Copies the rows. Ctrl-C does not interrupt it.
+            run: Copies the rows. No signal interrupts it.
             in_background: Whether the queue's thread must run it. If False and the queue is empty,
                 the caller runs it.
 
@@ -116,10 +116,7 @@ class TransferQueue:
         self._notice_fork()
         if self._failure:
             cause, self._cause = self._cause, None
-            raise TiersFailed(
-                f"rows could not be moved between fast memory and the cold tier ({self._failure}), "
-                "so the tables cannot be used any more; build the model again and load a checkpoint"
-            ) from cause
+            raise TiersFailed(self._failure) from cause
 
     def _notice_fork(self) -> None:
         """In a forked process, begin with a thread of its own, unless transfers were pending."""
@@ -127,7 +124,10 @@ class TransferQueue:
             return
         self._process, self._thread, self._changed = os.getpid(), None, threading.Condition()
         if self._num_done < self._num_put and not self._failure:
-            self._failure = "this process was forked while rows were moved"
+            self._failure = (
+                "this process was forked while rows were moved; call settle() of the module, or "
+                "detach() of the TrainPipeline, before the fork"
+            )
             self._queued.clear()
 
     def _wake_thread(self) -> None:
@@ -160,7 +160,11 @@ class TransferQueue:
             if failure is None:
                 self._num_done += 1
             else:
-                self._failure = f"{type(failure).__name__}: {failure}"
+                self._failure = (
+                    "rows could not be moved between fast memory and the cold tier "
+                    f"({type(failure).__name__}: {failure}), so the tables cannot be used any "
+                    "more; build the model again and load a checkpoint"
+                )
                 self._cause = failure
                 self._queued.clear()
             self._changed.notify_all()

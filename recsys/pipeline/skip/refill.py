@@ -257,11 +257,12 @@ class Refill:
                 count as skipped.
         """
         while not self._waiting or (self._refills and self._num_waiting < self._taken.full_size):
-            if self._raw is None and not self._take_raw(iterator):
+            has_raw = self._raw is not None or self._take_raw(iterator)
+            self._mark("load")
+            if not has_raw:
                 if self._waiting:
                     break
                 raise StopIteration
-            self._mark("load")
             made = self._choose_from_raw(iterator, prepare)
             self._mark("skip")
             if made is not None:

@@ -564,9 +564,9 @@ class InterruptedAt:
 
 @pytest.fixture(scope="module")
 def preemptible():
-    before = signal.signal(signal.SIGUSR1, raise_preempted)
+    before = signal.signal(signal.SIGTERM, raise_preempted)
     yield
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGTERM, before)
 
 
 # What comes while an object goes is printed, and interrupts nothing.
@@ -577,7 +577,7 @@ def preemptible():
     st.integers(1, 1500),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([signal.SIGINT, signal.SIGUSR1]),
+    st.sampled_from([signal.SIGINT, signal.SIGTERM]),
 )
 def test_whenever_it_is_interrupted_a_module_can_be_trained_on(
     preemptible, optimizer, number, is_held, is_in_files, signal_number

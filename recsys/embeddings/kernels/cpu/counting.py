@@ -17,6 +17,7 @@ import numpy as np
 from numba import prange
 
 from recsys._support.jit import num_parts, parallel_kernel
+from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -146,7 +147,7 @@ def worst_levels(
         segments.stride,
         values,
         offsets is not None,
-        values[:0] if offsets is None else offsets,
+        NO_OFFSETS if offsets is None else offsets,
         worst,
         1 if is_small else num_parts(),
     )

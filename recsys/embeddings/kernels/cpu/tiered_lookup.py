@@ -18,6 +18,7 @@ from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefet
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES, pooled_lookup_reference
 from recsys.embeddings.kernels.cpu.rounding import widen
 from recsys.embeddings.kernels.cpu.slots import AWAITED
+from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,7 @@ def tiered_lookup(
         both.bases[-1],
         lookups.placed_in(both),
         bags.values,
-        np.empty(0, bags.values.dtype) if bags.offsets is None else bags.offsets,
+        NO_OFFSETS if bags.offsets is None else bags.offsets,
         is_one_hot,
         bags.weights is not None,
         np.empty(0, both.compute_dtype) if bags.weights is None else bags.weights,

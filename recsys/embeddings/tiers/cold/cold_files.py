@@ -21,6 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+from weakref import WeakSet
 
 import torch
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["ColdFiles", "OpenArray", "lock_folder"]
+
+
+_OPEN: WeakSet[ColdFiles] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class ColdFiles:
         self._made_folders = [each for each in above if not os.path.lexists(each)]
         self._kinds: dict[tuple[str, str], Kind] = {}
         self.is_new, self._lock = False, -1
+        _OPEN.add(self)
         try:
             self._lock = lock_folder(self.folder)
             wanted = {(name, "weight"): Kind.of(*kind) for name, kind in tables.items()}
@@ -230,9 +235,9 @@ class ColdFiles:
             ColdTierError: as `require_owner`.
             OSError: a write failed; the folder stays dirty.
         """
+        self.require_owner()
         if not self._is_dirty or self._lock < 0 or not self._manifest.exists():
             return  # clean already, closed, or deleted
-        self.require_owner()
         for each in self._open.values():
             os.fsync(each.descriptor)
         with self._guard:
@@ -244,9 +249,7 @@ class ColdFiles:
         for each in self._open.values():
             os.close(each.descriptor)
         self._open, self._by_address = {}, {}
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self.leave_lock()
 
     def keep_files(self) -> None:
         """Keep new files when this object is deleted."""
@@ -266,6 +269,12 @@ class ColdFiles:
             self.discard()
         elif hasattr(self, "_lock"):
             self.close()
+
+    def leave_lock(self) -> None:
+        """In a forked process: leave the lock to the other one, which may open the folder again."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _remove_folders(self) -> None:
         """Remove the folders that were made for the files, if they are empty but for our lock."""
@@ -389,6 +398,15 @@ class ColdFiles:
             raise ColdTierError(
                 f"{self._manifest}: cannot be read ({error}); {_begin_anew(self.folder)}"
             ) from error
+
+
+def _leave_locks() -> None:
+    for each in _OPEN:
+        each.leave_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
 
 
 def lock_folder(folder: Path) -> int:

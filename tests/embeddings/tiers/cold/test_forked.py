@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from multiprocessing import get_context
 
@@ -11,7 +13,8 @@ import torch
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
-from recsys.errors import ColdTierError
+from recsys.embeddings.tiers.transfers import TransferQueue
+from recsys.errors import ColdTierError, TiersFailed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -95,22 +98,66 @@ def test_rows_in_memory_are_a_copy_that_may_be_trained():
 def test_a_fork_that_ends_deletes_and_writes_nothing(tmp_path):
     program = f"""
 import os, sys, torch
+from pathlib import Path
 from tests.embeddings.tiers.cold.test_forked import make, train
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 
-bag = make({str(tmp_path / "rows")!r})
-files = ColdFiles({str(tmp_path / "new")!r}, {{"t": ((10, 4), torch.float32)}})
+folder = Path({str(tmp_path)!r})
+bag = make(folder / "rows")
+files = ColdFiles(folder / "new", {{"t": ((10, 4), torch.float32)}})
 train(bag, range(20))
-before = sorted(os.listdir({str(tmp_path / "new")!r}))
+
+def found():
+    return {{path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}}
+
+before = found()
+assert b'"is_dirty": true' in before[folder / "rows" / "arrays.json"]
 if not os.fork():
     del files
     sys.exit()  # and not os._exit: what is to be done at the end is done
 assert os.wait()[1] == 0
-assert sorted(os.listdir({str(tmp_path / "new")!r})) == before, "the fork has deleted files"
-assert bag.row_optimizer.updater._files._is_dirty
+assert found() == before
 """
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
 
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_a_fork_does_not_keep_the_folder_locked(tmp_path):
+    bag = make(tmp_path / "rows")
+    expected = train(bag, range(3))
+    bag.sync()
+    context, begun = get_context("fork"), get_context("fork").Event()
+
+    def last():
+        begun.set()
+        time.sleep(60)
+
+    fork = context.Process(target=last)
+    fork.start()
+    try:
+        assert begun.wait(60)
+        bag.row_optimizer.updater._files.close()
+        again = make(tmp_path / "rows")
+        assert torch.equal(again.weight, expected)
+    finally:
+        fork.kill()
+        fork.join()
+
+
+def test_a_fork_while_rows_are_moved_says_so_and_does_not_wait_for_them():
+    queue, go = TransferQueue(), threading.Event()
+    queue.put(lambda: go.wait(60), in_background=True)
+
+    def use():
+        queue.settle()
+        queue.require_intact()
+
+    error = in_a_fork(use)
+    go.set()
+    use()
+
+    assert isinstance(error, TiersFailed)
+    assert "forked while rows were moved; call settle() of the module" in str(error)
