@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ def appearing_whole(file: Path) -> Iterator[Path]:
 
     Yields:
         A temporary path in the same folder, to write to. Close the file before the block ends.
+
+    Raises:
+        OSError: the file cannot be written; on a full disk, the error names the final path.
     """
     partial = file.with_name(f"{file.name}.partial")
     # One that a killed process left. In a stranger's folder it may be a link to another file, which
@@ -50,6 +54,10 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         flush_to_disk(partial)
         partial.replace(file)
         flush_to_disk(file.parent)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:  # has no name, or that of a file that was read
+            error.filename, error.filename2 = str(file), None
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

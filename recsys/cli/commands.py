@@ -60,7 +60,10 @@ def run(arguments: Sequence[str]) -> int:
         print(f"recsys {options.command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        place = error.filename
+        if not place and error.errno == errno.ENOSPC:  # buffered writes do not name their file
+            place = getattr(options, "out", None)
+        reason = f"{place}: {error.strerror}" if place else str(error)
         if error.errno is not None:  # the system's; errors of recsys name a way out themselves
             reason += "; free some space, or" if error.errno == errno.ENOSPC else ";"
             reason += " name another place"

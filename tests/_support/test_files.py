@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_pat
 
     assert calls == flushed_around(file)
     assert file.read_text() == "whole"
+
+
+def test_on_a_full_disk_the_error_names_the_final_path(tmp_path):
+    file = tmp_path / "record.json"
+
+    with pytest.raises(OSError, match="full") as raised, appearing_whole(file):
+        raise OSError(errno.ENOSPC, "full", "copied.json", None, "record.json.partial")
+
+    assert (raised.value.filename, raised.value.filename2) == (str(file), None)
 
 
 @pytest.mark.parametrize("fails", ["writing", "flushing"])

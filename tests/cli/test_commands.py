@@ -624,3 +624,18 @@ def test_a_full_disk_is_told_with_what_helps(monkeypatch, tmp_path, capsys):
 
     assert main(["bench", "lookup", "--quick", "--json", str(tmp_path / "rows.json")]) == 2
     assert capsys.readouterr().err.endswith("; free some space, or name another place\n")
+
+
+def test_a_full_disk_names_the_place_that_a_buffered_write_does_not(monkeypatch, tmp_path, capsys):
+    def fill(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("recsys.datasets.tabular.store_parts.spool._write", fill)
+    (tmp_path / "clicks.csv").write_text("click,ad\n0,1\n1,2\n")
+    (tmp_path / "schema.toml").write_text('label = "click"\n[categorical.ad]\n')
+    files = [str(tmp_path / "clicks.csv"), "--schema", str(tmp_path / "schema.toml")]
+
+    assert main(["prepare", "table", *files, "--out", str(tmp_path / "store")]) == 2
+
+    expected = f"recsys prepare: {tmp_path / 'store'}: No space left on device; free some space"
+    assert expected in capsys.readouterr().err

@@ -1,3 +1,5 @@
+import errno
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -79,6 +81,22 @@ def test_nothing_is_overwritten_and_nothing_left_behind(run, tmp_path, monkeypat
     with pytest.raises(OSError, match="disk full"):
         export_run(run, "torchrec", tmp_path / "other.pt")
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("to", ["torchrec", "classic", "torch-export"])
+def test_a_file_that_cannot_grow_raises_the_error_of_the_system(run, tmp_path, to):
+    resource = pytest.importorskip("resource")  # there is none on Windows
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as raised:
+            export_run(run, to, tmp_path / "model.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert raised.value.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_format_and_a_run_without_a_model_are_refused(run, tmp_path):

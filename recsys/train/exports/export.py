@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.files import appearing_whole, require_new
+from recsys._support.torch_files import opened_for_torch
 from recsys.errors import ConfigError
 from recsys.models.convert import to_classic
 from recsys.train.exports import FORMATS
@@ -70,10 +71,8 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
             shutil.copyfile(folder.model_file, partial)
             return file
         state = folder.load_state()
-        if to == "classic":
-            torch.save(_classic_checkpoint(state, record), partial)
-        else:
-            torch.save(state, partial)
+        with opened_for_torch(partial) as stream:
+            torch.save(_classic_checkpoint(state, record) if to == "classic" else state, stream)
     return file
 
 

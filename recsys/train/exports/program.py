@@ -22,6 +22,7 @@ import torch
 
 from recsys._support.files import appearing_whole, require_new
 from recsys._support.machine import set_num_threads
+from recsys._support.torch_files import opened_for_torch
 from recsys._version import __version__
 from recsys.batch import feature_tables, has_bags, has_weighted_bags, histories_of
 from recsys.errors import ConfigError, StoreError
@@ -104,8 +105,8 @@ def export_program(
         is_weighted=has_weighted_bags(source),
     )
     about = _describe(source, record) | report.as_dict()
-    # Through a file object: torch expects the name of a path to end in .pt2.
-    with appearing_whole(file) as partial, partial.open("wb") as stream:
+    # Through a stream: torch expects the name of a path to end in .pt2.
+    with appearing_whole(file) as partial, opened_for_torch(partial) as stream:
         torch.export.save(program, stream, extra_files={ABOUT: json.dumps(about, indent=2)})
     return report
 
