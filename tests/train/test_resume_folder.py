@@ -174,12 +174,19 @@ def test_the_budget_of_faes_schedule_may_not_change(small_config, tmp_path, stop
         run(small_config(*settings, "budget=24KiB"), tmp_path / "run", resume=True)
 
 
-def test_data_may_move_but_not_change(small_config, raw_line, tmp_path, stop_at):
+@pytest.fixture
+def prepare(raw_line, tmp_path):
+    """Makes a store with a name and a number of samples."""
+
     def prepare(name, num_lines):
         lines = (raw_line(str(line % 3 // 2), [str(line % 5)] * 13) for line in range(num_lines))
         (tmp_path / "raw.txt").write_text("\n".join(lines))
         prepare_criteo_kaggle([tmp_path / "raw.txt"], tmp_path / name, show_progress=False)
 
+    return prepare
+
+
+def test_data_may_move_but_not_change(small_config, prepare, tmp_path, stop_at):
     prepare("store", 700)
     prepare("other", 701)
     config = small_config("batch_size=64", "checkpoint.every_steps=2", f"data={tmp_path / 'store'}")
@@ -193,6 +200,34 @@ def test_data_may_move_but_not_change(small_config, raw_line, tmp_path, stop_at)
     record = run(replace(config, data=str(tmp_path / "moved")), tmp_path / "run", resume=True)
 
     assert record["resumed"] == [{"step": 4, "checkpoint": 2}]
+
+
+@pytest.mark.parametrize("ends", ["finished", "interrupted", "interrupted without checkpoint"])
+def test_a_run_that_ended_refuses_other_data(small_config, prepare, tmp_path, stop_at, ends):
+    prepare("store", 700)
+    prepare("other", 701)
+    every = f"checkpoint.every_steps={0 if ends.endswith('without checkpoint') else 2}"
+    config = small_config("batch_size=64", every, f"data={tmp_path / 'store'}")
+    if ends != "finished":
+        stop_at((5, signal.SIGINT))
+    run(config, tmp_path / "run")
+    before = (tmp_path / "run" / "run.json").read_bytes()
+
+    with pytest.raises(ConfigError, match="was trained on other data: the fingerprint was"):
+        run(replace(config, data=str(tmp_path / "other")), tmp_path / "run", resume=True)
+
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
+
+
+def test_a_checkpoint_that_would_not_be_used_is_refused(small_config, tmp_path):
+    config = small_config(*SETTINGS, "epochs=1")
+    with pytest.raises(ConfigError, match="run is new and has no checkpoint 3; name another run"):
+        run(config, tmp_path / "run", resume=True, checkpoint=3)
+    run(config, tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"does not continue from checkpoint 3; .* above 1"):
+        run(config, tmp_path / "run", resume=True, checkpoint=3)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(

@@ -82,11 +82,15 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
     Raises:
         AlreadyExists: a finished run has no checkpoint to continue from.
         CheckpointError: a checkpoint cannot be read.
-        ConfigError: the folder is not of a run, or in use, or the configuration does not fit.
+        ConfigError: the folder is not of a run, or in use; the configuration or its data does not
+            fit the run; or `number` is given and the folder is new or the run has all its epochs.
+        StoreError: there is no data.
     """
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
         from recsys.train.loop.cold_folder import remove_own_folder  # imports PyTorch
 
+        if number is not None:
+            raise ConfigError(f"{run_dir} is new and has no checkpoint {number}; name another run")
         remove_own_folder(run_dir)  # of a run that was killed before it made its folder
         _say(f"{run_dir} is new: training starts from the first sample")
         yield None
@@ -97,8 +101,15 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         before = folder.read_config()
         _require_same_run(folder, before, config)
         record = folder.read_record() if folder.record_file.is_file() else None
+        if record is not None:  # a run that was killed has none; its checkpoint knows its data
+            _require_same_data(folder, record, config)
         is_finished = record is not None and record["status"] == "finished"
         if is_finished and config.epochs == before.epochs:
+            if number is not None:
+                raise ConfigError(
+                    f"{run_dir} is finished, so it does not continue from checkpoint {number}; "
+                    f"leave out --checkpoint, or set epochs above {before.epochs}"
+                )
             _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
             yield Reopened(folder, before, None, 0, record)
             return
@@ -180,6 +191,20 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
             f"{folder.path} cannot continue with epochs {config.epochs}: it was trained with "
             f"{before.epochs}; epochs may only become more"
         )
+
+
+def _require_same_data(folder: RunFolder, record: Mapping[str, Any], config: TrainConfig) -> None:
+    """Check that the data of a configuration is that of a run's record.
+
+    Raises:
+        ConfigError: its fingerprint differs.
+    """
+    from recsys.train.loop.run_state import require_fingerprint  # imports PyTorch
+    from recsys.train.parts.build import open_source
+
+    known = record["data"].get("fingerprint")  # older records lack it
+    if known is not None:
+        require_fingerprint(folder.path, known, open_source(config))
 
 
 def _may_differ(key: str, *, is_fae: bool) -> bool:

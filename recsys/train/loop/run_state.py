@@ -10,13 +10,16 @@ from recsys.errors import ConfigError
 from recsys.train.callbacks.run_callbacks import RunCallbacks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from recsys.batch.protocols import SampleSource
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
     from recsys.train.loop.progress import Progress
     from recsys.train.run_files.run_folder import RunFolder
 
-__all__ = ["RunState"]
+__all__ = ["RunState", "require_fingerprint"]
 
 _KEYS = ("data", "resumed", "history_bytes", "loader", "pipeline", "progress", "clock", "callbacks")
 
@@ -77,12 +80,8 @@ class RunState:
         if isinstance(state, Mapping):  # states of older versions lack the key
             state = {"callbacks": RunCallbacks().state_dict(), **state}
         found = SavedState(f"the run of checkpoint {number}", state, _KEYS)
-        data, resumed = self._loader.source.fingerprint, found["resumed"]
-        if found["data"] != data:
-            raise ConfigError(
-                f"{self._folder.path} was trained on other data: the fingerprint was "
-                f"{found['data']!r} then and is {data!r} now; name the data of the run"
-            )
+        resumed = found["resumed"]
+        require_fingerprint(self._folder.path, found["data"], self._loader.source)
         if not isinstance(resumed, list):
             raise found.error("resumed", "a list")
         entries = [SavedState("resumed", entry, ("step", "checkpoint")) for entry in resumed]
@@ -97,3 +96,21 @@ class RunState:
         ]
         self.resumed.append({"step": self._progress.num_steps, "checkpoint": number})
         return history_bytes
+
+
+def require_fingerprint(run_dir: Path, fingerprint: Any, source: SampleSource) -> None:
+    """Check that data is what a run was trained on.
+
+    Args:
+        run_dir: The folder of the run.
+        fingerprint: That of its data.
+        source: The data to continue with.
+
+    Raises:
+        ConfigError: the fingerprints differ.
+    """
+    if fingerprint != source.fingerprint:
+        raise ConfigError(
+            f"{run_dir} was trained on other data: the fingerprint was {fingerprint!r} then and is "
+            f"{source.fingerprint!r} now; name the data of the run"
+        )
