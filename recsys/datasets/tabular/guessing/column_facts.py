@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recsys.datasets.tabular.reading.columns import import_pyarrow, plain
-from recsys.datasets.tabular.reading.date_forms import FIRST_SECONDS, date_form
+from recsys.datasets.tabular.reading.date_forms import FIRST_SECONDS, date_form, text_form
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -17,6 +17,7 @@ __all__ = ["ColumnFacts", "measure_column"]
 _SEPARATORS = "|;, "
 _DECIMAL_COMMA = r"^[+-]?([0-9]+|[0-9]{1,3}([. ][0-9]{3})+)(,[0-9]+)?$"
 _WITH_CURRENCY = r"^[+-]?(\p{Sc}\s?[+-]?[0-9][0-9.,]*|[0-9][0-9.,]*\s?\p{Sc})$"
+_NUMBER = r"^[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN])$"
 _LAST_SECONDS = 1_990_010_100  # in 2033; the digits are those of a date
 
 
@@ -35,7 +36,12 @@ class ColumnFacts:
         most: Highest number.
         few_values: The values as lower-case text if there are at most 10, sorted.
         few_texts: These values as the sample has them, sorted.
+        num_odd: Texts that are no numbers in a column whose other values, at least 9 of 10, are.
+            Such a column has the kind of these numbers.
+        odd_text: The first of these texts.
+        odd_row: The row that holds it, from 0.
         time_format: Key `timestamp_format` under which all values are times; None for no times.
+        time_doubt: Why text that looks like times has no `time_format`; else "".
         separator: The character that splits most of the text into repeated parts; else "".
         num_parts: Mean number of values of a list, or of parts of the text.
         element_kind: For lists and split text: "integer" or "text", or "other".
@@ -53,7 +59,11 @@ class ColumnFacts:
     most: float = 0.0
     few_values: tuple[str, ...] = ()
     few_texts: tuple[str, ...] = ()
+    num_odd: int = 0
+    odd_text: str = ""
+    odd_row: int = 0
     time_format: str | None = None
+    time_doubt: str = ""
     separator: str = ""
     num_parts: float = 0.0
     element_kind: str = ""
@@ -73,17 +83,21 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     types = arrow.types
     array = plain(arrow.concat_arrays(column.chunks)) if column.num_chunks else arrow.nulls(0)
     facts: dict[str, Any] = {"name": name, "num_rows": len(array), "num_missing": array.null_count}
-    array = array.drop_null()
+    by_row, array = array, array.drop_null()
     if not len(array):
         return ColumnFacts(kind="empty", **facts)
     text = array if types.is_string(array.type) else None
+    odd: dict[str, Any] = {}
     if text is not None:
         array = _parse_numbers(text)
+        if types.is_string(array.type):
+            array, odd = _parse_most_numbers(by_row)
         if not len(array):  # each text is "nan"
-            return ColumnFacts(kind="empty", **facts)
+            return ColumnFacts(kind="empty", **facts | {"num_missing": len(by_row)})
     if types.is_floating(array.type) and _is_whole_id(name, array):
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
-        array = text if text is not None else array.cast(arrow.int64())
+        array, odd = text if text is not None else array.cast(arrow.int64()), {}
+    facts |= {"num_missing": len(by_row) - len(array) - odd.get("num_odd", 0), **odd}
     kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         parts = plain(array.flatten()).drop_null()
@@ -91,7 +105,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         return ColumnFacts(kind="list", num_distinct=-1, element_kind=_element_kind(parts), **facts)
     if not (types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)):
         return ColumnFacts(kind="other", **facts)
-    counts = array.value_counts()
+    counts = (array if text is None or not odd else text).value_counts()
     facts["num_distinct"] = len(counts)
     if len(counts) <= 10:
         texts = [str(each) for each in counts.field("values").to_pylist()]
@@ -102,9 +116,10 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     if types.is_boolean(kind):
         return ColumnFacts(kind="bool", **facts)
     if types.is_string(kind):
-        facts["time_format"] = "" if _is_iso(array) else None
-        form = _number_form(array)
-        return ColumnFacts(kind="text", number_form=form, **facts, **_split_facts(array))
+        facts["time_format"], facts["time_doubt"] = text_form(array)
+        if facts["time_format"] is None and not facts["time_doubt"]:
+            facts |= {"number_form": _number_form(array), **_split_facts(array)}
+        return ColumnFacts(kind="text", **facts)
     numbers = array.cast(arrow.float64(), safe=False)
     facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
     facts["median"] = pc.quantile(numbers)[0].as_py()
@@ -131,22 +146,27 @@ def _parse_numbers(array: pa.Array) -> pa.Array:
     return array
 
 
+def _parse_most_numbers(array: pa.Array) -> tuple[pa.Array, dict[str, Any]]:
+    """The numbers of text of which at least 9 of 10 are, and facts on the others; else the text."""
+    import pyarrow.compute as pc
+
+    is_number = pc.match_substring_regex(array, _NUMBER)
+    num_odd = pc.sum(pc.invert(is_number)).as_py()
+    text = array.drop_null()
+    if 10 * num_odd > len(text):
+        return text, {}
+    numbers = _parse_numbers(array.filter(is_number))
+    if import_pyarrow().types.is_string(numbers.type):
+        return text, {}
+    row = pc.index(is_number, False).as_py()
+    return numbers, {"num_odd": num_odd, "odd_text": array[row].as_py(), "odd_row": row}
+
+
 def _is_whole_id(name: str, array: pa.Array) -> bool:
     import pyarrow.compute as pc
 
     is_id = bool(re.search(r"(^|_|[a-z])(id|Id|ID)$", name))
     return is_id and bool(pc.all(pc.equal(pc.floor(array), array)).as_py())
-
-
-def _is_iso(array: pa.Array) -> bool:
-    arrow = import_pyarrow()
-    for kind in (arrow.timestamp("us"), arrow.timestamp("us", "UTC")):
-        try:
-            array.cast(kind)
-        except arrow.ArrowInvalid:
-            continue
-        return True
-    return False
 
 
 def _time_format(array: pa.Array, least: float, most: float) -> str | None:

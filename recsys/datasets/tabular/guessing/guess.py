@@ -28,7 +28,7 @@ from recsys.datasets.tabular.store_parts.item_values import columns_of_items
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -52,6 +52,7 @@ _PARTS = {
     "validation": ("valid", "validation", "val", "dev"),
 }
 _TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime", "hour", "day", "at"}
+_TIME_NAMES = {"time", "timestamp", "ts", "date", "datetime"}
 _ORDERED_WORDS = {"history", "hist", "sequence", "seq", "clicks", "recent", "last", "session"}
 _AMOUNT_WORDS = {
     "price", "count", "num", "number", "amount", "qty", "quantity", "age", "duration", "length",
@@ -105,8 +106,8 @@ class Guess:
                 lines += ["", *([f"# {why}"] if why else []), _dump({kind: columns})]
                 continue
             for name, keys in columns.items():
-                why = self.reasons.get(name, "")
-                lines += ["", *([f"# {why}"] if why else []), _dump({kind: {name: keys}})]
+                comment = _as_comment(self.reasons.get(name, ""))
+                lines += ["", *comment, _dump({kind: {name: keys}})]
         return "\n".join(lines) + "\n"
 
 
@@ -141,7 +142,7 @@ def guess_schema(
         if name not in file.column_names:
             shown = ", ".join(map(repr, file.column_names[:30]))
             raise ConfigError(f"{file.path} has no column {name!r}; its columns are {shown}")
-    table = _sample(file, files[1:], delimiter, quote)
+    table, place = _sample(file, files[1:], delimiter, quote)
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
     draft = _Draft(table.num_rows)
@@ -166,6 +167,11 @@ def guess_schema(
         if not draft.reasons[each.name]:
             draft.give_kind(each)
     draft.complete(str(file.path), table)
+    for each in facts.values():
+        if each.num_odd:
+            draft.tell_of_odd_text(each, place(each.odd_row))
+        if each.time_doubt and "timestamp" not in draft.tree:
+            draft.warnings.append(f"column {each.name!r} {draft.reasons[each.name]}")
     return Guess(
         Schema.from_dict(draft.tree),
         draft.reasons,
@@ -188,10 +194,11 @@ def _open(path: Path, quote: str) -> tuple[TextFile | ParquetFile, str]:
 
 def _sample(
     first: TextFile | ParquetFile, others: Sequence[Path], delimiter: str, quote: str
-) -> pa.Table:
-    """The first rows of all files, with the columns of the first one."""
+) -> tuple[pa.Table, Callable[[int], str]]:
+    """The first rows of all files, with the columns of the first one, and words for a row."""
     arrow = import_pyarrow()
     table = first.sample(_SAMPLE_ROWS)
+    read = [(first, 0)]  # each file and its first row in the table
     for path in others:
         if table.num_rows >= _SAMPLE_ROWS:
             break
@@ -201,6 +208,7 @@ def _sample(
                 raise DatasetFormatError(
                     f"{path} must have column {name!r}, as {first.path} has; name one file"
                 )
+        read.append((file, table.num_rows))
         rows = file.sample(_SAMPLE_ROWS - table.num_rows).select(list(first.column_names))
         try:
             table = arrow.concat_tables([table, rows], promote_options="permissive")
@@ -209,7 +217,12 @@ def _sample(
                 f"{path}: columns must have types like those of {first.path}: {str(error)[:200]}; "
                 "name one file"
             ) from error
-    return table
+
+    def place(row: int) -> str:
+        file, start = next((file, start) for file, start in reversed(read) if start <= row)
+        return file.place(row - start)
+
+    return table, place
 
 
 class _Draft:
@@ -259,6 +272,7 @@ class _Draft:
     def give_kind(self, each: ColumnFacts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group."""
         is_integer = each.kind == "bool" or "integer" in (each.kind, each.element_kind)
+        is_integer = is_integer and not each.num_odd
         values = "integer" if is_integer else "string"
         keys: dict[str, Any] = {"values": values} if values == "integer" else {}
         missing = f", {each.num_missing / self.num_rows:.1%} missing" if each.num_missing else ""
@@ -267,6 +281,11 @@ class _Draft:
             self.reasons[each.name] = "empty in these rows"
         elif each.kind == "other" or each.element_kind == "other":
             self.reasons[each.name] = "its type is neither numbers, text, times nor lists of these"
+        elif each.time_doubt:
+            self.reasons[each.name] = (
+                f'{each.time_doubt}; to split by it, set timestamp = "{each.name}" and '
+                "timestamp_format, or write ISO text"
+            )
         elif each.kind == "list" or each.separator:
             self._add_bag(each, keys, missing)
         elif each.time_format is not None and each.kind in ("time", "text"):
@@ -279,7 +298,7 @@ class _Draft:
                       f"{each.most:g}, median {each.median:g}{missing}")  # fmt: skip
         elif each.num_distinct > 0.98 * self.num_rows > 100 and each.name != self.tree.get("group"):
             self.reasons[each.name] = f"a number or name of the row: {facts}"
-        elif each.kind == "integer":
+        elif is_integer and each.kind == "integer":
             is_id = each.name.lower() in (*_USERS, *_ITEMS) or "id" in _name_words(each.name)
             advice = "" if is_id else "; dense if they are amounts"
             self._add("categorical", each, keys, f"integers, {facts}{advice}")
@@ -291,6 +310,32 @@ class _Draft:
                 f"; looks like numbers with {each.number_form}: write them as 9.87 to have a dense "
                 "feature"
             )
+        is_unread_time = each.time_format is None and not each.time_doubt
+        if is_unread_time and _name_words(each.name) & _TIME_NAMES and "timestamp" not in self.tree:
+            self.reasons[each.name] += (
+                "; named like times: to split by it, set timestamp and timestamp_format, or write "
+                "ISO text or seconds since 1970"
+            )
+
+    def tell_of_odd_text(self, each: ColumnFacts, place: str) -> None:
+        """Say which text is no number in a column of numbers.
+
+        Args:
+            each: The column.
+            place: Words for the row that holds the first such text.
+        """
+        num_values = each.num_rows - each.num_missing
+        note = (
+            f"; {num_values - each.num_odd:,} of {num_values:,} values are numbers, and the first "
+            f"that is not is {each.odd_text[:60]!r} in {place}: correct it, or name it in "
+            "missing_values"
+        )
+        if each.name in self.tree.get("categorical", {}):
+            note += ", to have a dense feature"
+        self.reasons[each.name] += note
+        for role in self.role_reasons:
+            if self.tree.get(role) == each.name:
+                self.role_reasons[role] += note
 
     def complete(self, path: str, table: pa.Table) -> None:
         """Add split, and for data without a label negatives and a history.

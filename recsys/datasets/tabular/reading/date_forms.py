@@ -1,16 +1,24 @@
-"""Finds integers whose digits are dates, such as 20141021."""
+"""Finds the forms of times: of integers whose digits are dates, such as 20141021, and of text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import warnings
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FIRST_SECONDS", "date_form"]
+__all__ = ["FIRST_SECONDS", "TextForm", "date_form", "text_form"]
 
 FIRST_SECONDS: Final = 631_152_000  # 1990: earlier dates are hardly the times of clicks
 
+_LOG_FORM = "%d/%b/%Y:%H:%M:%S %z"  # of Apache and nginx
+_NUM_GUESSED = 20  # texts
+_DATE_OR_CLOCK = (
+    r"^\s*([0-9]{4}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ][0-9]{1,2}"
+    r"|[0-9]{1,2}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ]([0-9]{4}|[0-9]{2})"
+    r"|[0-9]{1,2}:[0-9]{2})([^0-9.]|$)"
+)
 _FORMS = {8: ("%Y%m%d", "%y%m%d%H"), 10: ("%Y%m%d%H",), 14: ("%Y%m%d%H%M%S",)}
 
 
@@ -32,10 +40,84 @@ def date_form(numbers: pa.Array) -> str:
     return ""
 
 
+class TextForm(NamedTuple):
+    """How text writes times.
+
+    Attributes:
+        form: The key `timestamp_format`: "" for ISO text; None if the text is no times, or if there
+            is a doubt.
+        doubt: Why text that looks like times has no form; else "".
+    """
+
+    form: str | None
+    doubt: str = ""
+
+
+def text_form(texts: pa.Array) -> TextForm:
+    """The form that all text has, if it is times from 1990 on.
+
+    Args:
+        texts: At least one text; no nulls.
+    """
+    import pyarrow.compute as pc
+
+    if _are_iso(texts):
+        return TextForm("")
+    texts = texts.unique()
+    forms = [form for form in _guessed(texts) if _are_times(texts, form)]
+    if len(forms) == 1:
+        return TextForm(forms[0])
+    if forms:
+        return TextForm(
+            None, f"holds times, but the day or the month may be first: {' or '.join(forms)}"
+        )
+    share = pc.mean(pc.match_substring_regex(texts, _DATE_OR_CLOCK)).as_py()
+    return TextForm(None, "looks like times, but not all of one known form" if share >= 0.9 else "")
+
+
+def _guessed(texts: pa.Array) -> list[str]:
+    """Forms of dates that the first texts may have, with the month first and with the day first."""
+    from pandas.tseries.api import guess_datetime_format
+
+    forms = [_LOG_FORM]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about texts in which only one order is possible
+        for text in texts.slice(0, _NUM_GUESSED).to_pylist():
+            for is_day_first in (False, True):
+                form = guess_datetime_format(text, dayfirst=is_day_first)
+                if form and _is_of_days(form) and form not in forms:
+                    forms.append(form)
+    return forms
+
+
+def _is_of_days(form: str) -> bool:
+    """Whether a form has a year and a day, and the month before the day if the year is first."""
+    year, month, day = map(form.find, ("%Y", "%m", "%d"))
+    return min(year, day) >= 0 and not year < day < month
+
+
+def _are_iso(texts: pa.Array) -> bool:
+    import pyarrow as pa
+
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        try:
+            texts.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+        return True
+    return False
+
+
 def _are_dates(numbers: pa.Array, form: str) -> bool:
+    import pyarrow as pa
+
+    return _are_times(numbers.cast(pa.string()), form)
+
+
+def _are_times(text: pa.Array, form: str) -> bool:
+    """Whether all text has a form, as `prepare` reads it, with times from 1990 on."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = numbers.cast(pa.string())
     read = pc.strptime(text, format=form, unit="s", error_is_null=True)
     return bool(read.null_count == 0 and pc.min(read.cast(pa.int64())).as_py() >= FIRST_SECONDS)

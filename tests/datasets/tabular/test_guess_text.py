@@ -1,0 +1,164 @@
+"""Guesses about text: times in many forms, and numbers of which some cannot be read."""
+
+import tomllib
+import warnings
+
+import numpy as np
+import pytest
+
+from recsys.datasets.tabular.guessing.guess import guess_schema
+from recsys.datasets.tabular.prepare import prepare_table
+from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.errors import DatasetFormatError
+
+pytest.importorskip("pyarrow")
+
+LABELS = [0, 1, 1] * 10
+ADS = ["a", "b", "b"] * 10
+
+
+def write_csv(folder, columns, name="a.csv"):
+    lines = [columns, *zip(*columns.values(), strict=True)]
+    path = folder / name
+    path.write_text("".join(",".join(f'"{each}"' for each in line) + "\n" for line in lines))
+    return path
+
+
+def clicks(name, values):
+    return {"click": LABELS, "ad": ADS, name: values}
+
+
+@pytest.mark.parametrize(
+    ("form", "last"),
+    [
+        ("%m/%d/%Y %H:%M", "01/15/2025 10:00"),
+        ("%d.%m.%Y %H:%M", "15.01.2025 10:00"),
+        ("%d/%m/%Y", "15/01/2025"),
+        ("%d/%b/%Y:%H:%M:%S %z", "15/Jan/2025:12:00:00 +0200"),
+        ("%Y-%m-%d %I:%M:%S %p", "2025-01-15 10:00:00 AM"),
+        (" %Y-%m-%d %H:%M:%S", " 2025-01-15 10:00:00"),
+        ("%Y/%m/%d %H:%M", "2025/01/15 10:00"),
+        ("%d %b %Y %H:%M", "15 Jan 2025 10:00"),
+    ],
+)
+def test_text_that_is_times_of_one_form_becomes_the_timestamp(tmp_path, form, last):
+    # The first day may be read in either order; the last one may not.
+    first = last.replace("15", "03")
+    path = write_csv(tmp_path, clicks("seen", [first] * 25 + [last] * 5))
+
+    guess = guess_schema([path])
+
+    assert (guess.schema.timestamp, guess.schema.timestamp_format) == ("seen", form)
+    assert guess.schema.as_dict()["split"]["by"] == "timestamp"
+    assert not guess.schema.multi
+    assert not guess.warnings
+    prepare_table([path], tmp_path / "store", guess.schema)
+    times = np.fromfile(tmp_path / "store" / "times.bin", "<i8")
+    assert times.max() - times.min() == 12 * 24 * 3600
+    assert times.max() == 1736899200 + (10 * 3600 if ":" in form else 0)  # 2025-01-15
+
+
+@pytest.mark.parametrize(
+    ("values", "doubt"),
+    [
+        (["03.04.2025 10:00"], "may be first: %m.%d.%Y %H:%M or %d.%m.%Y %H:%M; to split"),
+        (["01/15/2025", "15/01/2025"], "looks like times, but not all of one known form; to split"),
+        (["01/15/1970", "01/16/1970"], "looks like times, but not all of one known form; to split"),
+        (["10:00", "11:30"], "looks like times, but not all of one known form; to split"),
+    ],
+)
+def test_text_that_may_be_times_is_left_to_the_user(tmp_path, values, doubt):
+    path = write_csv(tmp_path, clicks("seen", (values * 30)[:30]))
+
+    guess = guess_schema([path])
+
+    assert not guess.schema.timestamp
+    assert "seen" not in guess.schema.columns
+    assert doubt in guess.reasons["seen"]
+    assert len(guess.warnings) == 1
+    assert "column 'seen'" in guess.warnings[0]
+
+
+def test_times_in_doubt_are_no_warning_beside_a_timestamp(tmp_path):
+    path = write_csv(tmp_path, {**clicks("seen", ["03.04.2025"] * 30), "time": ["2025-01-15"] * 30})
+
+    guess = guess_schema([path])
+
+    assert guess.schema.timestamp == "time"
+    assert not guess.warnings
+
+
+@pytest.mark.parametrize("values", [["10.0.0.1", "10.0.0.2"], ["news|film", "film"], ["v1.2.3"]])
+def test_text_that_is_no_times_is_not_taken_for_them(tmp_path, values):
+    guess = guess_schema([write_csv(tmp_path, clicks("seen", (values * 30)[:30]))])
+
+    assert "times" not in guess.to_toml().replace("times as", "")
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("ts", True), ("visit_date", True), ("size", False)])
+def test_numbers_named_like_times_are_pointed_out(tmp_path, name, is_told):
+    guess = guess_schema([write_csv(tmp_path, clicks(name, [45658.5 + row for row in range(30)]))])
+
+    assert ("named like times: to split by it" in guess.reasons[name]) is is_told
+
+
+def prices(*odd):
+    return [f"{row}.5" for row in range(30 - len(odd))] + list(odd)
+
+
+@pytest.mark.parametrize("text", ["12 EUR", "1,234.5"])
+def test_a_cell_that_is_no_number_leaves_a_column_dense_and_is_named(tmp_path, text):
+    path = write_csv(tmp_path, clicks("fee", prices(text)))
+
+    guess = guess_schema([path])
+
+    assert list(guess.schema.dense) == ["fee"]
+    told = f"29 of 30 values are numbers, and the first that is not is {text!r} in {path}, line 31"
+    assert told in guess.reasons["fee"]
+    assert Schema.from_dict(tomllib.loads(guess.to_toml())) == guess.schema
+    with pytest.raises(DatasetFormatError, match=r"line 31, column 'fee': must be a number"):
+        list(TableFiles([path], guess.schema).batches())
+    told = Schema.from_dict({**guess.schema.as_dict(), "missing_values": [text]})
+    assert sum(batch.num_rows for batch in TableFiles([path], told).batches()) == 30
+
+
+@pytest.mark.parametrize(("num_odd", "is_dense"), [(3, True), (4, False)])
+def test_at_least_nine_of_ten_values_must_be_numbers(tmp_path, num_odd, is_dense):
+    guess = guess_schema([write_csv(tmp_path, clicks("fee", prices(*["?"] * num_odd)))])
+
+    assert ("fee" in guess.schema.dense) is is_dense
+
+
+def test_the_file_of_a_cell_that_is_no_number_is_named(tmp_path):
+    first = write_csv(tmp_path, clicks("fee", prices()))
+    second = write_csv(tmp_path, clicks("fee", ["", "none", *prices()[2:]]), "b.csv")
+
+    reason = guess_schema([first, second]).reasons["fee"]
+
+    assert f"58 of 59 values are numbers, and the first that is not is 'none' in {second}" in reason
+    assert "b.csv, line 3:" in reason
+
+
+def test_integers_and_a_text_stay_names_unless_they_are_amounts(tmp_path):
+    values = [str(row % 7) for row in range(29)] + ["x1"]
+    guess = guess_schema([write_csv(tmp_path, clicks("shop", values) | {"price": values})])
+
+    assert guess.schema.as_dict()["categorical"] == {"ad": {}, "shop": {}}
+    assert list(guess.schema.dense) == ["price"]
+    for name in ("shop", "price"):
+        assert "the first that is not is 'x1'" in guess.reasons[name]
+
+
+def test_nan_in_a_column_of_numbers_is_missing(tmp_path):
+    guess = guess_schema([write_csv(tmp_path, clicks("fee", [*prices("nan", "NaN"), ""][1:]))])
+
+    assert guess.reasons["fee"].endswith(", 10.0% missing")
+
+
+def test_guessing_forms_of_times_warns_of_nothing(tmp_path):
+    path = write_csv(tmp_path, clicks("seen", ["15.01.2025"] * 30))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert guess_schema([path]).schema.timestamp == "seen"
