@@ -71,6 +71,8 @@ def _prepare_table(options: argparse.Namespace) -> int:
         options.files, options.out, schema, like=options.like, show_progress=True
     )
     _print_table_report(report)
+    for warning in report.warnings:
+        warnings.warn(warning, stacklevel=2)
     return 0
 
 

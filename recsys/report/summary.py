@@ -81,7 +81,7 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     lines = [" " * width + "".join(f"{split:>14}" for split in measured)]
     for title, *cells in rows:
         lines.append(f"{title:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
-    return "\n".join([*lines, *format_auc_error(measured)])
+    return "\n".join([*lines, *format_auc_error(measured), *_format_one_label(measured)])
 
 
 def tabulate_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -124,6 +124,20 @@ def format_auc_error(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[st
     if not errors:
         return []
     return [f"auc was counted in bins; it is wrong by at most {max(errors):.1e}"]
+
+
+def _format_one_label(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each split whose labels are all equal, unless it is judged by rankings."""
+    lines = []
+    for split, values in metrics.items():
+        is_ranked = values.get("recall_at_k") is not None
+        if values.get("auc", 0) is None and values["num_samples"] > 1 and not is_ranked:
+            label = 0 if values.get("calibration") is None else 1  # which needs a positive label
+            lines.append(
+                f"{split}: all {values['num_samples']:,} labels are {label}; there is no auc, and "
+                "the other metrics say nothing about a model"
+            )
+    return lines
 
 
 def format_best_auc(data: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,8 @@
-from recsys.report.summary import tabulate_hits, tabulate_tiers
+import numpy as np
+import pytest
+
+from recsys.report.summary import format_metrics, tabulate_hits, tabulate_tiers
+from recsys.train.metrics.metrics import evaluate_logits
 
 TIERS = {
     "cold_tier": "host",
@@ -34,3 +38,23 @@ def test_a_run_without_misses_and_one_without_counts_name_no_table():
         assert [title for title, _ in tabulate_tiers(tiers, "1KiB")] == ["tiers", "hits", "moved"]
     assert tabulate_hits({**TIERS, "tables": tables}) == [["all", "20", "10", "100.0%", "-"]]
     assert tabulate_hits(None) == []
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_a_split_with_one_label_is_named_below_its_metrics(label):
+    logits = np.linspace(-1, 1, 8, dtype=np.float32)
+    metrics = {
+        "test": evaluate_logits(logits, np.full(8, label)).as_dict(),
+        "validation": evaluate_logits(logits, np.arange(8) % 2).as_dict(),
+    }
+
+    *_, above, last = format_metrics(metrics).splitlines()
+
+    assert last.startswith(f"test: all 8 labels are {label}; there is no auc")
+    assert above.startswith("num samples")
+
+
+def test_one_label_is_no_fault_where_items_are_ranked():
+    values = evaluate_logits(np.ones(4, np.float32), np.ones(4)).as_dict()
+
+    assert "labels are" not in format_metrics({"test": values | {"recall_at_k": 0.5}})

@@ -32,9 +32,10 @@ from recsys.datasets.tabular.encoding.file_encoder import (
     read_rules,
     read_schema,
 )
-from recsys.datasets.tabular.encoding.row_encoder import LABEL, PART, RowEncoder, new_numbers
+from recsys.datasets.tabular.encoding.row_encoder import PART, RowEncoder, new_numbers
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
+from recsys.datasets.tabular.store_parts.part_warnings import only_label, warnings_of_parts
 from recsys.datasets.tabular.store_parts.part_writer import PartWriter
 from recsys.datasets.tabular.store_parts.splits import TRAIN
 from recsys.datasets.tabular.store_parts.spool import Spool
@@ -69,6 +70,7 @@ class TableReport:
             training part has them too rarely or not at all; missing values aside.
         num_lacking: Negatives that could not be drawn: each item of the training part would be a
             positive.
+        warnings: What is wrong with the parts, a sentence each; empty with `like`.
     """
 
     path: Path
@@ -79,6 +81,7 @@ class TableReport:
     num_embeddings: int
     unknown: dict[str, dict[str, int]]
     num_lacking: int
+    warnings: tuple[str, ...] = ()
 
 
 def prepare_table(
@@ -247,19 +250,12 @@ def _new_writer(store: Path, schema: Schema) -> StoreWriter:
 def _warn_of_one_label(rows: SpooledRows) -> None:
     """Warn if all labels of the training part are 0, or all are 1."""
     name = rows.schema.label
-    if not name:
-        return
-    num_rows = num_positives = 0
-    for block in rows.blocks(TRAIN, [LABEL]):
-        num_rows += len(block.rows)
-        num_positives += int(np.count_nonzero(np.asarray(block.columns[LABEL])))
-        if 0 < num_positives < num_rows:
-            return
-    if num_rows > 1:
+    label = only_label(rows, TRAIN) if name else None
+    if label is not None:
+        num_rows = np.count_nonzero(rows.codes == TRAIN)
         warnings.warn(
-            f"label {name!r} is {int(num_positives > 0)} in all {num_rows:,} rows of the training "
-            "part, and a model cannot learn from one value; check the column, and the keys "
-            "positive and split",
+            f"label {name!r} is {label} in all {num_rows:,} rows of the training part, and a model "
+            "cannot learn from one value; check the column, and the keys positive and split",
             stacklevel=2,
         )
 
@@ -322,4 +318,5 @@ def _write(
         num_embeddings=sum(table.num_rows for table in maker.tables.values()),
         unknown=parts.unknown,
         num_lacking=parts.num_lacking,
+        warnings=() if rules is not None else tuple(warnings_of_parts(rows, splits)),
     )
