@@ -67,7 +67,7 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
     if store.meta["convention"] != "classic":
         raise StoreError(
             f"store {store.path}: the classic npz needs convention 'classic', got "
-            f"{store.meta['convention']!r}; prepare it with that convention"
+            f"{store.meta['convention']!r}; {_way_out(store)}"
         )
     for name, expected in classic_splits(store.num_samples).items():
         found = store.splits[name]
@@ -91,6 +91,12 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
                     part = array[block.start : block.stop]
                     member.write(np.ascontiguousarray(part, "<i4").data)
     return file
+
+
+def _way_out(store: Store) -> str:
+    if store.meta["convention"] == "torchrec":
+        return "prepare the raw files of Criteo with --convention classic"
+    return "write it as torchrec-npy, which takes features with one value each, part by part"
 
 
 def read_classic_npz(file: str | Path, store: str | Path) -> Path:

@@ -192,8 +192,12 @@ def test_stores_that_the_format_cannot_hold_are_refused(store, tmp_path):
         return Store(tmp_path / name)
 
     splits = classic_splits(NUM_SAMPLES)
-    with pytest.raises(StoreError, match="needs convention 'classic', got 'torchrec'"):
+    message = "needs convention 'classic', got 'torchrec'; prepare the raw files .*--convention"
+    with pytest.raises(StoreError, match=message):
         write_classic_npz(rewritten("a", "torchrec", splits), tmp_path / "f.npz")
+    message = "needs convention 'classic', got 'table'; write it as torchrec-npy"
+    with pytest.raises(StoreError, match=message):
+        write_classic_npz(rewritten("c", "table", splits), tmp_path / "f.npz")
     splits = splits | {"train": range(3)}
     with pytest.raises(StoreError, match=r"train samples must be 0 to .* got 0 to 3; write each"):
         write_classic_npz(rewritten("b", "classic", splits), tmp_path / "f.npz")

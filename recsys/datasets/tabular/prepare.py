@@ -126,7 +126,11 @@ def prepare_table(
     if known is not None:
         schema = read_schema(known)
     assert schema is not None
-    table = TableFiles(files, schema, optional=columns_for_split(schema) if known else ())
+    if known is None:
+        table = TableFiles(files, schema)
+    else:
+        way_out = f"store {known.path} was made of files with it; add it, or name other files"
+        table = TableFiles(files, schema, optional=columns_for_split(schema), way_out=way_out)
     with tqdm(
         desc="prepare",
         unit=" rows",

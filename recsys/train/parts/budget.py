@@ -13,7 +13,7 @@ import torch
 from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
 from recsys.batch import feature_tables, features_by_table
 from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
-from recsys.errors import BudgetTooSmall
+from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train.parts.providers import row_optimizer
 
 if TYPE_CHECKING:
@@ -95,7 +95,13 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
 
     Raises:
         BudgetTooSmall: it does not.
+        ConfigError: there is none for rows in files.
     """
+    if config.cold_tier == "file" and not config.budget and not config.plan:
+        raise ConfigError(
+            "cold_tier 'file' needs a budget, the fast memory for rows that are used often; give "
+            "it by --set budget=256MiB, or leave cold_tier out"
+        )
     if not config.budget or config.plan or config.schedule.name == "fae":
         return
     needs, budget_bytes = MemoryNeeds(config, source), parse_bytes(config.budget, "budget")

@@ -1,6 +1,11 @@
+import gzip
+import random
+
 import pytest
 
+from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.guessing.guess import guess_schema
+from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
@@ -65,3 +70,111 @@ def test_a_spreadsheet_is_told_to_become_csv(tmp_path, name):
     path.write_bytes(b"PK")
     with pytest.raises(ConfigError, match=r"not a spreadsheet; save it as CSV$"):
         read(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_utf_16_file_is_told_how_to_become_utf_8(tmp_path, encoding):
+    path = tmp_path / "a.csv"
+    path.write_bytes("\ufeffc,y\nu,1\n".encode(encoding))
+    for reads in (lambda: read(path), lambda: guess_schema([path])):
+        with pytest.raises(DatasetFormatError, match=r"is UTF-16; .*`iconv -f utf-16 -t utf-8 OLD"):
+            reads()
+
+
+def damaged(text):
+    return gzip.compress(text)[:-20]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "hint"),
+    [
+        ("a.csv.gz", lambda text: text, "it is not gzip, as its name says: rename it without .gz"),
+        (
+            "a.csv.zst",
+            lambda text: text,
+            "it is not zstd, as its name says: rename it without .zst",
+        ),
+        ("a.csv.gz", damaged, "the gzip data is damaged or cut short: fetch or compress the file"),
+    ],
+)
+def test_a_compressed_file_that_cannot_be_read_has_a_way_out(tmp_path, name, content, hint):
+    path = tmp_path / name
+    path.write_bytes(content(b"c,y\n" + b"u,1\n" * 50))
+    with pytest.raises(DatasetFormatError, match=hint):
+        read(path)
+
+
+def test_compressed_data_that_is_cut_late_has_a_way_out(tmp_path):
+    generator = random.Random(0)
+    text = "c,y\n" + "".join(f"{generator.random()},1\n" for _ in range(20_000))
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(damaged(text.encode()))
+    with pytest.raises(DatasetFormatError, match="the gzip data is damaged or cut short: fetch"):
+        read(path)
+
+
+def test_a_bad_line_of_a_compressed_file_is_to_be_corrected(tmp_path):
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"c,y\nu,1\nu,1,2\n"))
+    with pytest.raises(DatasetFormatError, match=r"line 3: .*; correct the line$"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "found", "hint"),
+    [
+        ("price", "prize", "did you mean 'prize'"),
+        ("user_id", "userid", "did you mean 'userid'"),
+        ("click", "clicks_30d", "correct the schema"),
+        ("site", "item", "correct the schema"),
+    ],
+)
+def test_only_a_name_that_is_close_is_meant(tmp_path, column, found, hint):
+    path = tmp_path / "a.csv"
+    path.write_text(f"y,{found}\n1,2\n")
+    with pytest.raises(DatasetFormatError, match=hint):
+        read(path, categorical={column: {}})
+
+
+def test_files_like_a_store_are_not_told_to_correct_a_schema(tmp_path):
+    (tmp_path / "a.csv").write_text("y,c\n" + "1,u\n0,v\n" * 10)
+    (tmp_path / "b.csv").write_text("y,d\n1,u\n")
+    prepare_table([tmp_path / "a.csv"], tmp_path / "store", schema())
+
+    with pytest.raises(DatasetFormatError, match="store was made of files with it; add it, or"):
+        prepare_table([tmp_path / "b.csv"], tmp_path / "other", like=tmp_path / "store")
+    with (
+        Encoder(tmp_path / "store") as encoder,
+        pytest.raises(DatasetFormatError, match="the model has it as a feature; add it, or"),
+    ):
+        encoder.open_files([tmp_path / "b.csv"])
+
+
+def rows_of_data(num_rows=20):
+    return "".join(f"{row % 2},u{row % 7},{row * 0.5}\n" for row in range(num_rows))
+
+
+def test_a_first_line_of_data_is_suspected(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(rows_of_data())
+
+    found = guess_schema([path], label="0").warnings
+
+    assert found[0].startswith(f"the first line of {path} looks like data rather than names of")
+    with pytest.raises(ConfigError, match=r"no column looks like a label.*looks like data rather"):
+        guess_schema([path])
+
+
+@pytest.mark.parametrize("header", ["label,user,price", "0,1,2"])
+def test_a_first_line_of_names_is_not_suspected(tmp_path, header):
+    path = tmp_path / "a.csv"
+    path.write_text(f"{header}\n{rows_of_data()}")
+
+    assert not guess_schema([path], label=header.partition(",")[0]).warnings
+
+
+def test_equal_names_may_be_data(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("1,u,1\n")
+    with pytest.raises(DatasetFormatError, match="add a line of names above if this one is data"):
+        guess_schema([path])

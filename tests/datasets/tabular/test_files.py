@@ -351,7 +351,7 @@ def test_damaged_files_are_refused(tmp_path):
 
 def test_names_of_columns_and_files_are_checked(tmp_path):
     path = write(tmp_path, "y,cc", "1,x")
-    with pytest.raises(DatasetFormatError, match="must have column 'c', has 'y', 'cc'; did you"):
+    with pytest.raises(DatasetFormatError, match="must have column 'c', has 'y', 'cc'; correct"):
         rows_of(path, simple())
     with pytest.raises(DatasetFormatError, match="column names must differ, got 'c' 2 times"):
         rows_of(write(tmp_path, "y,c,c", "1,x,x", name="b.csv"), simple())

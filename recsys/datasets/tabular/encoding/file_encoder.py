@@ -120,7 +120,8 @@ class Encoder:
             ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
         """
         optional = [self.schema.label] if self.schema.label else []
-        files = TableFiles(paths, self.schema, optional=optional, with_hash=False)
+        way_out = "the model has it as a feature; add it, or name other files"
+        files = TableFiles(paths, self.schema, optional=optional, with_hash=False, way_out=way_out)
         self._place = files.place
         return files
 

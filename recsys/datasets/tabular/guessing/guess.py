@@ -11,6 +11,7 @@ import tomli_w
 
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.guessing.column_facts import ColumnFacts, measure_column
+from recsys.datasets.tabular.guessing.header_hint import header_hint
 from recsys.datasets.tabular.guessing.label_hints import (
     LABEL_NAMES,
     guess_positive,
@@ -146,6 +147,9 @@ def guess_schema(
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
     draft = _Draft(table.num_rows)
+    hint = header_hint(file, table)
+    if hint:
+        draft.warnings.append(hint)
     if delimiter:
         draft.tree["delimiter"] = delimiter
     if quote != '"':
@@ -352,7 +356,7 @@ class _Draft:
                 raise ConfigError(
                     f"{path}: no column looks like a label; name it by --label COLUMN"
                     f"{f' ({named[0]})' if named else ''}, or, if every row is a positive, write a "
-                    "schema with [negatives]"
+                    f"schema with [negatives]{''.join(f'; {each}' for each in self.warnings)}"
                 )
             self.warnings.append(no_label_note(self._likely_labels))
             tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}

@@ -71,6 +71,7 @@ class TableFiles:
             predict. All files have such a column, or none. A label and the column of the split may
             have missing values then.
         with_hash: Whether to compute the hash of each file in `sources`.
+        way_out: What to do about a column that a file lacks, for the message.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder has no table in it.
@@ -86,6 +87,7 @@ class TableFiles:
         *,
         optional: Collection[str] = (),
         with_hash: bool = True,
+        way_out: str = "correct the schema",
     ) -> None:
         import_pyarrow()
         self.schema = schema
@@ -101,7 +103,7 @@ class TableFiles:
             name for name in schema.columns if name not in optional or name in first.column_names
         )
         for file in self._files:
-            _check_columns(file, self.columns, first, optional)
+            _check_columns(file, self.columns, first, optional, way_out)
 
     def place(self, row: int) -> str:
         """Words for a row that was read, by its number from 0 among the rows of all files."""
@@ -301,6 +303,7 @@ def _check_columns(
     columns: Sequence[str],
     first: TextFile | ParquetFile,
     optional: Collection[str],
+    way_out: str,
 ) -> None:
     for name in columns:
         if name not in file.column_names:
@@ -308,8 +311,8 @@ def _check_columns(
             if not hint and isinstance(file, TextFile) and not {*columns} & {*file.column_names}:
                 hint = "if its first line is not the names of its columns, add one that is"
             if not hint:
-                close = difflib.get_close_matches(name, file.column_names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "correct the schema"
+                close = difflib.get_close_matches(name, file.column_names, n=1, cutoff=0.8)
+                hint = f"did you mean {close[0]!r}?" if close else way_out
             shown = ", ".join(map(repr, file.column_names[:30]))
             raise DatasetFormatError(f"{file.path} must have column {name!r}, has {shown}; {hint}")
     for name in optional:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["DELIMITERS", "TextFile"]
 
 DELIMITERS = ("\t", ";", "|", ",")  # that files commonly have
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_COMPRESSIONS = {  # and the bytes that such files begin with
+    ".gz": ("gzip", b"\x1f\x8b"),
+    ".zst": ("zstd", b"\x28\xb5\x2f\xfd"),
+}
 _BLOCK_BYTES = 8 << 20
 _ROW = re.compile(r"Row #(\d+): ?(.*)", re.DOTALL)
 _CONVERSION = re.compile(r"In CSV column #(\d+): (.*)", re.DOTALL)
@@ -56,8 +61,10 @@ class TextFile:
         self.quote = quote
         suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
         self.delimiter = delimiter or ("\t" if ".tsv" in suffixes else ",")
-        with self._reading_faults(), self._records() as records:
-            header = next(records, None)
+        with self._reading_faults():
+            self._require_utf8()
+            with self._records() as records:
+                header = next(records, None)
         if not header:
             raise DatasetFormatError(f"{path} must begin with a line of column names, is empty")
         try:
@@ -70,9 +77,24 @@ class TextFile:
         if repeated:
             raise DatasetFormatError(
                 f"{path}, line 1: column names must differ, got {repeated[0]!r} "
-                f"{header.count(repeated[0])} times; rename them"
+                f"{header.count(repeated[0])} times; rename them, or add a line of names above if "
+                "this one is data"
             )
         self.column_names = tuple(header)
+
+    def _require_utf8(self) -> None:
+        """Check that the file does not begin with the mark of UTF-16.
+
+        Raises:
+            DatasetFormatError: it does.
+        """
+        with self.path.open("rb") as raw:
+            start = self._decompressed(raw).read(2)
+        if start in _UTF16_MARKS:
+            raise DatasetFormatError(
+                f"{self.path} must be UTF-8, is UTF-16; convert it by `iconv -f utf-16 -t utf-8 "
+                "OLD > NEW`"
+            )
 
     def place(self, row: int) -> str:
         """Words for a row of data, by its number from 0: the file and the line it begins on.
@@ -225,7 +247,9 @@ class TextFile:
             text = f"the text is not UTF-8; {_UTF8_WAY_OUT}"
         else:
             text = text.removeprefix("CSV parse error: ").removeprefix("CSV conversion error ")
-            text = f"{text[:200]}; correct the line"
+            is_of_line = isinstance(error, arrow.ArrowInvalid)
+            way_out = "" if is_of_line else self._compression_way_out()
+            text = f"{text[:200]}{way_out or '; correct the line'}"
         return DatasetFormatError(f"{place}{column}: {text}")
 
     def _quote_error(self, quotes: QuoteCheck) -> DatasetFormatError:
@@ -257,11 +281,23 @@ class TextFile:
         return QuoteCheck(self._decompressed(raw), self.delimiter, self.quote)
 
     def _decompressed(self, raw: Any) -> Any:
-        compression = {".gz": "gzip", ".zst": "zstd"}.get(self.path.suffix.lower())
-        if compression is None:
+        suffix = self.path.suffix.lower()
+        if suffix not in _COMPRESSIONS:
             return raw
         arrow = import_pyarrow()
+        compression, _ = _COMPRESSIONS[suffix]
         return arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), compression)
+
+    def _compression_way_out(self) -> str:
+        """What to do about a compressed file that cannot be read; empty for others."""
+        suffix = self.path.suffix.lower()
+        if suffix not in _COMPRESSIONS:
+            return ""
+        compression, mark = _COMPRESSIONS[suffix]
+        with self.path.open("rb") as raw:
+            if not raw.read(len(mark)).startswith(mark):
+                return f"; it is not {compression}, as its name says: rename it without {suffix}"
+        return f"; the {compression} data is damaged or cut short: fetch or compress the file again"
 
     @contextmanager
     def _records(self) -> Iterator[Any]:
@@ -287,7 +323,9 @@ class TextFile:
         except OSError as error:
             if error.strerror:
                 raise
-            raise DatasetFormatError(f"{self.path} cannot be read: {error}") from error
+            raise DatasetFormatError(
+                f"{self.path} cannot be read: {error}{self._compression_way_out()}"
+            ) from error
 
 
 def _arrow_type(name: str, schema: Schema) -> Any:
