@@ -90,10 +90,6 @@ class StageClock:
         """
         self._count_moves, self._moved = count_moves, count_moves()
 
-    def begin_step(self) -> None:
-        """What is waited for from now on belongs to another step."""
-        self._end_step()
-
     def mark(self, stage: str) -> None:
         """Assign the time since the last mark to `stage`, except for waiting for rows.
 
@@ -130,13 +126,13 @@ class StageClock:
         Args:
             share: Share of the time of all transfers.
         """
-        self._end_step()
+        self.begin_step()
         steps = zip(self._waited, self._busy, strict=True)
         return sum(min(waited, share * busy) for waited, busy in steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The seconds measured so far, in JSON types; called between two steps."""
-        self._end_step()
+        self.begin_step()
         return {
             "seconds": dict(self.seconds),
             "waited": list(self._waited),
@@ -157,7 +153,8 @@ class StageClock:
         self.seconds, self._waited, self._busy = seconds, waited, busy
         self._step_waited = self._step_busy = 0.0
 
-    def _end_step(self) -> None:
+    def begin_step(self) -> None:
+        """Count what is waited for from now on as that of another step."""
         waited, busy = self._step_waited, self._step_busy
         self._step_waited = self._step_busy = 0.0
         ratio = int(_RATIOS * min(1.0, waited / busy)) if busy else 0

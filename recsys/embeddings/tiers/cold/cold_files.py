@@ -271,7 +271,7 @@ class ColdFiles:
             self.close()
 
     def leave_lock(self) -> None:
-        """In a forked process: leave the lock to the other one, which may open the folder again."""
+        """Close the lock; one that a forked process closes stays with the other process."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
