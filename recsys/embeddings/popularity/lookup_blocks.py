@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from recsys._support.hashing import GOLDEN, mix64
 from recsys.batch import (
     Batch,
     expand_to_one_batch_size,
@@ -32,6 +33,7 @@ __all__ = [
     "block_of",
     "blocks_of_batches",
     "blocks_of_source",
+    "choose_samples",
     "chosen_of",
     "samples_of",
 ]
@@ -146,6 +148,17 @@ def block_of(batch: Batch | Features) -> LookupBlock:
     )
     ends = bounds[np.append(firsts, len(names) * num_samples)].astype(np.int64)
     return LookupBlock(names, values_N, ends[:-1], np.diff(ends), 1, bounds, num_samples)
+
+
+def choose_samples(first_sample: int, num: int, rate: float, seed: int) -> NDArray[np.bool_]:
+    """Choose about a share `rate` of `num` samples, (num,).
+
+    A hash of a sample's number and the seed decides, whatever part of a source it is read in.
+    """
+    numbers = np.arange(first_sample, first_sample + num, dtype=np.uint64)
+    key = mix64(np.array([seed % 2**64], np.uint64))
+    hashes: NDArray[np.uint64] = mix64(key + (numbers + np.uint64(1)) * GOLDEN)
+    return (hashes >> np.uint64(11)).astype(np.float64) < rate * 2.0**53
 
 
 def chosen_of(block: LookupBlock, is_chosen: NDArray[np.bool_]) -> LookupBlock:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 
-from recsys._support.hashing import GOLDEN, mix64
 from recsys.batch import feature_tables, features_by_table
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.coverage import Coverage, coverages_by_level
@@ -29,6 +28,7 @@ from recsys.embeddings.popularity.lookup_blocks import (
     block_of,
     blocks_of_batches,
     blocks_of_source,
+    choose_samples,
     chosen_of,
     samples_of,
 )
@@ -49,7 +49,6 @@ __all__ = ["PopularityProfile"]
 
 _BLOCK_ROWS = 1 << 20
 _MAX_SETS = 254  # a row's level is a byte, and one level means "in no set"
-_LOW_64_BITS = 2**64 - 1
 
 
 @final
@@ -197,7 +196,7 @@ class PopularityProfile:
         if not 0 <= factor <= 1:
             raise ConfigError(f"profile: the factor of a decay must lie in [0, 1], got {factor}")
         self.num_decays += 1
-        chance = np.random.Generator(np.random.PCG64([self.seed & _LOW_64_BITS, self.num_decays]))
+        chance = np.random.Generator(np.random.PCG64([self.seed % 2**64, self.num_decays]))
         for begin in range(0, len(self._rows.values), _BLOCK_ROWS):
             block = self._rows.values[begin : begin + _BLOCK_ROWS]
             share = block * factor
@@ -466,7 +465,7 @@ class PopularityProfile:
         num_seen = block.num_samples
         numbers = np.arange(num_seen)
         if self.rate < 1:
-            is_chosen = _is_chosen(first_sample, num_seen, self.rate, self.seed)
+            is_chosen = choose_samples(first_sample, num_seen, self.rate, self.seed)
             block, numbers = chosen_of(block, is_chosen), np.flatnonzero(is_chosen)
         self._rows.add(block, lambda sample: named_from + int(numbers[sample]))
         self.num_samples += block.num_samples
@@ -489,14 +488,6 @@ class PopularityProfile:
                         f"table {name!r} has {size} rows, but its feature {feature!r} has "
                         f"{sizes[feature]} in the data; profile this data"
                     )
-
-
-def _is_chosen(first_sample: int, num: int, rate: float, seed: int) -> NDArray[np.bool_]:
-    """Whether each of `num` samples is counted, (num,); about a share `rate` of them is."""
-    numbers = np.arange(first_sample, first_sample + num, dtype=np.uint64)
-    key = mix64(np.array([seed & _LOW_64_BITS], np.uint64))
-    hashes: NDArray[np.uint64] = mix64(key + (numbers + np.uint64(1)) * GOLDEN)
-    return (hashes >> np.uint64(11)).astype(np.float64) < rate * 2.0**53
 
 
 def _largest(keys: NDArray[Any], num: int) -> NDArray[np.int64]:
