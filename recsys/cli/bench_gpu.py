@@ -77,7 +77,9 @@ def add_gpu_options(gpu: argparse.ArgumentParser) -> None:
         help="measured rounds of a case, at least three; default: 10",
     )
     gpu.add_argument(
-        "--kernels", action="store_true", help="also list the time by kernel of one step"
+        "--kernels",
+        action="store_true",
+        help="also list the time by kernel of one step, and time copies of rows by themselves",
     )
     gpu.add_argument(
         "--no-capture",

@@ -10,6 +10,7 @@ Beside the keys of every benchmark (`command`, `environment`, `rows`) it has
     skipped     providers that could not be measured: case, provider, reason
     captured    of each provider whose dense part was to be captured: case, provider, num_replays,
                 and the reason if it was not
+    host_rows   bandwidths of copies of rows from and to the host; see `HostRowCopies`
     kernels     time by kernel of one step
     seconds     since the start
     is_done     false if the command was interrupted
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from recsys.bench.parts.harness import Row
     from recsys.pipeline.captured_dense import CapturedDense
 
-__all__ = ["Record"]
+__all__ = ["Record", "describe_error"]
 
 
 @dataclass

@@ -15,12 +15,15 @@ from recsys.bench.gpu.cases import FLOOR, cases_of
 from recsys.bench.gpu.checks import run_checks
 from recsys.bench.gpu.clock import gemm_seconds, measure_limits, precision_of
 from recsys.bench.gpu.fbgemm import FbgemmLoop
+from recsys.bench.gpu.host_rows import bytes_in_huge_pages, measure_host_rows
 from recsys.bench.gpu.kernels import kernels_of_step
 from recsys.bench.gpu.providers import PlainLoop, ScheduledLoop, Setting, steps_of_turn
+from recsys.bench.gpu.record import Record, describe_error
 from recsys.bench.gpu.rows import RESIDENT, Floor, Measured, rows_of_case, table_of_case
 from recsys.bench.gpu.samples import MiniBatches, Stream, coverage_of
 from recsys.bench.gpu.tables import Tables
 from recsys.bench.parts.harness import take_turns
+from recsys.embeddings.kernels.choice import host_copies_on
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from recsys.bench.gpu.cases import Case, Plan
     from recsys.bench.gpu.clock import Limits
     from recsys.bench.gpu.providers import AbstractProvider, Turn
-    from recsys.bench.gpu.record import Record
     from recsys.bench.gpu.tables import TieredTables
 
 __all__ = ["bench_gpu", "require_device"]
@@ -113,6 +115,8 @@ class _Cases:
             for case in cases:
                 self._record.fail(case, error)
             return
+        if self._plan.has_kernels and "host_rows" not in self._record.details:
+            self._record.details["host_rows"] = self._host_rows(tables)
         for number, case in enumerate(cases):
             if self._is_over():
                 self._record.leave_out(cases[number:], self._reason())
@@ -129,6 +133,26 @@ class _Cases:
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _host_rows(self, tables: Tables) -> dict[str, object]:
+        kernels = host_copies_on(self._device)
+        if kernels is None:
+            return {"reason": f"no kernel of '{self._device.type}' copies rows of the host"}
+        try:
+            copies = measure_host_rows(tables.host.rows, self._device, kernels)
+        except Exception as error:  # the cases are still worth measuring
+            return {"reason": describe_error(error)}
+        for each in copies:
+            print(
+                f"rows {each.rows}, {each.num_programs} programs: {each.to_device / 1e9:.1f} GB/s "
+                f"to the device, {each.both_ways / 1e9:.1f} GB/s both ways",
+                flush=True,
+            )
+        return {
+            "dim": tables.host.rows.shape[1],
+            "bytes_in_huge_pages": bytes_in_huge_pages(),
+            "copies": [each._asdict() for each in copies],
+        }
 
     def _is_over(self) -> bool:
         return self._record.seconds > self._plan.seconds

@@ -67,7 +67,14 @@ class HostRows:
         self.is_aligned = not any(start % 16 for start in starts)
 
 
-def fetch_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, result: Tensor) -> None:
+def fetch_rows(
+    host: HostRows,
+    rows_M: Tensor,
+    slots_M: Tensor,
+    result: Tensor,
+    *,
+    most_programs: int = _MOST_PROGRAMS,
+) -> None:
     """Copy rows from the host's tables into slots.
 
     Args:
@@ -75,13 +82,14 @@ def fetch_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, result: Tensor) 
         rows_M: Which rows, (M,), counted over all tables; negative for no row.
         slots_M: The slot of each row, (M,).
         result: The slots' rows, (S, D) contiguous, of the tables' dtype; changed in place.
+        most_programs: The most programs that copy.
     """
-    _copy(host, None, None, rows_M, slots_M, result)
+    _copy(host, None, None, rows_M, slots_M, result, most_programs)
 
 
 def write_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, source: Tensor) -> None:
     """Copy rows from slots to the host's tables; see `fetch_rows`. Rows must be distinct."""
-    _copy(host, rows_M, slots_M, None, None, source)
+    _copy(host, rows_M, slots_M, None, None, source, _MOST_PROGRAMS)
 
 
 def move_rows(
@@ -91,6 +99,8 @@ def move_rows(
     fetched_rows_M: Tensor,
     fetched_slots_M: Tensor,
     in_slots: Tensor,
+    *,
+    most_programs: int = _MOST_PROGRAMS,
 ) -> None:
     """As `write_rows` and then `fetch_rows`, in one launch: both ways of PCIe are used at once.
 
@@ -98,7 +108,7 @@ def move_rows(
     place in both lists, and no row is both written and fetched.
     """
     lists = written_rows_M, written_slots_M, fetched_rows_M, fetched_slots_M
-    _copy(host, *lists, in_slots)
+    _copy(host, *lists, in_slots, most_programs)
 
 
 def _copy(
@@ -108,6 +118,7 @@ def _copy(
     fetched_rows_M: Tensor | None,
     fetched_slots_M: Tensor | None,
     in_slots: Tensor,
+    most_programs: int,
 ) -> None:
     rows_M = written_rows_M if fetched_rows_M is None else fetched_rows_M
     assert rows_M is not None
@@ -118,7 +129,7 @@ def _copy(
     block_dim = next_power_of_2(host.dim)
     block_rows = min(max(1, _BLOCK_BYTES // (block_dim * bits.itemsize)), _MOST_ROWS)
     window = max(_WINDOW, block_rows)
-    _copy_kernel[(min(cdiv(num_places, window), _MOST_PROGRAMS),)](
+    _copy_kernel[(min(cdiv(num_places, window), most_programs),)](
         host.addresses,
         host.first_rows,
         written_rows_M,

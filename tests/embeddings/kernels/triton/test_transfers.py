@@ -3,7 +3,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels.triton import transfers
 from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, move_rows, write_rows
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -49,9 +48,8 @@ def test_rows_of_a_list_are_copied_into_their_slots(triton_device, sizes, dim, d
     assert torch.equal(found.cpu(), expected)
 
 
-def test_few_programs_copy_the_rows_of_long_lists(triton_device, monkeypatch):
+def test_few_programs_copy_the_rows_of_long_lists(triton_device):
     """In windows without rows, with some at the begin, and with one at the end."""
-    monkeypatch.setattr(transfers, "_MOST_PROGRAMS", 2)
     tables = host_tables([300, 200], 100, torch.float32, triton_device)
     places = torch.tensor([*range(150), 390, 511, 512, 640, 901])
     rows, slots = torch.full((905,), -1), torch.zeros(905, dtype=torch.int64)
@@ -62,7 +60,7 @@ def test_few_programs_copy_the_rows_of_long_lists(triton_device, monkeypatch):
     expected[slots[places]] = torch.cat(tables)[rows[places]]
 
     host = HostRows(tables, triton_device)
-    fetch_rows(host, rows.to(triton_device), slots.to(triton_device), found)
+    fetch_rows(host, rows.to(triton_device), slots.to(triton_device), found, most_programs=2)
 
     assert torch.equal(found.cpu(), expected)
 
