@@ -161,7 +161,6 @@ def test_what_cannot_be_traced_right_is_refused_by_name():
         fx.symbolic_trace(HotColdEmbedding(9, 4))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torch_jit_script_is_refused_by_name_for_the_module_and_for_a_model_that_has_it():
     for module in (HotColdEmbedding(9, 4), nn.Sequential(HotColdEmbedding(9, 4))):
         with pytest.raises(
@@ -199,7 +198,7 @@ def test_a_collection_is_built_on_the_device_of_the_context(kind):
     assert {each.device.type for each in module.parameters()} == {"meta"}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_torch_jit_and_vmap_go_by_torch_and_leave_the_module_as_it_was():
     embedding = HotColdEmbedding(9, 4, optimizer=SGD(lr=0.1))
     bag = HotColdEmbeddingBag(9, 4, mode="sum", optimizer=SGD(lr=0.1))
