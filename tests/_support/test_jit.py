@@ -195,46 +195,6 @@ print(result.tolist(), [str(warning.message)[:33] for warning in said])
     assert printed == "[[1.0, 1.0, 2.0]] ['numba finds neither OpenMP nor TB']\n"
 
 
-NOTHING_LEFT_TO_COMPILE = """
-import os
-import numpy as np
-import torch._dynamo
-from numba.core.dispatcher import Dispatcher
-from recsys.train.parts.build import autocast, build_model, compile_kernels, open_source
-from recsys.config import load_config
-
-def made_ready_by_a_step(setting):
-    config = load_config(
-        None, [setting], synthetic={"num_samples": 100, "table_sizes": [9] * 3}, batch_size=8
-    )
-    source = open_source(config)
-    model, optimizers = build_model(config, source)
-    compile_kernels(config, source)
-    made_ready = []
-    add = Dispatcher.add_overload
-    Dispatcher.add_overload = lambda self, made: made_ready.append(self) or add(self, made)
-    with autocast(config):
-        loss, _ = model(source.read(np.arange(8)))
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    return made_ready
-
-for setting in ("precision=fp32", "precision=bf16"):
-    child = os.fork()  # of a process that has imported, and has run no kernel yet
-    if not child:
-        print(setting, made_ready_by_a_step(setting), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_first_step_of_training_neither_compiles_nor_takes_a_kernel_from_the_disk():
-    assert run(NOTHING_LEFT_TO_COMPILE) == "precision=fp32 []\nprecision=bf16 []\n"
-
-
 @pytest.mark.serial
 def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two():
     def adding(number):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +11,7 @@ from recsys.ablate.run import ablate
 from recsys.train.checkpoint import newest
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
+from tests import forks
 
 TEXT = """
 [ablate]
@@ -37,7 +36,6 @@ def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
     out = tmp_path / "out"
     half = RunFolder(out / "cells" / "long-seed0")
     settings = [*small_settings, "--set", "num_threads=1"]
-    command = [sys.executable, "-m", "recsys", "ablate", "ablation.toml", *settings, "--run", "out"]
 
     config = load_ablation(tmp_path / "ablation.toml", settings[1::2])
 
@@ -46,20 +44,16 @@ def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
             raise KeyboardInterrupt
         return train(config, run_dir, **options)
 
-    ablate(
-        config, out, show_progress=False, run_cell=run_the_first
-    )  # a process takes long to start
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
-    )
+    ablate(config, out, show_progress=False, run_cell=run_the_first)
+    command = forks.command("ablate", tmp_path / "ablation.toml", *settings, "--run", out)
     try:
         while newest(half.checkpoints_folder) is None:
-            assert process.poll() is None
+            assert command.process.is_alive()
             time.sleep(0.02)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # with the process that trains
-    process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL
+        os.killpg(command.process.pid, signal.SIGKILL)
+    command.end()  # with the process that trains
+    assert command.process.exitcode == -signal.SIGKILL
 
     assert not half.record_file.exists()
     finished = out / "cells" / "first-seed0"

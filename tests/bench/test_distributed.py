@@ -9,6 +9,7 @@ import torch
 
 from recsys.bench import distributed
 from recsys.bench.distributed import bench_distributed
+from recsys.bench.parts import worker
 from recsys.bench.parts.harness import modelled, rows_by_provider, write_rows
 from recsys.bench.ranks.collectives import _SENT
 from recsys.bench.ranks.providers import TORCHREC, providers_with
@@ -20,11 +21,12 @@ CASE = "W=2,B=512,D=16,max_rows=5000"
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(forking):
     """The rows of one run that all tests read; starting the processes takes long."""
     pytest.importorskip("torchrec", exc_type=ImportError)
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "multiprocessing", forking)
         for name in ("_NUM_BATCHES", "_NUM_COUNTED_STEPS", "_NUM_MODELLED_BATCHES"):
             patch.setattr(distributed, name, 3)  # so that the model has the mini-batches counted
         patch.setattr(distributed, "_NUM_WARM_UP_ROUNDS", 0)

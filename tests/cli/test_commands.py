@@ -21,6 +21,7 @@ from recsys.cli import main
 from recsys.cli.commands import build_parser
 from recsys.cli.help import EXAMPLES, GROUPS, TRAIN_EXAMPLES
 from recsys.config import TrainConfig, describe_keys, load_config
+from tests import forks
 
 
 def run_cli(*arguments):
@@ -533,26 +534,22 @@ def test_what_resuming_needs_is_said(tmp_path, monkeypatch, capsys, options, mes
 @pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "recsys.cli", "train", "synthetic:criteo-kaggle"]
-    command += [*small_settings, "--set", "synthetic.num_samples=5000000"]
-    command += ["--set", "eval.every_steps=20", "--set", "eval.max_samples=1000"]
-    with subprocess.Popen(
-        [*command, "--run", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        history = folder / "history.jsonl"
-        give_up = time.monotonic() + 300
-        while not history.is_file() or "validation" not in history.read_text():
-            assert process.poll() is None
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+    command = forks.command(
+        *("train", "synthetic:criteo-kaggle", "--run", folder, *small_settings),
+        *("--set", "synthetic.num_samples=5000000", "--set", "eval.every_steps=20"),
+        *("--set", "eval.max_samples=1000"),
+    )
+    history = folder / "history.jsonl"
+    give_up = time.monotonic() + 300
+    while not history.is_file() or "validation" not in history.read_text():
+        assert command.process.is_alive()
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
 
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=300)
+    os.kill(command.process.pid, signal.SIGINT)
+    printed, _ = command.end()
 
-    assert process.returncode == 130
+    assert command.process.exitcode == 130
     record = json.loads((folder / "run.json").read_text())
     assert record["status"] == "interrupted"
     assert record["metrics"]["test"] is None

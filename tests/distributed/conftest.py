@@ -2,18 +2,14 @@
 
 import io
 import time
-from multiprocessing import get_all_start_methods, get_context
 
 import pytest
 import torch
 from ranks_serve import serve
 
+from tests.forks import server_of_forks
+
 LIMIT = 60  # seconds for one case, and for the collectives in it
-# The last two torch and recsys import when they need them, which takes as long as all the rest.
-IMPORTED = (
-    *("torchrec", "torchrec.distributed.model_parallel", "recsys.train.trainer"),
-    *("torch._dynamo", "matplotlib.figure"),
-)
 
 
 class Ranks:
@@ -30,9 +26,7 @@ class Ranks:
         self.end()
         self.num_starts += 1
         store = str(self.folder / f"store-{self.world}-{self.num_starts}")
-        context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload([*IMPORTED])
+        context = server_of_forks()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             arguments = rank, self.world, store, theirs, LIMIT

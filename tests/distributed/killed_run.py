@@ -1,6 +1,4 @@
-"""A rank of a run that is killed at a random moment, for `test_killed.py`.
-
-    torchrun ... killed_run.py RUN SEED
+"""Ranks of a run of which one is killed at a random moment, for `test_killed.py`.
 
 Before the first restart, a rank drawn by the seed kills itself.
 """
@@ -8,12 +6,11 @@ Before the first restart, a rank drawn by the seed kills itself.
 import os
 import random
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 from ranks_train import run_training
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recsys._support.plain_warnings import plain_warnings
 from recsys.train.loop.progress import Progress
@@ -45,15 +42,26 @@ def kill_soon_after(step, seconds):
     Progress.add = add_and_kill
 
 
-def main():
-    run, seed = Path(sys.argv[1]), int(sys.argv[2])
+def launch(run, seed):
+    """Start two ranks as `torchrun --nproc-per-node 2 --max-restarts 3 --standalone` does.
+
+    They are forks, so that they need not import anew.
+    """
+    config = LaunchConfig(
+        *(1, 1, 2),
+        max_restarts=3,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=f"killed-{seed}",
+        start_method="fork",
+    )
+    elastic_launch(config, be_rank)(run, seed)
+
+
+def be_rank(run, seed):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         generator = random.Random(seed)
         if generator.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"]):
             kill_soon_after(generator.randrange(23), generator.uniform(0, 0.1))
     with plain_warnings("killed_run"):
         run_training(run, settings_of(run), resume=True)
-
-
-if __name__ == "__main__":
-    main()

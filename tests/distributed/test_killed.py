@@ -1,8 +1,5 @@
 """A rank that is killed at a random moment: under `torchrun --max-restarts` the run goes on."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,27 +7,11 @@ from ranks_shared import IS_STRESS
 
 pytest.importorskip("torchrec")
 
-from killed_run import settings_of  # imports TorchRec
+from killed_run import launch, settings_of  # imports TorchRec
 
-HERE = Path(__file__).parent
+from tests.forks import Fork
+
 SEEDS = range(20) if IS_STRESS else range(1)
-
-
-def launch(run, seed):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "3", "--standalone", "--", str(HERE / "killed_run.py")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
-    found = subprocess.run(
-        [*command, str(run), str(seed)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stderr
 
 
 @pytest.mark.slow
@@ -41,7 +22,9 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(ranks, tmp_path):
 
     for seed in SEEDS:
         run = tmp_path / f"run-{seed}"
-        messages = launch(run, seed)
+        fork = Fork(launch, run, seed)
+        _, messages = fork.end()
+        assert fork.process.exitcode == 0, messages[-3000:]
         assert "exitcode: -9" in messages, messages
         assert "not synced" not in messages, messages
         assert "warning" not in messages, messages

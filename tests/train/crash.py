@@ -206,13 +206,13 @@ def crash(
     return found
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--runs", type=int, default=len(RUNS), help="the first so many of them")
     parser.add_argument("--samples", type=int, default=SETTINGS["synthetic.num_samples"])
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     record = {
         "command": "make crash",
         "environment": describe_environment(),

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.forks import Fork
+from tests.train.compiled_kernels import print_needed
 from tests.train.test_table_stores import RUNS
 from tests.train.test_table_stores import SETTINGS as STORE_SETTINGS
 from tests.train.test_weighted_bags import FEATURES as WEIGHTED_FEATURES
@@ -40,18 +39,17 @@ def test_the_first_step_compiles_no_kernel(small_settings, table_store, tmp_path
     for name, store in stores.items():
         for case in ("resident", "freeze_rows"):
             cases[f"{name}, {case}"] = (*STORE_SETTINGS, *RUNS[case], f'data="{store}"')
-    arguments = {name: [str(tmp_path / name), *small, *case] for name, case in cases.items()}
+    for precision in ("fp32", "bf16"):
+        cases[precision] = *SETTINGS, f"precision={precision}"
 
-    program = Path(__file__).with_name("compiled_kernels.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", program, json.dumps(arguments)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    found = {}
+    for name, case in cases.items():
+        fork = Fork(print_needed, str(tmp_path / name), *small, *case)
+        printed, said = fork.end()
+        assert fork.process.exitcode == 0, said
+        found[name] = json.loads(printed.splitlines()[-1])
 
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert dict(map(json.loads, lines)) == {name: [] for name in cases}, done.stderr
+    assert found == {name: [] for name in cases}
     for policy in POLICIES:
         record = json.loads((tmp_path / f"skip.policy={policy}" / "run.json").read_text())
         skipped = record["skipped"]

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-CRASH = Path(__file__).with_name("crash.py")
+from tests.forks import Fork
+from tests.train.crash import main
+
 IS_STRESS = os.environ.get("HYPOTHESIS_PROFILE") == "stress"
 NUM_KILLS, NUM_SAMPLES = (5, 60_000) if IS_STRESS else (2, 12_000)
 
@@ -18,15 +17,14 @@ NUM_KILLS, NUM_SAMPLES = (5, 60_000) if IS_STRESS else (2, 12_000)
 def test_a_run_that_is_killed_more_than_once_ends_with_the_model_of_an_unkilled_one(tmp_path):
     file = tmp_path / "crash.json"
 
-    subprocess.run(
-        [
-            *(sys.executable, CRASH, "--runs", "1", "--kills", str(NUM_KILLS)),
-            *("--samples", str(NUM_SAMPLES), "--json", file),
-        ],
-        check=True,
-        timeout=300,
-    )
+    words = [
+        *("--runs", "1", "--kills", str(NUM_KILLS)),
+        *("--samples", str(NUM_SAMPLES), "--json", str(file)),
+    ]
+    fork = Fork(main, words)
+    _, said = fork.end()
 
+    assert fork.process.exitcode == 0, said
     [run] = json.loads(file.read_text())["runs"]
     assert run["difference"] == 0
     assert run["is_history_equal"]

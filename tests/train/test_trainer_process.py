@@ -15,6 +15,7 @@ from recsys.ablate.run import ablate
 from recsys.errors import ConfigError
 from recsys.train.trainer import train
 from recsys.train.trainer_process import train_in_own_process
+from tests import forks
 
 pytestmark = pytest.mark.slow
 
@@ -38,32 +39,25 @@ def start_ablation(tmp_path, small_settings):
 
         config = load_ablation(file, settings)
         ablate(config, folder, show_progress=False, run_cell=run_the_short_one)
-        command = [sys.executable, "-m", "recsys.cli", "ablate", file, "--run", folder]
-        command += [part for setting in settings for part in ("--set", setting)]
-        process = subprocess.Popen(
-            list(map(str, command)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        options = [part for setting in settings for part in ("--set", setting)]
+        command = forks.command("ablate", file, "--run", folder, *options)
         history = folder / "cells" / f"synthetic.num_samples={num_samples}-seed0" / "history.jsonl"
         give_up = time.monotonic() + 300
         while not history.is_file():
-            assert process.poll() is None, process.communicate()
+            assert command.process.is_alive(), command.end()
             assert time.monotonic() < give_up
             time.sleep(0.02)
-        return process, load_ablation(file, settings), folder
+        return command, load_ablation(file, settings), folder
 
     return start
 
 
 def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
-    process, config, folder = start_ablation(35_000)
+    command, config, folder = start_ablation(35_000)
     short, long = (folder / "cells" / cell.name for cell in config.cells())
 
-    process.kill()
-    process.communicate(timeout=300)  # returns when its child, which has its stdout, is gone too
+    command.process.kill()
+    command.end()
     was_half_way = not (long / "run.json").exists()
     before = (short / "run.json").read_bytes(), (short / "run.json").stat().st_mtime_ns
     ran = []
@@ -86,13 +80,13 @@ def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
 def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_others(
     start_ablation,
 ):
-    process, config, folder = start_ablation(300_000)  # more than are trained before the signal
+    command, config, folder = start_ablation(300_000)  # more than are trained before the signal
     short, long = (folder / "cells" / cell.name for cell in config.cells())
 
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the foreground
-    printed, said = process.communicate(timeout=300)
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: all of the foreground
+    printed, said = command.end()
 
-    assert process.returncode == 130, said
+    assert command.process.exitcode == 130, said
     assert "Traceback" not in said
     assert json.loads((long / "run.json").read_text())["status"] == "interrupted"
     record = json.loads((folder / "ablate.json").read_text())
@@ -102,12 +96,12 @@ def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_ot
 
 
 def test_sigterm_ends_a_cell_with_a_checkpoint_from_which_it_continues(start_ablation):
-    process, config, folder = start_ablation(35_000)
+    command, config, folder = start_ablation(35_000)
     _, long = (folder / "cells" / cell.name for cell in config.cells())
 
     for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=300)
+        command.process.terminate()
+    _, said = command.end()
     was_half_way = json.loads((long / "run.json").read_text())["status"] == "interrupted"
     has_checkpoint = (long / "checkpoints" / "LAST").exists()
     resumed = []
@@ -120,7 +114,7 @@ def test_sigterm_ends_a_cell_with_a_checkpoint_from_which_it_continues(start_abl
 
     assert "Traceback" not in said
     if was_half_way:  # always, unless the machine stood still until the cell was done
-        assert process.returncode == 130
+        assert command.process.exitcode == 130
         assert "ending after this step and a checkpoint" in said
         assert has_checkpoint
         assert resumed == [True]

@@ -1,0 +1,102 @@
+"""Processes that begin in milliseconds: forks of one that has imported, and has done no more."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+# All that any of them imports: a process that runs tests has one server, which the first test to
+# need it starts. What torch and recsys import only when they need it takes as long as all the rest.
+_IMPORTED = (
+    *("recsys.cli", "recsys.train.trainer", "recsys.ablate", "torch._dynamo", "matplotlib.figure"),
+    *("recsys.bench.lookup", "recsys.bench.tiers", "recsys.bench.file_tier"),
+    *("recsys.bench.prepare", "fbgemm_gpu"),
+    *("torchrec", "torchrec.distributed.model_parallel"),
+    "tests.forked",
+)
+
+
+def server_of_forks():
+    """The context of multiprocessing whose processes are such forks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("needs fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED])
+    with contextlib.chdir(Path(__file__).parents[1]):  # where it finds `tests`
+        forkserver.ensure_running()
+    return context
+
+
+class Fork:
+    """A call of a function in such a process, which leads a group; what it prints is kept.
+
+    Attributes:
+        process: A `multiprocessing.Process`.
+    """
+
+    def __init__(self, function, *arguments):
+        context = server_of_forks()
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        ends = [end for _, end in pipes]
+        self._printed = [begin for begin, _ in pipes]
+        self.process = context.Process(target=_call, args=(Path.cwd(), ends, function, arguments))
+        self.process.start()
+        for end in ends:
+            end.close()
+
+    def end(self):
+        """Wait until it and its children are gone; returns what they printed, and on stderr."""
+        printed = []
+        for connection in self._printed:
+            with os.fdopen(os.dup(connection.fileno()), encoding="utf-8") as file:
+                printed.append(file.read())
+            connection.close()
+        self.process.join(60)
+        assert self.process.exitcode is not None
+        return printed
+
+
+def command(*words):
+    """`recsys WORDS`, as a shell starts it; the processes that train its cells are forks of it."""
+    return Fork(_recsys, [*map(str, words)])
+
+
+def _call(folder, ends, function, arguments):
+    os.setsid()
+    os.chdir(folder)
+    for descriptor, end in enumerate(ends, 1):
+        os.dup2(end.fileno(), descriptor)
+        end.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    function(*arguments)
+
+
+def _recsys(words):
+    from recsys.cli import main
+    from recsys.train import trainer_process
+
+    trainer_process.multiprocessing = SimpleNamespace(get_context=lambda _: _Forks)
+    sys.exit(main(words))
+
+
+class _Forks:
+    """In place of the context `spawn`. A fork has no descriptor of its caller but one pipe's."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    @staticmethod
+    def Process(target, args):  # noqa: N802
+        context = multiprocessing.get_context("fork")
+        return context.Process(target=_close_all_but_its_pipe, args=(target, *args))
+
+
+def _close_all_but_its_pipe(target, connection, *arguments):
+    os.closerange(3, connection.fileno())
+    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    target(connection, *arguments)
