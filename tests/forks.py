@@ -14,7 +14,8 @@ import pytest
 # All that any of them imports: a process that runs tests has one server, which the first test to
 # need it starts. What torch and recsys import only when they need it takes as long as all the rest.
 _IMPORTED = (
-    *("recsys.cli", "recsys.train.trainer", "recsys.ablate", "torch._dynamo", "matplotlib.figure"),
+    *("recsys.cli", "recsys.train.trainer", "recsys.ablate", "torch._dynamo"),
+    "matplotlib.backends.backend_agg",
     *("recsys.bench.lookup", "recsys.bench.tiers", "recsys.bench.file_tier"),
     *("recsys.bench.prepare", "fbgemm_gpu"),
     *("torchrec", "torchrec.distributed.model_parallel"),
