@@ -19,6 +19,7 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN
 from recsys._support.jit import kernel
+from recsys.embeddings.kernels.cpu.integers import integer_at
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ _ONE = np.uint64(1)
 class LookupValues(NamedTuple):
     """The lookups of all tables: `Bags` with other arrays in place of None."""
 
-    rows: NDArray[Any]  # (N,)
-    offsets: NDArray[Any]
+    rows32: NDArray[np.int32]  # (N,), or empty: then `rows64` has them; see `integers`
+    rows64: NDArray[np.int64]
+    offsets32: NDArray[np.int32]
+    offsets64: NDArray[np.int64]
     weights: NDArray[Any]
     is_one_hot: bool
     has_weights: bool
@@ -132,10 +135,10 @@ def number_rows(
         for bag in range(first_bag, first_bag + segments.num_bags[segment]):
             begin, end = np.uint64(bag), np.uint64(bag) + _ONE
             if not values.is_one_hot:
-                begin = np.uint64(values.offsets[bag])
-                end = np.uint64(values.offsets[bag + _ONE])
+                begin = integer_at(values.offsets32, values.offsets64, bag)
+                end = integer_at(values.offsets32, values.offsets64, bag + _ONE)
             for position in range(begin, end):
-                row = np.uint64(values.rows[position])
+                row = integer_at(values.rows32, values.rows64, position)
                 spread = row * GOLDEN
                 # Not by the bits that give the place in the hash table.
                 if num_shares > _ONE and (spread & np.uint64(0xFFFF)) % num_shares != share:

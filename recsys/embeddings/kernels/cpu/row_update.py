@@ -22,6 +22,7 @@ import numpy as np
 from numba import prange
 
 from recsys._support.jit import ParallelKernel, kernel, num_parts, parallel_kernel
+from recsys.embeddings.kernels.cpu.integers import NO_INTEGERS, by_width, integer_at
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import RUN, add_run, copy_run, is_run_finite
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
@@ -38,7 +39,6 @@ from recsys.embeddings.kernels.cpu.row_sort import (
 )
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.ledger import Segments, join_ledger
-from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,8 +122,8 @@ def row_update(
         keys_T,
         joined.order,
         joined.segments,
-        bags.values,
-        NO_OFFSETS if bags.offsets is None else bags.offsets,
+        *by_width(bags.values),
+        *(NO_INTEGERS if bags.offsets is None else by_width(bags.offsets)),
         space.nothing if bags.weights is None else bags.weights,
         int(bags.offsets is None),
         int(bags.weights is not None),
@@ -184,8 +184,10 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
         keys_T: NDArray[Any],
         order_2T: NDArray[np.uint64],
         segments_4S: NDArray[np.uint64],
-        ids: NDArray[Any],
-        offsets: NDArray[Any],
+        ids32: NDArray[np.int32],
+        ids64: NDArray[np.int64],
+        offsets32: NDArray[np.int32],
+        offsets64: NDArray[np.int64],
         weights: NDArray[Any],
         is_one_hot: int,
         has_weights: int,
@@ -220,7 +222,14 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
             segments_4S[3],
         )
         values = LookupValues(
-            ids, offsets, weights, is_one_hot != 0, has_weights != 0, is_mean != 0
+            ids32,
+            ids64,
+            offsets32,
+            offsets64,
+            weights,
+            is_one_hot != 0,
+            has_weights != 0,
+            is_mean != 0,
         )
         gradient = array_at(gradient_at, num_gradients, like_gradient)
         dim = np.uint64(any_dim)
@@ -236,8 +245,9 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
                 if values.is_one_hot:
                     num_lookups += np.int64(count)
                 else:
-                    begin, end = values.offsets[first], values.offsets[first + count]
-                    num_lookups += np.int64(end) - np.int64(begin)
+                    begin = integer_at(offsets32, offsets64, first)
+                    end = integer_at(offsets32, offsets64, first + count)
+                    num_lookups += np.int64(end - begin)
             most = max(most, num_lookups)
         bad_rows = np.full(num_tables * num_shares, -1, np.int64)  # table by table, share by share
         for _ in prange(num_parts):

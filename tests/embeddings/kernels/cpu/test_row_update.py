@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -405,18 +407,26 @@ def test_steps_that_the_nearest_number_loses_add_up_by_chance(dtype):
     )
 
 
-def test_with_ids_of_32_bits_bags_of_one_value_need_no_kernel_of_their_own():
-    generator = torch.Generator().manual_seed(0)
+def test_one_kernel_is_compiled_for_ids_and_offsets_of_every_width():
     kernel = module._row_update_kernel(0, 8)._serial
+    found, signatures = [], set()
 
-    for longest in (3, None):  # rows in slots are numbered by 32 bits, whatever their offsets are
+    for longest, ids, offsets in (
+        *((3, *widths) for widths in itertools.product((np.int32, np.int64), repeat=2)),
+        *((None, width, width) for width in (np.int32, np.int64)),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        tables = make_tables(5, generator)
         entry = make_entry(5, 4, generator, longest=longest, has_weights=False)
-        bags = entry.bags._replace(values=entry.bags.values.astype(np.int32))
+        bags = entry.bags._replace(values=entry.bags.values.astype(ids))
         assert (bags.offsets is None) == (longest is None)
-        space = RowSpace(make_tables(5, generator))
-        entry = entry._replace(bags=bags)
-        row_update(space, [], SGD(lr=0.5), np.tile([0.5, 0.0], (len(SIZES), 1)), [entry])
         if longest:
-            before = len(kernel.signatures)
+            bags = bags._replace(offsets=bags.offsets.astype(offsets))
+        rates = np.tile([0.5, 0.0], (len(SIZES), 1))
+        row_update(RowSpace(tables), [], SGD(lr=0.5), rates, [entry._replace(bags=bags)])
+        found.append(torch.cat(tables))
+        signatures.add(len(kernel.signatures))
 
-    assert len(kernel.signatures) == before
+    assert all(torch.equal(tables, found[0]) for tables in found[:4])
+    assert torch.equal(*found[4:])
+    assert len(signatures) == 1
