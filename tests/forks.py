@@ -1,6 +1,7 @@
 """Processes that begin in milliseconds: forks of one that has imported, and has done no more."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -45,19 +46,25 @@ class Fork:
         context = server_of_forks()
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         ends = [end for _, end in pipes]
-        self._printed = [begin for begin, _ in pipes]
+        self._printed = [
+            os.fdopen(os.dup(begin.fileno()), encoding="utf-8", errors="replace")
+            for begin, _ in pipes
+        ]
         self.process = context.Process(target=_call, args=(Path.cwd(), ends, function, arguments))
         self.process.start()
-        for end in ends:
-            end.close()
+        for connection in itertools.chain(*pipes):
+            connection.close()
+
+    def lines(self):
+        """The lines that it prints, as they come."""
+        return self._printed[0]
 
     def end(self):
-        """Wait until it and its children are gone; returns what they printed, and on stderr."""
+        """Wait until it and its children are gone; returns the rest of stdout, and stderr."""
         printed = []
-        for connection in self._printed:
-            with os.fdopen(os.dup(connection.fileno()), encoding="utf-8") as file:
+        for file in self._printed:
+            with file:
                 printed.append(file.read())
-            connection.close()
         self.process.join(60)
         assert self.process.exitcode is not None
         return printed

@@ -7,12 +7,14 @@
 import json
 import re
 import runpy
-import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.forks import Fork
 
 
 @pytest.fixture
@@ -106,25 +108,24 @@ def test_the_first_lines_of_kaggle_are_trained_on_a_budget(example, capsys, kagg
     assert re.search(r"^[\d,]+ samples/s in training$", printed, re.MULTILINE)
 
 
+def train_with_little_memory(script):
+    warnings.simplefilter("error")
+    main = runpy.run_path(script)["main"]
+    main(num_rows=400_000, num_steps=100, limit_bytes=64 * 2**20)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_a_table_larger_than_the_allowed_memory_is_trained(pytestconfig, tmp_path):
-    code = (  # it limits the memory of its process for good
-        "import runpy, sys; main = runpy.run_path(sys.argv[1])['main'];"
-        "main(num_rows=400_000, num_steps=100, limit_bytes=64 * 2**20)"
-    )
+def test_a_table_larger_than_the_allowed_memory_is_trained(pytestconfig, tmp_path, monkeypatch):
     script = pytestconfig.rootpath / "examples" / "larger_than_memory.py"
+    monkeypatch.chdir(tmp_path)
 
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, script],
-        cwd=tmp_path,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    fork = Fork(train_with_little_memory, str(script))  # the limit is for good
+    printed, said = fork.end()
 
-    assert "nn.EmbeddingBag: " in ended.stdout
-    assert "98 MiB of rows, and as much of state, are in files" in ended.stdout
-    (used,) = re.findall(r"(\d+) MiB of memory were used for them, 64 allowed", ended.stdout)
+    assert fork.process.exitcode == 0, said
+    assert "nn.EmbeddingBag: " in printed
+    assert "98 MiB of rows, and as much of state, are in files" in printed
+    (used,) = re.findall(r"(\d+) MiB of memory were used for them, 64 allowed", printed)
     assert 0 < int(used) < 64
     assert list(tmp_path.iterdir()) == []
 

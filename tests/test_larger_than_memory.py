@@ -1,43 +1,36 @@
 """Commands on a saved model whose tables need not fit in memory."""
 
 import json
-import subprocess
+import re
 import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from recsys.config import load_config
 from recsys.datasets.store import StoreWriter
-from recsys.train.judge.evaluation import open_saved_model
+from recsys.train.exports.export import export_run
+from recsys.train.judge.evaluation import evaluate_run, open_saved_model
+from recsys.train.judge.predict import predict_run
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
+from tests.forks import Fork
 
 NUM_ROWS, DIM = 1_600_000, 64
 TABLE_BYTES = NUM_ROWS * DIM * 4
 
-CHILD = """
-import json, os, re, sys, threading
-from pathlib import Path
-from types import SimpleNamespace
-import torch._dynamo  # which torch imports for the first optimizer
-from safetensors.torch import load_file
-from recsys.config import load_config
-from recsys.train.exports.export import export_run
-from recsys.train.judge.evaluation import evaluate_run
-from recsys.train.judge.predict import predict_run
-from recsys.train.run_files.run_folder import RunFolder
 
 def anonymous_bytes():
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
 
-def watch():
-    global most
-    while not is_done.wait(0.002):
-        most = max(most, anonymous_bytes())
 
-def carry_out(command, run, out):
+def carried_out(command, run, out):
     if command == "evaluate":
         return {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
     if command.startswith("predict "):
@@ -47,22 +40,24 @@ def carry_out(command, run, out):
         return RunFolder.create(out, load_config(Path(run) / "config.toml")).save_model(model)
     return export_run(run, command, out) and None
 
-for line in sys.stdin:  # each command has a process, a fork of this one, which has only imported
-    child = os.fork()
-    if not child:
-        first = most = anonymous_bytes()
-        is_done = threading.Event()
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        found = carry_out(*json.loads(line))
-        most = max(most, anonymous_bytes())
-        is_done.set()
-        watcher.join()
-        print(json.dumps([found, most - first]), flush=True)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print("null", flush=True)
-"""
+
+def carry_out_watched(*arguments):
+    """Print what a command returns, and the anonymous memory that it took at its peak."""
+    first = most = anonymous_bytes()
+    is_done = threading.Event()
+
+    def watch():
+        nonlocal most
+        while not is_done.wait(0.002):
+            most = max(most, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    found = carried_out(*arguments)
+    most = max(most, anonymous_bytes())
+    is_done.set()
+    watcher.join()
+    sys.stdout.write(f"{json.dumps([found, most - first])}\n")
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +75,15 @@ def large_run(tmp_path_factory):
     (folder / "model.safetensors").unlink()
 
 
-@pytest.fixture(scope="module")
-def carry_out():
-    """Carries out a command in a process of its own."""
-    command = [sys.executable, "-c", CHILD]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as process:
-
-        def run(*arguments):
-            process.stdin.write(f"{json.dumps(list(map(str, arguments)))}\n")
-            answer = json.loads(process.stdout.readline())
-            assert answer is not None, "it failed; its error is in the captured stderr"
-            return answer
-
-        yield run
+def carry_out(*arguments):
+    """Carry out a command in a process of its own."""
+    fork = Fork(carry_out_watched, *map(str, arguments))
+    printed, said = fork.end()
+    assert fork.process.exitcode == 0, said
+    return json.loads(printed.splitlines()[-1])
 
 
-def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, carry_out, tmp_path):
+def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
     folder, record = large_run
 
     metrics, num_bytes = carry_out("evaluate", folder, tmp_path)
@@ -105,7 +92,7 @@ def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, carry_out,
     assert num_bytes < TABLE_BYTES / 2
 
 
-def test_samples_are_predicted_without_tables_in_memory(large_run, carry_out, tmp_path):
+def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _ = large_run
     _, source, model = open_saved_model(folder)
@@ -134,7 +121,7 @@ def test_samples_are_predicted_without_tables_in_memory(large_run, carry_out, tm
 
 
 @pytest.mark.parametrize("command", ["save", "torchrec", "classic", "safetensors"])
-def test_a_model_is_written_without_its_tables_in_memory(large_run, carry_out, tmp_path, command):
+def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
     folder, _ = large_run
     out = tmp_path / "out"
 

@@ -1,27 +1,14 @@
 import errno
 import io
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from recsys._support.torch_files import opened_for_torch
+from tests.forks import Fork
 
-# Without the stream of recsys, C++ ends the process here.
-SAVE_PROGRAM = """
-import sys
-from pathlib import Path
-import torch
-from recsys._support.torch_files import opened_for_torch
-
-program = torch.export.export(torch.nn.Linear(200, 200), (torch.ones(1, 200),))
-try:
-    with opened_for_torch(Path("/dev/full")) as stream:
-        torch.export.save(program, stream)
-except OSError as error:
-    print(error.errno)
-"""
 needs_full_disk = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
 
 
@@ -66,12 +53,20 @@ def test_without_an_error_the_file_is_what_torch_would_write(tmp_path):
     assert torch.equal(torch.load(tmp_path / "model.pt")["weight"], state["weight"])
 
 
+def save_on_a_full_disk():
+    program = torch.export.export(torch.nn.Linear(200, 200), (torch.ones(1, 200),))
+    try:
+        with opened_for_torch(Path("/dev/full")) as stream:
+            torch.export.save(program, stream)  # without this stream, C++ ends the process here
+    except OSError as error:
+        sys.stdout.write(f"{error.errno}\n")
+
+
 @needs_full_disk
 def test_a_program_on_a_full_disk_raises_and_does_not_end_the_process():
-    found = subprocess.run(
-        [sys.executable, "-c", SAVE_PROGRAM], capture_output=True, text=True, check=False
-    )
+    fork = Fork(save_on_a_full_disk)
+    printed, said = fork.end()
 
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == [str(errno.ENOSPC)]
-    assert "Expect archive file" not in found.stderr
+    assert fork.process.exitcode == 0, said
+    assert printed.split() == [str(errno.ENOSPC)]
+    assert "Expect archive file" not in said

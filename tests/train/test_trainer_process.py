@@ -3,9 +3,8 @@
 import json
 import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,6 +15,7 @@ from recsys.errors import ConfigError
 from recsys.train.trainer import train
 from recsys.train.trainer_process import train_in_own_process
 from tests import forks
+from tests.forks import Fork
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,9 @@ def test_a_process_that_dies_is_told_of(small_config, tmp_path, monkeypatch):
         train_in_own_process(config, tmp_path / "run", show_progress=False)
 
 
-def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(tmp_path, small_settings):
+def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(
+    tmp_path, small_settings, monkeypatch
+):
     (tmp_path / "ablation.toml").write_text(
         "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'\n"
     )
@@ -159,11 +161,12 @@ def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(tmp_path, s
         "ablate(config, 'out')\n"
     )
 
-    ended = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    monkeypatch.chdir(tmp_path)
 
-    assert ended.returncode == 1
-    (message,) = [line for line in ended.stderr.splitlines() if "ChildProcessError: the" in line]
+    fork = Fork(runpy.run_path, str(script), None, "__main__")
+    _, said = fork.end()
+
+    assert fork.process.exitcode == 1
+    (message,) = [line for line in said.splitlines() if "ChildProcessError: the" in line]
     assert message.endswith('put the work of the script under if __name__ == "__main__":')
     assert "memory" not in message

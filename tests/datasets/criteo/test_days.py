@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from recsys.datasets.criteo.growing_folder import GrowingFolder
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
+from tests.forks import Fork
 
 SPLITS = ("train", "test", "validation")
 
@@ -219,31 +219,25 @@ def test_a_run_killed_at_any_moment_is_gone_on_with_to_the_same_bytes(days, tmp_
         assert not (tmp_path / "store.unfinished").exists()
 
 
-KILLED = """
-import os, signal, sys
-from recsys.datasets import prepare_criteo_1tb
-from recsys.datasets.criteo.flow import CriteoFlow
+def prepare_until_day_2(store, days):
+    read = CriteoFlow.read
 
-read = CriteoFlow.read
+    def read_then_die(self, path):
+        source = read(self, path)
+        if path.name == "day_2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return source
 
-def read_then_die(self, path):
-    source = read(self, path)
-    if path.name == "day_2":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return source
-
-CriteoFlow.read = read_then_die
-prepare_criteo_1tb(sys.argv[2:], sys.argv[1], show_progress=False)
-"""
+    CriteoFlow.read = read_then_die
+    prepare_criteo_1tb(days, store, show_progress=False)
 
 
 @pytest.mark.slow
 def test_a_process_that_was_killed_loses_the_day_it_was_at_and_no_other(days, tmp_path):
     prepare(days, tmp_path / "expected")
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path / "store", *days], check=False, capture_output=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = Fork(prepare_until_day_2, tmp_path / "store", days)
+    _, said = killed.end()
+    assert killed.process.exitcode == -signal.SIGKILL, said
     assert not (tmp_path / "store").exists()
 
     report = prepare(days, tmp_path / "store")

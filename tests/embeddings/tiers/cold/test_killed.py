@@ -3,48 +3,32 @@
 import gc
 import json
 import os
-import runpy
 import signal
-import subprocess
-import sys
 from itertools import islice
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recsys.errors import ColdTierDirty
 from recsys.pipeline import LookAhead, TrainPipeline
-
-PROGRAM = Path(__file__).with_name("training_to_kill.py")
-TRAINING = SimpleNamespace(**runpy.run_path(str(PROGRAM)))
-
+from tests.embeddings.tiers.cold import training_to_kill
+from tests.forks import Fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 
-@pytest.fixture(scope="module")
-def trainings():
-    """The process whose forks train."""
-    command = [sys.executable, PROGRAM]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as process:
-        yield process
-
-
 @pytest.fixture
-def kill(trainings, tmp_path):
+def kill(tmp_path):
     """Start a training, and kill it once it has made so many steps."""
 
     def run(num_steps, *options):
         arguments = str(tmp_path / "rows"), str(tmp_path / "checkpoint.pt"), *options
-        trainings.stdin.write(f"{json.dumps(arguments)}\n")
-        child, *made = islice(trainings.stdout, 1 + num_steps)
-        os.kill(int(child), signal.SIGKILL)
-        ended = next(line for line in trainings.stdout if line.startswith("ended"))
-        assert made[-1] == f"{num_steps}\n"
-        assert ended == f"ended with -{signal.SIGKILL.value}\n"
+        fork = Fork(training_to_kill.main, *arguments)
+        made = list(islice(fork.lines(), num_steps))
+        fork.process.kill()
+        _, said = fork.end()
+        assert made[-1] == f"{num_steps}\n", said
+        assert fork.process.exitcode == -signal.SIGKILL
         return tmp_path / "rows"
 
     return run
@@ -56,14 +40,14 @@ def bytes_in(folder):
 
 def train(model, first, num_steps):
     pipeline = TrainPipeline(model, None, schedule=LookAhead(1))
-    for _ in islice(pipeline.steps(TRAINING.batches(first)), num_steps):
+    for _ in islice(pipeline.steps(training_to_kill.batches(first)), num_steps):
         pass
     pipeline.detach()
 
 
 def train_resident(num_steps):
-    model = TRAINING.Model()
-    for batch in islice(TRAINING.batches(), num_steps):
+    model = training_to_kill.Model()
+    for batch in islice(training_to_kill.batches(), num_steps):
         loss, _ = model(batch)
         loss.backward()
     return model
@@ -88,7 +72,7 @@ def test_a_folder_killed_in_the_middle_is_refused_and_rebuilt_from_a_checkpoint(
     assert json.loads(left["arrays.json"])["is_dirty"]
 
     with pytest.raises(ColdTierDirty) as refused:
-        TRAINING.in_files(folder)
+        training_to_kill.in_files(folder)
 
     said = str(refused.value)
     assert said.startswith(f"{folder}: the process that used it ended before all rows were written")
@@ -99,22 +83,22 @@ def test_a_folder_killed_in_the_middle_is_refused_and_rebuilt_from_a_checkpoint(
     gc.collect()
     assert bytes_in(folder) == left  # as it was, for whoever wants to look at it
 
-    if num_steps > TRAINING.CHECKPOINT_AT:
-        rebuilt = TRAINING.in_files(tmp_path / "new rows")
+    if num_steps > training_to_kill.CHECKPOINT_AT:
+        rebuilt = training_to_kill.in_files(tmp_path / "new rows")
         checkpoint = torch.load(tmp_path / "checkpoint.pt")
         rebuilt.load_state_dict(checkpoint["model"])
         rebuilt.embeddings.row_optimizer.load_state_dict(checkpoint["rows"])
-        train(rebuilt, TRAINING.CHECKPOINT_AT, 9)
-        require_equal(train_resident(TRAINING.CHECKPOINT_AT + 9), rebuilt)
+        train(rebuilt, training_to_kill.CHECKPOINT_AT, 9)
+        require_equal(train_resident(training_to_kill.CHECKPOINT_AT + 9), rebuilt)
 
 
 @pytest.mark.slow
 def test_a_folder_killed_behind_a_sync_is_whole_and_goes_on(kill):
-    folder = kill(TRAINING.SYNC_AT, "--stop-there")
+    folder = kill(training_to_kill.SYNC_AT, "--stop-there")
     assert not json.loads((folder / "arrays.json").read_text())["is_dirty"]
 
-    reopened = TRAINING.in_files(folder)
+    reopened = training_to_kill.in_files(folder)
 
-    require_equal(train_resident(TRAINING.SYNC_AT), reopened)
-    train(reopened, TRAINING.SYNC_AT, 5)
-    require_equal(train_resident(TRAINING.SYNC_AT + 5), reopened)
+    require_equal(train_resident(training_to_kill.SYNC_AT), reopened)
+    train(reopened, training_to_kill.SYNC_AT, 5)
+    require_equal(train_resident(training_to_kill.SYNC_AT + 5), reopened)

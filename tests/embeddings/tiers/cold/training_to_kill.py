@@ -1,19 +1,14 @@
-"""Trainings on the file tier, each in a process of its own, to be killed.
+"""A training on the file tier, in a process of its own, to be killed.
 
-Every line of the input is a JSON list, the arguments of `main`, for one training. It begins as a
-fork of this process, because imports take seconds. It says the number of its process, and then that
-of each step it has made. Behind step `CHECKPOINT_AT` it saves a checkpoint, behind `SYNC_AT` the
-folder is synced; with `--stop-there` it does nothing more then. Its exit code is told at the end.
+It prints the number of each step it has made. After step `CHECKPOINT_AT` it saves a checkpoint,
+after `SYNC_AT` the folder is synced; with `--stop-there` it does nothing more then.
 """
 
-import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # torch imports it for the first optimizer
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import Adagrad, HotColdEmbeddingBagCollection, TableConfig
@@ -61,7 +56,7 @@ def say(what):
 
 
 def main(folder, checkpoint, *options):
-    """Train until somebody ends it."""
+    """Train until the process is ended."""
     model = in_files(folder)
     pipeline = TrainPipeline(model, None, schedule=LookAhead(3))
     for step, _ in enumerate(pipeline.steps(batches()), 1):
@@ -77,12 +72,3 @@ def main(folder, checkpoint, *options):
         say(step)
         if step == SYNC_AT and "--stop-there" in options:
             time.sleep(3600)
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            say(os.getpid())
-            main(*json.loads(line))
-        say(f"ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
