@@ -36,6 +36,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+_marks_of_this_test = set()
+
+
+@pytest.fixture(autouse=True)
+def marks_are_known(request):
+    _marks_of_this_test.update(mark.name for mark in request.node.iter_markers())
+    yield
+    _marks_of_this_test.clear()
+
+
 def _run_alone_but_compile_for_threads():
     """Kernels run on one thread; those of a test that wants more are compiled for its second run.
 
@@ -43,7 +53,7 @@ def _run_alone_but_compile_for_threads():
     """
 
     def call(kernel, *arguments):
-        if torch.get_num_threads() > 1:
+        if torch.get_num_threads() > 1 or "threads" in _marks_of_this_test:
             kernel._parallel.compile(tuple(map(numba.typeof, arguments)))
         return kernel.alone(*arguments)
 

@@ -133,30 +133,19 @@ def run(program, **variables):
     return done.stdout
 
 
-COUNTS = """
+COUNTS_AND_FORK = """
+import multiprocessing
 import torch
 from recsys._support import jit
 from recsys.models.interaction import InteractionArch
-dense, sparse = torch.randn(64, 8), torch.randn(64, 3, 8, requires_grad=True)
+arch, dense, sparse = InteractionArch(3), torch.randn(64, 8), torch.randn(64, 3, 8)
 for number in (2, 1, 3):
     torch.set_num_threads(number)
-    InteractionArch(3)(dense, sparse).sum().backward()
+    arch(dense, sparse.requires_grad_()).sum().backward()
     print(torch.get_num_threads(), jit.num_parts())
-"""
 
-
-@pytest.mark.serial
-def test_torchs_number_of_threads_outlives_the_first_kernel():
-    assert run(COUNTS, NUMBA_NUM_THREADS="4") == "2 2\n1 1\n3 3\n"
-
-
-FORK = """
-import multiprocessing
-import torch
-from recsys.models.interaction import InteractionArch
 torch.set_num_threads(2)
-arch, dense, sparse = InteractionArch(3), torch.randn(64, 8), torch.randn(64, 3, 8)
-expected = arch(dense, sparse)
+expected = arch(dense, sparse).detach()
 
 def child(answers):
     torch.set_num_threads(2)
@@ -171,10 +160,22 @@ print(process.exitcode, answers.get() if process.exitcode == 0 else None)
 """
 
 
+@pytest.fixture(scope="module")
+def printed():
+    """What a process prints that runs kernels on several threads, and forks."""
+    return run(COUNTS_AND_FORK, NUMBA_NUM_THREADS="4").splitlines()
+
+
 @pytest.mark.serial
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_can_run_kernels_that_its_parent_has_run():
-    assert run(FORK) == "0 0.0\n"
+def test_torchs_number_of_threads_outlives_the_first_kernel(printed):
+    assert printed[:3] == ["2 2", "1 1", "3 3"]
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_can_run_kernels_that_its_parent_has_run(printed):
+    assert printed[3:] == ["0 0.0"]
 
 
 @pytest.mark.filterwarnings("error")

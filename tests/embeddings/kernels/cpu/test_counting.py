@@ -132,6 +132,7 @@ def test_a_value_that_is_no_row_is_named_and_touches_no_count(threads, dtype, va
     assert counts.sum() == 16
 
 
+@pytest.mark.in_ci("1-", "2-uint32")
 @pytest.mark.parametrize("dtype", [np.uint32, np.int64])
 def test_a_step_of_minus_one_takes_back_what_was_counted(threads, dtype):
     rng = np.random.default_rng(0)

@@ -116,7 +116,7 @@ def test_gradients_of_weights_are_the_references(seed, batch_size, longest):
     torch.testing.assert_close(found, weights.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.in_ci("torch.float32", "bfloat16")
+@pytest.mark.in_ci("5-")
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("dim", "dtype"),
@@ -146,6 +146,7 @@ def test_rows_that_several_threads_copy_are_those_that_one_does(dim, dtype, monk
         assert torch.equal(result, expected)
 
 
+@pytest.mark.in_ci("dtype0")
 @pytest.mark.threads
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("longest", [None, 4])
@@ -226,9 +227,10 @@ def test_the_first_value_that_is_no_row_is_told(value, is_one_hot):
     assert bad == feature_1.stop - 2
 
 
+@pytest.mark.in_ci("bfloat16")
 @pytest.mark.threads
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @given(
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
     dim=st.integers(1, 40),
     batch_size=st.integers(0, 12),

@@ -31,6 +31,7 @@ def summed_one_by_one(lookups, bags, gradient, number, num_rows):
     return found
 
 
+@pytest.mark.in_ci("float32")
 @pytest.mark.threads
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(

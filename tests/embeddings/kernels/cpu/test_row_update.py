@@ -303,7 +303,7 @@ def test_an_update_per_backward_is_not_an_update_per_step():
     assert not torch.allclose(together[1], apart[1], atol=1e-3)
 
 
-@pytest.mark.in_ci("torch.bfloat16", "torch.float16-11-SGD", "torch.float16-None-Adam")
+@pytest.mark.in_ci("torch.bfloat16", "torch.float16-11-SGD")
 @each_optimizer
 @pytest.mark.parametrize("seed", [None, 11])
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
