@@ -18,6 +18,7 @@ __all__ = [
     "format_best_auc",
     "format_metric",
     "format_metrics",
+    "format_processes",
     "format_run",
     "format_skipping",
     "format_stopped_early",
@@ -215,7 +216,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"{format_bytes(num_bytes)}, embeddings {config['embeddings']}",
         f"recipe              {optimizer['name']} {optimizer['lr']:g}, B={config['batch_size']}, "
         f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}, seed {config['seed']}",
-        *_describe_processes(record.get("processes")),
+        *(f"processes           {text}" for text in format_processes(record.get("processes"))),
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
@@ -249,15 +250,15 @@ def format_stopped_early(stopped: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def _describe_processes(processes: Mapping[str, Any] | None) -> list[str]:
-    """How many processes trained; empty for one."""
+def format_processes(processes: Mapping[str, Any] | None) -> list[str]:
+    """How many processes trained, and which numbers are those of one of them; empty for one."""
     if processes is None:
         return []
     placement = processes["placement"]
     num_divided = sum(place is None for place in placement.values())
     return [
-        f"processes           {processes['num_ranks']}; {num_divided} of {len(placement)} tables "
-        "are divided by rows; tiers, checkpoints and memory are those of the first process"
+        f"{processes['num_ranks']}; {num_divided} of {len(placement)} tables are divided by rows; "
+        "tiers, checkpoints and memory are those of the first process"
     ]
 
 

@@ -275,6 +275,23 @@ def test_a_folder_that_is_neither_run_nor_ablation_is_refused(tmp_path):
         write_report(tmp_path)
 
 
+def test_a_page_says_of_several_processes_which_numbers_are_those_of_one(
+    small_config, train_once, tmp_path
+):
+    train_once(small_config("num_threads=1"), tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    record = json.loads(file.read_text())
+    alone = write_report(tmp_path / "run").read_text()
+    record["processes"] = {"num_ranks": 2, "placement": {"t_a": 0, "t_b": 1, "t_c": None}}
+    file.write_text(json.dumps(record))
+
+    page = write_report(tmp_path / "run").read_text()
+
+    told = "processes 2; 1 of 3 tables are divided by rows; tiers, checkpoints and memory are those"
+    assert told in page
+    assert "processes" not in alone
+
+
 def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_that_kept_one(
     small_config, tmp_path
 ):
