@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import load_config
-from recsys.errors import AlreadyExists, ConfigError
+from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.models.convert import from_classic
-from recsys.train.exports.export import export_run
+from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
 from recsys.train.trainer import train
 
 
@@ -108,3 +108,14 @@ def test_an_unknown_format_and_a_run_without_a_model_are_refused(run, tmp_path):
     (tmp_path / "run.json").touch()
     with pytest.raises(ConfigError, match="the run saved no model"):
         export_run(tmp_path, "torchrec", tmp_path / "file")
+
+
+def test_checkpoints_of_several_processes_are_refused_by_name(tmp_path):
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "shards" / "after-00000000").mkdir(parents=True)
+
+    with pytest.raises(CheckpointError, match="shards: checkpoints of several processes cannot"):
+        export_run_checkpoint(tmp_path, tmp_path / "file")
+    with pytest.raises(CheckpointError, match="shards: checkpoints of several processes cannot"):
+        export_run_delta(tmp_path, tmp_path / "file", 1)
+    assert not (tmp_path / "file").exists()

@@ -22,7 +22,7 @@ import torch
 
 from recsys._support.files import appearing_whole, require_new
 from recsys._support.torch_files import opened_for_torch
-from recsys.errors import ConfigError
+from recsys.errors import CheckpointError, ConfigError
 from recsys.models.convert import to_classic
 from recsys.train.exports import FORMATS
 from recsys.train.exports.deltas import export_checkpoint, export_delta
@@ -86,11 +86,10 @@ def export_run_checkpoint(run_dir: str | Path, file: str | Path, number: int | N
 
     Raises:
         AlreadyExists: `file` exists.
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, it is damaged, or several processes wrote it.
         ConfigError: `run_dir` is not a run.
     """
-    folder = RunFolder.open(run_dir).checkpoints_folder
-    return export_checkpoint(folder, file, number)
+    return export_checkpoint(_checkpoints_of(run_dir), file, number)
 
 
 def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
@@ -104,8 +103,24 @@ def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
     Raises:
         AlreadyExists, CheckpointError, ConfigError: as for `export_run_checkpoint`.
     """
-    folder = RunFolder.open(run_dir).checkpoints_folder
-    return export_delta(folder, file, since)
+    return export_delta(_checkpoints_of(run_dir), file, since)
+
+
+def _checkpoints_of(run_dir: str | Path) -> Path:
+    """The folder of the checkpoints of a run.
+
+    Raises:
+        CheckpointError: several processes wrote its checkpoints.
+        ConfigError: `run_dir` is not a run.
+    """
+    folder = RunFolder.open(run_dir)
+    if folder.shards_folder.exists() and not folder.checkpoints_folder.exists():
+        raise CheckpointError(
+            f"{folder.shards_folder}: checkpoints of several processes cannot be exported; export "
+            "the model of the finished run, without --checkpoint and --since, or continue the run "
+            f"on one process by `recsys train --run {run_dir} --resume`, which writes others"
+        )
+    return folder.checkpoints_folder
 
 
 def _require_model_of_torchrec(record: Mapping[str, Any]) -> None:
