@@ -1,5 +1,6 @@
 import pytest
 
+from recsys.train.ranks.launched import processes_of
 from recsys.train.trainer import train
 
 
@@ -64,3 +65,22 @@ def test_a_run_too_short_to_skip_is_warned_of(small_config, tmp_path):
         run(small_config(*settings), tmp_path / "longer")
 
     run(small_config(*settings, "skip.guard.every=0"), tmp_path / "without a guard")
+
+
+def test_processes_that_torchrun_did_not_start_are_warned_that_each_trains_alone(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with processes_of(tmp_path):
+        pass  # no warning, which would be an error
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.warns(
+            UserWarning, match="trains alone, .* WORLD_SIZE=2 .* unset RANK and WORLD_SIZ"
+        ),
+        processes_of(tmp_path) as processes,
+    ):
+        assert processes.rank == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,23 @@ def processes_of(run_dir: Path) -> Iterator[AbstractProcesses]:
 
     is_joined = distributed.is_available() and distributed.is_initialized()
     if not (distributed.get_world_size() > 1 if is_joined else is_launched()):
+        if not is_joined:
+            _warn_of_other_launchers()
         yield OneProcess(run_dir)
         return
     from recsys.train.ranks.ranks import joined  # TorchRec is imported only where it is needed
 
     with joined(run_dir) as ranks:
         yield ranks
+
+
+def _warn_of_other_launchers() -> None:
+    """Warn where another program than `torchrun` wants several processes: each trains alone."""
+    wanted = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and wanted != "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        warnings.warn(
+            f"this process trains alone, on all samples: RANK and WORLD_SIZE={wanted} are set, but "
+            "torchrun did not start it; start it by `torchrun --nproc-per-node N -m -- recsys "
+            "train ...`, or unset RANK and WORLD_SIZE",
+            stacklevel=4,
+        )
