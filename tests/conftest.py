@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -213,7 +214,11 @@ def small_config():
     """Builds a configuration that trains in a blink, from more settings."""
 
     def build(*settings, **values):
-        return load_config(None, [*SMALL_SETTINGS, *settings], **values)
+        config = load_config(None, [*SMALL_SETTINGS, *settings], **values)
+        if config.data.startswith("synthetic:"):
+            return config
+        kept = [each for each in SMALL_SETTINGS if not each.startswith("synthetic.")]
+        return load_config(None, [*kept, *settings], **values)
 
     return build
 
@@ -252,7 +257,10 @@ def ablation(tmp_path, small_settings):
     def load(text, *settings):
         file = tmp_path / "ablation.toml"
         file.write_text(text)
-        return load_ablation(file, [*small_settings[1::2], "num_threads=1", *settings])
+        small = small_settings[1::2]
+        if any(re.match("data=(?!synthetic:)", each) for each in settings):  # a store
+            small = [each for each in small if not each.startswith("synthetic.")]
+        return load_ablation(file, [*small, "num_threads=1", *settings])
 
     return load
 

@@ -24,6 +24,7 @@ from recsys.train.checkpoint.blocks import BLOCK_BYTES
 from recsys.train.loop.announcement import lack_of_disk
 from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.run_checkpoints import writes_checkpoints
+from recsys.train.loop.settings_warnings import warn_of_unread_keys
 from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch, require_budget
 from recsys.train.parts.build import build_model, choose_plan, open_source, tables_budget
 from recsys.train.run_files.run_folder import RunFolder
@@ -128,6 +129,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     callbacks.require(config, source)
     require_budget(config, source)
     RunFolder.require_place(run_dir)
+    warn_of_unread_keys(config, source)
     with cold_folder(config, run_dir) as cold_path:
         found = _size_tables(config, source, cold_path)
     tables, model = found

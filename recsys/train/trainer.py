@@ -28,7 +28,11 @@ from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import LOWER_LR, Progress
 from recsys.train.loop.run_state import RunState
-from recsys.train.loop.settings_warnings import warn_of_no_effect, warn_of_threads
+from recsys.train.loop.settings_warnings import (
+    warn_of_no_effect,
+    warn_of_threads,
+    warn_of_unread_keys,
+)
 from recsys.train.loop.tier_report import describe_tiers, describe_transfers
 from recsys.train.parts.budget import enough_budget
 from recsys.train.parts.build import (
@@ -180,6 +184,7 @@ def _train(
     with processes.said_once():
         warn_of_threads(config.num_threads)
         warn_of_no_effect(config, full_steps)
+        warn_of_unread_keys(config, source)
         callbacks.warn_of_no_effect(full_steps.num_evaluations(config.eval.every_steps))
         pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes)
     pipeline.forecast_budget()

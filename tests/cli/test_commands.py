@@ -202,7 +202,8 @@ def test_prepare_train_evaluate(raw_line, tmp_path, small_settings, capsys):
     store, folder = tmp_path / "store", tmp_path / "run"
 
     assert run_cli("prepare", "criteo-kaggle", raw, "--out", store) == 0
-    assert run_cli("train", store, *small_settings, "--run", folder) == 0
+    of_model = small_settings[:6]
+    assert run_cli("train", store, *of_model, "--run", folder) == 0
     printed_by_train = capsys.readouterr().out
     metrics_file = tmp_path / "new" / "metrics.json"
     assert run_cli("evaluate", folder, "--data", store, "--json", metrics_file) == 0
