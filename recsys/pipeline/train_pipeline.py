@@ -53,17 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainPipeline"]
 
-_STATE_KEYS = (
-    "depth",
-    "allowed_depth",
-    "steps_at_depth",
-    "num_steps",
-    "num_ahead",
-    "tiers",
-    "popular_split",
-    "choice",
-    "skipping",
-)
+_COUNTS = ("depth", "allowed_depth", "steps_at_depth", "num_steps", "num_ahead")
+_STATE_KEYS = (*_COUNTS, "tiers", "popular_split", "choice", "skipping")
 # After this many steps with fewer mini-batches ahead than the schedule wants, one more is tried.
 _STEPS_UNTIL_DEEPER = 16
 
@@ -174,6 +165,11 @@ class TrainPipeline:
     def mean_depth(self) -> float:
         """Mini-batches ahead whose rows had slots, on average over the steps so far."""
         return self._num_ahead / max(1, self._num_steps)
+
+    @property
+    def num_untold(self) -> int:
+        """Mini-batches that wait, although their iterator, without `num_waiting`, is not told."""
+        return self._windows.num_untold
 
     def forecast_budget(self) -> None:
         """Count from now on the rows that twice the budget would fetch, for `suggestions`."""
@@ -313,8 +309,9 @@ class TrainPipeline:
         if isinstance(state, Mapping):
             state = {"skipping": None, **state}  # states of older versions lack the key
         found = SavedState("pipeline state", state, _STATE_KEYS)
-        counts = {key: found.whole(key) for key in _STATE_KEYS[:5]}
+        counts = {key: found.whole(key) for key in _COUNTS}
         self.detach()
+        self._windows.num_untold = 0
         load_tiers_state(self._inputs.tiers(), found["tiers"])
         self.clock.watch(self._inputs.moved)
         if self.popular_split is not None and found["popular_split"] is not None:
@@ -352,6 +349,8 @@ class TrainPipeline:
             window.fill(iterator, self._inputs.num_to_take(depth), self._device)
             return window.pop(iterator, self._device)
         finally:
+            if is_training:
+                self._windows.num_untold = window.num_untold(iterator)
             if not window:
                 self._windows.drop(iterator)
 

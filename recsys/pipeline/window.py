@@ -153,6 +153,12 @@ class Window:
                 inputs.send(each.batch)
                 each.is_sent = True
 
+    def num_untold(self, iterator: Any) -> int:
+        """What `num_waiting` of the window's iterator would be; 0 if it has this attribute."""
+        if hasattr(iterator, "num_waiting"):
+            return 0
+        return len(self.batches) if self.refill is None else self.refill.num_raw_waiting
+
     def release_claims(self) -> None:
         """Release every claim; the mini-batches stay."""
         for each in self.batches:
@@ -192,9 +198,13 @@ class Windows:
 
     A window is dropped when its iterator is deleted. An iterator without support for weak
     references, such as that of a list, stays alive as long as its window.
+
+    Attributes:
+        num_untold: That of the window which was trained from last, also after it was dropped.
     """
 
     def __init__(self) -> None:
+        self.num_untold = 0
         self._windows: dict[int, Window] = {}
         self._owners: dict[int, Any] = {}  # the iterators, as weak references where possible
 

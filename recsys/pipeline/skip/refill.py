@@ -243,6 +243,11 @@ class Refill:
         """Whether there are mini-batches or samples that were taken and not used."""
         return bool(self._num_waiting) or self._raw is not None or len(self._positions) > 1
 
+    @property
+    def num_raw_waiting(self) -> int:
+        """Raw mini-batches that were taken and are not used up."""
+        return self._taken.num_raw - self._positions[0].num_raw
+
     def take(self, iterator: Iterator[Any], prepare: Callable[[Any], Any]) -> Refilled:
         """Make the next mini-batch.
 
@@ -427,7 +432,7 @@ class Refill:
 
     def _tell(self, iterator: Any) -> None:
         if hasattr(iterator, "num_waiting"):
-            iterator.num_waiting = self._taken.num_raw - self._positions[0].num_raw
+            iterator.num_waiting = self.num_raw_waiting
 
 
 def _size_of(batch: Any, setting: str) -> int:

@@ -55,7 +55,8 @@ def save_checkpoint(
     Raises:
         AlreadyExists: `folder` holds something else.
         CheckpointError: a value cannot be saved.
-        ConfigError: `loader` or another argument has no `state_dict`.
+        ConfigError: `loader` or another argument has no `state_dict`, or `loader` counts
+            mini-batches that wait in `pipeline` as used.
         OSError: the disk is full, or cannot be written.
     """
     checkpoints = Checkpoints(folder, model=model, optimizers=optimizers)

@@ -177,8 +177,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a value cannot be saved, or the folder has a higher number already.
-            ConfigError: this object is closed, `loader` or another argument has no `state_dict`, or
-                the dtype or the size of a table has changed.
+            ConfigError: this object is closed, `loader` or another argument has no `state_dict`,
+                `loader` counts mini-batches that wait in `pipeline` as trained on, or the dtype or
+                the size of a table has changed.
         """
         self._require_open()
         if number is not None and number <= self._number:
@@ -186,6 +187,7 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {number} must have a higher number than "
                 f"{self._number}, which the folder has already; begin a new folder"
             )
+        _require_told(pipeline, loader)
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
@@ -471,6 +473,22 @@ def _state_of(argument: str, value: Any) -> Any:
             "save what it needs as state"
         )
     return value.state_dict()
+
+
+def _require_told(pipeline: Any, loader: Any) -> None:
+    """Check that the loader's position does not count mini-batches that wait in the pipeline.
+
+    Raises:
+        ConfigError: it counts some; a run that is resumed would leave them out.
+    """
+    num_untold = 0 if loader is None else getattr(pipeline, "num_untold", 0)
+    if num_untold:
+        raise ConfigError(
+            f"loader: the {type(loader).__name__} counts {num_untold} mini-batches as used that "
+            "wait in the pipeline, because the iterator that was trained on has no num_waiting; "
+            "train on a BatchLoader itself, give the iterator num_waiting (docs/python.md), or, "
+            "if nothing is skipped, use schedule=Sequential()"
+        )
 
 
 def listed(value: Any) -> list[Any]:
