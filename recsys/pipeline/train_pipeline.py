@@ -26,6 +26,7 @@ from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel
+from recsys.pipeline.loss_and_output import require_loss_and_output
 from recsys.pipeline.micro_batches import join_outputs, share_of_whole
 from recsys.pipeline.non_finite import explain_loss
 from recsys.pipeline.optimizers import optimizers_to_step
@@ -154,9 +155,8 @@ class TrainPipeline:
             if isinstance(schedule, Hotline):
                 self.popular_split = PopularSplit(schedule, model, self._inputs.tiers)
         self._has_warned_of_depth = self._has_warned_of_other_ids = False
-        self._windows = Windows()
+        self._windows, self._num_steps, self._num_ahead = Windows(), 0, 0
         self._current: MiniBatch | None = None
-        self._num_steps = self._num_ahead = 0
         self.skipping: Skipping | None = None
         if skip is not None:
             self.skipping = Skipping(skip, model, self._inputs, self._max_depth, self.clock)
@@ -208,6 +208,7 @@ class TrainPipeline:
             ValueError: the schedule looks ahead, but the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`); or `skip` does not fit the model or
                 the iterator.
+            TypeError: the model did not return (loss, output).
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """
         self.clock.mark("other")
@@ -414,6 +415,7 @@ class TrainPipeline:
             found = self._forward(batch)
         except StopIteration as error:  # the caller would take it for the end of the data
             raise RuntimeError("the model raised StopIteration") from error
+        require_loss_and_output(found, self._model)
         self.clock.mark("forward")
         return found
 
