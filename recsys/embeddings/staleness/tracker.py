@@ -60,17 +60,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StalenessTracker"]
 
-_STATE_KEYS = (
-    "settings",
-    "num_steps",
-    "num_seen",
-    "frozen_until",
-    "threshold",
-    "windows",
-    "inputs",
-    "flag_sets",
-    "groups",
-)
+_COUNTS = ("num_steps", "num_seen", "frozen_until")
+_STATE_KEYS = ("settings", *_COUNTS, "threshold", "windows", "inputs", "flag_sets", "groups")
 
 
 class StalenessTracker:
@@ -93,7 +84,7 @@ class StalenessTracker:
         share: The target share. It may be changed at any time; the next window's end uses it. With
             0, no row is stale from then on.
         freezes_rows: As given.
-        num_steps: Steps so far.
+        num_steps: Steps so far, and the number of the next mini-batch.
         threshold: The highest drift of a stale row at the last window's end; None if no row could
             be stale.
 
@@ -153,8 +144,16 @@ class StalenessTracker:
             number: Number of the mini-batch.
             freezes: With `freezes_rows`, whether stale rows are left out of this step; False in the
                 unskipped steps of a guard.
+
+        Raises:
+            ValueError: `number` is not `num_steps`.
         """
-        self.num_steps = number
+        if number != self.num_steps:  # windows and flags would be those of other steps
+            raise ValueError(
+                f"begin_step: mini-batch {self.num_steps} must come next, got {number}; count them "
+                "over all epochs, and call end_step after each step; to continue without a state, "
+                "set num_steps"
+            )
         if self.freezes_rows:
             self.use_flags_of(number)
         for followed in self._followed:

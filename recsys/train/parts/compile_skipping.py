@@ -85,11 +85,12 @@ def _follow(config: TrainConfig, module: HotColdEmbeddingBagCollection, ids: Jag
     parts = module.parts(ids)
     for window in (1, 2):
         tracker.add_inputs(window * size, parts, size, torch.arange(min(size, 64)))
-        tracker.begin_step(window * _WINDOW - 1)
+        tracker.num_steps = window * _WINDOW - 1
+        tracker.begin_step(tracker.num_steps)
         module(ids).values().sum().backward()
         tracker.end_step((window + 1) * size)
-    number = 2 * _WINDOW + LEAD
-    tracker.begin_step(number)
+    tracker.num_steps = 2 * _WINDOW + LEAD
+    tracker.begin_step(tracker.num_steps)
     assert module.row_updater is not None
     [group] = module.row_updater.groups
     assert group.group.staleness is not None

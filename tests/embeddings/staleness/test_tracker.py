@@ -627,3 +627,16 @@ def test_rows_have_one_tracker(small):
 def test_a_share_out_of_range_is_refused(small, share):
     with pytest.raises(ConfigError, match="share must be a number in"):
         StalenessTracker(small.make_model(), share=share)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_mini_batch_that_is_not_the_next_one_is_refused(small, ends):
+    tracker = StalenessTracker(small.make_model(), Staleness(window=WINDOW))
+    tracker.begin_step(0)
+    if ends:  # as in a second epoch that is counted from 0
+        tracker.end_step(8)
+
+    with pytest.raises(ValueError, match=r"begin_step: mini-batch \d must come next, got \d"):
+        tracker.begin_step(0 if ends else 1)
+    tracker.num_steps = 7
+    tracker.begin_step(7)

@@ -195,7 +195,7 @@ def test_nothing_of_the_state_before_is_left(small, saved):
     fresh = new.state_dict()
     for change in (tracker.reset, lambda: tracker.load_state_dict(fresh)):
         tracker.use_flags_of(6 * WINDOW)
-        tracker.begin_step(5 * WINDOW + 3)
+        tracker.begin_step(tracker.num_steps)
         assert tracker.has_stale_rows
         change()
         assert_equal_states(tracker.state_dict(), fresh)
