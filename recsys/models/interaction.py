@@ -55,7 +55,7 @@ class InteractionArch(nn.Module):
 
     def __init__(self, num_sparse_features: int, embedding_dim: int | None = None) -> None:
         super().__init__()
-        size = num_sparse_features + 1
+        self._num_sparse, size = num_sparse_features, num_sparse_features + 1
         self.out_features = None if embedding_dim is None else embedding_dim + comb(size, 2)
         first, second = torch.triu_indices(size, size, offset=1, device="cpu")
         pairs = torch.arange(len(first), dtype=torch.int32, device="cpu")
@@ -66,7 +66,28 @@ class InteractionArch(nn.Module):
         self._pair_of_entry = pair_of.view(-1)
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Combine one dense and F sparse vectors per sample."""
+        """Combine one dense and F sparse vectors per sample.
+
+        Shape:
+            dense_features (B, D); sparse_features (B, F, D); result as for the class.
+
+        Raises:
+            ValueError: F is another than that of the module, or there is not one dense vector of D
+                numbers for each sample.
+        """
+        # Kernels would read other memory, or one dense vector would serve all samples.
+        batch_size, num_sparse, dim = sparse_features.shape
+        if num_sparse != self._num_sparse:
+            raise ValueError(
+                f"InteractionArch: sparse_features must be (B, {self._num_sparse}, D), got "
+                f"{tuple(sparse_features.shape)}; give the model's number of sparse features"
+            )
+        if dense_features.shape != (batch_size, dim):
+            raise ValueError(
+                f"InteractionArch: dense_features must be {(batch_size, dim)}, one vector for each "
+                f"sample of sparse_features {tuple(sparse_features.shape)}, got "
+                f"{tuple(dense_features.shape)}; give both the same samples"
+            )
         if self._entry_of_pair.device != dense_features.device:
             self._entry_of_pair = self._entry_of_pair.to(dense_features.device)
             self._pair_of_entry = self._pair_of_entry.to(dense_features.device)

@@ -32,7 +32,7 @@ class TritonInteraction(torch.autograd.Function):
     def forward(ctx: Any, dense: Tensor, sparse: Tensor) -> Tensor:
         """The dense vector, then the products of pairs; in the dtype of the dense vector."""
         batch_size, num_sparse, dim = sparse.shape
-        dense, sparse = dense.expand(batch_size, dim).contiguous(), sparse.contiguous()
+        dense, sparse = dense.contiguous(), sparse.contiguous()
         ctx.save_for_backward(dense, sparse)
         result = dense.new_empty(batch_size, dim + comb(num_sparse + 1, 2))
         if batch_size:

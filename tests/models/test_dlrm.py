@@ -257,6 +257,14 @@ def test_without_dense_features_the_bottom_mlp_runs_on_one_row(batch_size):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("num_dense", [5, 0])
+def test_one_dense_row_does_not_serve_all_samples(num_dense):
+    model, batch = DLRM(TorchEmbeddingBags(make_tables()), num_dense, [4], [8, 1]), make_batch()
+
+    with pytest.raises(ValueError, match=r"dense_features must be \(6, 4\), .*, got \(1, 4\)"):
+        model(torch.ones(1, num_dense), batch.sparse_features)
+
+
 def test_without_dense_features_a_mini_batch_of_no_sample_has_no_logit():
     model = DLRM(TorchEmbeddingBags(make_tables()), 0, [8, 4], [16, 8, 1])
 

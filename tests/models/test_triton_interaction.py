@@ -114,12 +114,15 @@ def test_views_are_multiplied_as_they_are(triton_device):
 
 
 @pytest.mark.usefixtures("_only_triton")
-@pytest.mark.parametrize("shape", [(2, 8), (3, 7)])
-def test_a_dense_vector_of_another_shape_is_refused(triton_device, shape):
+@pytest.mark.parametrize(
+    ("num_sparse", "shape", "name"),
+    [(4, (2, 8), "dense"), (4, (3, 7), "dense"), (4, (1, 8), "dense"), (5, (3, 8), "sparse")],
+)
+def test_vectors_of_other_shapes_are_refused(triton_device, num_sparse, shape, name):
     _, sparse = vectors(3, 4, 8, triton_device)
 
-    with pytest.raises(RuntimeError, match="must match the existing size"):
-        InteractionArch(4)(torch.ones(shape, device=triton_device), sparse)
+    with pytest.raises(ValueError, match=f"InteractionArch: {name}_features must be"):
+        InteractionArch(num_sparse)(torch.ones(shape, device=triton_device), sparse)
 
 
 @pytest.mark.usefixtures("_only_others")
