@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.states import SavedState
+from recsys._support.untrusted import is_int
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.errors import ConfigError
@@ -74,7 +75,7 @@ class HotColdLoader(ResumableLoader[_Position]):
         source: Where samples come from.
         split: "train", "test" or "validation".
         batch_size: B. The last mini-batch of each kind may be smaller.
-        is_hot: Which samples of the split are hot, (N,).
+        is_hot: Which samples of the split are hot, (N,) bool.
         fae: The scheduler's constants.
         seed: Seed of the order.
         prefetch: The least number of mini-batches to read ahead within a turn.
@@ -85,9 +86,9 @@ class HotColdLoader(ResumableLoader[_Position]):
         wants_loss: Whether a turn has ended and the next one waits for `observe`.
 
     Raises:
-        ConfigError: an argument is out of range.
-        RuntimeError: an iteration begins, or a state is loaded, while another iteration runs; or
-            the next mini-batch is requested before `observe`.
+        ConfigError: an argument is out of range, or `is_hot` is not boolean.
+        RuntimeError: an iteration begins, or a state is loaded, while another iteration runs; the
+            next mini-batch is requested before `observe`; or `observe` is called at another time.
     """
 
     def __init__(
@@ -101,16 +102,23 @@ class HotColdLoader(ResumableLoader[_Position]):
         seed: int = 0,
         prefetch: int = 2,
     ) -> None:
-        samples = source.splits[split]
-        if len(is_hot) != len(samples):
+        samples, is_hot = source.splits[split], np.asarray(is_hot)
+        if is_hot.dtype != np.bool_:  # integers would choose samples by their numbers
+            raise ConfigError(
+                f"is_hot must be boolean, got {is_hot.dtype}; give is_hot.astype(bool)"
+            )
+        if is_hot.shape != (len(samples),):
             raise ConfigError(
                 f"is_hot must have one value for each of the {len(samples)} samples of the {split} "
-                f"split, got {len(is_hot)}; find the hot samples of this split"
+                f"split, got {is_hot.shape}; find the hot samples of this split"
             )
-        if batch_size < 1 or prefetch < 1:
-            raise ConfigError(
-                f"batch_size and prefetch must be at least 1, got {batch_size} and {prefetch}"
-            )
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("seed", seed, 0),
+            ("prefetch", prefetch, 1),
+        ):
+            if not is_int(value, least):
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
         super().__init__(
             split, _Position([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else ""
         )
@@ -173,7 +181,15 @@ class HotColdLoader(ResumableLoader[_Position]):
 
         Args:
             loss: The mean loss of those samples.
+
+        Raises:
+            RuntimeError: no turn has ended since the last loss.
         """
+        if not self.wants_loss:
+            raise RuntimeError(
+                "no turn of the loader has ended since the last loss; call observe(loss) only "
+                "where wants_loss is set"
+            )
         self.scheduler.observe(loss)
         self._position.wants_loss = False
 

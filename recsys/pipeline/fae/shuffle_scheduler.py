@@ -12,7 +12,7 @@ scheduler. So every constant is a field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil, isfinite
 from typing import Any
 
@@ -20,6 +20,8 @@ from recsys._support.states import SavedState
 from recsys.errors import ConfigError
 
 __all__ = ["FAE", "ShuffleScheduler"]
+
+_TYPES = {"float": (float, int), "int": (int,), "bool": (bool,)}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class FAE:
         factor: What the rate is multiplied and divided by.
 
     Raises:
-        ConfigError: a constant is out of range.
+        ConfigError: a constant is out of range, or of another type.
     """
 
     rate: float = 50.0
@@ -49,6 +51,13 @@ class FAE:
     factor: float = 2.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), _TYPES[str(field.type)]
+            if type(value) not in kinds:
+                raise ConfigError(
+                    f"FAE: {field.name} must be {' or '.join(each.__name__ for each in kinds)}, "
+                    f"got {value!r}"
+                )
         if not 0 < self.min_rate <= self.rate <= self.max_rate <= 100:
             raise ConfigError(
                 "FAE: rates are percentages with 0 < min_rate <= rate <= max_rate <= 100, got "
@@ -84,6 +93,7 @@ class ShuffleScheduler:
 
     def observe(self, loss: float) -> None:
         """Adapt the rate to the loss after a swap; nan leaves it as it is."""
+        loss = float(loss)  # a tensor, or a number of numpy
         last, self._last_loss = self._last_loss, loss
         self.num_swaps += 1
         if not self._fae.is_adaptive or last is None:

@@ -185,10 +185,41 @@ def test_a_malformed_state_is_refused_by_name(change):
 
 
 def test_arguments_that_do_not_fit_are_named():
-    with pytest.raises(ConfigError, match="of the 20 samples of the train split, got 5"):
+    with pytest.raises(ConfigError, match=r"of the 20 samples of the train split, got \(5,\)"):
         make([True] * 5, num_train=20)
-    with pytest.raises(ConfigError, match="batch_size and prefetch must be at least 1, got 0"):
-        make([True] * 5, batch_size=0)
+    with pytest.raises(ConfigError, match="is_hot must be boolean, got int64; give"):
+        make([1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("batch_size", 0, 1),
+        ("batch_size", 2.5, 1),
+        ("batch_size", True, 1),
+        ("prefetch", 0, 1),
+        ("prefetch", 1.5, 1),
+        ("seed", -1, 0),
+        ("seed", 0.5, 0),
+    ],
+)
+def test_what_is_no_count_is_refused(name, value, least):
+    arguments = {"batch_size": 7} | {name: value}
+    is_hot = np.array([True, False])
+
+    with pytest.raises(
+        ConfigError, match=f"{name} must be an integer of at least {least}, got {value}"
+    ):
+        HotColdLoader(Numbered(2), "train", is_hot=is_hot, fae=FAE(), **arguments)
+
+
+def test_a_loss_that_no_turn_waits_for_is_refused():
+    loader = make([True, False] * 30, rate=10)
+
+    with pytest.raises(RuntimeError, match="no turn of the loader has ended"):
+        loader.observe(1.0)
+
+    assert loader.scheduler.num_swaps == 0
 
 
 def test_there_is_one_iteration_at_a_time():

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from recsys.errors import ConfigError
 from recsys.pipeline.fae.shuffle_scheduler import FAE, ShuffleScheduler
@@ -92,8 +94,23 @@ def test_a_malformed_state_is_refused_by_name(change, message):
         ({"patience": 0}, "patience must be at least 1"),
         ({"factor": 1.0}, "factor above 1"),
         ({"factor": float("inf")}, "factor above 1"),
+        ({"patience": 2.5}, "patience must be int, got 2.5"),
+        ({"patience": True}, "patience must be int, got True"),
+        ({"rate": True}, "rate must be float or int, got True"),
+        ({"is_adaptive": 1}, "is_adaptive must be bool, got 1"),
     ],
 )
 def test_constants_that_mean_nothing_are_refused(constants, message):
     with pytest.raises(ConfigError, match=message):
         FAE(**constants)
+
+
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+def test_losses_may_be_tensors_and_numbers_of_numpy(number):
+    one, other = (ShuffleScheduler(FAE()) for _ in range(2))
+
+    for loss in (1.0, 0.5, 2.0):
+        one.observe(loss)
+        other.observe(number(loss))
+
+    assert json.dumps(other.state_dict()) == json.dumps(one.state_dict())
