@@ -349,6 +349,21 @@ def test_lazy_adam_differs_from_adam_and_the_report_says_why():
     assert same.ok
 
 
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "0"])
+def test_tolerances_that_are_none_are_refused(name, value):
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4))
+
+    with pytest.raises(ConfigError, match=f"{name} must be a finite number of at least 0, or None"):
+        recsys.verify(
+            model,
+            [torch.arange(6).reshape(3, 2)],
+            loss=lambda each, ids: each(ids).sum(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            **{name: value},
+        )
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, 2**70])
 def test_steps_that_are_no_number_of_steps_are_refused(steps):
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4))
