@@ -99,7 +99,7 @@ class DLRMTrain(nn.Module):
 
     Attributes:
         uses_sample_weights: True: each sample's loss is multiplied by the mini-batch's `weights`,
-            if it has any, and the sum is divided by B.
+            if it has any, and the sum is divided by B, unless `loss_fn.reduction` is another.
         run_dense: Called in place of `loss_of` by `forward`, if there are no weights. None, except
             in steps of a pipeline that replays the dense part.
         vectors: Memory for the results of `sparse_arch` in such a step, or None.
@@ -127,6 +127,10 @@ class DLRMTrain(nn.Module):
         Returns:
             (loss, (loss, logits, labels)): the loss, (), with gradient; then detached tensors: the
             loss, logits (B,) and labels (B,).
+
+        Raises:
+            TypeError: the batch has weights, and `loss_fn` was replaced by one of another class, or
+                by one with weights of its own.
         """
         weights = getattr(batch, "weights", None)
         if self.run_dense is not None and weights is None:
@@ -138,9 +142,19 @@ class DLRMTrain(nn.Module):
         if weights is None:
             loss = self.loss_fn(logits, batch.labels.float())
         else:
-            labels = batch.labels.float()
+            loss_fn: nn.Module = self.loss_fn
+            if not isinstance(loss_fn, nn.BCEWithLogitsLoss) or loss_fn.weight is not None:
+                raise TypeError(
+                    "DLRMTrain: for a mini-batch with weights, loss_fn must be a BCEWithLogitsLoss "
+                    f"without weight, got {loss_fn}; leave the weights of samples out, or write a "
+                    "model that uses them"
+                )
             loss = functional.binary_cross_entropy_with_logits(
-                logits, labels, weights, pos_weight=self.loss_fn.pos_weight
+                logits,
+                batch.labels.float(),
+                weights,
+                reduction=loss_fn.reduction,
+                pos_weight=loss_fn.pos_weight,
             )
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 

@@ -227,6 +227,27 @@ def test_weights_multiply_the_losses_of_samples_and_b_divides_their_sum():
     assert model.uses_sample_weights
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_weighted_losses_are_reduced_as_others_are(reduction):
+    model, batch = DLRMTrain(make_dlrm()), make_batch()
+    model.loss_fn = torch.nn.BCEWithLogitsLoss(reduction=reduction)
+    weighted = dataclasses.replace(batch, weights=torch.ones(6))
+
+    torch.testing.assert_close(model(weighted)[0], model(batch)[0])
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [torch.nn.MSELoss(), torch.nn.BCEWithLogitsLoss(weight=torch.ones(6))]
+)
+def test_weights_with_another_loss_are_refused(loss_fn):
+    model, batch = DLRMTrain(make_dlrm()), make_batch()
+    model.loss_fn = loss_fn
+    model(batch)
+
+    with pytest.raises(TypeError, match=r"must be a BCEWithLogitsLoss without weight, got \w+Loss"):
+        model(dataclasses.replace(batch, weights=torch.ones(6)))
+
+
 def test_logits_follow_from_the_vectors_of_dense_and_sparse_features():
     model, batch = make_dlrm(), make_batch()
 
