@@ -186,6 +186,15 @@ class Inputs:
             )
         return found
 
+    def require_same_tiers(self) -> None:
+        """Check, at little cost, that no module with rows in two tiers was replaced.
+
+        Raises:
+            ValueError: `recsys.restore` has replaced one.
+        """
+        if any(module.row_updater is None for module in self.modules.values()):
+            self._require_same_modules("schedule")
+
     def _require_same_modules(self, setting: str) -> None:
         for name in self._updated:
             module = self._whole[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
@@ -16,14 +16,23 @@ __all__ = ["optimizers_to_step"]
 
 
 def optimizers_to_step(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None
 ) -> list[Optimizer]:
     """The given optimizers, and row optimizers of the model that do not step in backward.
 
     Warns if an optimizer that `recsys.accelerate` was given is not among those given here.
+
+    Raises:
+        ValueError: one is listed twice.
     """
     given = [] if optimizer is None else optimizer
-    optimizers = list(given) if isinstance(given, Sequence) else [given]
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
+    for number, each in enumerate(optimizers):
+        if any(each is other for other in optimizers[:number]):
+            raise ValueError(
+                f"optimizer= must list each optimizer once, got one {type(each).__name__} twice, "
+                "which would step twice in each mini-batch; leave one out"
+            )
     for module in model.modules():
         own = getattr(module, "row_optimizer", None)
         if isinstance(own, FusedOptimizer) and own not in optimizers and not own.updater.auto_apply:

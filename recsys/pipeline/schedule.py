@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Hotline", "LookAhead", "Schedule", "Sequential"]
+__all__ = ["Hotline", "LookAhead", "Schedule", "Sequential", "no_effect"]
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,11 @@ class Hotline:
 
 
 Schedule = Sequential | LookAhead | Hotline
+
+
+def no_effect(schedule: object) -> str:
+    """What to say if there are no rows to fetch."""
+    return (
+        f"schedule={schedule} has no effect: every row is in fast memory, so none is fetched; "
+        "leave it out, or give the tables a budget"
+    )

@@ -21,7 +21,8 @@ import torch
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.replays import replaying
 from recsys._support.states import SavedState
-from recsys.errors import TrainingDiverged
+from recsys._support.untrusted import is_int
+from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
@@ -30,7 +31,7 @@ from recsys.pipeline.loss_and_output import require_loss_and_output
 from recsys.pipeline.micro_batches import join_outputs, share_of_whole
 from recsys.pipeline.non_finite import explain_loss
 from recsys.pipeline.optimizers import optimizers_to_step
-from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
+from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential, no_effect
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule, other_ids, too_deep
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.pipeline.hotline.popular_split import MicroBatch
-    from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import Policy
     from recsys.pipeline.suggestions import Suggestion
@@ -93,7 +93,8 @@ class TrainPipeline:
         clock: Measures the stages.
         batch_size: Samples of a whole mini-batch, if the loss is a mean over samples. The loss of a
             smaller mini-batch, such as the last one, is then multiplied by its share of a whole
-            one before backward, so that each sample counts as much. None: as in a plain loop.
+            one before backward, so that each sample counts as much. None: as in a plain loop. If
+            tensors of a mini-batch differ in length, its `labels` are counted.
         skip: What training leaves out, such as `DropInput()`; None for nothing. Its docstring says
             whether later samples replace those left out.
         capture: Replay CUDA graphs, if the model is a `DLRMTrain` on a CUDA device: of everything
@@ -108,12 +109,17 @@ class TrainPipeline:
         choice: What `Auto` has measured and chosen; None unless the schedule is `Auto`.
         skipping: Counts what is left out; None without `skip`.
         captured: Replays the dense part; None without `capture`.
+
+    Raises:
+        ConfigError: `batch_size` is no integer of at least 1.
+        TypeError: `schedule` or `skip` is of another type.
+        ValueError: `optimizer` lists one twice, or `skip` does not fit the model or the schedule.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer] | None,
+        optimizer: Optimizer | Iterable[Optimizer] | None,
         device: torch.device | str | None = None,
         *,
         schedule: Schedule | Auto | None = None,
@@ -124,6 +130,10 @@ class TrainPipeline:
         skip: Policy | Paper | None = None,
         capture: bool = False,
     ) -> None:
+        if not isinstance(schedule, Schedule | Auto | None):
+            raise TypeError(f"schedule must be one such as LookAhead(), or None, got {schedule!r}")
+        if batch_size is not None and not is_int(batch_size, 1):
+            raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         self._model, self._forward = model, custom_model_fwd or model
         self._device = None if device is None else torch.device(device)
         self._inputs = Inputs(model, ids)
@@ -132,19 +142,14 @@ class TrainPipeline:
         self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
-        if schedule is None:
-            schedule = LookAhead() if self._inputs else Sequential()
+        schedule = schedule or (LookAhead() if self._inputs else Sequential())
         self.schedule = schedule
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
         self._max_depth = 0
         self._switch_to(Sequential())
         if schedule != Sequential() and not self._inputs:
-            warnings.warn(
-                f"schedule={schedule} has no effect: every row is in fast memory, so none is "
-                "fetched; leave it out, or give the tables a budget",
-                stacklevel=2,
-            )
+            warnings.warn(no_effect(schedule), stacklevel=2)
         elif isinstance(schedule, Auto):
             self.choice = Choice(schedule)
             self._max_depth = max(getattr(each, "depth", 0) for each in schedule.candidates)
@@ -194,8 +199,8 @@ class TrainPipeline:
         after the mini-batches that came before it.
 
         Args:
-            iterator: Returns mini-batches; only this pipeline may use it. If it is deleted, the
-                mini-batches that wait are dropped.
+            iterator: Returns mini-batches; only this pipeline may use it. Each mini-batch must stay
+                unchanged until its step. If the iterator is deleted, those that wait are dropped.
 
         Returns:
             The loss and the output of the model. In training the loss is detached.
@@ -205,9 +210,10 @@ class TrainPipeline:
             TrainingDiverged: the loss, on the CPU, is nan or inf, and no parameter was updated; or
                 the gradient of a row contains nan or inf (`NonFiniteGradient`), and only other
                 rows were updated.
+            RuntimeError: the model, an optimizer or a hook raised `StopIteration`.
             ValueError: the schedule looks ahead, but the iterator must not be read ahead (that of a
-                `HotColdLoader` with `FAE(is_adaptive=True)`); or `skip` does not fit the model or
-                the iterator.
+                `HotColdLoader` with `FAE(is_adaptive=True)`); `skip` does not fit the model or the
+                iterator, or was closed; or `recsys.restore` has replaced a module.
             TypeError: the model did not return (loss, output).
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """
@@ -220,8 +226,11 @@ class TrainPipeline:
             window = self._windows.of(iterator)
             self._current = self._next_batch(iterator, window)
             self.clock.mark("load")
-            with replaying(self.captured is not None and not self.captured.reason):
-                found = self._step(self._current, window)
+            try:
+                with replaying(self.captured is not None and not self.captured.reason):
+                    found = self._step(self._current, window)
+            except StopIteration as error:  # the caller would take it for the end of the data
+                raise RuntimeError("a training step raised StopIteration") from error
         except StopIteration:
             raise
         except BaseException:
@@ -231,7 +240,9 @@ class TrainPipeline:
             raise
         else:
             if self.choice is not None and self._model.training:
-                self._update_choice(self.choice, perf_counter() - begin)
+                self.choice.add(perf_counter() - begin)
+                if self.choice.current != self._current_schedule:
+                    self._switch_to(self.choice.current)
             return found
         finally:
             self._current = None
@@ -384,12 +395,6 @@ class TrainPipeline:
         self.clock.mark("update")
         return loss, output
 
-    def _update_choice(self, choice: Choice, seconds: float) -> None:
-        """Switch to the candidate that is measured next, or to the chosen one."""
-        choice.add(seconds)
-        if choice.current != self._current_schedule:
-            self._switch_to(choice.current)
-
     def _switch_to(self, schedule: Schedule) -> None:
         """Use the depth of another schedule from now on."""
         self._current_schedule = schedule
@@ -411,10 +416,7 @@ class TrainPipeline:
         return parts
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
-        try:
-            found = self._forward(batch)
-        except StopIteration as error:  # the caller would take it for the end of the data
-            raise RuntimeError("the model raised StopIteration") from error
+        found = self._forward(batch)
         require_loss_and_output(found, self._model)
         self.clock.mark("forward")
         return found
@@ -460,6 +462,7 @@ class TrainPipeline:
 
     def _look_ahead(self, current: MiniBatch, window: Window) -> None:
         """Claim slots for the current mini-batch, then for as many of those ahead as possible."""
+        self._inputs.require_same_tiers()
         window.send(current, self._inputs)
         self._num_steps, self._steps_at_depth = self._num_steps + 1, self._steps_at_depth + 1
         if self._allowed_depth < self._depth and self._steps_at_depth > _STEPS_UNTIL_DEEPER:
@@ -481,17 +484,15 @@ class TrainPipeline:
 
     def _reduce_depth(self, depth: int) -> None:
         self._allowed_depth, self._steps_at_depth = depth, 0
-        if self._has_warned_of_depth:
-            return
-        self._has_warned_of_depth = True
-        found = too_deep(self.schedule, self._inputs.tiers(), self._depth, depth)
-        warnings.warn(found, stacklevel=5)
+        if not self._has_warned_of_depth:
+            self._has_warned_of_depth = True
+            found = too_deep(self.schedule, self._inputs.tiers(), self._depth, depth)
+            warnings.warn(found, stacklevel=5)
 
     def _warn_of_other_ids(self) -> None:
-        if self._has_warned_of_other_ids:
-            return
-        self._has_warned_of_other_ids = True
-        warnings.warn(other_ids(self.schedule), stacklevel=5)
+        if not self._has_warned_of_other_ids:
+            self._has_warned_of_other_ids = True
+            warnings.warn(other_ids(self.schedule), stacklevel=5)
 
     def _release_claims(self) -> None:
         """Release every claim; the mini-batches stay."""

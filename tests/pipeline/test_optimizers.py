@@ -86,3 +86,16 @@ def test_a_pipeline_that_only_evaluates_needs_none(made):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not moves_rows(model.eval(), None)
+
+
+def test_an_optimizer_that_is_listed_twice_is_refused(made):
+    model, rows, dense = made
+
+    with pytest.raises(ValueError, match="list each optimizer once, got one SGD twice"):
+        TrainPipeline(model, [dense, rows, dense])
+
+
+def test_optimizers_may_come_from_a_generator(made):
+    model, rows, dense = made
+
+    assert moves_rows(model, (each for each in (rows, dense)))

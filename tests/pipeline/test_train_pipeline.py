@@ -250,7 +250,7 @@ def test_a_model_that_raises_stop_iteration_does_not_end_the_data(pair, batches)
     (_, tiered), (_, dense) = pair()
     model = Stumbling(tiered, StopIteration(), [True], is_after=True)
 
-    with pytest.raises(RuntimeError, match="the model raised StopIteration"):
+    with pytest.raises(RuntimeError, match="a training step raised StopIteration"):
         TrainPipeline(model, dense).progress(iter(batches))
 
 

@@ -1,0 +1,87 @@
+"""What a pipeline refuses: arguments, restored models, and an end that is not the data's."""
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.errors import ConfigError
+from recsys.pipeline import LookAhead, TrainPipeline
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(500, 4, mode="sum", sparse=True)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        loss = self.layer(self.bag(ids)).square().mean()
+        return loss, loss.detach()
+
+
+BUDGET = 5000
+BATCHES = [torch.arange(8).view(4, 2) + number for number in range(6)]
+
+
+def accelerated():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("schedule", [LookAhead, "lookahead", 2])
+def test_what_is_no_schedule_is_refused(schedule):
+    with pytest.raises(
+        TypeError, match=r"schedule must be one such as LookAhead\(\), or None, got"
+    ):
+        TrainPipeline(*accelerated(), schedule=schedule)
+
+
+@pytest.mark.parametrize("batch_size", [0, -16, 16.5, "16", True])
+def test_what_is_no_batch_size_is_refused(batch_size):
+    with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1, got"):
+        TrainPipeline(*accelerated(), batch_size=batch_size)
+
+
+class ScheduledSGD(torch.optim.SGD):
+    """Takes its learning rates from an iterator."""
+
+    rates = iter(())
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = next(self.rates)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("place", ["optimizer", "gradient hook"])
+def test_only_the_iterator_ends_the_data(place):
+    model = Model()
+    optimizer = ScheduledSGD(model.parameters(), lr=0.1)
+    optimizer.rates = iter([0.1] * (3 if place == "optimizer" else 6))
+    gradients = iter(range(3 if place == "gradient hook" else 6))
+    model.layer.weight.register_hook(lambda gradient: gradient * (next(gradients) + 1))
+    pipeline, iterator = TrainPipeline(model, optimizer), iter(BATCHES)
+    for _ in range(3):
+        pipeline.progress(iterator)
+
+    with pytest.raises(RuntimeError, match="a training step raised StopIteration"):
+        pipeline.progress(iterator)
+
+
+@pytest.mark.parametrize("accelerates_again", [False, True])
+def test_a_model_that_was_restored_needs_a_new_pipeline(accelerates_again):
+    model, optimizer = accelerated()
+    pipeline = TrainPipeline(model, optimizer, schedule=LookAhead(2), ids=lambda ids: {"bag": ids})
+    iterator = iter(BATCHES)
+    pipeline.progress(iterator)
+    recsys.restore(model)
+    if accelerates_again:
+        recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
+
+    with pytest.raises(
+        ValueError, match=r"schedule: 'bag' is another module.* a new TrainPipeline"
+    ):
+        list(pipeline.steps(iterator))
