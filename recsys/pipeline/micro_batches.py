@@ -5,7 +5,7 @@ Letters: B samples in the mini-batch, M samples in a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,7 +15,14 @@ from torch import Tensor
 from recsys.batch import JaggedIds
 from recsys.pipeline.inputs import is_torchrec
 
-__all__ = ["concatenate", "count_samples", "join_outputs", "select_samples", "share_of_whole"]
+__all__ = [
+    "concatenate",
+    "count_samples",
+    "join_outputs",
+    "select_samples",
+    "share_of_whole",
+    "sizes_in",
+]
 
 _MOST_NESTED = 4
 
@@ -26,7 +33,7 @@ def count_samples(batch: Any) -> int | None:
     Returns:
         None if there are none.
     """
-    return _count(batch, 0)
+    return next(sizes_in(batch), None)
 
 
 def share_of_whole(batch: Any, whole: int | None, size: int | None) -> float:
@@ -36,20 +43,44 @@ def share_of_whole(batch: Any, whole: int | None, size: int | None) -> float:
         batch: The mini-batch.
         whole: Samples of a whole one; None: every mini-batch counts as a whole one.
         size: Samples of the mini-batch, if known; None to count them.
+
+    Raises:
+        ValueError: tensors of the mini-batch differ in length, and it has no `labels`.
     """
     if whole is None:
         return 1.0
-    size = count_samples(batch) if size is None else size
+    size = _size_of(batch) if size is None else size
     return min(1.0, (size or whole) / whole)
 
 
-def _count(value: Any, depth: int) -> int | None:
+def _size_of(batch: Any) -> int | None:
+    """B, where tensors that are not (B, ...) may come first, such as the values of bags."""
+    sizes = list(dict.fromkeys(sizes_in(batch)))
+    if len(sizes) < 2:
+        return sizes[0] if sizes else None
+    is_mapping = isinstance(batch, Mapping)
+    labels = batch.get("labels") if is_mapping else getattr(batch, "labels", None)
+    if isinstance(labels, Tensor) and labels.dim():
+        return len(labels)
+    raise ValueError(
+        f"batch_size: it is not known how many samples a {type(batch).__name__} has whose tensors "
+        f"have the lengths {sizes}; name the labels of a mini-batch `labels`, or give it the "
+        "methods __len__ and select(samples)"
+    )
+
+
+def sizes_in(value: Any, depth: int = 0) -> Iterator[int]:
+    """The number of samples by each of the features and tensors in a mini-batch, in their order."""
     if isinstance(value, Tensor):
-        return len(value) if value.dim() else None
+        if value.dim():
+            yield len(value)
+        return
     if isinstance(value, JaggedIds) or is_torchrec(value):
-        return int(value.stride())
+        yield int(value.stride())
+        return
     if hasattr(value, "select") and hasattr(value, "__len__"):
-        return len(value)
+        yield len(value)
+        return
     parts: Any = ()
     if isinstance(value, Mapping):
         parts = value.values()
@@ -58,10 +89,7 @@ def _count(value: Any, depth: int) -> int | None:
     elif hasattr(value, "__dict__"):
         parts = vars(value).values()
     for part in parts if depth < _MOST_NESTED else ():
-        found = _count(part, depth + 1)
-        if found is not None:
-            return found
-    return None
+        yield from sizes_in(part, depth + 1)
 
 
 def select_samples(

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from recsys.pipeline.micro_batches import sizes_in
+
 __all__ = ["explain_loss"]
 
 _INPUTS = ("dense_features", "labels", "weights")
@@ -20,6 +22,8 @@ def explain_loss(loss: float, batch: Any) -> str:
             under the names of `recsys.Batch`.
     """
     found = f"the loss is {loss} but must be finite; no parameter was updated"
+    if set(sizes_in(batch)) == {0}:
+        return f"{found}; the mini-batch has no samples; leave it out"
     for name in _INPUTS:
         values = getattr(batch, name, None)
         if not isinstance(values, torch.Tensor):

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from recsys.batch import Batch, JaggedIds
-from recsys.pipeline.micro_batches import concatenate, count_samples, join_outputs, select_samples
+from recsys.pipeline.micro_batches import (
+    concatenate,
+    count_samples,
+    join_outputs,
+    select_samples,
+    share_of_whole,
+)
 
 Pair = namedtuple("Pair", "ids labels")
 SAMPLES = torch.tensor([2, 0])
@@ -146,6 +152,47 @@ def test_what_cannot_be_joined_is_named(first, second, error, message):
 )
 def test_samples_are_counted_by_the_first_tensor_or_features(batch, expected):
     assert count_samples(batch) == expected
+
+
+VALUES, OFFSETS, LABELS = torch.arange(8), torch.tensor([0, 5, 6]), torch.ones(3)
+
+
+@dataclass
+class Bags:
+    values: torch.Tensor
+    labels: torch.Tensor
+
+
+class SizedBags(Bags):
+    def __len__(self):
+        return 2
+
+    def select(self, samples):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ({"values": VALUES, "offsets": OFFSETS, "labels": LABELS}, 3),
+        (Bags(VALUES, LABELS), 3),
+        (SizedBags(VALUES, LABELS), 2),
+        ((OFFSETS, LABELS), 3),
+        ((some_ids(), LABELS), 3),
+        ("abc", 6),
+    ],
+    ids=repr,
+)
+def test_a_share_is_of_the_samples_where_values_of_bags_come_first(batch, size):
+    assert share_of_whole(batch, 6, None) == size / 6
+
+
+def test_samples_that_cannot_be_counted_are_named():
+    batch = (VALUES, OFFSETS, LABELS)
+
+    with pytest.raises(ValueError, match=r"samples a tuple has .* \[8, 3\]; name the labels"):
+        share_of_whole(batch, 6, None)
+    assert share_of_whole(batch, None, None) == 1
 
 
 def test_outputs_come_in_the_order_of_the_samples():

@@ -52,3 +52,11 @@ def test_a_model_that_diverged_is_told_to_lower_the_learning_rate():
 
     with pytest.raises(TrainingDiverged, match="lower the learning rate, or find the sample"):
         pipeline.progress(iter([make_batch()]))
+
+
+def test_a_mini_batch_without_samples_is_named():
+    model, batch = Model(), make_batch().select(torch.empty(0, dtype=torch.int64))
+    pipeline = recsys.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(TrainingDiverged, match="the mini-batch has no samples; leave it out"):
+        pipeline.progress(iter([batch]))
