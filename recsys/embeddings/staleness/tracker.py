@@ -211,8 +211,9 @@ class StalenessTracker:
             batch_size: B. A lookup may have several bags for each sample, one after another.
         """
         is_stale, has_rows = np.ones(batch_size, bool), np.zeros(batch_size, bool)
+        own = [followed.marks for followed in self._followed]
         for group, lookups, bags in parts:
-            if group.staleness is None:
+            if group.staleness not in own:
                 is_stale[:] = False
                 break
             per_sample = bags_per_sample(bags, batch_size)

@@ -32,6 +32,7 @@ __all__ = [
     "Policy",
     "RandomDrop",
     "Subsample",
+    "stale_share",
 ]
 
 _MOST_SEED = 2**63 - 1
@@ -242,6 +243,13 @@ class RandomDrop:
 
 
 Policy = Observe | DropInput | FreezeRows | Subsample | Importance | RandomDrop
+
+
+def stale_share(policy: Any) -> float:
+    """The share of samples that are to have stale rows only."""
+    if isinstance(policy, Subsample):
+        return min(1.0, policy.share / (1 - policy.keep))
+    return float(policy.share)
 
 
 def _require_common(policy: Any) -> None:

@@ -35,7 +35,7 @@ from recsys.pipeline.skip.policies import (
     Observe,
     Policy,
     RandomDrop,
-    Subsample,
+    stale_share,
 )
 from recsys.pipeline.skip.refill import Position, Refill
 from recsys.pipeline.skip.sample_choice import SampleChoice, gives_weights, leaves_samples_out
@@ -134,7 +134,7 @@ class Skipping:
                 self.tracker = StalenessTracker(
                     model,
                     policy.staleness,
-                    share=_stale_share(policy),
+                    share=stale_share(policy),
                     freezes_rows=isinstance(policy, FreezeRows),
                 )
         if self.importance is not None:
@@ -148,6 +148,7 @@ class Skipping:
         self._shares: list[list[int]] = []
         self._steps_per_share = _STEPS_PER_SHARE
         self._warned_of: set[str] = set()
+        self._is_closed = False
 
     @property
     def position(self) -> Position:
@@ -172,8 +173,10 @@ class Skipping:
 
         Raises:
             ValueError: mini-batches of another training iterator wait; or the iterator must not be
-                read ahead; or one that is trained on is used for evaluation.
+                read ahead; or one that is trained on is used for evaluation; or it was closed.
         """
+        if is_training and self._is_closed:
+            raise ValueError(f"{self._setting} was closed; build a new TrainPipeline to train on")
         window = windows.of(iterator)
         if not is_training:
             if window.refill is not None and not window.refill.has_ended:
@@ -264,7 +267,8 @@ class Skipping:
             self.tracker.cancel_step()
 
     def close(self) -> None:
-        """Let go of the rows, and give the tracker's part of the budget back."""
+        """Let go of the rows, and give the tracker's budget back; later training steps raise."""
+        self._is_closed = True
         for each in (self.tracker, self.paper):
             if each is not None:
                 with suppress(BudgetTooSmall):  # slots are in use
@@ -411,7 +415,7 @@ class Skipping:
         """Lower the tracker's target by the guard's last decision; the next window uses it."""
         if self.tracker is not None:
             factor = 1.0 if self.guard is None else self.guard.tracked_factor
-            self.tracker.share = _stale_share(self.policy) * factor
+            self.tracker.share = stale_share(self.policy) * factor
 
     def _add_share(self) -> None:
         position = self.position
@@ -462,13 +466,6 @@ def _short(policy: Policy | Paper) -> str:
     if isinstance(policy, Paper):
         return "Paper(...)"
     return f"{type(policy).__name__}(share={policy.share:g})"
-
-
-def _stale_share(policy: Any) -> float:
-    """The share of samples that are to have stale rows only."""
-    if isinstance(policy, Subsample):
-        return min(1.0, policy.share / (1 - policy.keep))
-    return float(policy.share)
 
 
 def _number_of(current: MiniBatch) -> int:

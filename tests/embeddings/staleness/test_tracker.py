@@ -585,6 +585,23 @@ def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():
     assert (last["num_inputs"], last["stale_share"]) == (16 * WINDOW, 0.5)
 
 
+def test_a_closed_tracker_says_nothing_of_the_rows_of_the_next_one():
+    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
+    settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
+    closed = StalenessTracker(bag, settings)
+    closed.close()
+    tracker = StalenessTracker(bag, settings)
+    ids = torch.arange(8)[:, None]
+    for number in range(2 * WINDOW):
+        tracker.begin_step(number)
+        (0 * bag(ids)).sum().backward()
+        tracker.end_step(8 * number + 8)
+    tracker.use_flags_of(2 * WINDOW + LEAD)
+
+    assert tracker.all_stale(bag.parts(ids), 8).all()
+    assert not closed.all_stale(bag.parts(ids), 8).any()
+
+
 def test_the_level_of_an_input_without_rows_is_infinite(small):
     tracker = StalenessTracker(small.make_model(), Staleness(window=WINDOW), share=1.0)
     inputs = [InputRows(np.array([0, 1]), np.array([0, 1, 1, 2]))]

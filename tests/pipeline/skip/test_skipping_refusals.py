@@ -89,6 +89,18 @@ def test_a_deleted_pipeline_lets_go_of_the_rows(skips):
     skips.Run(LookAhead(2), skips.POLICIES["observe"], model=run.model).train(3)
 
 
+@pytest.mark.parametrize("name", ["drop_input", "freeze_rows", "random_drop"])
+def test_training_after_close_is_refused_and_evaluation_is_not(skips, name):
+    run = skips.Run(LookAhead(2), skips.POLICIES[name], skips.options_of("host", None)).train(3)
+
+    run.pipeline.skipping.close()
+
+    with pytest.raises(ValueError, match=r"skip=\w+\(.*\) was closed; build a new TrainPipeline"):
+        run.train(1)
+    run.model.eval()
+    run.pipeline.progress(iter(BatchLoader(skips.Clicks(seed=5), "train", 16, shuffle=False)))
+
+
 def test_a_state_without_skipping_is_loaded(skips):
     plain = skips.Run(LookAhead(2), None, skips.options_of("host", None)).train(5)
     state = plain.state()
