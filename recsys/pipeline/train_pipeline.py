@@ -142,8 +142,7 @@ class TrainPipeline:
         self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
-        schedule = schedule or (LookAhead() if self._inputs else Sequential())
-        self.schedule = schedule
+        self.schedule = schedule = schedule or (LookAhead() if self._inputs else Sequential())
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
         self._max_depth = 0
