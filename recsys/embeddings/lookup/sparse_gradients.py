@@ -75,8 +75,8 @@ def leave_grads(
         are_sparse: For each table, whether its gradient is sparse.
 
     Raises:
-        ValueError: a table has lost rows that were looked up, or its `grad` has another shape. No
-            `grad` was changed.
+        ValueError: a table has lost rows that were looked up, or its `grad` has another shape or
+            an index outside of the table. No `grad` was changed.
     """
     for entry in ledger:
         entry.require_rows_in(tables)
@@ -89,10 +89,14 @@ def leave_grads(
 
 
 def require_grad_of(table: Tensor) -> None:
-    """Check that a `grad` has its table's shape.
+    """Check that a `grad` has its table's shape, and a sparse one only indices in it.
+
+    torch makes sparse tensors without a check of their indices. Without this a kernel could write
+    out of bounds.
 
     Raises:
-        ValueError: it does not: the table got other rows after backward.
+        ValueError: the shape differs, because the table got other rows after backward; or an index
+            is not in the table.
     """
     gradient = plain_grad(table)
     if gradient is not None and gradient.shape != table.shape:
@@ -100,6 +104,16 @@ def require_grad_of(table: Tensor) -> None:
             f"the grad of a table of shape {tuple(table.shape)} has shape {tuple(gradient.shape)}: "
             "the table got other rows after backward; set its grad to None"
         )
+    if gradient is None or not gradient.is_sparse or not gradient._nnz():
+        return
+    for size, indices in zip(gradient.shape, gradient._indices(), strict=False):
+        first, last = map(int, indices.aminmax())
+        if first < 0 or last >= size:
+            raise ValueError(
+                f"the grad of a table of shape {tuple(table.shape)} is sparse and has an index "
+                f"{first if first < 0 else last}, which must be in [0, {size}); set its grad to "
+                "one with indices of this table, or to None"
+            )
 
 
 def of_tables(ledger: Sequence[LedgerEntry], tables: Container[int]) -> list[LedgerEntry]:
@@ -118,6 +132,7 @@ def rows_and_values(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """
     found = gradient.detach()
     if found.is_sparse:
+        found = _of_whole_rows(found)
         return found._indices()[0], found._values()
     rows = _rows_in(gradient)
     return rows, found[rows]
@@ -139,12 +154,28 @@ def _rows_in(gradient: Tensor) -> Tensor:
     return is_meant.nonzero().flatten()
 
 
+def _of_whole_rows(gradient: Tensor) -> Tensor:
+    """A sparse gradient with one index for each row; `to_sparse()` makes two for each number."""
+    if gradient.sparse_dim() == 1:
+        return gradient
+    row_of, column_of = gradient._indices()
+    rows, places = row_of.unique(return_inverse=True)
+    numbers = gradient._values().to(compute_dtype(gradient.dtype))
+    values = numbers.new_zeros(len(rows), gradient.shape[1])
+    values.index_put_((places, column_of), numbers, accumulate=True)
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values.to(gradient.dtype), gradient.shape, check_invariants=False
+    )
+
+
 def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
     """The sum of a `grad` and a sparse gradient; dense unless both are sparse."""
     # In the compute dtype, because torch cannot add sparse tensors of float16.
     dtype = compute_dtype(more.dtype)
     if is_sparse and (known is None or known.is_sparse):
-        return more if known is None else (known.to(dtype) + more.to(dtype)).to(more.dtype)
+        if known is None:
+            return more
+        return (_of_whole_rows(known).to(dtype) + more.to(dtype)).to(more.dtype)
     found = empty_rows(*more.shape, dtype=dtype, device=more.device).zero_()
     found.index_add_(0, more._indices()[0], more._values().to(dtype))
     if known is not None:

@@ -367,7 +367,8 @@ class TableGroup:
         Raises:
             BudgetTooSmall: with tiers, there are too few slots for the rows; nothing is taken.
             RuntimeError: a gradient was overwritten after its backward; the ledger is emptied.
-            ValueError: a `grad` has another shape than its table; nothing is taken.
+            ValueError: a `grad` has another shape than its table, or an index that is not in it;
+                nothing is taken.
         """
         if self._calls is not None:
             self._calls.close()
@@ -399,6 +400,8 @@ class TableGroup:
     def _entries_of_grads(self) -> list[LedgerEntry]:
         """Turn the `grad` of every table into ledger entries; every `grad` is None afterwards."""
         entries = []
+        for table in self.tables:
+            require_grad_of(table)
         try:
             for number, table in enumerate(self.tables):
                 gradient = plain_grad(table)
@@ -419,7 +422,6 @@ class TableGroup:
 
     def _entry(self, number: int, gradient: Tensor) -> LedgerEntry:
         """A ledger entry for a table's `grad`: each row counts as one lookup."""
-        require_grad_of(self.tables[number])
         if number not in self._whole_tables:
             self._whole_tables[number] = Lookups.one(number, self.dim)
         rows, values = rows_and_values(gradient)

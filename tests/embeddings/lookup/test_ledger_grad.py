@@ -22,6 +22,19 @@ def build(optimizer, *, sparse=True):
     )
 
 
+def build_in_tiers(optimizer):
+    return HotColdEmbeddingBag(
+        6,
+        3,
+        mode="sum",
+        sparse=True,
+        _weight=ROWS.clone(),
+        optimizer=optimizer,
+        auto_apply=False,
+        budget=70,  # the row map and two slots
+    )
+
+
 def plain(*, sparse=True):
     return nn.EmbeddingBag.from_pretrained(ROWS.clone(), freeze=False, mode="sum", sparse=sparse)
 
@@ -89,6 +102,57 @@ def test_a_dense_gradient_that_torch_clips_moves_rows_less():
         theirs.zero_grad()
 
     torch.testing.assert_close(own.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("build", [build, build_in_tiers])
+def test_a_gradient_that_is_sparse_in_its_columns_too_moves_the_same_rows(build):
+    own, other = build(SGD(lr=1.0)), plain()
+    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
+
+    for module in (own, other):
+        module(IDS[:1]).square().sum().backward()
+        module.weight.grad = module.weight.grad.to_dense().clamp(-0.5, 0.5).to_sparse()
+        assert module.weight.grad.sparse_dim() == 2
+    own.row_optimizer.step()
+    theirs.step()
+
+    assert not torch.equal(own.weight, ROWS)
+    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
+
+
+def test_lookups_are_added_to_a_gradient_that_is_sparse_in_its_columns_too():
+    own, expected = build(SGD(lr=1.0)), build(SGD(lr=1.0))
+
+    for module in (own, expected):
+        backward(module)
+    own.weight.grad = own.weight.grad.to_dense().to_sparse()
+    for module in (own, expected):
+        backward(module)
+        assert module.weight.grad.sparse_dim() == 1
+        module.row_optimizer.step()
+
+    assert not torch.equal(own.weight, ROWS)
+    torch.testing.assert_close(own.weight.detach(), expected.weight.detach())
+
+
+@pytest.mark.parametrize("build", [build, build_in_tiers])
+@pytest.mark.parametrize(
+    ("indices", "values"),
+    [([[6]], torch.ones(1, 3)), ([[-1]], torch.ones(1, 3)), ([[0], [3]], torch.ones(1))],
+)
+def test_a_sparse_gradient_with_an_index_outside_of_the_table_is_refused(build, indices, values):
+    own = build(SGD(lr=1.0))
+    own.weight.grad = torch.sparse_coo_tensor(
+        torch.tensor(indices), values, (6, 3), check_invariants=False
+    )
+
+    with pytest.raises(
+        ValueError, match=r"shape \(6, 3\) is sparse and has an index .*, which must"
+    ):
+        own.row_optimizer.step()
+
+    assert own.weight.grad is not None
+    assert torch.equal(own.weight, ROWS)
 
 
 @pytest.mark.parametrize("sparse", [True, False])
