@@ -101,15 +101,17 @@ def fused_lookup(
             has_gradient = may_update and bag_weights is not None and bag_weights.requires_grad
             if not has_gradient:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
-        calls = None
+        calls, bad = None, -1
         while calls is None:
             try:
                 calls = _resolve(parts, requiring)
+            # Explain and make room after this block, because the error keeps claimed slots alive.
             except NoSuchRow as error:
-                raise explain(error.position) from None
+                bad = error.position
             except NotEnoughSlots as error:
-                # Make room after this block, because the error keeps claimed slots alive.
                 short, num_needed = error.residency, error.num_needed
+            if bad >= 0:
+                raise explain(bad)
             if calls is None:
                 assert updater is not None
                 updater.make_room(short, num_needed, count_distinct(parts))
@@ -148,6 +150,7 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         gradient, because rows are then read in place.
     """
     tickets: list[Ticket] = []
+    bad = -1
     with DisableTorchFunctionSubclass():  # internal reads of tables
         if not any(
             part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts
@@ -161,10 +164,13 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
             for ticket in tickets:
                 ticket.release()
             if isinstance(error, NoSuchRow):
-                raise explain(error.position) from None
-            if not isinstance(error, NotEnoughSlots):
+                bad = error.position  # as in `fused_lookup`
+            elif not isinstance(error, NotEnoughSlots):
                 raise
-            return Prefetched((), has_room=False)
+            else:
+                return Prefetched((), has_room=False)
+    if bad >= 0:
+        raise explain(bad)
     return Prefetched(tickets)
 
 

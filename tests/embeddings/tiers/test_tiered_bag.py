@@ -5,8 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
 from recsys.errors import IdOutOfRange
 
 
@@ -132,3 +135,18 @@ def test_an_id_that_is_no_row_is_named_before_rows_are_scaled():
         bag(torch.tensor([[1], [300]]))
 
     assert torch.equal(bag.weight, before)
+
+
+def test_an_error_that_is_kept_holds_no_slots():
+    tables = [
+        TableConfig(name=name, num_embeddings=1000, embedding_dim=dim)
+        for name, dim in (("a", 4), ("b", 8))
+    ]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1), budget=9400)
+    features = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 5, 1000]]))
+
+    with pytest.raises(IdOutOfRange) as kept:  # after the rows of the first table got slots
+        module(features)
+
+    assert kept.value.__context__ is None
+    assert [tiers.residency.num_claimed for tiers in module.tiers()] == [0, 0]
