@@ -145,12 +145,18 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         Raises:
             IdOutOfRange: an id is not a row; on CUDA this may be an id of an earlier input.
             MalformedBags: the input is nested, or is not int64 or int32.
+            TypeError: the input is not a tensor.
             ValueError: the input is on another device than the rows.
         """
         if type(input) is not Tensor:
             traced = leaf_call(self, input)
             if traced is not None:
                 return cast("Tensor", traced)
+            if not isinstance(input, Tensor):
+                raise TypeError(
+                    f"ids must be a tensor, got {type(input).__name__}; convert them by "
+                    "torch.tensor(ids)"
+                )
         if self._updater is not None:
             if torch.compiler.is_compiling():
                 return self._break_graph(input)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +34,9 @@ class TableConfig:
             value.
 
     Raises:
-        ValueError: a size is not positive, or the pooling or the data type is unknown.
+        ConfigError: a size is not a positive integer, or the names of features are not distinct
+            strings in a tuple.
+        ValueError: the pooling or the data type is unknown.
     """
 
     name: str
@@ -42,10 +47,20 @@ class TableConfig:
     data_type: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.num_embeddings < 1 or self.embedding_dim < 1:
-            raise ValueError(
-                f"table {self.name!r}: num_embeddings and embedding_dim must be at least 1, "
-                f"got {self.num_embeddings} and {self.embedding_dim}"
+        sizes = self.num_embeddings, self.embedding_dim
+        if not all(_is_integer(size) and size >= 1 for size in sizes):
+            raise ConfigError(
+                f"table {self.name!r}: num_embeddings and embedding_dim must be integers of at "
+                f"least 1, got {self.num_embeddings!r} and {self.embedding_dim!r}"
+            )
+        features: object = self.feature_names
+        are_names = isinstance(features, tuple | list) and all(
+            isinstance(each, str) for each in features
+        )
+        if not are_names or len(set(self.feature_names)) != len(self.feature_names):
+            raise ConfigError(
+                f"table {self.name!r}: feature_names must be distinct names in a tuple, such as "
+                f"('user',), got {features!r}"
             )
         if self.pooling not in POOLINGS:
             raise ValueError(
@@ -54,6 +69,10 @@ class TableConfig:
         object.__setattr__(self, "data_type", data_type_of(self))
         if not self.feature_names:
             object.__setattr__(self, "feature_names", (self.name,))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def output_names(tables: Sequence[Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """An optimizer or a plan of another type is refused by name, before anything is made."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from recsys.embeddings import (
     HotColdEmbeddingCollection,
     TableConfig,
 )
+from recsys.errors import ConfigError
 
 TABLES = [TableConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=("f",))]
 MAKERS = {
@@ -74,3 +76,45 @@ def test_a_budget_that_is_a_fraction_is_refused(name):
 def test_the_name_of_a_file_in_place_of_a_plan_is_refused(name):
     with pytest.raises(TypeError, match=r"plan must be a HotPlan, got str; HotPlan\.load reads"):
         MAKERS[name](optimizer=SGD(lr=0.1), plan="plan.npz")
+
+
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1)])
+def test_ids_that_are_no_tensor_are_refused_with_the_way_out(optimizer):
+    with pytest.raises(TypeError, match=r"ids must be a tensor, got list; .*torch.tensor\(ids\)"):
+        HotColdEmbedding(9, 4, optimizer=optimizer)([1, 2])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"feature_names": "user"},
+        {"feature_names": ("user", "user")},
+        {"feature_names": (1,)},
+        {"num_embeddings": 10.5},
+        {"num_embeddings": "10"},
+        {"num_embeddings": True},
+        {"embedding_dim": 0},
+    ],
+)
+def test_a_table_of_other_types_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"table 't': .* got "):
+        TableConfig(**{"name": "t", "num_embeddings": 10, "embedding_dim": 4} | wrong)
+
+
+def test_sizes_of_a_table_may_be_integers_of_numpy():
+    table = TableConfig(name="t", num_embeddings=np.int64(10), embedding_dim=np.int32(4))
+
+    assert HotColdEmbeddingBagCollection([table]).embedding_bags["t"].weight.shape == (10, 4)
+
+
+def test_a_table_without_memory_is_refused():
+    bag = HotColdEmbeddingBag(9, 4, mode="sum", optimizer=SGD(lr=0.1))
+    bag.weight.untyped_storage().resize_(0)
+
+    with pytest.raises(ValueError, match=r"shape \(9, 4\) must have memory, and .* 0 bytes"):
+        bag(torch.tensor([[1]]))
+
+
+def test_rows_that_are_not_contiguous_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"got strides \(1, 9\); use weight.contiguous\(\)"):
+        HotColdEmbedding(9, 4, _weight=torch.rand(4, 9).t(), optimizer=SGD(lr=0.1))

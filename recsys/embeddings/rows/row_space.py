@@ -121,7 +121,8 @@ class AbstractRowSpace:
         kinds = {(table.dtype, table.shape[1:].numel(), str(table.device)) for table in tables}
         if len(kinds) != 1:
             raise ValueError(
-                f"tables of one row space must have one dtype and dim, on one device, got {kinds}"
+                "tables that are updated together must have one dtype and embedding_dim, on one "
+                f"device, got {kinds}; convert them alike, such as by module.float() or .to()"
             )
         dtype, self.dim, _ = kinds.pop()
         device_type = tables[0].device.type
@@ -135,7 +136,10 @@ class AbstractRowSpace:
         self.is_narrow = self.computed != dtype
         for table in tables:
             if not table.is_contiguous():
-                raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
+                raise ValueError(
+                    f"rows must be contiguous, got strides {table.stride()}; use "
+                    "weight.contiguous()"
+                )
 
     def holds(self, tables: Sequence[Tensor]) -> bool:
         """Whether the tables have the same addresses as before; checked at every step."""
@@ -186,6 +190,11 @@ class RowSpace(AbstractRowSpace):
         self.first_names: NDArray[np.uint64] = np.empty(0, np.uint64)
         for table in tables:
             require_aligned("", table)
+            if table.numel() and not table.data_ptr():  # kernels would read address 0
+                raise ValueError(
+                    f"a table of shape {tuple(table.shape)} must have memory, and its storage has "
+                    f"{table.untyped_storage().nbytes()} bytes; resize it, or set weight.data"
+                )
         held = [table for table in tables if table.numel()]
         low = min((table.data_ptr() for table in held), default=0)
         high = max((table.data_ptr() + table.nbytes for table in held), default=0)
