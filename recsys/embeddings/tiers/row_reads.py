@@ -58,6 +58,11 @@ def read_rows_of_tiers(tiers: Tiers, tables: RowSpace, rows: NDArray[np.int64]) 
         ConflictingWrite: tables were written to while slots held updated rows.
         TiersFailed: a transfer has failed.
     """
+    with tiers.lock:
+        return _read_rows_of_tiers(tiers, tables, rows)
+
+
+def _read_rows_of_tiers(tiers: Tiers, tables: RowSpace, rows: NDArray[np.int64]) -> Tensor:
     is_exposed = tiers.is_exposed
     try:
         tiers.reload_if_tables_changed(tables)

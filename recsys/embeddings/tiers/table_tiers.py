@@ -29,6 +29,7 @@ from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
 from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.conflicts import conflict_error
+from recsys.embeddings.tiers.in_turn import AbstractInTurn
 from recsys.embeddings.tiers.lookup_layers import LookupLayers
 from recsys.embeddings.tiers.recipe import KeptParts, Recipe
 from recsys.embeddings.tiers.residency import NotEnoughSlots
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["Tiers"]
 
 
-class Tiers:
-    """The tiers of one table group.
+class Tiers(AbstractInTurn):
+    """The tiers of one table group. Several threads may call its methods; each waits its turn.
 
     Args:
         names: Name of every table, for errors.

@@ -213,7 +213,8 @@ class GroupUpdater:
                 changed_rows.accept()
         else:
             hot = tiers.hot
-            with interrupts_held_back():  # an updated row that is not marked would be lost
+            # Threads and signals wait: an updated row that is not marked would be lost.
+            with tiers.lock, interrupts_held_back():
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
                 tiers.mark_updated(ledger, update.updated)

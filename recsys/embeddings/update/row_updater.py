@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +26,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.tiers.budget import require_room_beside_rows
 from recsys.embeddings.update.at_exit import forget_at_exit, sync_at_exit
+from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.pending_copy import PendingCopy
 from recsys.embeddings.update.tiering import (
@@ -93,7 +94,7 @@ class RowUpdater:
         self.auto_apply, self.is_copied = auto_apply, is_copied
         self.is_sharded = False
         self._queued_for: int | None = None  # the pass at whose end rows are updated
-        self._pass: ref[_Pass] | None = None  # that pass, until it ends
+        self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
         self._budget_bytes = self._reserved_bytes = 0
         self._files: ColdFiles | None = None
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
@@ -217,15 +218,18 @@ class RowUpdater:
     def _schedule_update(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
             return
-        if self._queued_for is not None and self._pass is not None and self._pass() is not None:
-            # This pass runs inside the scheduled one: a hook called backward. As in plain PyTorch,
-            # both add up, and the outer pass updates the rows.
-            return
-        self._clear_ledgers()
-        # After the whole pass, because other lookups may still add to the ledger. Autograd drops
-        # the callback when the pass ends, also with an error, and then the `_Pass` is deleted.
-        running = _Pass()
-        self._queued_for, self._pass = backward_pass, weakref.ref(running)
+        with SCHEDULING:
+            outer = None if self._pass is None else self._pass()
+            if outer is not None and not outer.is_over:
+                outer.require_same_thread()
+                if self._queued_for is not None:
+                    # A hook called backward. As in plain PyTorch, the outer pass updates for both.
+                    return
+            self._clear_ledgers()
+            # After the whole pass, because other lookups may still add to the ledger. When the pass
+            # ends, also with an error, autograd drops the callback, and so `running`.
+            running = BackwardPass()
+            self._queued_for, self._pass = backward_pass, weakref.ref(running)
         queue_callback(partial(running.end, self))
 
     def update_rows(self) -> None:
@@ -405,7 +409,10 @@ class RowUpdater:
     ) -> None:
         """Divide the budget again; arguments and errors as for `tiering.make_room`."""
         budget, reserved = self._budget_bytes, self._reserved_bytes
-        make_room(self._groups, budget, short, num_needed, num_distinct, reserved)
+        with ExitStack() as stack:
+            for tiers in self.tiers():  # no other thread may claim slots that are to be removed
+                stack.enter_context(tiers.lock)
+            make_room(self._groups, budget, short, num_needed, num_distinct, reserved)
 
     def reserve(self, num_bytes: int) -> None:
         """Leave bytes of the budget for a tracker instead of slots; 0 gives them back to the slots.
@@ -477,11 +484,3 @@ class RowUpdater:
             self._files.mark_dirty()
             self._files = None
             forget_at_exit(self)
-
-
-class _Pass:
-    """A backward pass that will update rows. Only autograd refers to it, until the pass ends."""
-
-    def end(self, updater: RowUpdater) -> None:
-        """Update the rows."""
-        updater.update_rows()

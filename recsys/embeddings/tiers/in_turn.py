@@ -1,0 +1,48 @@
+"""Lets several threads use one object: each of its methods waits until no other thread is in one.
+
+Evaluation in a second thread beside training is right with a budget because of this. It reads rows
+where they are, and training meanwhile moves and updates them.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import wraps
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["AbstractInTurn"]
+
+
+class AbstractInTurn:
+    """An object whose public methods hold its lock. Copies and pickles have locks of their own.
+
+    Attributes:
+        lock: A `threading.RLock`, for callers that need several methods without another thread
+            between them.
+    """
+
+    lock: Any
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        """Make the lock, for copies and pickles, too."""
+        made = super().__new__(cls)
+        made.lock = threading.RLock()
+        return made
+
+    def __init_subclass__(cls) -> None:
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, _locked(method))
+
+
+def _locked(method: FunctionType) -> Callable[..., Any]:
+    @wraps(method)
+    def locked(self: AbstractInTurn, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
