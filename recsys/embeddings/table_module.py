@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
-__all__ = ["Rows", "TableModule", "allocate_rows", "is_left_to_torch", "require_not_updated"]
+__all__ = [
+    "Rows",
+    "TableModule",
+    "allocate_rows",
+    "is_left_to_torch",
+    "require_not_updated",
+]
 
 
 class Rows(NamedTuple):
@@ -68,7 +74,8 @@ def allocate_rows(
         ProfileError: the plan is for other tables.
         ColdTierError: the folder cannot be used or has another table, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
-        ValueError: a recsys optimizer does not support the device or dtype of the rows.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows; or `weight`
+            has another shape.
     """
     require_formula(optimizer)
     require_plan(plan)
@@ -76,7 +83,12 @@ def allocate_rows(
         raise ValueError(NEEDS_OPTIMIZER)
     if plan is not None:
         plan = plan.of_bag(*shape, budget)
-    dtype = dtype or torch.get_default_dtype()
+    if weight is not None and weight.shape != shape:
+        raise ValueError(
+            f"_weight must have the shape (num_embeddings, embedding_dim) = {shape}, got "
+            f"{tuple(weight.shape)}"
+        )
+    dtype = dtype or torch.get_default_dtype() if weight is None else weight.dtype
     has_budget = budget is not None or plan is not None
     if cold_tier == "file":
         require_memory(device)

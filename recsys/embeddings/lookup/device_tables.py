@@ -256,6 +256,7 @@ class AbstractTables(nn.Module, ABC):
         module's.
 
         Raises:
+            ColdTierError: the folder of the files was deleted.
             OSError: a file cannot be written.
         """
         if self.row_updater is not None:

@@ -98,7 +98,7 @@ class Tiers(AbstractInTurn):
             for size in state_sizes.values()
         ]
         self._versions = TableVersions()
-        self.is_exposed = False
+        self.is_exposed = self._is_only_read = False
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
         self._layers = LookupLayers()
 
@@ -297,6 +297,8 @@ class Tiers(AbstractInTurn):
             return
         if self.files is not None and not is_same:
             arrays_of(self.files, tables.tables)  # raises now instead of in a transfer
+        if self.files is not None and self._versions.have_changed():
+            self.files.mark_dirty()
         if self._tables is not None:
             self.flush()
             self.is_exposed = True  # so that a failed reload is repeated
@@ -411,7 +413,14 @@ class Tiers(AbstractInTurn):
             self.files.mark_dirty()
         self.is_exposed = True
 
-    def expose(self, overwritten: int | None = None) -> None:
+    def note_writes(self) -> None:
+        """Mark files dirty if a tensor kept from before was written to; call it after `flush`."""
+        if self.files is not None and self._versions.have_changed():
+            self.files.mark_dirty()
+            self._versions.accept()
+            self.is_exposed = True  # the next lookup fetches rows again
+
+    def expose(self, overwritten: int | None = None, *, may_write: bool = True) -> None:
         """Write rows back before a caller gets access to the tables' memory.
 
         The next lookup fetches rows again.
@@ -420,6 +429,7 @@ class Tiers(AbstractInTurn):
             overwritten: Number of a table that is about to be overwritten as a whole. Conflicting
                 writes to its rows are then ignored, so that a checkpoint can be loaded after a
                 `ConflictingWrite`.
+            may_write: Whether the caller may write; files are then dirty until the next `sync`.
 
         Raises:
             ConflictingWrite: tables or their state were written to while slots held updated rows.
@@ -436,7 +446,8 @@ class Tiers(AbstractInTurn):
             self.residency.flush(rows)  # the rows are overwritten, but their state is needed
             self._updated.discard(overwritten)
         if self.files is not None:
-            self.files.mark_dirty()
+            if may_write and not self._is_only_read:
+                self.files.mark_dirty()
             self.files.expect(lookups=False)
         self.residency.settle()  # a device may be yet to read the tables, for lookups it has queued
         self.is_exposed = True
@@ -454,11 +465,12 @@ class Tiers(AbstractInTurn):
     def only_read(self) -> Iterator[None]:
         """A context in which the tables are only read."""
         self.flush()
-        was_exposed = self.is_exposed
+        before = self.is_exposed, self._is_only_read
+        self._is_only_read = True
         try:
             yield
         finally:
-            self.is_exposed = was_exposed
+            self.is_exposed, self._is_only_read = before
 
     def _ranges_of(self, tables: Iterable[int]) -> list[range]:
         """The ranges of the tables' rows, counted over all tables."""

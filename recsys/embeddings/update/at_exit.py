@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from recsys.errors import ColdTierError
+
 if TYPE_CHECKING:
     from recsys.embeddings.update.row_updater import RowUpdater
 
@@ -33,6 +35,8 @@ def _sync_all() -> None:
     for updater in list(_UPDATERS):
         try:
             updater.sync()
+        except ColdTierError:  # the folder was deleted: there is nothing to complete
+            pass
         except Exception as error:  # the other updaters are still synced
             errors.append(error)
     if errors:

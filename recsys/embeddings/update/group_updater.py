@@ -6,6 +6,7 @@ to read them.
 
 from __future__ import annotations
 
+from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -259,18 +260,23 @@ class GroupUpdater:
         """
         self._files = files
         self._names = [names[weight] for weight in self.group.tables]
-        wanted = list(self._state_sizes())
+        columns = self.state_columns()
         for weight, name in zip(self.group.tables, self._names, strict=True):
-            known = files.state_names(name)
-            if known and sorted(known) != sorted(wanted):
+            arrays = {each: files.array(name, each) for each in files.state_names(name)}
+            found = {
+                each: tuple(array.shape) for each, array in arrays.items() if array is not None
+            }
+            wanted = {each: (len(weight), *columns[each]) for each in columns}
+            # One number per row may be stored as (E,) or (E, 1).
+            sizes = [{each: prod(known[each]) for each in known} for known in (found, wanted)]
+            if found and sizes[0] != sizes[1]:
                 raise ColdTierError(
-                    f"{files.folder}: table {name!r} has state {known}, and this optimizer's is "
-                    f"{wanted or 'none'}; use the optimizer that it was trained with, or load a "
-                    "checkpoint into a new cold_path"
+                    f"{files.folder}: table {name!r} has the state {_shapes(found)}, and this "
+                    f"optimizer's is {_shapes(wanted)}; use the optimizer that it was trained "
+                    "with, or load a checkpoint into a new cold_path"
                 )
             numbers = files.numbers.get(name, {})
-            if known or numbers:
-                arrays = {each: files.array(name, each) for each in known}
+            if arrays or numbers:
                 self._optimizer.state[weight] = {**arrays, **numbers}
 
     def name_in_files(self, table: int) -> str:
@@ -479,6 +485,10 @@ class GroupUpdater:
             known = in_own_pages(known)
         state[name] = known
         return known
+
+
+def _shapes(arrays: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in sorted(arrays.items())) or "none"
 
 
 def _is_fixed(value: Any) -> bool:

@@ -368,10 +368,13 @@ class RowUpdater:
         """Write updated rows and state back to the tables, and files to the disk.
 
         Raises:
+            ColdTierError: the folder of the files was deleted.
             OSError: a file cannot be written.
         """
         self.flush()
         if self._files is not None:
+            for tiers in self.tiers():
+                tiers.note_writes()
             numbers = [group.numbers() for group in self._groups]
             self._files.sync({name: known for each in numbers for name, known in each.items()})
 

@@ -132,9 +132,9 @@ def test_only_the_training_thread_writes_rows_back(kind, tmp_path, monkeypatch):
     for name in ("flush", "expose"):
         function = getattr(Tiers, name)
 
-        def call(tiers, *args, function=function):
+        def call(tiers, *args, function=function, **more):
             threads.append(threading.current_thread().name)
-            return function(tiers, *args)
+            return function(tiers, *args, **more)
 
         monkeypatch.setattr(Tiers, name, call)
     training = make_training(kind, tmp_path / "cold")

@@ -439,9 +439,9 @@ def test_the_writing_thread_writes_no_rows_of_slots_back(tier, tmp_path, monkeyp
     [tiers] = training.model.tables.tiers()
     threads, expose = set(), type(tiers).expose
 
-    def record(self, *args):
+    def record(self, *args, **more):
         threads.add(threading.current_thread())
-        expose(self, *args)
+        expose(self, *args, **more)
 
     monkeypatch.setattr(type(tiers), "expose", record)
     checkpoints = saved(training, tmp_path / "saved")

@@ -232,12 +232,19 @@ class ColdFiles:
             numbers: Further state of each table, such as its step count; stored in the manifest.
 
         Raises:
-            ColdTierError: as `require_owner`.
+            ColdTierError: as `require_owner`; or the folder was deleted.
             OSError: a write failed; the folder stays dirty.
         """
         self.require_owner()
-        if not self._is_dirty or self._lock < 0 or not self._manifest.exists():
-            return  # clean already, closed, or deleted
+        if self._lock < 0:
+            return  # closed
+        if not self._manifest.exists():
+            raise ColdTierError(
+                f"{self.folder}: the files of this module were deleted, so its rows are lost when "
+                "the process ends; save a checkpoint, and build the module in a new cold_path"
+            )
+        if not self._is_dirty:
+            return
         for each in self._open.values():
             os.fsync(each.descriptor)
         with self._guard:

@@ -1,0 +1,162 @@
+"""When the folder of a file tier is whole, and which modules may open it or fill it."""
+
+import gc
+import json
+import shutil
+
+import pytest
+import torch
+
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    HotColdEmbedding,
+    HotColdEmbeddingBag,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
+from recsys.embeddings.update import at_exit
+from recsys.errors import ColdTierError
+
+NUM_ROWS, DIM = 300, 4
+PLAIN = SGD(lr=1.0)
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def build(folder, optimizer=PLAIN, kind=HotColdEmbeddingBag, **options):
+    return kind(
+        NUM_ROWS,
+        DIM,
+        optimizer=optimizer,
+        budget=4000,
+        cold_tier="file",
+        cold_path=folder,
+        **options,
+    )
+
+
+def trained(folder, optimizer=PLAIN):
+    bag = build(folder, optimizer)
+    bag(IDS).sum().backward()
+    bag.sync()
+    return bag
+
+
+def is_dirty(folder):
+    return json.loads((folder / "arrays.json").read_text())["is_dirty"]
+
+
+READS = {
+    "state_dict": lambda bag, _: bag.state_dict()["weight"].sum(),
+    "torch.save": lambda bag, path: torch.save(bag.state_dict(), path / "saved"),
+    "sum": lambda bag, _: bag.weight.sum(),
+    "torch.mean": lambda bag, _: torch.mean(bag.weight),
+    "repr": lambda bag, _: repr(bag.weight),
+    "optimizer": lambda bag, _: bag.row_optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_leaves_a_folder_whole(read, tmp_path):
+    bag = trained(tmp_path / "rows", Adagrad(lr=1.0))
+
+    read(bag, tmp_path)
+
+    assert not is_dirty(tmp_path / "rows")
+
+
+WRITES = {
+    "in place": lambda bag: bag.weight.detach().add_(1.0),
+    "out=": lambda bag: torch.mean(torch.ones(2, NUM_ROWS, DIM), 0, out=bag.weight.data),
+    "data": lambda bag: bag.weight.data.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_folder_is_dirty_after_a_write(write, tmp_path):
+    bag = trained(tmp_path / "rows")
+
+    write(bag)
+
+    assert is_dirty(tmp_path / "rows")
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda bag: bag.weight.data, lambda bag: bag.state_dict()["weight"]]
+)
+def test_a_write_by_a_tensor_kept_from_before_is_noticed_at_the_next_lookup(keep, tmp_path):
+    bag = trained(tmp_path / "rows")
+    kept = keep(bag)
+    bag.sync()
+    kept.fill_(7.0)
+
+    with torch.no_grad():
+        bag(IDS)
+
+    assert is_dirty(tmp_path / "rows")
+
+
+def test_sync_completes_what_a_tensor_kept_from_before_has_written(tmp_path, monkeypatch):
+    bag = trained(tmp_path / "rows")
+    kept, synced = bag.weight.data, []
+    bag.sync()
+    monkeypatch.setattr("os.fsync", synced.append)
+
+    kept.fill_(7.0)
+    bag.sync()
+
+    assert synced
+    assert not is_dirty(tmp_path / "rows")
+    assert torch.equal(bag(IDS[:, :1]), torch.full((1, DIM), 7.0))
+    assert not is_dirty(tmp_path / "rows")
+
+
+def test_sync_names_a_folder_that_was_deleted_and_the_end_of_the_process_does_not(tmp_path):
+    bag = build(tmp_path / "rows")
+    bag(IDS).sum().backward()
+    shutil.rmtree(tmp_path / "rows")
+
+    with pytest.raises(ColdTierError, match="rows: the files of this module were deleted"):
+        bag.sync()
+    at_exit._sync_all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shapes"),
+    [
+        (Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), r"momentum1 \(300, 4\).* momentum1 \(300,\)"),
+        (RowWiseAdagrad(lr=0.1), Adagrad(lr=0.1), r"momentum1 \(300,\).* momentum1 \(300, 4\)"),
+        (
+            Adam(lr=0.1),
+            PartialRowWiseAdam(lr=0.1),
+            r"exp_avg_sq \(300, 4\), .* exp_avg_sq \(300,\)",
+        ),
+        (Adam(lr=0.1), SGD(lr=0.1), r"exp_avg_sq \(300, 4\), .* is none"),
+    ],
+)
+def test_a_folder_of_another_optimizer_is_refused_by_name(first, second, shapes, tmp_path):
+    trained(tmp_path / "rows", first)
+    gc.collect()
+
+    with pytest.raises(ColdTierError, match=rf"rows: table 'weight' has the state .*{shapes}"):
+        build(tmp_path / "rows", second)
+
+    assert build(tmp_path / "rows", first).row_optimizer.state  # as it was
+
+
+@pytest.mark.parametrize("kind", [HotColdEmbeddingBag, HotColdEmbedding])
+@pytest.mark.parametrize("shape", [(1, DIM), (DIM,), (NUM_ROWS, 1), (NUM_ROWS - 1, DIM)])
+def test_given_rows_of_another_shape_are_refused(kind, shape, tmp_path):
+    with pytest.raises(ValueError, match=r"_weight must have the shape .* = \(300, 4\), got"):
+        build(tmp_path / "rows", kind=kind, _weight=torch.ones(shape))
+
+    assert not (tmp_path / "rows").exists()
+
+
+def test_files_have_the_dtype_of_given_rows(tmp_path):
+    rows = torch.rand(NUM_ROWS, DIM, dtype=torch.float64)
+
+    bag = build(tmp_path / "rows", _weight=rows.clone())
+
+    assert torch.equal(bag.weight.detach(), rows)
