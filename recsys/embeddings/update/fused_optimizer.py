@@ -37,8 +37,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         tables: The tables by `state_dict` key, each with the prefix of its state's names.
         groups: Table groups of the same tables.
         formula: The update rule. Its fields are the settings, which `param_groups` can change.
-        auto_apply: Whether rows are updated at the end of each backward pass; `step` then does
-            nothing.
+        auto_apply: Whether rows are updated at the end of each backward pass; `step` then makes an
+            update that was refused, or one of a `weight.grad` that was set, and is else not needed.
         stochastic_rounding: For tables of 16 bits: whether to round up or down at random, so that
             rows are right on average, or to nearest. A setting in `param_groups`.
         rounding_seed: Seed of that rounding. A setting in `param_groups`.
@@ -83,11 +83,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows with gradients since the last step.
 
+        With `auto_apply`, those of a backward that failed are dropped.
+
         Args:
             closure: Computes the loss and its gradients again; called first.
 
         Returns:
             The result of `closure`.
+
+        Raises:
+            RuntimeError: this optimizer was copied without its module.
         """
         # torch's wrapper names every step for a profiler. Without hooks or a profiler it would
         # cost a third of the update of a small mini-batch.
@@ -100,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             or GLOBAL_STEP_POST_HOOKS
         ):
             return self._named_step(closure)
-        self.updater.update_rows()
+        self.updater.step()
         return None
 
     @torch.optim.Optimizer.profile_hook_step
@@ -109,7 +114,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.updater.update_rows()
+        self.updater.step()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # otherwise the base class wraps it
@@ -137,7 +142,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.updater.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
+        """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies.
+
+        Raises:
+            RuntimeError: this optimizer was copied without its module.
+        """
+        self.updater.require_tables()
         self.updater.flush()
         [group] = self.param_groups
         state = {
@@ -155,9 +165,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ColdTierError: the state is in files, and the disk has no room for a new array.
-            ValueError: a table is missing or unknown, or a state has another size. Nothing was
-                changed.
+            ValueError: a table is missing or unknown, or a state is of another table or another
+                formula. Nothing was changed.
+            RuntimeError: this optimizer was copied without its module.
         """
+        self.updater.require_tables()
         [group] = self.param_groups
         states, settings = state_dict["state"], state_dict["param_groups"][0]
         if set(states) != set(self._prefixes):
@@ -184,22 +196,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.updater.reload_state()
 
     def _require_state(self, key: str, table: Tensor, state: Mapping[str, Any]) -> None:
-        """Check the sizes of a table's state before anything is changed.
+        """Check the arrays of a table's state before anything is changed.
 
         Raises:
-            ValueError: a size differs.
+            ValueError: names or shapes are not those of the formula.
         """
         formula = self.formula
-        sizes = formula.state_sizes(table.shape[1]) if self.updater.tiers() else {}
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                continue
+        sizes = formula.state_sizes(table.shape[1])
+        arrays = {
+            name.removeprefix(self._prefixes[key]): value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.dim()
+        }
+        for name, value in arrays.items():
             if len(value) != len(table):
+                name = self._prefixes[key] + name  # noqa: PLW2901  # as in the state
                 raise ValueError(f"{key}: {name}: must have {len(table)} rows, got {len(value)}")
-            own = name.removeprefix(self._prefixes[key])
-            if own in sizes:  # without tiers, the next step checks it
-                columns = () if own in formula.row_states else (sizes[own],)
-                require_state(own, columns, [table], [value])
+        if arrays and set(arrays) != set(sizes):
+            raise ValueError(
+                f"optimizer state of {key!r} has the arrays {sorted(arrays)}, and those of "
+                f"{self._kind.__name__} are {sorted(sizes) or 'none'}; load the state of the same "
+                "optimizer"
+            )
+        for name, value in arrays.items():
+            columns = () if name in formula.row_states else (sizes[name],)
+            require_state(name, columns, [table], [value])
 
     def _without_aliases(
         self, tables: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]]

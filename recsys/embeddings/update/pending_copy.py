@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from recsys.embeddings.update.group_updater import GroupUpdater
     from recsys.embeddings.update.row_updater import Places
 
-__all__ = ["PendingCopy"]
+__all__ = ["WITHOUT_TABLES", "PendingCopy"]
+
+WITHOUT_TABLES = (
+    "this optimizer was copied without its module, so it has no tables; copy both together "
+    "(module, optimizer = copy.deepcopy((module, module.row_optimizer))), or take row_optimizer "
+    "of a copy of the module"
+)
 
 
 class PendingCopy:

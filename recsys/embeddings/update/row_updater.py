@@ -28,7 +28,7 @@ from recsys.embeddings.tiers.budget import require_room_beside_rows
 from recsys.embeddings.update.at_exit import forget_at_exit, sync_at_exit
 from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
-from recsys.embeddings.update.pending_copy import PendingCopy
+from recsys.embeddings.update.pending_copy import WITHOUT_TABLES, PendingCopy
 from recsys.embeddings.update.tiering import (
     divide_again,
     divide_first,
@@ -170,6 +170,11 @@ class RowUpdater:
         }
         return [places[id(table)] for table in tables]
 
+    def require_tables(self) -> None:
+        """Raise RuntimeError if this is a copy without its tables."""
+        if self._pending_copy is not None:
+            raise RuntimeError(WITHOUT_TABLES)
+
     def states_of(self, tables: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """The optimizer's state of each table; empty for one that was never updated."""
         return [self.optimizer.state.get(table, {}) for table in tables]
@@ -232,6 +237,15 @@ class RowUpdater:
             self._queued_for, self._pass = backward_pass, weakref.ref(running)
         queue_callback(partial(running.end, self))
 
+    def step(self) -> None:
+        """Update the rows as `update_rows`, without gradients of a backward pass that failed."""
+        self.require_tables()
+        if self.auto_apply and self._queued_for is not None:
+            if self._pass is not None and self._pass() is not None:
+                return  # the end of this pass updates the rows
+            self._clear_ledgers()
+        self.update_rows()
+
     def update_rows(self) -> None:
         """Update every row in the ledgers once, then empty the ledgers.
 
@@ -282,10 +296,7 @@ class RowUpdater:
             self._clear_ledgers()
 
     def _clear_ledgers(self) -> None:
-        """Drop gradients of an earlier pass that ended with an error.
-
-        `grad` stays: the current pass may already have written to it.
-        """
+        """Drop gradients of a pass that failed. `grad` stays: this pass may have written to it."""
         for group in self._groups:
             group.group.ledger.clear()
 

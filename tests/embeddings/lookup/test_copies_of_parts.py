@@ -300,3 +300,17 @@ def test_a_torchrec_collection_out_of_an_accelerated_model_is_pickled_alone():
     assert len(pickled(model[1])) < TABLE_BYTES + OVERHEAD_BYTES
     [weight], [expected] = part.parameters(), model[1].parameters()
     torch.testing.assert_close(weight.detach(), expected.detach())
+
+
+def test_an_optimizer_that_was_copied_alone_says_so():
+    module = collection(Adagrad(lr=0.1))
+    state = module.row_optimizer.state_dict()
+
+    alone = copy.deepcopy(module.row_optimizer)
+
+    for use in (alone.step, alone.state_dict, lambda: alone.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match="this optimizer was copied without its module"):
+            use()
+    together, its_own = copy.deepcopy((module, module.row_optimizer))
+    assert together.row_optimizer is its_own
+    its_own.step()

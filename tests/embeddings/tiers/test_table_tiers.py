@@ -227,6 +227,8 @@ def test_state_of_another_formula_changes_nothing_where_rows_are_in_slots(kind):
     before = copy.deepcopy(tiered.row_optimizer.state_dict())
     state = source.row_optimizer.state_dict()
     if kind is Adam:  # rows and columns of users fit, those of pages do not
+        for table, known in state["state"].items():
+            del known[f"{table.split('.')[1]}.exp_avg_sq"]
         momentum = state["state"]["embedding_bags.pages.weight"]
         momentum["pages.momentum1"] = momentum["pages.momentum1"][:, :4]
 

@@ -165,3 +165,35 @@ def test_a_step_that_is_refused_for_one_dim_updates_no_row_of_another():
     assert changed.ne(0).any(1).nonzero().flatten().tolist() == [3, 5]
     state = module.row_optimizer.state_dict()["state"]
     assert {int(known["users.step"]) for key, known in state.items() if "users" in key} == {1}
+
+
+def test_step_leaves_out_what_a_failed_backward_has_collected():
+    module, expected = (build(Adam(lr=0.1), auto_apply=True) for _ in range(2))
+    other = torch.ones(1, requires_grad=True) * 1.0
+
+    def fail(_gradient):
+        raise RuntimeError("the hook fails")
+
+    other.register_hook(fail)
+    pooled = module(IDS).values()  # its backward runs first, that of `other` after it
+    with pytest.raises(RuntimeError, match="the hook fails"):
+        (other.sum() + pooled.sum()).backward()
+    module.row_optimizer.step()
+
+    assert_same(module, expected)
+    backward(module)
+    backward(expected)
+    assert_same(module, expected)
+
+
+def test_step_in_a_backward_leaves_the_update_to_its_end():
+    module, expected = (build(Adam(lr=0.1), auto_apply=True) for _ in range(2))
+
+    for each in (module, expected):
+        early = each(IDS).values() * 1.0
+        if each is module:
+            early.register_hook(lambda _: module.row_optimizer.step())
+        late = each(IDS).values()  # its backward runs first, the one of `early` after the hook
+        (early.sum() + late.square().sum()).backward()
+
+    assert_same(module, expected)

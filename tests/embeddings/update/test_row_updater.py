@@ -263,10 +263,34 @@ def test_tables_stay_the_objects_that_they_were():
     assert type(module.state_dict()["embedding_bags.users.weight"]) is torch.Tensor
 
 
-def test_state_of_another_formula_is_refused_before_it_is_written_to():
-    source, module = build(RowWiseAdagrad(lr=0.1)), build(Adagrad(lr=0.1))
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (RowWiseAdagrad(lr=0.5), r"'momentum1' .* must be \(9, 4\), got \(9,\)"),
+        (
+            Adam(lr=0.5),
+            r"users.weight' has the arrays .*'exp_avg_sq', .*\], and those of Adagrad are",
+        ),
+    ],
+)
+def test_state_of_another_formula_is_refused_and_changes_nothing(other, message):
+    source, module = build(other), build(Adagrad(lr=0.1))
     step(source)
-    module.row_optimizer.load_state_dict(source.row_optimizer.state_dict())
+    step(module)
+    before = copy.deepcopy(module.row_optimizer.state_dict())
+
+    with pytest.raises(ValueError, match=message):
+        module.row_optimizer.load_state_dict(source.row_optimizer.state_dict())
+
+    after = module.row_optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+
+def test_state_that_was_put_into_the_optimizer_is_refused_before_it_is_written_to():
+    module = build(Adagrad(lr=0.1))
+    step(module)
+    module.row_optimizer.state[module.table_weights()[0]]["momentum1"] = torch.zeros(9)
     module(IDS).values().sum().backward()
 
     with pytest.raises(ValueError, match=r"'momentum1' .* must be \(9, 4\), got \(9,\)"):
