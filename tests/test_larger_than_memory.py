@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,8 +35,8 @@ def carried_out(command, run, out):
     if command.startswith("predict "):
         return predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
     if command == "save":
-        model = SimpleNamespace(state_dict=lambda: load_file(Path(run) / "model.safetensors"))
-        return RunFolder.create(out, load_config(Path(run) / "config.toml")).save_model(model)
+        folder = RunFolder.create(out, load_config(Path(run) / "config.toml"))
+        return folder.save_state(load_file(Path(run) / "model.safetensors"), tied={})
     return export_run(run, command, out) and None
 
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from recsys._support.files import flush_to_disk
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.manifest import (
-    DTYPES,
     Block,
     Part,
     Piece,

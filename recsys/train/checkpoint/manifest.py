@@ -24,17 +24,17 @@ from math import prod
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from recsys._support.files import appearing_whole
+from recsys._support.safetensors_dtypes import DTYPE_NAMES, DTYPES
 from recsys.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import torch
+
 __all__ = [
-    "DTYPES",
     "MOST_ROW_BYTES",
     "OWN_FILE_NAME",
     "PIECE_NAME",
@@ -64,21 +64,6 @@ _MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
 OWN_FILE_NAME = re.compile(r"LOCK|(LAST|[0-9]{8}\.json)(\.partial)?")
 _ID = re.compile(r"[0-9a-f]{16}")
 
-# By the names that safetensors gives them.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 def dtype_name(dtype: torch.dtype, place: str) -> str:
     """The name of a dtype in a block file.
@@ -86,12 +71,12 @@ def dtype_name(dtype: torch.dtype, place: str) -> str:
     Raises:
         CheckpointError: checkpoints cannot hold this dtype.
     """
-    if dtype not in _NAMES:
+    if dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"{place}: a checkpoint holds tensors of {sorted(map(str, _NAMES))}, got {dtype}; "
+            f"{place}: a checkpoint holds tensors of {sorted(map(str, DTYPE_NAMES))}, got {dtype}; "
             "convert it"
         )
-    return _NAMES[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import BlockBuilder, check_block, read_block, read_header
-from recsys.train.checkpoint.manifest import DTYPES, Array, Part, changed_name
+from recsys.train.checkpoint.manifest import Array, Part, changed_name
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.files import read_together
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError, WeightsError
 from recsys.train.checkpoint.blocks import check_block, read_block
 from recsys.train.checkpoint.contents import Contents, TableArrays
-from recsys.train.checkpoint.manifest import DTYPES, manifest_numbers, read_manifest
+from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

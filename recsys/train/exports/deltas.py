@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from recsys._support.files import appearing_whole, read_together, require_new
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block, read_header, safetensors_header
-from recsys.train.checkpoint.manifest import DTYPES, changed_name, read_manifest
+from recsys.train.checkpoint.manifest import changed_name, read_manifest
 from recsys.train.checkpoint.merge import delta_rows
 from recsys.train.checkpoint.restore import require_whole
 

@@ -33,6 +33,7 @@ from recsys.models import (
 )
 from recsys.models.batch_train import BatchTrain
 from recsys.models.dlrm import initialize_classic
+from recsys.train.run_files.saved_state import require_savable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +86,7 @@ def build_network(
 
     Raises:
         ConfigError: sizes do not fit each other, the model does not fit the data, or the class of
-            the user's does not take the two arguments.
+            the user's does not take the two arguments or makes a model that cannot be saved.
     """
     if config.is_custom:
         with device:
@@ -188,14 +189,16 @@ def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module
     """Build a class of the user's.
 
     Raises:
-        ConfigError: it does not take the two arguments.
+        ConfigError: it does not take the two arguments, or a run could not save it.
     """
     custom = _import_class(name)
     try:
         with current_folder_last():
-            return custom(embeddings, num_dense)
+            model: nn.Module = custom(embeddings, num_dense)
     except TypeError as error:
         raise ConfigError(
             f"model.name {name!r}: the class is built as {custom.__name__}(embeddings, num_dense), "
             f"which raised a TypeError: {error}"
         ) from error
+    require_savable(model, f"model.name {name!r}")
+    return model

@@ -43,6 +43,7 @@ from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
 from recsys.train.ranks.rank_model import RankModel, rank_model
 from recsys.train.ranks.rules import require_supported
 from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_files.saved_state import tied_names
 from recsys.train.shards.folder import Shards, remove_older, whole
 from recsys.train.shards.restore import restore_shards
 
@@ -312,7 +313,7 @@ class Ranks(AbstractProcesses):
             state[key] = rows
         with self.together():
             if not self.rank:
-                folder.save_state(state)
+                folder.save_state(state, tied_names(model.saved))
 
     def describe(self) -> dict[str, Any]:
         """How many processes there are, and which tables each has."""

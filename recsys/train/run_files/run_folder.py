@@ -39,14 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFolder", "fault_of_record", "read_json", "write_json"]
 
-# The dtypes that a model may have, under their names in the file.
-_DTYPE_NAMES = {
-    "torch.float32": "F32",
-    "torch.float64": "F64",
-    "torch.bfloat16": "BF16",
-    "torch.float16": "F16",
-    "torch.int64": "I64",
-}
 # Keys that every record has, however its run ended, each with its inner keys.
 _RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "config": (),
@@ -231,16 +223,24 @@ class RunFolder:
         Raises:
             OSError: the disk is full, or the folder no longer exists.
         """
-        self.save_state(model.state_dict())
+        from recsys.train.run_files.saved_state import tied_names
 
-    def save_state(self, state: Mapping[str, Tensor]) -> None:
-        """Write a state_dict; errors as for `save_model`."""
+        self.save_state(model.state_dict(), tied_names(model))
+
+    def save_state(self, state: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+        """Write a state_dict; errors as for `save_model`.
+
+        Args:
+            state: The tensors by name.
+            tied: Result of `tied_names`. A tensor with several names is written under the first;
+                the file's metadata has the others, as `safetensors.torch.load_model` reads them.
+        """
         from safetensors.torch import save_file
 
-        state = {key: value.contiguous() for key, value in state.items()}
+        state = {key: value.contiguous() for key, value in state.items() if key not in tied}
         with appearing_whole(self.model_file) as partial:
             try:
-                save_file(state, partial)
+                save_file(state, partial, dict(tied))
             except SafetensorError as error:
                 raise OSError(f"{self.model_file} cannot be written: {error}") from error
             # safetensors creates private files; give the model the mode of its configuration.
@@ -270,7 +270,9 @@ class RunFolder:
             ConfigError: there is no saved model, or the file is damaged.
         """
         with self._open_model() as saved:
-            return {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118  # no mapping
+            found = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118  # no mapping
+            tied = saved.metadata() or {}
+        return found | {key: found[first] for key, first in tied.items() if first in found}
 
     @contextmanager
     def _open_model(self) -> Iterator[Any]:
@@ -299,11 +301,15 @@ class RunFolder:
         """
         import torch
 
-        state = model.state_dict()
+        from recsys._support.safetensors_dtypes import DTYPE_NAMES
+        from recsys.train.run_files.saved_state import tied_names
+
+        state, tied = model.state_dict(), tied_names(model)
         with self._open_model() as saved:
             found = {key: _shape_of(saved.get_slice(key)) for key in saved.keys()}  # noqa: SIM118  # no mapping
+            names = {key: key if key in found else tied.get(key, key) for key in state}
             expected = {
-                key: f"{_DTYPE_NAMES[str(value.dtype)]} {list(value.shape)}"
+                names[key]: f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
                 for key, value in state.items()
             }
             if found != expected:
@@ -313,11 +319,13 @@ class RunFolder:
                     f"file and {expected.get(key)} in the model; evaluate on the data the run was "
                     "trained on, or data prepared with the same ids"
                 )
-            mapped = {key: saved.get_tensor(key) for key, value in state.items() if value.is_meta}
+            mapped = {
+                key: saved.get_tensor(names[key]) for key, value in state.items() if value.is_meta
+            }
             model.load_state_dict(mapped, strict=False, assign=True)
             with torch.no_grad():
                 for key in state.keys() - mapped.keys():
-                    state[key].copy_(saved.get_tensor(key))
+                    state[key].copy_(saved.get_tensor(names[key]))
 
 
 def _shape_of(saved: Any) -> str:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.files import read_together
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block
 from recsys.train.checkpoint.contents import Contents, errors_of_state
-from recsys.train.checkpoint.manifest import DTYPES, read_manifest
+from recsys.train.checkpoint.manifest import read_manifest
 from recsys.train.checkpoint.restore import require_whole
 
 if TYPE_CHECKING:

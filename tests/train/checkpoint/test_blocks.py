@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import (
     BlockBuilder,
@@ -16,7 +17,7 @@ from recsys.train.checkpoint.blocks import (
     read_block,
     row_ranges,
 )
-from recsys.train.checkpoint.manifest import DTYPES, Array, Block, Part, Piece
+from recsys.train.checkpoint.manifest import Array, Block, Part, Piece
 
 
 def write(folder, tensors, parts):

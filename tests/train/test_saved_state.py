@@ -1,0 +1,177 @@
+"""Models of the user's that share tensors, and those that a run could not save."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from recsys.config import load_config
+from recsys.errors import ConfigError
+from recsys.train.exports.export import export_run, export_run_checkpoint
+from recsys.train.judge.evaluation import evaluate_run
+from recsys.train.parts.build import build_model, open_source
+from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.trainer import train
+
+CODE = """
+import torch
+from torch import nn
+
+
+class Base(nn.Module):
+    def __init__(self, embeddings, num_dense):
+        super().__init__()
+        self.embeddings = embeddings
+        self.size = num_dense + 4 * len(embeddings.output_keys())
+        self.top = nn.Linear(self.size, 1)
+
+    def inputs(self, batch):
+        pooled = self.embeddings(batch.sparse_features).values()
+        return torch.cat([batch.dense_features, pooled], 1)
+
+    def forward(self, batch):
+        return self.top(self.inputs(batch))
+
+
+class Tied(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.first, self.second = (nn.Linear(self.size, self.size) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, batch):
+        return self.top(self.second(self.first(self.inputs(batch))))
+
+
+class Tower(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.top = nn.Linear(self.size, 3)
+
+
+class Towers(nn.Module):
+    def __init__(self, embeddings, num_dense):
+        super().__init__()
+        self.user, self.item = (Tower(embeddings, num_dense) for _ in range(2))
+
+    def forward(self, batch):
+        return (self.user(batch) * self.item(batch)).sum(1)
+
+
+class View(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.register_buffer("start", self.top.weight.detach()[:, :2])
+
+
+class Extra(Base):
+    def get_extra_state(self):
+        return {"size": self.size}
+
+    def set_extra_state(self, state):
+        self.size = state["size"]
+
+
+class Lazy(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.top = nn.LazyLinear(1)
+
+
+class Complex(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
+
+
+class Buffers(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.register_buffer("mask", torch.arange(self.size) > 0)
+        self.register_buffer("order", torch.arange(self.size, dtype=torch.int32))
+
+    def forward(self, batch):
+        return self.top(self.inputs(batch) * self.mask)
+"""
+
+
+@pytest.fixture
+def config_of(table_store, tmp_path, monkeypatch):
+    """Returns the configuration of a class in `CODE`."""
+    (tmp_path / "shared_models.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        "model.embedding_dim=4",
+        "batch_size=16",
+        "num_threads=1",
+        "optimizer.lr=0.01",
+        "checkpoint.every_steps=3",
+    ]
+    store = str(table_store())
+    yield lambda name: load_config(
+        None, [*settings, f"model.name=shared_models:{name}"], data=store
+    )
+    sys.modules.pop("shared_models", None)
+
+
+def run(config, **more):
+    return train(config, "run", show_progress=False, **more)
+
+
+@pytest.mark.parametrize("name", ["Tied", "Towers"])
+def test_a_tensor_with_two_names_is_saved_once_and_loaded_under_both(config_of, name):
+    config = config_of(name)
+
+    record = run(config)
+
+    model, _ = build_model(config, open_source(config))
+    state = RunFolder.open("run").load_state()
+    num_saved = len(load_file("run/model.safetensors"))
+    assert record["status"] == "finished"
+    assert evaluate_run("run")["test"].as_dict() == record["metrics"]["test"]
+    assert state.keys() == model.model.state_dict().keys()
+    assert num_saved == len(list(model.model.parameters())) < len(state)
+    model.model.load_state_dict(state)
+    assert load_model(model.model, "run/model.safetensors") == (set(), [])
+
+
+@pytest.mark.parametrize("name", ["Tied", "Towers"])
+def test_a_run_with_shared_tensors_goes_on_and_is_exported(config_of, name):
+    config = config_of(name)
+    record = run(config)
+    model = RunFolder.open("run").load_state()
+
+    RunFolder.open("run").record_file.unlink()
+    resumed = run(config, resume=True)
+    export_run("run", "torch-export", "program.pt2")
+    export_run_checkpoint("run", "checkpoint.safetensors")
+
+    assert resumed["metrics"] == record["metrics"]
+    found = RunFolder.open("run").load_state()
+    assert all(torch.equal(found[key], model[key]) for key in model)
+    RunFolder.open("run").model_file.write_bytes(Path("checkpoint.safetensors").read_bytes())
+    assert evaluate_run("run")["test"].as_dict() == record["metrics"]["test"]
+
+
+def test_buffers_of_whole_numbers_and_bits_are_saved_and_loaded(config_of):
+    record = run(config_of("Buffers"))
+
+    assert evaluate_run("run")["test"].as_dict() == record["metrics"]["test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("View", r"'shared_models:View': start and top\.weight share memory .* persistent=False"),
+        ("Extra", r"_extra_state of its state dict is a dict that a module makes.*; register it"),
+        ("Lazy", r"top\.weight of its state dict is lazy and has no shape yet; give its module"),
+        ("Complex", r"turn of its state dict has dtype torch\.complex64 .*; convert it"),
+    ],
+)
+def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(config_of, name, message):
+    with pytest.raises(ConfigError, match=message):
+        run(config_of(name))
+
+    assert not Path("run").exists()
