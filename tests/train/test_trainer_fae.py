@@ -1,5 +1,6 @@
 """`recsys train` with FAE's schedule: a plain run, in another order."""
 
+import re
 import warnings
 
 import pytest
@@ -112,3 +113,19 @@ def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
 def test_verify_refuses_it(small_config):
     with pytest.raises(ConfigError, match="changes the order of samples"):
         verify_budgets(small_config(*FAE))
+
+
+def test_the_least_budget_for_histories_holds_their_rows(tmp_path):
+    settings = ["schedule.name=fae", "model.embedding_dim=4", "num_threads=1", "batch_size=64"]
+    settings += ["synthetic.num_samples=1500", "synthetic.table_sizes=[3000, 20000, 200]"]
+    data = "synthetic:taobao"
+    with pytest.raises(BudgetTooSmall, match="must be at least") as raised:
+        run(load_config(None, [*settings, "budget=1KiB"], data=data), tmp_path / "small")
+    least = re.search(r"at least (\d+) bytes", str(raised.value)).group(1)
+
+    config = load_config(None, [*settings, f"budget='{least}'"], data=data)
+
+    with pytest.warns(UserWarning, match="no samples are hot"):  # nothing is left to pin rows
+        record = run(config, tmp_path / "run")
+
+    assert record["status"] == "finished"

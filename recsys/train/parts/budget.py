@@ -5,6 +5,7 @@ A mini-batch needs a slot for every distinct row that it looks up, and the row m
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["MemoryNeeds", "enough_budget", "enough_bytes", "first_batch", "require_budget"]
+__all__ = [
+    "MemoryNeeds",
+    "enough_budget",
+    "enough_bytes",
+    "first_batch",
+    "require_budget",
+    "window_lookups",
+]
+
+_NUM_DRAWN = 8  # mini-batches in which the rows of bags are counted
 
 
 class MemoryNeeds:
@@ -149,3 +159,23 @@ def first_batch(config: TrainConfig, source: SampleSource) -> Batch:
     train = source.splits["train"]
     samples = range(train.start, min(train.stop, train.start + config.batch_size))
     return source.read(np.array(samples, np.int64))
+
+
+def window_lookups(config: TrainConfig, source: SampleSource) -> int:
+    """The rows that a plan reserves for each feature in one mini-batch.
+
+    With one row a sample these are as many as samples. The rows of bags are counted in mini-batches
+    that are drawn from the training split, by the table with the most for each of its features.
+    """
+    if first_batch(config, source).sparse_features.is_known_one_hot():
+        return config.batch_size
+    features, needs = features_by_table(source), MemoryNeeds(config, source)
+    train = source.splits["train"]
+    generator = np.random.default_rng(config.seed)
+    most = 1
+    for _ in range(_NUM_DRAWN):
+        size = min(config.batch_size, len(train))
+        samples = train.start + generator.choice(len(train), size, replace=False)
+        for table, count in needs.num_distinct(source.read(samples)).items():
+            most = max(most, ceil(count / len(features[table])))
+    return most

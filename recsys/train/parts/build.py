@@ -36,6 +36,7 @@ from recsys.pipeline import (
 )
 from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
+from recsys.train.parts.budget import window_lookups
 from recsys.train.parts.compile_skipping import compile_skipping
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
@@ -237,7 +238,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
             budget,
             row_optimizer(config.optimizer),
             ranking="global_topk",
-            window_lookups=config.batch_size,
+            window_lookups=window_lookups(config, source),
         )
     except BudgetTooSmall as error:
         if budget == config.budget:
