@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from numbers import Number
 from pathlib import Path
@@ -82,7 +83,8 @@ def load_checkpoint(
     """Restore what `save_checkpoint` saved, and the random states of Python, numpy and torch.
 
     Nothing is changed before every file is found to be whole. Tables are read in blocks. Budget,
-    plan, tier and device may differ from those of the run that was saved.
+    plan, tier and device may differ from those of the run that was saved. What was saved of a
+    pipeline, a loader or schedulers and is not given here is not restored, with a warning.
 
     Args:
         folder: The folder of checkpoints.
@@ -120,6 +122,15 @@ def load_checkpoint(
                 target.load_state_dict(found[name])
         for scheduler, each in zip(of_schedulers, found["schedulers"], strict=False):
             _load_scheduler(scheduler, each)
+    given["schedulers"] = of_schedulers or None
+    left_out = [name for name, target in given.items() if target is None and found[name]]
+    if left_out:
+        arguments = ", ".join(f"{name}=" for name in left_out)
+        warnings.warn(
+            f"{folder}: the state of {', '.join(left_out)} in the checkpoint is not restored; give "
+            f"{arguments} to load_checkpoint, or go on without",
+            stacklevel=2,
+        )
     return found["state"]
 
 

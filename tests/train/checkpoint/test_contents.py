@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -400,3 +401,19 @@ def test_one_optimizer_and_one_scheduler_need_no_list(tmp_path):
     load_checkpoint(tmp_path, model=model, optimizers=optimizer, schedulers=scheduler)
 
     assert scheduler.last_epoch == 1
+
+
+def test_what_was_saved_and_not_asked_for_is_named_by_one_warning(tmp_path):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = SCHEDULERS.ConstantLR(optimizer)
+    more = {"optimizers": optimizer, "loader": scheduler}  # any object with a state
+    save_checkpoint(tmp_path, model=model, schedulers=scheduler, **more)
+
+    with pytest.warns(UserWarning, match=r"give loader=, schedulers= to load_checkpoint") as warned:
+        load_checkpoint(tmp_path, model=model, optimizers=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(tmp_path, model=model, schedulers=scheduler, **more)
+
+    assert len(warned) == 1
