@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.batch import Batch, JaggedIds, PooledEmbeddings
+from recsys.batch import Batch, JaggedIds, PooledEmbeddings, expand_to_one_batch_size
 from recsys.errors import MalformedBags
 
 BAGS = st.lists(
@@ -130,6 +130,11 @@ def test_pooled_embeddings_of_another_width_are_refused():
         PooledEmbeddings(["a", "b"], [5], torch.zeros(2, 5))
 
 
+def test_pooled_embeddings_of_one_name_twice_are_refused():
+    with pytest.raises(ValueError, match=r"keys must be distinct, got \['a', 'a'\]"):
+        PooledEmbeddings(["a", "a"], [1, 1], torch.zeros(2, 2))
+
+
 def test_a_batch_moves_as_a_whole():
     batch = Batch(torch.zeros(2, 3), jagged({"a": [[1], [2]]}), torch.ones(2))
 
@@ -181,11 +186,57 @@ OFFSETS = torch.tensor([0, 1, 2])
             lambda: Batch(torch.ones(2, 1), JaggedIds(["a"], IDS, OFFSETS), None),
             "labels must be a tensor of 2 samples",
         ),
+        (
+            lambda: JaggedIds(["a"], IDS, OFFSETS, IDS),
+            "weights must be floating point, got torch.i",
+        ),
+        (lambda: JaggedIds.concatenate([]), "give at least one input, got none"),
+        (lambda: Batch.concatenate([]), "give at least one mini-batch, got none"),
+        (
+            lambda: JaggedIds.from_one_hot([], torch.ones(0, 2, dtype=torch.int64)),
+            "keys must name at least one feature, got none",
+        ),
     ],
 )
 def test_arguments_of_other_types_or_sizes_are_refused_by_name(make, message):
     with pytest.raises(MalformedBags, match=message):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16])
+def test_one_hot_rows_of_other_dtypes_are_refused(dtype):
+    with pytest.raises(MalformedBags, match=rf"must be int32 or int64, got {dtype}; convert"):
+        JaggedIds.from_one_hot(["a"], torch.ones(1, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("samples", [torch.tensor([False, True]), torch.tensor(1), IDS.double()])
+@pytest.mark.parametrize("values", [IDS, IDS.int()])
+def test_samples_are_chosen_by_number_alone(samples, values):
+    one_hot = JaggedIds.from_one_hot(["a"], values.view(1, 2))
+    bags = JaggedIds(["a"], values, OFFSETS.to(values.dtype))
+
+    for ids in (one_hot, bags):
+        with pytest.raises(MalformedBags, match=r"give mask\.nonzero\(\)\[:, 0\]"):
+            ids.select(samples)
+    with pytest.raises(MalformedBags, match=r"give mask\.nonzero\(\)\[:, 0\]"):
+        Batch(torch.ones(2, 1), bags, torch.ones(2)).select(samples)
+
+
+@pytest.mark.parametrize("bag", [2, -1])
+def test_an_inverse_index_beyond_the_bags_of_its_feature_is_refused(bag):
+    jagged_tensor = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    features = jagged_tensor.KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=(["a", "b"], torch.tensor([[0, bag, 0], [0, 0, 0]])),
+    )
+
+    with pytest.raises(
+        MalformedBags, match=rf"\[0, 2\) for feature 'a', .* got {bag} for sample 1"
+    ):
+        expand_to_one_batch_size(features)
 
 
 def test_joined_samples_are_those_of_the_parts():

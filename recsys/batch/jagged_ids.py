@@ -30,7 +30,8 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     bag belongs to which sample. The result holds copies of the values.
 
     Raises:
-        MalformedBags: there are values after the last bag.
+        MalformedBags: there are values after the last bag, or (on the CPU) `inverse_indices` name a
+            bag that a feature does not have.
         ValueError: there are no `inverse_indices`, or they lack a feature.
     """
     inverse = features.inverse_indices_or_none()
@@ -48,11 +49,25 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     device, first_bags = offsets.device, [0, *features.stride_per_key()[:-1]]
     rows = torch.tensor([list(known).index(key) for key in keys], device=device)
     starts = torch.tensor(first_bags, device=device).cumsum(0)
-    bags = (bag_of_FB[rows].long() + starts.unsqueeze(1)).flatten()
+    bag_of_FB = bag_of_FB[rows].long()
+    if device.type == "cpu":  # as in `JaggedIds`
+        _require_own_bags(keys, features.stride_per_key(), bag_of_FB)
+    bags = (bag_of_FB + starts.unsqueeze(1)).flatten()
     places, expanded = places_of_bags(offsets, bags)
     weights = features.weights_or_none()
     weights = None if weights is None else weights[places]
     return JaggedIds._unchecked(keys, features.values()[places], expanded, weights)
+
+
+def _require_own_bags(keys: Sequence[str], num_bags: Sequence[int], bag_of_FB: Tensor) -> None:
+    num_bags_F1 = torch.tensor(num_bags).unsqueeze(1)
+    wrong = ((bag_of_FB < 0) | (bag_of_FB >= num_bags_F1)).nonzero()
+    if len(wrong):
+        feature, sample = wrong[0].tolist()
+        raise MalformedBags(
+            f"inverse_indices must be in [0, {num_bags[feature]}) for feature {keys[feature]!r}, "
+            f"which has so many bags, got {int(bag_of_FB[feature, sample])} for sample {sample}"
+        )
 
 
 def _list_of_names(keys: Sequence[str]) -> list[str]:
@@ -60,6 +75,8 @@ def _list_of_names(keys: Sequence[str]) -> list[str]:
         raise MalformedBags(f"JaggedIds: keys must be a list of feature names, got {keys!r}")
     if len(set(keys)) != len(keys):
         raise MalformedBags(f"JaggedIds: keys must be distinct, got {list(keys)}")
+    if not keys:
+        raise MalformedBags("JaggedIds: keys must name at least one feature, got none")
     return list(keys)
 
 
@@ -101,8 +118,6 @@ class JaggedIds:
         self._offsets = offsets
         self._is_known_one_hot = False
         self._weights = weights
-        if not self._keys:
-            raise MalformedBags("JaggedIds: keys must name at least one feature, got none")
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise MalformedBags(
                 "JaggedIds: values must be (N,) int32 or int64, "
@@ -122,6 +137,11 @@ class JaggedIds:
             raise MalformedBags(
                 f"JaggedIds: weights must have one entry per lookup, {tuple(values.shape)}, "
                 f"got {tuple(weights.shape)}"
+            )
+        if weights is not None and not weights.is_floating_point():
+            raise MalformedBags(
+                f"JaggedIds: weights must be floating point, got {weights.dtype}; convert them "
+                "with .float()"
             )
         # Reading a CUDA tensor here would synchronise the device on every batch.
         if offsets.device.type == "cpu":
@@ -151,8 +171,8 @@ class JaggedIds:
             rows_FB (F, B) int32 or int64.
 
         Raises:
-            MalformedBags: `rows_FB` is no tensor (F, B), or the names are no list of texts, or not
-                distinct.
+            MalformedBags: `rows_FB` is no tensor (F, B) of these dtypes, or the names are no list
+                of texts, not distinct, or none.
         """
         _list_of_names(keys)
         _require_tensors(rows_FB=rows_FB)
@@ -160,6 +180,11 @@ class JaggedIds:
             raise MalformedBags(
                 f"JaggedIds: one-hot rows must be (F, B) with F = {len(keys)}, "
                 f"got {tuple(rows_FB.shape)}"
+            )
+        if rows_FB.dtype not in (torch.int32, torch.int64):
+            raise MalformedBags(
+                f"JaggedIds: one-hot rows must be int32 or int64, got {rows_FB.dtype}; convert "
+                "them with .long()"
             )
         return cls._unchecked_one_hot(keys, rows_FB)
 
@@ -206,8 +231,16 @@ class JaggedIds:
         """The chosen samples, in the order given; a copy.
 
         Shape:
-            samples (M,) int64.
+            samples (M,) int32 or int64.
+
+        Raises:
+            MalformedBags: `samples` are of another shape or dtype.
         """
+        if samples.dim() != 1 or samples.dtype not in (torch.int32, torch.int64):
+            raise MalformedBags(
+                "JaggedIds.select: samples must be numbers, (M,) int32 or int64, got "
+                f"{tuple(samples.shape)} {samples.dtype}; of a mask, give mask.nonzero()[:, 0]"
+            )
         batch_size, samples = self.stride(), samples.to(self._values.device)
         if self._is_known_one_hot:
             rows_FM = self._values.view(len(self._keys), batch_size).index_select(1, samples)
@@ -224,8 +257,11 @@ class JaggedIds:
             parts: The inputs.
 
         Raises:
-            MalformedBags: features differ, or only some of the inputs have weights.
+            MalformedBags: there is no input, features differ, or only some of the inputs have
+                weights.
         """
+        if not parts:
+            raise MalformedBags("JaggedIds.concatenate: give at least one input, got none")
         keys = parts[0].keys()
         for each in parts:
             if each.keys() != keys:

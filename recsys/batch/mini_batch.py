@@ -70,12 +70,16 @@ class Batch:
         """The chosen samples, in the order given; a copy.
 
         Shape:
-            samples (M,) int64.
+            samples (M,) int32 or int64.
+
+        Raises:
+            MalformedBags: `samples` are of another shape or dtype.
         """
         samples = samples.to(self.labels.device)
+        sparse_features = self.sparse_features.select(samples)  # checks `samples`
         return Batch(
             self.dense_features.index_select(0, samples),
-            self.sparse_features.select(samples),
+            sparse_features,
             self.labels.index_select(0, samples),
             None if self.weights is None else self.weights.index_select(0, samples),
         )
@@ -90,8 +94,10 @@ class Batch:
             parts: The mini-batches, with the same features.
 
         Raises:
-            MalformedBags: their features differ.
+            MalformedBags: there is no mini-batch, or their features differ.
         """
+        if not parts:
+            raise MalformedBags("Batch.concatenate: give at least one mini-batch, got none")
         weights = None
         if any(each.weights is not None for each in parts):
             weights = torch.cat(

@@ -18,7 +18,7 @@ class PooledEmbeddings:
     """One pooled vector per feature and sample, side by side.
 
     Args:
-        keys: Feature names, in column order.
+        keys: Feature names, distinct, in column order.
         length_per_key: Columns of each feature.
         values: The vectors.
 
@@ -26,7 +26,7 @@ class PooledEmbeddings:
         values (B, sum(length_per_key)).
 
     Raises:
-        ValueError: lengths do not fit keys or values.
+        ValueError: keys are not distinct, or lengths do not fit keys or values.
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
@@ -38,6 +38,8 @@ class PooledEmbeddings:
                 f"PooledEmbeddings: length_per_key must have one entry per key, got "
                 f"{len(self._length_per_key)} for {len(self._keys)} keys"
             )
+        if len(set(self._keys)) != len(self._keys):
+            raise ValueError(f"PooledEmbeddings: keys must be distinct, got {self._keys}")
         if values.dim() != 2 or values.shape[1] != sum(self._length_per_key):
             raise ValueError(
                 f"PooledEmbeddings: values must be (B, {sum(self._length_per_key)}), "
