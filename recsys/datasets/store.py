@@ -318,6 +318,10 @@ class Store:
             return np.empty(shape, dtype)
         return np.memmap(file, dtype, mode="r", shape=shape).view(np.ndarray)
 
+    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
+        """Pickle and copy a store by its path: the copy opens the same folder."""
+        return type(self), (self.path,)
+
     def __repr__(self) -> str:
         return (
             f"Store({str(self.path)!r}, num_samples={self.num_samples}, "

@@ -1,5 +1,7 @@
+import copy
 import errno
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -40,6 +42,17 @@ def test_reading_gathers_samples_in_the_order_asked_for(store):
         np.testing.assert_array_equal(
             batch.sparse_features[key].values(), store.sparse[samples, column]
         )
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))]
+)
+def test_a_copy_of_a_store_opens_its_folder_and_has_no_samples_of_its_own(store, copy_of):
+    copied = copy_of(store)
+
+    assert len(pickle.dumps(store)) < 500
+    np.testing.assert_array_equal(copied.read(np.arange(21)).labels, store.labels)
+    assert not copied.sparse.flags.owndata
 
 
 @pytest.mark.parametrize("samples", [[-1], [21], [0, 21]])
