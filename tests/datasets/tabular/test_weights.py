@@ -226,7 +226,7 @@ def test_negatives_and_the_last_rows_of_groups_keep_their_weights(tmp_path):
     [
         ("a|b", "1", "must have as many numbers as 'tags' has values, 2, got '1'; correct it"),
         ("a|b", "", "must have as many numbers as 'tags' has values, 2, got "),
-        ("", "1", "must have as many numbers as 'tags' has values, 0, got '1'"),
+        ("", "1|2", "must have as many numbers as 'tags' has values, 0, got '1|2'"),
         ("a|b", "1|", "must have a number for each value of 'tags', got '1|'"),
         ("a|b", "1|NA", "must have a number for each value of 'tags', got '1|NA'"),
         ("a|b", "1|x", "must be numbers, got '1|x'; correct it, or leave the row out"),
@@ -282,3 +282,22 @@ def test_a_file_without_the_column_of_weights_is_refused(tmp_path):
 
     with pytest.raises(DatasetFormatError, match=r"a\.csv must have column 'scores'"):
         prepare_table([tmp_path / "a.csv"], tmp_path / "store", Schema.from_dict(tree))
+
+
+def test_a_bag_of_one_missing_value_may_have_its_weight(tmp_path):
+    rows = ["a|b,1|2", "NA,0.5", "NA,", ",", "NA|b,3|4"] * 4
+    lines = ["click,site,tags,scores", *(f"{n % 2},x,{row}" for n, row in enumerate(rows))]
+    (tmp_path / "rows.csv").write_text("\n".join([*lines, ""]))
+    (tmp_path / "empty.csv").write_text("\n".join([*lines[:2], "0,x,,0.5", ""]))
+    tree = {key: TREE[key] for key in ("label", "categorical", "split")}
+    tree["multi"] = {"tags": {"split": "|", "weights": "scores"}}
+    schema = Schema.from_dict({**tree, "missing_values": ["NA"]})
+    rule = "must have as many numbers as 'tags' has values, 0, got '0.5'"
+
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "store", schema)
+    with pytest.raises(DatasetFormatError, match=rule):
+        prepare_table([tmp_path / "empty.csv"], tmp_path / "other", Schema.from_dict(tree))
+
+    features = Store(tmp_path / "store").read(np.arange(5)).sparse_features["tags"]
+    assert features.lengths().tolist() == [2, 0, 0, 0, 1]
+    assert features.weights_or_none().tolist() == [1, 2, 4]

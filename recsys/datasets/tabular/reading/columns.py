@@ -284,12 +284,17 @@ def _weights(array: pa.Array, weighted: pa.Array, name: str, schema: Schema) -> 
 
     column: Any = schema.value_columns[name]
     way_out = "correct it, or leave the row out"
-    values, ends = _elements(weighted, column.split, schema.missing_values, way_out)
     flat, own_ends = _elements(
         array, column.split, schema.missing_values, f"give it a list for each row, as {name!r} has"
     )
+    num_weights = np.diff(own_ends, prepend=0)
+    if arrow.types.is_string(weighted.type) and schema.missing_values:
+        # A missing cell with one weight is one missing value, which the reader made null.
+        is_one = pc.and_(weighted.is_null(), arrow.array(num_weights == 1))
+        weighted = pc.if_else(is_one, schema.missing_values[0], weighted)
+    values, ends = _elements(weighted, column.split, schema.missing_values, way_out)
     lengths = np.diff(ends, prepend=0)
-    is_right = np.diff(own_ends, prepend=0) == lengths
+    is_right = num_weights == lengths
     if not is_right.all():
         row = int(np.argmin(is_right))
         rule = f"must have as many numbers as {name!r} has values, {lengths[row]}"
