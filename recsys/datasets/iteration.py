@@ -6,6 +6,7 @@ number to `num_waiting`, and the position stays before them.
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -90,7 +91,8 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
             empty if there is none.
 
     Raises:
-        RuntimeError: another iteration of the loader is running.
+        RuntimeError: another iteration of the loader is running, or this one began in a process
+            that forked this one.
         ValueError: `num_waiting` is negative, or includes mini-batches that already count as used.
     """
 
@@ -101,6 +103,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self._batches: Generator[tuple[Batch, P]] | None = None
         # Before the first mini-batch that may wait, and after each of them.
         self._positions: deque[P] = deque()
+        self._process = 0
         self.is_over = self._has_failed = False
 
     def __iter__(self) -> Self:
@@ -112,6 +115,12 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         if self._batches is None:
             self._begin()
             assert self._batches is not None
+        if self._process != os.getpid():  # the thread that reads exists only there
+            raise RuntimeError(
+                f"this iteration of the loader of the {self._loader.split} split began in another "
+                "process, which forked this one; close it and iterate the loader again, or make "
+                "a loader here"
+            )
         while len(self._positions) > 1 + self._num_waiting:
             self._positions.popleft()
         try:
@@ -181,6 +190,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self._loader._require_idle("iterated")
         start = self._loader._position
         self._positions.append(start)
+        self._process = os.getpid()
         self._batches = self._loader._read(start)
         self._loader._running = weakref.ref(self)
 

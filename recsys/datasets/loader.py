@@ -85,16 +85,22 @@ class BatchLoader(ResumableLoader[int]):
     ) -> None:
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        if prefetch < 1:
-            raise ConfigError(f"prefetch must be at least 1, got {prefetch}")
+        _require_integer("batch_size", batch_size, 1)
+        _require_integer("prefetch", prefetch, 1)
+        _require_integer("seed", seed, 0)
+        if permutation_seed is not None:
+            _require_integer("permutation_seed", permutation_seed, 0)
         if not 0 <= rank < num_ranks:
             raise ConfigError(f"rank must lie in [0, num_ranks={num_ranks}), got {rank}")
         if not source.splits[split]:
             raise ConfigError(
                 f"the {split} split is empty: the data has {source.num_samples} samples; use more "
                 "data"
+            )
+        if drop_last and batch_size > len(source.splits[split]):
+            raise ConfigError(
+                f"batch_size must be at most {len(source.splits[split])}, the samples of the "
+                f"{split} split, with drop_last, got {batch_size}: no batch would be left"
             )
         super().__init__(split, 0)
         self.source = source
@@ -202,3 +208,8 @@ class BatchLoader(ResumableLoader[int]):
         """This rank's part of a batch."""
         begin, end = (len(samples) * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return samples[begin:end]
+
+
+def _require_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer and at least {least}, got {value!r}")

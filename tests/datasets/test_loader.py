@@ -1,5 +1,7 @@
 import functools
 import operator
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +71,7 @@ def test_a_loader_stopped_anywhere_and_resumed_gives_the_batches_of_an_uninterru
             batch_size,
             shuffle=shuffle,
             seed=seed,
-            drop_last=drop_last,
+            drop_last=drop_last and batch_size <= num_samples - num_samples // 2,
             prefetch=prefetch,
         )
 
@@ -263,14 +265,51 @@ def test_one_position_means_one_iteration_at_a_time():
     ("split", "batch_size", "prefetch", "message"),
     [
         ("all", 5, 2, "split must be one of"),
-        ("train", 0, 2, "batch_size must be at least 1, got 0"),
-        ("train", 5, 0, "prefetch must be at least 1, got 0"),
+        ("train", 0, 2, "batch_size must be an integer and at least 1, got 0"),
+        ("train", 5, 0, "prefetch must be an integer and at least 1, got 0"),
         ("validation", 5, 2, "the validation split is empty"),
     ],
 )
 def test_arguments_out_of_range_are_refused(split, batch_size, prefetch, message):
     with pytest.raises(ConfigError, match=message):
         BatchLoader(Numbered(40), split, batch_size, shuffle=False, prefetch=prefetch)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"batch_size": 2.5}, r"batch_size must be an integer and at least 1, got 2\.5"),
+        ({"batch_size": True}, "batch_size must be an integer and at least 1, got True"),
+        ({"seed": -1}, "seed must be an integer and at least 0, got -1"),
+        ({"permutation_seed": -3}, "permutation_seed must be an integer and at least 0, got -3"),
+        (
+            {"batch_size": 21, "drop_last": True},
+            "batch_size must be at most 20, the samples of the train split, with drop_last, got 21",
+        ),
+    ],
+)
+def test_an_argument_that_would_fail_later_or_leave_no_batch_is_named(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        BatchLoader(Numbered(40), "train", **({"batch_size": 5, "shuffle": True} | argument))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside the reading thread
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_go_on_with_an_iteration():
+    loader = BatchLoader(Numbered(4000), "train", 5, shuffle=False)
+    running = iter(loader)
+    next(running)
+
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # it hung
+        with pytest.raises(RuntimeError, match="began in another process, which forked this one"):
+            list(running)
+        running.close()
+        os._exit(len(list(loader)) % 100)  # 399 are left
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99
+    assert len(list(running)) == 399
 
 
 def test_large_sources_are_addressed_with_64_bits():

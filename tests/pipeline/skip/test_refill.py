@@ -243,8 +243,9 @@ def test_a_loader_and_a_position_say_the_next_sample_at_any_depth(
     is_chosen = np.array(pattern)
 
     def make_loader():
+        drops = drop_last and batch_size <= num_samples
         return BatchLoader(
-            Numbered(num_samples), "train", batch_size, shuffle=True, drop_last=drop_last
+            Numbered(num_samples), "train", batch_size, shuffle=True, drop_last=drops
         )
 
     def epoch_of(loader, position, stop=None):
