@@ -427,7 +427,8 @@ def _steps(
         enough = enough_budget(config, loader.source)
         raise BudgetTooSmall(f"{error}; budget={enough} holds every mini-batch") from None
     except TrainingDiverged as error:
-        raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {LOWER_LR}") from error
+        advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
+        raise TrainingDiverged(f"step {progress.num_steps + 1}: {advice}") from error
 
 
 def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:

@@ -82,12 +82,15 @@ def verify_budgets(
         budgets: Names from `BUDGETS`, or sizes like "256MiB". "floor" is the least that these
             mini-batches and the plan need; "half" and "everything" are shares of the bytes of rows
             and state.
-        max_steps: The most steps of a run; None for one epoch.
+        max_steps: The most steps of a run, at least 1; None for one epoch.
 
     Raises:
         BudgetTooSmall: a size is below the floor.
-        ConfigError: the configuration does not fit the data, or a budget is not valid.
+        ConfigError: the configuration does not fit the data, or a budget or `max_steps` is not
+            valid.
     """
+    if max_steps is not None and max_steps < 1:
+        raise ConfigError(f"verify: max_steps must be at least 1, got {max_steps}")
     if config.embeddings != "recsys":
         raise ConfigError(
             f"verify: embeddings must be 'recsys', got {config.embeddings!r}; leave it out"
@@ -153,7 +156,7 @@ class _Run:
         self.losses: list[float] = []
         self.model.train()
         loader = build_loader(config, source, None)
-        num_steps = min(len(loader), max_steps or len(loader))
+        num_steps = len(loader) if max_steps is None else min(len(loader), max_steps)
         pipeline = build_pipeline(self.model, self.optimizers, config, StageClock(), num_steps)
         for loss, _ in pipeline.steps(islice(loader, max_steps)):
             self.losses.append(loss.item())

@@ -417,9 +417,10 @@ def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
 
     with pytest.raises(
         TrainingDiverged, match=r"(the loss is|logits are not).*; lower optimizer\.lr"
-    ):
+    ) as raised:
         run(config, tmp_path / "run")
 
+    assert str(raised.value).count("; lower ") == 1
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "diverged"
     assert record["metrics"] == {"test": None, "validation": None}

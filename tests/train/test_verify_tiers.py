@@ -87,6 +87,11 @@ def test_other_providers_have_no_tiers_to_verify(small_config):
         verify_budgets(small_config("embeddings=torch"))
 
 
+def test_runs_without_a_step_are_not_verified(small_config):
+    with pytest.raises(ConfigError, match="max_steps must be at least 1, got 0"):
+        verify_budgets(small_config(TABLES), max_steps=0)
+
+
 def test_a_schedule_that_sums_in_another_order_is_refused(small_config):
     with pytest.raises(ConfigError, match="'hotline' changes the order in which floats are summed"):
         verify_budgets(small_config(TABLES, "schedule.name=hotline"))
