@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import SampleSource
 
 _FULL_SIZE = 45_840_617  # samples in the challenge's training file
 _SIZES = (1_000_000, 10_000_000, _FULL_SIZE)

@@ -24,7 +24,8 @@ def lazy_names(
 
     Args:
         package: Its name.
-        modules: The module that each public name is from, relative to the package.
+        modules: The module that each public name is from, relative to the package; ".batch" is
+            one beside the package.
         subpackages: Subpackages and modules that are names of the package, too.
     """
 
@@ -33,7 +34,7 @@ def lazy_names(
             return import_module(f"{package}.{name}")
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{modules[name]}"), name)
+        value = getattr(import_module(f".{modules[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 

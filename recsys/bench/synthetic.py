@@ -31,7 +31,7 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import SampleSource
 
 __all__ = ["bench_synthetic", "finish_store", "write_store"]
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from recsys._support.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from recsys.batch import SampleSource
     from recsys.datasets.criteo.days import prepare_criteo_1tb
     from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
     from recsys.datasets.loader import BatchLoader
-    from recsys.datasets.source import SampleSource
     from recsys.datasets.store import Store
     from recsys.datasets.synthetic.samples import SyntheticCriteo
     from recsys.datasets.synthetic.taobao import SyntheticTaobao
@@ -34,7 +34,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "BatchLoader": "loader",
-            "SampleSource": "source",
+            "SampleSource": ".batch",
             "Schema": "tabular.schemas.schema",
             "Store": "store",
             "SyntheticCriteo": "synthetic.samples",

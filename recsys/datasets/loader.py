@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, SampleSource
 
 __all__ = ["BatchLoader"]
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from recsys._support.files import appearing_whole, require_files, require_new
 from recsys._support.npy_files import open_array
+from recsys.batch import feature_tables
 from recsys.datasets.interchange.npy_blocks import (
     NpyReader,
     in_blocks,
@@ -31,7 +32,7 @@ from recsys.datasets.interchange.npy_blocks import (
     write_header,
 )
 from recsys.datasets.interchange.npy_store import append_samples, finish_numbered
-from recsys.datasets.source import SPLITS, day_splits, feature_tables
+from recsys.datasets.splits import SPLITS, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
 
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, SampleSource
 
 __all__ = ["read_torchrec_npy", "write_torchrec_npy"]
 

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim.lr_scheduler import LambdaLR
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
     from recsys.datasets.loader import BatchLoader
-    from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
     from recsys.train.callbacks import Callback

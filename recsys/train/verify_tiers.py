@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["BUDGETS", "BudgetVerification", "format_verification", "verify_budgets"]
 

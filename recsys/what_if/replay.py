@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch, JaggedIds
+    from recsys.batch import Batch, JaggedIds, SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
     from recsys.embeddings.tiers.ahead import Prefetched
 
 __all__ = ["Replay", "Replayed"]

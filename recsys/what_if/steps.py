@@ -24,8 +24,8 @@ from recsys.train.parts.build import (
 )
 
 if TYPE_CHECKING:
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["may_build", "step_ratio"]
 

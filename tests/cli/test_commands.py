@@ -567,7 +567,7 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     from recsys.bench.tiers import OPTIMIZERS as TIERED_OPTIMIZERS
     from recsys.datasets.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo.kaggle import CONVENTIONS
-    from recsys.datasets.source import SPLITS
+    from recsys.datasets.splits import SPLITS
     from recsys.train.exports import FORMATS as MODEL_FORMATS
     from recsys.train.exports import QUANTIZATIONS
 

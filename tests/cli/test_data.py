@@ -6,7 +6,7 @@ import torch
 
 from recsys.cli import main
 from recsys.datasets.criteo.flow import CriteoFlow
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 from recsys.datasets.store import Store
 
 

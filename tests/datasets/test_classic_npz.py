@@ -9,7 +9,7 @@ import pytest
 
 from recsys.datasets.classic_npz import read_classic_npz, write_classic_npz
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.errors import AlreadyExists, DatasetFormatError, StoreError
 

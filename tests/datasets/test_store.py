@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.errors import IdOutOfRange, StoreError
 

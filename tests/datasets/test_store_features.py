@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recsys.batch import JaggedIds
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.store_features import Feature
 from recsys.errors import ConfigError, IdOutOfRange, StoreError

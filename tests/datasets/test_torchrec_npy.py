@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from recsys.datasets.loader import BatchLoader
-from recsys.datasets.source import classic_splits, day_splits
+from recsys.datasets.splits import classic_splits, day_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy

@@ -25,7 +25,7 @@ from recsys.datasets import Store
 from recsys.datasets.classic_npz import read_classic_npz, write_classic_npz
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy

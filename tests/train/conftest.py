@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import StoreWriter
 from recsys.datasets.store_features import Feature
 

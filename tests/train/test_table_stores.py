@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from recsys.batch import feature_tables, features_by_table, has_bags
 from recsys.cli import main
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.synthetic.samples import SyntheticCriteo

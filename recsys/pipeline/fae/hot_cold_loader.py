@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
+    from recsys.batch import Batch, SampleSource
     from recsys.datasets.iteration import BatchIterator
-    from recsys.datasets.source import SampleSource
     from recsys.pipeline.fae.shuffle_scheduler import FAE
 
 __all__ = ["HotColdLoader"]

@@ -23,7 +23,7 @@ from recsys.embeddings.popularity.row_counts import RowCounts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
 
 __all__ = ["find_hot_samples", "hot_samples"]

@@ -13,8 +13,8 @@ from recsys.train.callbacks.callback import Callback
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["EarlyStopping"]
 

@@ -17,8 +17,8 @@ from recsys.train.callbacks.early_stopping import EarlyStopping
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["RunCallbacks", "callbacks_of"]
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["export_program"]
 

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from recsys.batch import Batch
+    from recsys.batch import Batch, SampleSource
     from recsys.config import EvalConfig, TrainConfig
-    from recsys.datasets.source import SampleSource
     from recsys.train.judge.popular_samples import PopularSamples
     from recsys.train.ranks.processes import AbstractProcesses
 

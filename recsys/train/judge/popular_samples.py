@@ -26,8 +26,7 @@ from recsys.train.metrics.metrics import MetricsAccumulator
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, SampleSource
     from recsys.embeddings.popularity.lookup_blocks import LookupBlock
 
 __all__ = ["PopularSamples"]

@@ -16,8 +16,8 @@ from recsys.train.parts.budget import MemoryNeeds
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["announce", "lack_of_disk", "warn_of_full_disk"]
 

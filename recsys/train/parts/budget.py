@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
+    from recsys.batch import Batch, SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = [
     "MemoryNeeds",

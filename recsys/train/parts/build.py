@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys.batch import has_weighted_bags
+from recsys.batch import features_by_table, has_bags, has_weighted_bags
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
-from recsys.datasets.source import features_by_table, has_bags
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -49,10 +48,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from recsys.batch import Batch
+    from recsys.batch import Batch, SampleSource
     from recsys.config import TrainConfig
     from recsys.config_schedule import ScheduleConfig
-    from recsys.datasets.source import SampleSource
     from recsys.models.batch_train import BatchTrain
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule

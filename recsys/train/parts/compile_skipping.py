@@ -17,8 +17,8 @@ from recsys.pipeline.skip.predictor import Predictor, features_of, predict
 from recsys.train.parts.providers import row_optimizer, with_bags
 
 if TYPE_CHECKING:
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["compile_skipping"]
 

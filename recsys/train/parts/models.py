@@ -38,8 +38,8 @@ from recsys.train.run_files.saved_state import require_savable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from recsys.batch import SampleSource
     from recsys.config import ModelConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["build_network", "needs_rows"]
 

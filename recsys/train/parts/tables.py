@@ -12,8 +12,8 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from recsys.batch import SampleSource
     from recsys.config import ModelConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["table_configs", "tables_of"]
 

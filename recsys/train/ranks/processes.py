@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from recsys.batch import Batch
+    from recsys.batch import Batch, SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
     from recsys.train.loop.resume import Reopened

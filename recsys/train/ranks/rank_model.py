@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
     from recsys.train.shards.folder import Layout

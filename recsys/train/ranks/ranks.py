@@ -54,9 +54,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.batch import Batch
+    from recsys.batch import Batch, SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 

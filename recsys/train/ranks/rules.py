@@ -8,8 +8,8 @@ from recsys.errors import ConfigError
 from recsys.train.parts.models import needs_rows
 
 if TYPE_CHECKING:
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["require_supported"]
 

@@ -16,7 +16,7 @@ import pytest
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.datasets.criteo.flow import CriteoFlow
 from recsys.datasets.criteo.growing_folder import GrowingFolder
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 from tests.forks import Fork

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.datasets.criteo.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError
 from recsys.train.metrics.metrics import auc

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.config import load_config
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic.kernel import drift_cycle, occupant
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError

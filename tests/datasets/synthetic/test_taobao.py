@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recsys.batch import features_by_table, has_bags
 from recsys.datasets import SyntheticTaobao
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.errors import ConfigError
 from recsys.train.metrics.metrics import auc
 

@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.tabular.store_parts.splits import (
     TEST,
     TRAIN,
