@@ -14,8 +14,8 @@ from recsys.train.parts.skip_policy import warn_of_no_skipping
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
-    from recsys.datasets.source import SampleSource
     from recsys.train.loop.full_steps import FullSteps
 
 __all__ = ["warn_of_no_effect", "warn_of_threads", "warn_of_unread_keys"]
