@@ -614,7 +614,7 @@ def test_a_second_ctrl_c_during_the_last_evaluation_keeps_the_metrics_until_then
 
 
 def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_path, monkeypatch):
-    def fill_the_disk(state, file):
+    def fill_the_disk(state, file, metadata):
         file.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
