@@ -1,11 +1,14 @@
 """Processes that begin in milliseconds: forks of one that has imported, and has done no more."""
 
+import atexit
 import contextlib
 import itertools
 import multiprocessing
 import os
 import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,10 +64,15 @@ class Fork:
 
     def end(self):
         """Wait until it and its children are gone; returns the rest of stdout, and stderr."""
-        printed = []
+        hangs = threading.Timer(300, os.killpg, (self.process.pid, signal.SIGKILL))
+        hangs.start()
+        try:
+            with ThreadPoolExecutor(2) as readers:  # one pipe may be full while the other is read
+                printed = list(readers.map(lambda file: file.read(), self._printed))
+        finally:
+            hangs.cancel()
         for file in self._printed:
-            with file:
-                printed.append(file.read())
+            file.close()
         self.process.join(60)
         assert self.process.exitcode is not None
         return printed
@@ -82,7 +90,19 @@ def _call(folder, ends, function, arguments):
         os.dup2(end.fileno(), descriptor)
         end.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    function(*arguments)
+    with_exit_functions(function)(*arguments)
+
+
+def with_exit_functions(function):
+    """The function with `atexit`'s callbacks after it, which multiprocessing leaves out."""
+
+    def called(*arguments):
+        try:
+            function(*arguments)
+        finally:
+            atexit._run_exitfuncs()
+
+    return called
 
 
 def _recsys(words):

@@ -60,7 +60,7 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
 
 
 def _require_own_bags(keys: Sequence[str], num_bags: Sequence[int], bag_of_FB: Tensor) -> None:
-    num_bags_F1 = torch.tensor(num_bags).unsqueeze(1)
+    num_bags_F1 = torch.tensor(num_bags, device="cpu").unsqueeze(1)
     wrong = ((bag_of_FB < 0) | (bag_of_FB >= num_bags_F1)).nonzero()
     if len(wrong):
         feature, sample = wrong[0].tolist()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recsys._support.untrusted import is_finite_number, is_int
+from recsys._support.arguments import is_number, is_whole
 from recsys.conversion.accelerate import accelerate
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.errors import ConfigError
@@ -189,10 +189,10 @@ def verify(
         ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer,
             or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
     """
-    if not is_int(steps, 1):
+    if not is_whole(steps, 1):
         raise ConfigError(f"verify: steps must be an integer of at least 1, got {steps!r}")
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (is_finite_number(value) and value >= 0):
+        if value is not None and not (is_number(value) and value >= 0):
             raise ConfigError(
                 f"verify: {name} must be a finite number of at least 0, or None, got {value!r}"
             )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.arguments import is_whole
 from recsys._support.states import SavedState
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
@@ -210,5 +211,5 @@ class BatchLoader(ResumableLoader[int]):
 
 
 def _require_integer(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise ConfigError(f"{name} must be an integer and at least {least}, got {value!r}")

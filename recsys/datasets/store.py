@@ -87,6 +87,7 @@ class Store:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._folder = self.path.absolute()  # wherever the process goes
         self.meta = read_meta(self.path)
         self.num_samples: int = self.meta["num_samples"]
         self.table_sizes: dict[str, int] = self.meta["num_embeddings"]
@@ -318,9 +319,9 @@ class Store:
             return np.empty(shape, dtype)
         return np.memmap(file, dtype, mode="r", shape=shape).view(np.ndarray)
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[Store], tuple[Path], dict[str, Any]]:
         """Pickle and copy a store by its path: the copy opens the same folder."""
-        return type(self), (self.path,)
+        return type(self), (self._folder,), {"splits": self.splits}
 
     def __repr__(self) -> str:
         return (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recsys._support.arguments import is_whole
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         sizes = self.num_embeddings, self.embedding_dim
-        if not all(_is_integer(size) and size >= 1 for size in sizes):
+        if not all(is_whole(size, 1) for size in sizes):
             raise ConfigError(
                 f"table {self.name!r}: num_embeddings and embedding_dim must be integers of at "
                 f"least 1, got {self.num_embeddings!r} and {self.embedding_dim!r}"
@@ -69,10 +69,6 @@ class TableConfig:
         object.__setattr__(self, "data_type", data_type_of(self))
         if not self.feature_names:
             object.__setattr__(self, "feature_names", (self.name,))
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def output_names(tables: Sequence[Any]) -> list[str]:

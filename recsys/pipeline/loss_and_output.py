@@ -9,8 +9,8 @@ from torch import Tensor
 __all__ = ["require_loss_and_output"]
 
 
-def require_loss_and_output(found: Any, model: Any) -> None:
-    """Check that a model returned (loss, output).
+def require_loss_and_output(found: Any, model: Any) -> tuple[Tensor, Any]:
+    """Check that a model in training returned (loss, output), and return both.
 
     Args:
         found: What it returned.
@@ -24,7 +24,7 @@ def require_loss_and_output(found: Any, model: Any) -> None:
         second = found[1]
         is_loss = isinstance(second, Tensor) and not second.dim() and second.requires_grad
         if not (is_loss and found[0].dim()):
-            return
+            return found[0], second
     parts = found if isinstance(found, tuple | list) else [found]
     shown = ", ".join(
         f"{type(each).__name__} {tuple(each.shape)}"

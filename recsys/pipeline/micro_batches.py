@@ -5,6 +5,7 @@ Letters: B samples in the mini-batch, M samples in a part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -45,7 +46,7 @@ def share_of_whole(batch: Any, whole: int | None, size: int | None) -> float:
         size: Samples of the mini-batch, if known; None to count them.
 
     Raises:
-        ValueError: tensors of the mini-batch differ in length, and it has no `labels`.
+        ValueError: it has no `labels`, and no length is that of most tensors.
     """
     if whole is None:
         return 1.0
@@ -54,18 +55,24 @@ def share_of_whole(batch: Any, whole: int | None, size: int | None) -> float:
 
 
 def _size_of(batch: Any) -> int | None:
-    """B, where tensors that are not (B, ...) may come first, such as the values of bags."""
-    sizes = list(dict.fromkeys(sizes_in(batch)))
-    if len(sizes) < 2:
-        return sizes[0] if sizes else None
+    """B, where tensors that are not (B, ...) may come first, such as the values of bags.
+
+    It is the length of `labels`; without them the one that occurs most often.
+    """
+    counted = Counter(sizes_in(batch)).most_common()
+    if len(counted) < 2:
+        return counted[0][0] if counted else None
     is_mapping = isinstance(batch, Mapping)
     labels = batch.get("labels") if is_mapping else getattr(batch, "labels", None)
     if isinstance(labels, Tensor) and labels.dim():
         return len(labels)
+    (size, times), (_, times_of_next), *_ = counted
+    if times > times_of_next:
+        return size
     raise ValueError(
         f"batch_size: it is not known how many samples a {type(batch).__name__} has whose tensors "
-        f"have the lengths {sizes}; name the labels of a mini-batch `labels`, or give it the "
-        "methods __len__ and select(samples)"
+        f"have the lengths {[each for each, _ in counted]}; name the labels of a mini-batch "
+        "`labels`, or give it the methods __len__ and select(samples)"
     )
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recsys._support.arguments import is_whole
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.replays import replaying
 from recsys._support.states import SavedState
-from recsys._support.untrusted import is_int
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense
@@ -132,7 +132,7 @@ class TrainPipeline:
     ) -> None:
         if not isinstance(schedule, Schedule | Auto | None):
             raise TypeError(f"schedule must be one such as LookAhead(), or None, got {schedule!r}")
-        if batch_size is not None and not is_int(batch_size, 1):
+        if batch_size is not None and not is_whole(batch_size, 1):
             raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         self._model, self._forward = model, custom_model_fwd or model
         self._device = None if device is None else torch.device(device)
@@ -416,7 +416,6 @@ class TrainPipeline:
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
         found = self._forward(batch)
-        require_loss_and_output(found, self._model)
         self.clock.mark("forward")
         return found
 
@@ -430,7 +429,7 @@ class TrainPipeline:
             claims: Its claims.
             weight: Factor of a scalar loss; a loss for each sample is summed without it.
         """
-        loss, output = self._compute(batch)
+        loss, output = require_loss_and_output(self._compute(batch), self._model)
         if any(claim.is_held for claim in claims or ()):
             cancel(claims)
             self._warn_of_other_ids()

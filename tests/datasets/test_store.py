@@ -1,6 +1,7 @@
 import copy
 import errno
 import json
+import os
 import pickle
 
 import numpy as np
@@ -53,6 +54,17 @@ def test_a_copy_of_a_store_opens_its_folder_and_has_no_samples_of_its_own(store,
     assert len(pickle.dumps(store)) < 500
     np.testing.assert_array_equal(copied.read(np.arange(21)).labels, store.labels)
     assert not copied.sparse.flags.owndata
+
+
+def test_a_copy_has_the_splits_of_its_store_and_is_made_in_any_folder(store, monkeypatch, tmp_path):
+    relative = Store(os.path.relpath(store.path))
+    relative.splits["train"] = range(3)
+    monkeypatch.chdir(tmp_path)
+
+    copied = copy.deepcopy(relative)
+
+    assert copied.splits == relative.splits
+    np.testing.assert_array_equal(copied.labels, store.labels)
 
 
 @pytest.mark.parametrize("samples", [[-1], [21], [0, 21]])

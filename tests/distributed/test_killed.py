@@ -26,7 +26,6 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(ranks, tmp_path):
         _, messages = fork.end()
         assert fork.process.exitcode == 0, messages[-3000:]
         assert "exitcode: -9" in messages, messages
-        assert "not synced" not in messages, messages
         assert "warning" not in messages, messages
         assert (run / "model.safetensors").read_bytes() == expected, seed
         assert sorted(path.name for path in Path(f"{run}.rows").iterdir()) == [

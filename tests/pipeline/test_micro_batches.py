@@ -178,6 +178,8 @@ class SizedBags(Bags):
         (Bags(VALUES, LABELS), 3),
         (SizedBags(VALUES, LABELS), 2),
         ((OFFSETS, LABELS), 3),
+        ((VALUES, OFFSETS, LABELS), 3),
+        ({"values": VALUES, "y": LABELS, "offsets": OFFSETS, "scale": torch.ones(1)}, 3),
         ((some_ids(), LABELS), 3),
         ("abc", 6),
     ],
@@ -188,9 +190,9 @@ def test_a_share_is_of_the_samples_where_values_of_bags_come_first(batch, size):
 
 
 def test_samples_that_cannot_be_counted_are_named():
-    batch = (VALUES, OFFSETS, LABELS)
+    batch = (VALUES, torch.tensor([0, 5, 6, 8]), LABELS)
 
-    with pytest.raises(ValueError, match=r"samples a tuple has .* \[8, 3\]; name the labels"):
+    with pytest.raises(ValueError, match=r"samples a tuple has .* \[8, 4, 3\]; name the labels"):
         share_of_whole(batch, 6, None)
     assert share_of_whole(batch, None, None) == 1
 

@@ -151,8 +151,8 @@ class StalenessTracker:
         if number != self.num_steps:  # windows and flags would be those of other steps
             raise ValueError(
                 f"begin_step: mini-batch {self.num_steps} must come next, got {number}; count them "
-                "over all epochs, and call end_step after each step; to continue without a state, "
-                "set num_steps"
+                "over all epochs, and call end_step after each step (after cancel_step the number "
+                "stays); to continue without a state, set num_steps"
             )
         if self.freezes_rows:
             self.use_flags_of(number)
@@ -184,7 +184,7 @@ class StalenessTracker:
             self._flag_sets.forget_before(self.num_steps - 1)
 
     def cancel_step(self) -> None:
-        """Called instead of `end_step` after a step that raised: nothing is counted or frozen."""
+        """Called instead of `end_step` after a step that raised; the next one has its number."""
         for followed in self._followed:
             marks = followed.marks
             marks.is_counting = marks.is_freezing = marks.is_noting = False

@@ -6,7 +6,9 @@ where they are, and training meanwhile moves and updates them.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["AbstractInTurn"]
+
+
+# Those of a forked process get new locks: another thread of its parent may hold them.
+_OBJECTS: weakref.WeakSet[AbstractInTurn] = weakref.WeakSet()
 
 
 class AbstractInTurn:
@@ -31,6 +37,7 @@ class AbstractInTurn:
         """Make the lock, for copies and pickles, too."""
         made = super().__new__(cls)
         made.lock = threading.RLock()
+        _OBJECTS.add(made)
         return made
 
     def __init_subclass__(cls) -> None:
@@ -46,3 +53,12 @@ def _locked(method: FunctionType) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return locked
+
+
+def _renew_locks() -> None:
+    for each in _OBJECTS:
+        each.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

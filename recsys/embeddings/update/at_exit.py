@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from recsys.errors import ColdTierError
+from recsys.embeddings.tiers.cold.cold_files import FilesDeleted
 
 if TYPE_CHECKING:
     from recsys.embeddings.update.row_updater import RowUpdater
@@ -35,7 +35,7 @@ def _sync_all() -> None:
     for updater in list(_UPDATERS):
         try:
             updater.sync()
-        except ColdTierError:  # the folder was deleted: there is nothing to complete
+        except FilesDeleted:  # there is nothing to complete
             pass
         except Exception as error:  # the other updaters are still synced
             errors.append(error)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.arguments import is_whole
 from recsys._support.states import SavedState
-from recsys._support.untrusted import is_int
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.errors import ConfigError
@@ -116,7 +116,7 @@ class HotColdLoader(ResumableLoader[_Position]):
             ("seed", seed, 0),
             ("prefetch", prefetch, 1),
         ):
-            if not is_int(value, least):
+            if not is_whole(value, least):
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
         super().__init__(
             split, _Position([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else ""

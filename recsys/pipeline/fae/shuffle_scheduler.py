@@ -13,15 +13,24 @@ scheduler. So every constant is a field.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import ceil, isfinite
-from typing import Any
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
+from recsys._support.arguments import is_number, is_whole
 from recsys._support.states import SavedState
 from recsys.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["FAE", "ShuffleScheduler"]
 
-_TYPES = {"float": (float, int), "int": (int,), "bool": (bool,)}
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (is_number, "a finite number"),
+    "int": (partial(is_whole, least=1), "an integer of at least 1"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,22 +61,16 @@ class FAE:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kinds = getattr(self, field.name), _TYPES[str(field.type)]
-            if type(value) not in kinds:
-                raise ConfigError(
-                    f"FAE: {field.name} must be {' or '.join(each.__name__ for each in kinds)}, "
-                    f"got {value!r}"
-                )
+            value, (is_right, rule) = getattr(self, field.name), _CHECKS[str(field.type)]
+            if not is_right(value):
+                raise ConfigError(f"FAE: {field.name} must be {rule}, got {value!r}")
         if not 0 < self.min_rate <= self.rate <= self.max_rate <= 100:
             raise ConfigError(
                 "FAE: rates are percentages with 0 < min_rate <= rate <= max_rate <= 100, got "
                 f"{self.min_rate}, {self.rate} and {self.max_rate}"
             )
-        if self.patience < 1 or not (isfinite(self.factor) and self.factor > 1):
-            raise ConfigError(
-                "FAE: patience must be at least 1 and factor above 1, got "
-                f"{self.patience} and {self.factor}"
-            )
+        if not self.factor > 1:
+            raise ConfigError(f"FAE: factor must be above 1, got {self.factor}")
 
 
 class ShuffleScheduler:

@@ -484,10 +484,10 @@ def _require_told(pipeline: Any, loader: Any) -> None:
     num_untold = 0 if loader is None else getattr(pipeline, "num_untold", 0)
     if num_untold:
         raise ConfigError(
-            f"loader: the {type(loader).__name__} counts {num_untold} mini-batches as used that "
-            "wait in the pipeline, because the iterator that was trained on has no num_waiting; "
-            "train on a BatchLoader itself, give the iterator num_waiting (docs/python.md), or, "
-            "if nothing is skipped, use schedule=Sequential()"
+            f"loader: the {type(loader).__name__} may count {num_untold} mini-batches as used "
+            "that wait in the pipeline, because the iterator that was trained on has no "
+            "num_waiting; train on a BatchLoader itself, give the iterator num_waiting "
+            "(docs/python.md), or, if nothing is skipped, use schedule=Sequential()"
         )
 
 

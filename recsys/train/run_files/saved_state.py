@@ -67,7 +67,7 @@ def require_savable(model: nn.Module, place: str) -> None:
 
 
 def _fault_of(key: str, value: Any) -> str | None:
-    if key.endswith("_extra_state") or not isinstance(value, torch.Tensor):
+    if key.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor):
         return (
             f"is a {type(value).__name__} that a module makes, and a run saves parameters and "
             "buffers; register it as a buffer, or compute it in __init__"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ColdFiles", "OpenArray", "lock_folder"]
+__all__ = ["ColdFiles", "FilesDeleted", "OpenArray", "lock_folder"]
 
 
 _OPEN: WeakSet[ColdFiles] = WeakSet()
@@ -55,6 +55,10 @@ class OpenArray:
     path: Path
     descriptor: int
     tensor: Tensor
+
+
+class FilesDeleted(ColdTierError):
+    """The folder of rows was deleted while they were in use."""
 
 
 class ColdFiles:
@@ -232,14 +236,15 @@ class ColdFiles:
             numbers: Further state of each table, such as its step count; stored in the manifest.
 
         Raises:
-            ColdTierError: as `require_owner`; or the folder was deleted.
+            ColdTierError: as `require_owner`.
+            FilesDeleted: the folder was deleted.
             OSError: a write failed; the folder stays dirty.
         """
         self.require_owner()
         if self._lock < 0:
             return  # closed
         if not self._manifest.exists():
-            raise ColdTierError(
+            raise FilesDeleted(
                 f"{self.folder}: the files of this module were deleted, so its rows are lost when "
                 "the process ends; save a checkpoint, and build the module in a new cold_path"
             )

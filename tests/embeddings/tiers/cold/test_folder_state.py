@@ -17,7 +17,7 @@ from recsys.embeddings import (
     RowWiseAdagrad,
 )
 from recsys.embeddings.update import at_exit
-from recsys.errors import ColdTierError
+from recsys.errors import ColdTierError, TiersFailed
 
 NUM_ROWS, DIM = 300, 4
 PLAIN = SGD(lr=1.0)
@@ -68,7 +68,7 @@ def test_reading_leaves_a_folder_whole(read, tmp_path):
 
 WRITES = {
     "in place": lambda bag: bag.weight.detach().add_(1.0),
-    "out=": lambda bag: torch.mean(torch.ones(2, NUM_ROWS, DIM), 0, out=bag.weight.data),
+    "out=": lambda bag: torch.sum(torch.ones(2, NUM_ROWS, DIM), 0, out=bag.weight),
     "data": lambda bag: bag.weight.data.add_(1.0),
 }
 
@@ -77,7 +77,8 @@ WRITES = {
 def test_a_folder_is_dirty_after_a_write(write, tmp_path):
     bag = trained(tmp_path / "rows")
 
-    write(bag)
+    with torch.no_grad():
+        write(bag)
 
     assert is_dirty(tmp_path / "rows")
 
@@ -120,6 +121,19 @@ def test_sync_names_a_folder_that_was_deleted_and_the_end_of_the_process_does_no
     with pytest.raises(ColdTierError, match="rows: the files of this module were deleted"):
         bag.sync()
     at_exit._sync_all()
+
+
+def test_the_end_of_a_process_tells_of_rows_that_could_not_be_written(tmp_path, monkeypatch):
+    bag = build(tmp_path / "rows")
+    bag(IDS).sum().backward()
+
+    def fail(_):
+        raise TiersFailed("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(bag.row_updater), "sync", fail)
+        with pytest.raises(ExceptionGroup, match="not synced"):
+            at_exit._sync_all()
 
 
 @pytest.mark.parametrize(

@@ -161,3 +161,31 @@ def test_a_fork_while_rows_are_moved_says_so_and_does_not_wait_for_them():
 
     assert isinstance(error, TiersFailed)
     assert "forked while rows were moved; call settle() of the module" in str(error)
+
+
+def test_a_lookup_in_a_fork_needs_no_lock_that_a_thread_of_its_parent_holds():
+    bag = make()
+    train(bag, range(2))
+    [tiers] = bag.tiers()
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold():
+        with tiers.lock:
+            is_held.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+
+    def look_up():
+        with torch.no_grad():
+            return bag(ids_of(0)).tolist()
+
+    try:
+        found = in_a_fork(look_up)
+    finally:
+        is_over.set()
+        thread.join()
+
+    assert found == look_up()
