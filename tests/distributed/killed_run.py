@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 from ranks_train import run_training
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -21,14 +22,20 @@ def settings_of(run):
     return [*settings, f"cold_path={run}.rows"]
 
 
-def kill_later(seconds):
+def kill_later(seconds, mark):
     time.sleep(seconds)
+    mark.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_soon_after(step, seconds):
+def mark_of(run):
+    """The file that a rank makes just before it is killed."""
+    return Path(f"{run}.killed")
+
+
+def kill_soon_after(step, seconds, mark):
     """Let this process be killed some time after a step; step 0 is before the run."""
-    thread = threading.Thread(target=kill_later, args=(seconds,), daemon=True)
+    thread = threading.Thread(target=kill_later, args=(seconds, mark), daemon=True)
     if not step:
         thread.start()
         return
@@ -62,6 +69,6 @@ def be_rank(run, seed):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         generator = random.Random(seed)
         if generator.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"]):
-            kill_soon_after(generator.randrange(23), generator.uniform(0, 0.1))
+            kill_soon_after(generator.randrange(23), generator.uniform(0, 0.1), mark_of(run))
     with plain_warnings("killed_run"):
         run_training(run, settings_of(run), resume=True)
