@@ -210,8 +210,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         for name, value in arrays.items():
             if len(value) != len(table):
-                name = self._prefixes[key] + name  # noqa: PLW2901  # as in the state
-                raise ValueError(f"{key}: {name}: must have {len(table)} rows, got {len(value)}")
+                in_state = self._prefixes[key] + name
+                raise ValueError(
+                    f"{key}: {in_state}: must have {len(table)} rows, got {len(value)}"
+                )
         if arrays and set(arrays) != set(sizes):
             raise ValueError(
                 f"optimizer state of {key!r} has the arrays {sorted(arrays)}, and those of "
