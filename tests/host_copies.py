@@ -21,6 +21,7 @@ class _HostRows:
 
 def _copy(host, rows, slots, in_slots, *, is_fetch):
     rows, slots = rows.numpy(), slots.numpy()
+    assert (rows[: (rows >= 0).sum()] >= 0).all()  # kernels stop where no rows are
     in_slots = _numbers(in_slots)
     for table, first, end in zip(host.tables, host.firsts, host.firsts[1:], strict=False):
         places = np.flatnonzero((rows >= first) & (rows < end))
@@ -33,11 +34,6 @@ def _copy(host, rows, slots, in_slots, *, is_fetch):
             _numbers(table)[ids] = in_slots[at]
 
 
-def _move(host, written_rows, written_slots, fetched_rows, fetched_slots, in_slots):
-    _copy(host, written_rows, written_slots, in_slots, is_fetch=False)
-    _copy(host, fetched_rows, fetched_slots, in_slots, is_fetch=True)
-
-
 def _numbers(rows):
     return rows.detach().view(len(rows), -1).view(_BITS[rows.itemsize]).numpy()
 
@@ -46,7 +42,6 @@ HOST_COPIES = HostCopies(
     _HostRows,
     lambda *arguments: _copy(*arguments, is_fetch=True),
     lambda *arguments: _copy(*arguments, is_fetch=False),
-    _move,
 )
 
 

@@ -27,7 +27,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.errors import (
     BudgetTooSmall,
     ConflictingWrite,

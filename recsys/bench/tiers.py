@@ -38,7 +38,7 @@ from recsys.bench.parts.scheduled import (
 from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import build_model
 

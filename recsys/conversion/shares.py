@@ -23,7 +23,7 @@ from recsys.embeddings.tiers.budget import (
     require_room_beside_rows,
 )
 from recsys.embeddings.tiers.cold.staging import num_staged
-from recsys.embeddings.tiers.slots import floor_bytes, require_numbers, row_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, require_numbers, row_bytes
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys.config import EvalConfig, OptimizerConfig
-from recsys.embeddings.tiers.slots import row_bytes
+from recsys.embeddings.tiers.slot_costs import row_bytes
 from recsys.train.parts.providers import row_optimizer
 
 if TYPE_CHECKING:

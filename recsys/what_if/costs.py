@@ -27,7 +27,8 @@ from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.embeddings.tiers.cold.file_store import FileStore
 from recsys.embeddings.tiers.cold.host_store import HostStore
-from recsys.embeddings.tiers.slots import Slots, row_bytes
+from recsys.embeddings.tiers.slot_costs import row_bytes
+from recsys.embeddings.tiers.slots import Slots
 from recsys.embeddings.tiers.transfers import TransferQueue
 
 if TYPE_CHECKING:

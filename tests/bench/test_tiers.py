@@ -6,7 +6,7 @@ import torch
 from recsys.bench.parts.harness import rows_by_provider, write_rows
 from recsys.bench.parts.tiers_curve import curve_file, write_curve
 from recsys.bench.tiers import bench_tiers
-from recsys.embeddings.tiers.slots import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import map_bytes, row_bytes, slot_bytes
 from recsys.errors import ConfigError
 
 

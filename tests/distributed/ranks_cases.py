@@ -62,7 +62,7 @@ from recsys.distributed import (
 from recsys.distributed.planner import fast_bytes
 from recsys.embeddings import PopularityProfile, TableConfig, plan_hot_rows
 from recsys.embeddings.optimizer import Adagrad
-from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 
 BOUNDS = {2: [0, 16, 32], 4: [0, 8, 16, 24, 32]}
 STATE_SIZES = {

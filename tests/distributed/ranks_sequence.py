@@ -37,7 +37,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recsys.distributed import HotColdEmbeddingCollectionSharder, HotColdTrainPipelineSparseDist
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 
 torch.fx.wrap("pool_in_order")  # TorchRec's pipelines trace the model
 torch.fx.wrap("loss_of")

@@ -5,7 +5,7 @@ from torch import nn
 
 from recsys import Batch, JaggedIds
 from recsys.embeddings import HotColdEmbeddingCollection, TableConfig
-from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 
 DIM = 4
 NUM_DENSE = 3

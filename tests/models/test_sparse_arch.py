@@ -9,7 +9,7 @@ from recsys import DLRM, Batch, DLRMTrain, JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection
 from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.models.dlrm import SparseArch
 
 DIMS = (4, 2, 3)

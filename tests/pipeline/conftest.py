@@ -12,7 +12,7 @@ from torch import nn
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import nn
 from recsys.batch import places_of_samples
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
 
 NUM_SAMPLES = 12

@@ -1,7 +1,8 @@
 """How fast a kernel copies rows between the device and the host's tables, by itself.
 
 One large copy shows what PCIe gives. Rows may get less of it: because they lie at random places in
-much memory, because few of the kernel's programs wait for them at once, or because of both.
+much memory, because few of the kernel's programs wait for them at once, or because of both. Many
+programs that wait take the device from what computes meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from recsys._support.page_locks import PageLocks
 from recsys.bench.gpu.clock import Clock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from recsys.embeddings.kernels.choice import HostCopies
@@ -25,23 +28,29 @@ __all__ = ["HostRowCopies", "bytes_in_huge_pages", "measure_host_rows"]
 _MEMORY = Path("/proc/self/smaps_rollup")
 _NUM_ROWS = 1 << 16  # of a copy in one direction
 _PART_BYTES = 2**30
-_NUMS_OF_PROGRAMS = (16, 64, 256, 1024)
+_NUMS_OF_PROGRAMS = (2, 4, 16, 64)
+_PRODUCT_SIZE, _NUM_PRODUCTS = 4096, 6
+_NUM_COPIES = 3  # beside the products, which take less time
 
 
 class HostRowCopies(NamedTuple):
     """Bandwidths of copies of distinct rows, in bytes per second.
 
     Attributes:
-        rows: Where they are: "in order", "random in 1 GiB" or "random" over all tables.
+        rows: Where they are: "in order", "random in 1 GiB", "random" over all tables, or "random,
+            sorted" over all tables, but copied in order.
         num_programs: The most programs that copy.
         to_device: Rows that are fetched.
-        both_ways: Rows that are fetched while as many others are written back, counted together.
+        to_host: Rows that are written back.
+        products_beside: Share of their speed that matrix products keep while rows are fetched; None
+            on a CPU.
     """
 
     rows: str
     num_programs: int
     to_device: float
-    both_ways: float
+    to_host: float
+    products_beside: float | None
 
 
 def measure_host_rows(
@@ -63,6 +72,7 @@ def measure_host_rows(
         num_rows = min(_NUM_ROWS, len(rows_RD) // 2)
         in_slots = torch.zeros(num_rows, rows_RD.shape[1], dtype=rows_RD.dtype, device=device)
         slots = torch.arange(num_rows, device=device)
+        products = _Products(clock, device) if device.type == "cuda" else None
         found = []
         for (name, rows), most in product(_rows_of(rows_RD, num_rows).items(), _NUMS_OF_PROGRAMS):
             fetched, written = (part.contiguous().to(device) for part in (rows[::2], rows[1::2]))
@@ -70,20 +80,42 @@ def measure_host_rows(
             def fetch(fetched: Tensor = fetched, most: int = most) -> None:
                 kernels.fetch_rows(host, fetched, slots, in_slots, most_programs=most)
 
-            def move(
-                fetched: Tensor = fetched, written: Tensor = written, most: int = most
-            ) -> None:
-                kernels.move_rows(
-                    host, written, slots, fetched, slots, in_slots, most_programs=most
-                )
+            def write(written: Tensor = written, most: int = most) -> None:
+                kernels.write_rows(host, written, slots, in_slots, most_programs=most)
 
             to_device = in_slots.nbytes / clock.median(fetch)
-            both_ways = 2 * in_slots.nbytes / clock.median(move)
-            found.append(HostRowCopies(name, most, to_device, both_ways))
+            to_host = in_slots.nbytes / clock.median(write)
+            beside = None if products is None else products.share_of_speed(fetch)
+            found.append(HostRowCopies(name, most, to_device, to_host, beside))
         return found
     finally:
         if locks is not None:
             locks.release()
+
+
+class _Products:
+    """Matrix products in bfloat16 on a CUDA device, timed alone and beside copies."""
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self._clock, self._side = clock, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._factor = torch.rand(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=torch.bfloat16, device=device)
+        self._alone = clock.median(self._multiply)
+
+    def share_of_speed(self, copy: Callable[[], None]) -> float:
+        """The speed beside copies on another stream, as a share of that alone."""
+
+        def multiply_beside() -> None:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                for _ in range(_NUM_COPIES):
+                    copy()
+            self._multiply()
+
+        return self._alone / self._clock.median(multiply_beside)
+
+    def _multiply(self) -> None:
+        for _ in range(_NUM_PRODUCTS):
+            torch.mm(self._factor, self._factor)
 
 
 def _rows_of(rows_RD: Tensor, num_rows: int) -> dict[str, Tensor]:
@@ -98,10 +130,12 @@ def _rows_of(rows_RD: Tensor, num_rows: int) -> dict[str, Tensor]:
         drawn = torch.arange(2 * num_rows) * stretch + offsets
         return drawn[torch.randperm(2 * num_rows, generator=generator)]
 
+    anywhere = random(len(rows_RD))
     return {
         "in order": torch.arange(2 * num_rows),
         "random in 1 GiB": random(min(num_in_part, len(rows_RD))),
-        "random": random(len(rows_RD)),
+        "random": anywhere,
+        "random, sorted": anywhere.sort().values,
     }
 
 

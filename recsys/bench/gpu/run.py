@@ -145,7 +145,8 @@ class _Cases:
         for each in copies:
             print(
                 f"rows {each.rows}, {each.num_programs} programs: {each.to_device / 1e9:.1f} GB/s "
-                f"to the device, {each.both_ways / 1e9:.1f} GB/s both ways",
+                f"to the device, {each.to_host / 1e9:.1f} GB/s to the host; products beside "
+                f"fetches keep {each.products_beside or 0:.0%} of their speed",
                 flush=True,
             )
         return {

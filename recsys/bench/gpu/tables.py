@@ -18,7 +18,7 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.lookup.device_tables import empty_tables
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -112,13 +112,11 @@ class HostCopies(NamedTuple):
         host_rows: Makes the tables that a device finds by address; `triton.transfers.HostRows`.
         fetch_rows: Like `triton.transfers.fetch_rows`.
         write_rows: Like `triton.transfers.write_rows`.
-        move_rows: Like `triton.transfers.move_rows`.
     """
 
     host_rows: Callable[..., Any]
     fetch_rows: Callable[..., None]
     write_rows: Callable[..., None]
-    move_rows: Callable[..., None]
 
 
 def host_copies_on(device: torch.device) -> HostCopies | None:
@@ -127,6 +125,4 @@ def host_copies_on(device: torch.device) -> HostCopies | None:
         return None
     from recsys.embeddings.kernels.triton import transfers
 
-    return HostCopies(
-        transfers.HostRows, transfers.fetch_rows, transfers.write_rows, transfers.move_rows
-    )
+    return HostCopies(transfers.HostRows, transfers.fetch_rows, transfers.write_rows)

@@ -36,7 +36,7 @@ from recsys.embeddings.popularity.plan_table import format_budgets
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
-from recsys.embeddings.tiers.slots import floor_bytes, map_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 
 if TYPE_CHECKING:

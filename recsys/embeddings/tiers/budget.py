@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from recsys._support.sizes import round_up_bytes
-from recsys.embeddings.tiers.slots import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import map_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ without a slot is fetched for the next ticket that needs it. Fetches and write-b
 ordered queue, so no row is fetched before its own write-back.
 
 A device that copies rows by itself (`DeviceCopies`) needs no list of them on the host. If the
-slots suffice for the most rows that all tickets can need, a claim is then only queued on the
-device, and so is its transfer. Otherwise the host waits for the result of the claim, as it must to
-copy rows itself, to unpin rows, and to refuse a claim.
+slots suffice for the most rows that all tickets can need, releases, a claim and its transfer are
+then only queued on the device, in the order of transfers: what computes meanwhile waits for none of
+them. Otherwise the host waits for the result of the claim, as it must to copy rows itself, to unpin
+rows, and to refuse a claim. Everything else that reads or changes slots waits for all transfers.
 
 Evaluation claims no slots. When no transfer is pending, the current copy of a row is in its slot
 or, if it has none, in the cold store.
@@ -116,6 +117,7 @@ class Residency:
     @property
     def counts(self) -> TierCounts:
         """Counts since the tiers were made; the host may wait for a device."""
+        self.hot.after_transfers()
         return self.counter.read()
 
     def claim(
@@ -136,36 +138,56 @@ class Residency:
             TiersFailed: a transfer has failed.
             RuntimeError: a slot cannot count more tickets; nothing was claimed.
         """
-        self._collect()
         self._written.mark()
-        if len(self._held) >= MOST_HELD:
+        if len(self._held) - len(self._released) >= MOST_HELD:
             raise RuntimeError(
                 f"{len(self._held)} lookups hold rows in fast memory, which is the maximum; delete "
                 "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
         is_reached = self._is_reached()
-        most_rows = self._most_rows(lookups, bags) if is_reached else None
-        claim: SlotClaim | QueuedClaim
-        if most_rows is not None:
-            claim = self.hot.queue_claim(lookups, bags, most_rows, self._most_needed)
-        else:
-            claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
-            most_rows = claim.num_rows
-        hold = Hold(self, claim.held)
-        self._held.add(HeldSlots.of(hold, most_rows, self._released))
-        self._most_needed += most_rows
-        self.counter.add(claim)
+        queued = self._queue_claim(lookups, bags) if is_reached else None
+        if queued is not None:
+            return queued
+        self._collect()
+        claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
+        hold = self._hold(claim, claim.num_rows)
         after_hits, moves = self._transferred(is_reached), claim.moves
         if len(moves.fetched_rows):
             in_order = self.hot.in_order()
             if is_reached:
                 self._copy(moves, in_order)
             else:
-                assert isinstance(moves, Moves)
                 self._move(moves, in_order, in_background=in_background)
         after, fetched = self._transferred(is_reached), moves.fetched_slots
         return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
+
+    def _queue_claim(self, lookups: Lookups, bags: Any) -> Ticket | None:
+        """Queue releases, a claim and its transfer on the device, in the order of transfers.
+
+        Returns:
+            None if there may be too few slots; then nothing was claimed.
+        """
+        self.hot.prepare(lookups, bags)
+        with self.hot.in_order():
+            self._release()
+            most_rows = self._most_rows(lookups, bags)
+            if most_rows is None:
+                return None
+            claim = self.hot.queue_claim(lookups, bags, most_rows, self._most_needed)
+            hold = self._hold(claim, most_rows)
+            after_hits = Transferred(0, self.hot.record_transfers())
+            self._copy(claim.moves, nullcontext())
+        after, fetched = self._transferred(True), claim.moves.fetched_slots
+        return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
+
+    def _hold(self, claim: SlotClaim | QueuedClaim, most_rows: int) -> Hold:
+        """Count a claim, and note the slots that it holds."""
+        hold = Hold(self, claim.held)
+        self._held.add(HeldSlots.of(hold, most_rows, self._released))
+        self._most_needed += most_rows
+        self.counter.add(claim)
+        return hold
 
     def _claim_and_wait(self, lookups: Lookups, bags: Any, *, may_unpin: bool) -> SlotClaim:
         """Claim slots; on a device, the host waits for the result. See `claim`."""
@@ -296,8 +318,8 @@ class Residency:
         Raises:
             TiersFailed: the write-back or an earlier transfer failed.
         """
-        self._collect()
         self._settle()
+        self._collect()
         rows, slots = self.hot.dirty()
         if only is not None:
             is_chosen = (rows >= only.start) & (rows < only.stop)
@@ -315,9 +337,9 @@ class Residency:
         Raises:
             TiersFailed: the fetch or an earlier transfer failed.
         """
-        self._collect()
         with interrupts_held_back():
             self._settle()
+            self._collect()
             rows, slots = self.hot.claimed()
             if len(slots):
                 self._move_now(Moves(rows, slots, _NONE, _NONE))
@@ -399,6 +421,12 @@ class Residency:
             self.queue.put(run, in_background=in_background)
 
     def _collect(self) -> None:
+        """Release what was dropped; the slots can be read and changed after that."""
+        self.hot.after_transfers()
+        self._release()
+
+    def _release(self) -> None:
+        """Release what was dropped, on the stream that claims."""
         if not self._released:
             return
         with interrupts_held_back():  # a slot that is taken off the list must be released
@@ -406,7 +434,7 @@ class Residency:
                 held = self._released.popleft()
                 self._held.discard(held)
                 self._most_needed -= held.most_rows
-                self.hot.map.release(held.slots)
+                self.hot.release(held.slots)
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""

@@ -1,16 +1,4 @@
-"""The hot tier of one row space: slots, the rows they hold, and what they cost.
-
-    bytes = rows of the row space * 4                       the row map
-          + slots * (row + its optimizer state + 8)         and the records of each slot
-
-The row map tells in one step whether a row is in a slot. The budget pays for it before any slot.
-
-These bytes do not include memory in proportion to a mini-batch, like its ids and pooled rows. A
-ticket's slot numbers take 4 bytes per lookup and 4 per row, on CUDA 24 per row. A claim takes at
-most 20 bytes per lookup and 32 per row in all, freed before the mini-batch is computed. On a device
-without Triton a claim takes more, because each torch operation allocates its result. On all devices
-staging takes at most 16 MiB. An observer of claims (`Forecast`) takes at most 0.7 MB.
-"""
+"""The hot tier of one row space: slots and the rows they hold; see `slot_costs`."""
 
 from __future__ import annotations
 
@@ -33,13 +21,15 @@ from recsys.embeddings.kernels.cpu.slots import (
     Shortage,
 )
 from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
+from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
 from recsys.embeddings.kernels.torch.slot_rows import SlotRows, TieredRows, number_rows
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
 from recsys.embeddings.tiers.cold.staging import Staging, TransferStream
+from recsys.embeddings.tiers.slot_costs import map_bytes, require_numbers, slot_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -51,60 +41,12 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.host_store import ColdStore
 
 __all__ = [
-    "MAX_SLOTS",
     "ClaimObserver",
     "Slots",
     "fewest_uses",
-    "floor_bytes",
-    "map_bytes",
-    "require_numbers",
-    "row_bytes",
-    "slot_bytes",
 ]
 
-# A slot number and the AWAITED bit fit in an int32, and so does the mark of a claim on a device.
-MAX_SLOTS = AWAITED - 2
-_MAP_BYTES_PER_ROW = 4
-_RECORD_BYTES_PER_SLOT = 8  # row, claims, uses, flags
 _MIN_POPULAR_USES = 2  # a row used by one mini-batch only has one use
-
-
-def map_bytes(num_rows: int) -> int:
-    """Bytes of the row map of `num_rows` rows."""
-    return num_rows * _MAP_BYTES_PER_ROW
-
-
-def row_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
-    """Bytes of a row and its state."""
-    return dim * dtype.itemsize + sum(state_sizes.values()) * compute_dtype(dtype).itemsize
-
-
-def slot_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
-    """Bytes of one slot: a row, its state, and the slot's records."""
-    return row_bytes(dim, dtype, state_sizes) + _RECORD_BYTES_PER_SLOT
-
-
-def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
-    """The least fast memory for tables: the row map, and a slot for every row needed at once.
-
-    Args:
-        num_rows: Number of rows of all tables.
-        slots: For every row space, its number of slots and the bytes of one slot.
-    """
-    return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
-
-
-def require_numbers(num_rows: int, num_slots: int) -> None:
-    """Check that 32 bits can number the rows and slots of one row space.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
-        raise ValueError(
-            f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
-            f"{num_rows} and {num_slots}; divide the tables among several modules"
-        )
 
 
 class ClaimObserver(Protocol):
@@ -126,7 +68,7 @@ class Slots:
     A device copies rows by itself (`DeviceCopies`), or they pass through `Staging`. On CUDA,
     transfers run on a stream of their own and overlap with computing:
 
-    claim      on the caller's stream; for staging the host waits for the list of rows to copy
+    claim      on this tier's stream, if it is only queued; else on the caller's, and the host waits
     transfer   on this tier's stream, after everything that the caller has queued by then
     compute    on the caller's stream, after the transfers that the ticket has waited for
 
@@ -244,15 +186,33 @@ class Slots:
         """A context for one transfer: it runs after everything that the caller has queued."""
         return nullcontext() if self._stream is None else self._stream.transfer()
 
+    def prepare(self, lookups: Lookups, bags: Any) -> None:
+        """Prepare for `queue_claim` in the order of transfers."""
+        # What claims and lookups read is uploaded on the stream of the latter.
+        layers_of(self._numbers, lookups, bags.num_features)
+        if self._stream is not None:
+            self._stream.keep_for_transfer([bags.values, bags.offsets])
+
     @property
     def last_transfer(self) -> Any:
         """The event after the transfers so far; None before the first, and without a stream."""
         return None if self._stream is None else self._stream.last
 
-    def after_transfers(self, last: Any = None) -> None:
-        """Have the caller's stream wait for transfers: until `last`, or for all so far if None."""
+    def record_transfers(self) -> Any:
+        """In `in_order`: the event after what was queued in it so far; None without a stream."""
+        return None if self._stream is None else self._stream.record()
+
+    def after_transfers(self, last: Any = None, made: Any = None) -> None:
+        """Have the caller's stream wait for transfers.
+
+        Args:
+            last: The event to wait for; None for all transfers so far.
+            made: A tensor that a claim in their order has made, and that the caller reads.
+        """
         if self._stream is not None:
             self._stream.wait(last)
+            if made is not None:
+                self._stream.keep(made)
 
     def pin(self, rows: NDArray[np.int32]) -> None:
         """Reserve a slot for each of these rows, counted over all tables; slots must be new."""
@@ -294,6 +254,12 @@ class Slots:
         if self.observer is not None:
             self.observer.claimed(lookups, bags)
         return claim
+
+    def release(self, held: Any) -> None:
+        """Take a claim out of the counts of the slots that it holds."""
+        if self._stream is not None:
+            self._stream.keep(held)
+        self.map.release(held)
 
     def pin_popular(self, num_slots: int) -> tuple[int, int]:
         """Pin the rows that are used most; see `Residency.pin_popular`.

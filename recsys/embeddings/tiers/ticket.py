@@ -95,7 +95,7 @@ class Ticket:
         residency = self._residency
         with residency.times.waiting():
             residency.queue.wait(self._after.number)
-        residency.hot.after_transfers(self._after.event)
+        residency.hot.after_transfers(self._after.event, self.slot_of_value)
 
     @property
     def is_here(self) -> bool:
@@ -134,6 +134,7 @@ class Ticket:
         if self._hold is None:
             return torch.zeros(self.batch_size, dtype=torch.bool)
         assert self.ids is not None
+        self._after_claim()
         was_fetched_N = self._hold.residency.hot.are_among(self.slot_of_value, self._fetched)
         return self.ids.samples_with(was_fetched_N, self.lookups.positions.tolist()).cpu()
 
@@ -159,10 +160,15 @@ class Ticket:
             if ticket._hold is not None:
                 joined.setdefault(ticket._residency, []).append(ticket)
         for tickets in joined.values():
+            for ticket in tickets:
+                ticket._after_claim()
             tensor = tickets[0]._residency.hot.tensor
             fetched = torch.cat([tensor(ticket._fetched) for ticket in tickets])
+            before = tickets[0]._after_hits.number
             for ticket in tickets:
-                ticket._fetched, ticket._after_hits = fetched, tickets[0]._after_hits
+                # On a device, a claim is a part of its transfer, after those of earlier ones.
+                ticket._fetched = fetched
+                ticket._after_hits = ticket._after_hits._replace(number=before)
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Ticket]:
         """Replace the ticket in its queue by several, each for some samples; they share its slots.
@@ -173,6 +179,7 @@ class Ticket:
         """
         assert self.ids is not None
         assert self.queue is not None
+        self._after_claim()
         tickets = []
         for samples, was_missing in parts:
             places, ids = self.ids.select(samples)
@@ -193,6 +200,10 @@ class Ticket:
     def release(self) -> None:
         """Release the slots; a second call does nothing."""
         self._hold = None
+
+    def _after_claim(self) -> None:
+        """Have the caller's stream wait for what the claim has made."""
+        self._residency.hot.after_transfers(self._after_hits.event, self.slot_of_value)
 
     @property
     def _residency(self) -> Residency:

@@ -12,7 +12,7 @@ import torch
 
 from recsys.embeddings.staleness.drift import Movement, measure_drift
 from recsys.embeddings.staleness.row_marks import RowMarks, marks_bytes
-from recsys.embeddings.tiers.slots import map_bytes
+from recsys.embeddings.tiers.slot_costs import map_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ import torch
 
 from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
 from recsys.batch import feature_tables, features_by_table
-from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train.parts.providers import row_optimizer
 

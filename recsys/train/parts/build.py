@@ -21,7 +21,7 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.datasets.synthetic.taobao import SyntheticTaobao
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
-from recsys.embeddings.tiers.slots import slot_bytes
+from recsys.embeddings.tiers.slot_costs import slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.models.interaction import InteractionArch
 from recsys.pipeline import (

@@ -31,7 +31,7 @@ from torchrec.optim import RowWiseAdagrad
 from recsys.batch import has_weighted_bags
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.distributed.placement import TableCost, place_tables
-from recsys.embeddings.tiers.slots import row_bytes
+from recsys.embeddings.tiers.slot_costs import row_bytes
 from recsys.errors import ConfigError
 from recsys.train.parts.build import dense_optimizer
 from recsys.train.parts.models import build_network

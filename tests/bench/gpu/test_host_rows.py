@@ -11,24 +11,23 @@ from recsys.bench.gpu.run import bench_gpu
 from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 
-ROWS = ["in order", "random in 1 GiB", "random"]
+ROWS = ["in order", "random in 1 GiB", "random", "random, sorted"]
 
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Kernels that copy nothing, and what they were called with: programs, rows read, written."""
+    """Kernels that copy nothing, and what they were called with: programs, rows, if written."""
     monkeypatch.setattr(choice, "_BY_TRITON", {"cuda", "cpu"})
     found = []
 
     def fetch(host, rows, slots, in_slots, *, most_programs):
-        found.append((most_programs, rows, None))
+        found.append((most_programs, rows, False))
 
-    def move(host, written, written_slots, rows, slots, in_slots, *, most_programs):
-        assert torch.equal(written_slots, slots)
-        found.append((most_programs, rows, written))
+    def write(host, rows, slots, in_slots, *, most_programs):
+        found.append((most_programs, rows, True))
 
-    kernels = choice.host_copies_on(torch.device("cpu"))._replace(fetch_rows=fetch, move_rows=move)
-    return kernels, found
+    kernels = choice.host_copies_on(torch.device("cpu"))
+    return kernels._replace(fetch_rows=fetch, write_rows=write), found
 
 
 def test_distinct_rows_are_copied_from_where_the_name_says(copies, monkeypatch):
@@ -39,19 +38,24 @@ def test_distinct_rows_are_copied_from_where_the_name_says(copies, monkeypatch):
     measured = measure_host_rows(torch.zeros(1000, 4), torch.device("cpu"), kernels)
 
     assert [(each.rows, each.num_programs) for each in measured] == [
-        (name, most) for name in ROWS for most in (16, 64, 256, 1024)
+        (name, most) for name in ROWS for most in (2, 4, 16, 64)
     ]
-    assert all(each.to_device > 0 and each.both_ways > 0 for each in measured)
+    assert all(each.to_device > 0 and each.to_host > 0 for each in measured)
+    assert all(each.products_beside is None for each in measured)
     assert all(len(rows) == 50 for _, rows, _ in lists)
-    moved = [torch.cat([rows, written]) for _, rows, written in lists if written is not None]
+    fetched, written = (
+        [rows for _, rows, is_written in lists if is_written == which] for which in (False, True)
+    )
+    moved = list(map(torch.cat, zip(fetched, written, strict=True)))
     assert all(len(set(rows.tolist())) == 100 for rows in moved)  # none is written and fetched
-    in_order, in_part, anywhere = moved[0], moved[len(moved) // 2], moved[-1]
+    in_order, in_part, anywhere, in_turn = moved[:: len(moved) // 4]
     assert sorted(in_order.tolist()) == list(range(100))
     assert 300 < in_part.max() < 400
     assert 900 < anywhere.max() < 1000
-    assert [most for most, *_ in lists] == sorted(
-        [most for most, *_ in lists[: len(lists) // 3]]
-    ) * 3
+    assert fetched[-1].tolist() == fetched[-1].sort().values.tolist() != fetched[-33].tolist()
+    assert sorted(anywhere.tolist()) == sorted(in_turn.tolist())
+    quarter = len(lists) // 4
+    assert [most for most, *_ in lists] == sorted(most for most, *_ in lists[:quarter]) * 4
 
 
 def test_rows_are_copied_by_the_kernel(monkeypatch):

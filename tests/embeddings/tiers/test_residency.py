@@ -70,12 +70,6 @@ class FaultyStore:
             raise OSError(f"{name} failed")
         copy(*arguments)
 
-    def move(self, host, *arguments):
-        """In place of the kernel that writes back and fetches."""
-        *written, fetched_rows, fetched_slots, memory = arguments
-        self.copy("write_back", ReachedTables.write, host, *written, memory)
-        self.copy("fetch", ReachedTables.fetch, host, fetched_rows, fetched_slots, memory)
-
     def _move(self, name, hot, rows, slots):
         self.gate.wait()
         self.num_moves += 1
@@ -147,10 +141,17 @@ class LateStream:
         yield
         self.is_open = False
 
-    @property
-    def last(self):
+    def record(self):
         number = len(self.queued)
         return SimpleNamespace(number=number, query=lambda: self.num_done >= number)
+
+    last = property(record)
+
+    def keep_for_transfer(self, tensors):
+        pass
+
+    def keep(self, tensor):
+        pass
 
     def wait(self, done=None):
         end = len(self.queued) if done is None else done.number
@@ -169,9 +170,6 @@ class LateCopies(DeviceCopies):
 
     def write_back(self, rows, slots):
         self._later(super().write_back, rows, slots)
-
-    def move(self, transfer):
-        self._later(super().move, transfer)
 
     def _later(self, copy, *arguments):
         if self.stream is not None and self.stream.is_open:
@@ -224,7 +222,6 @@ class World:
                 ReachedTables,
                 partial(self.store.copy, "fetch", ReachedTables.fetch),
                 partial(self.store.copy, "write_back", ReachedTables.write),
-                self.store.move,
             )
             copies = LateCopies([hot.rows, *hot.states], SIZES, lambda: spaces, kernels)
             if is_late:

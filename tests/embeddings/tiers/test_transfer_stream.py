@@ -4,6 +4,7 @@ Fakes stand in for CUDA. A stream knows what comes before the next work that it 
 keeps that, and a stream that waits for the event knows it, too.
 """
 
+import itertools
 import threading
 from contextlib import contextmanager
 
@@ -20,7 +21,7 @@ NUM_ROWS = 300
 
 
 class FakeStream:
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.before = frozenset()
 
     def record_event(self):
@@ -37,10 +38,15 @@ class FakeStream:
 
 
 class FakeCuda:
-    """Streams of `torch.cuda`: every thread has the default one until it is told otherwise."""
+    """Streams of `torch.cuda`: every thread has the default one until it is told otherwise.
+
+    Attributes:
+        kept: Tensors whose memory a stream other than their own uses, each with the stream.
+    """
 
     def __init__(self):
         self.default, self._of_thread = FakeStream(), threading.local()
+        self.kept = []
 
     def current_stream(self, device=None):
         return getattr(self._of_thread, "stream", self.default)
@@ -71,6 +77,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *pair: fake.kept.append(pair))
     return fake
 
 
@@ -149,14 +156,16 @@ class Recorded:
             NUM_ROWS, 4, mode="sum", device=device, optimizer=SGD(lr=0.5), budget=4 * 300 + 12 * 24
         )
         [tiers] = self.bag.tiers()
-        self.cuda, self.copies, self.hot = cuda, {}, tiers.hot
+        self.cuda, self.copies, self.tiers, self.hot = cuda, {}, tiers, tiers.hot
         self.hot._stream = TransferStream([FakeMemory()])
         copying = tiers.residency._copies if is_reached else self.hot
         assert copying is not None
         for name in ("fetch", "write_back"):
             setattr(copying, name, self._recorded(name, getattr(copying, name)))
-        if is_reached:
-            copying.move = self._recorded_move(copying.move)
+        self.claims = []
+        for name in ("queue_claim", "release"):
+            owner = self.hot if name == "queue_claim" else self.hot.map
+            setattr(owner, name, self._recorded_claim(name, getattr(owner, name)))
 
     def _recorded(self, name, copy):
         def recorded(*arguments):
@@ -165,11 +174,11 @@ class Recorded:
 
         return recorded
 
-    def _recorded_move(self, move):
-        def recorded(transfer):
-            self._record("write_back", transfer.written_rows)
-            self._record("fetch", transfer.fetched_rows)
-            move(transfer)
+    def _recorded_claim(self, name, claim):
+        def recorded(*arguments):
+            stream, key = self.cuda.current_stream(), (name, len(self.claims))
+            self.claims.append((key, stream, stream.work(key)))
+            return claim(*arguments)
 
         return recorded
 
@@ -230,6 +239,46 @@ def test_a_step_does_not_come_after_transfers_for_later_steps(cuda, is_reached):
     assert all(set(run.of_row("fetch", row)) <= before for row in range(4))
     assert not any(set(run.of_row("fetch", row)) & before for row in range(4, 8))
     assert claims[1].is_held
+
+
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_claims_and_releases_are_made_between_transfers_and_no_step_waits_for_later_ones(
+    cuda, is_reached
+):
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
+    batches = [torch.arange(4).view(1, 4) + 4 * step for step in range(5)]
+    run.bag.prefetch(batches[0])
+
+    for step, (ids, following) in enumerate(itertools.pairwise(batches)):
+        assert run.bag.prefetch(following).is_held
+        before = run.compute(step, ids)
+        claims = [key for key, *_ in run.claims if key[0] == "queue_claim"]
+        assert set(claims[: step + 1]) <= before
+        assert claims[step + 1] not in before
+
+    own, releases = run.hot._stream._stream, 0
+    for number, ((name, _), stream, before) in enumerate(run.claims):
+        assert stream is own
+        assert {key for key, *_ in run.claims[:number]} <= before
+        if name == "release":
+            assert releases in before  # the step that held the slots
+            releases += 1
+    assert releases == 3
+
+
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_memory_that_a_claim_reads_or_makes_is_kept_for_the_other_stream(cuda, is_reached):
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
+    ids = torch.arange(4).view(1, 4)
+
+    run.bag.prefetch(ids)
+
+    own = run.hot._stream._stream
+    assert any(kept.data_ptr() == ids.data_ptr() for kept, stream in cuda.kept if stream is own)
+    [ticket] = run.tiers.ahead.waiting
+    run.compute("step", ids)
+    slots = ticket.slot_of_value.data_ptr()
+    assert any(kept.data_ptr() == slots for kept, stream in cuda.kept if stream is cuda.default)
 
 
 @pytest.mark.parametrize("what", ["flush", "lookup"])

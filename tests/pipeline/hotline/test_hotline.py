@@ -17,7 +17,7 @@ import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.errors import ConfigError, TiersFailed
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 

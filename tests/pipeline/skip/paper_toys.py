@@ -19,7 +19,7 @@ from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.pipeline import FAE, HotColdLoader, Paper, Sequential, TrainPipeline
 from recsys.pipeline.fae.hot_samples import find_hot_samples
 from recsys.pipeline.skip.paper import draw_places

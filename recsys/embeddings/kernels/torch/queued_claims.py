@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from recsys.embeddings.kernels.cpu.slots import NOWHERE
-from recsys.embeddings.kernels.torch.slots import LOOKED_AT, claim, distinct_rows, slots_of
+from recsys.embeddings.kernels.torch.slots import (
+    LOOKED_AT,
+    Transfer,
+    claim,
+    distinct_rows,
+    rows_first,
+    slots_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.torch.bags import TorchBags
-    from recsys.embeddings.kernels.torch.slots import TorchSlotMap, Transfer
+    from recsys.embeddings.kernels.torch.slots import TorchSlotMap
     from recsys.embeddings.rows.lookups import Lookups
 
 __all__ = ["NO_SLOT", "QueuedClaim", "most_rows", "num_enough", "queue_claim"]
@@ -102,6 +109,10 @@ def queue_claim(
     return QueuedClaim(
         torch.where((slot_N == NOWHERE) & (is_row_N | is_bad_N), NO_SLOT, slot_N),
         slot_U,
-        transfer,
+        Transfer(
+            *rows_first(transfer.written_rows, transfer.written_slots),
+            *rows_first(transfer.fetched_rows, transfer.fetched_slots),
+            transfer.is_enough,
+        ),
         torch.stack(counts),
     )

@@ -61,6 +61,7 @@ __all__ = [
     "mark_dirty",
     "needs",
     "release",
+    "rows_first",
     "slots_of",
 ]
 
@@ -247,6 +248,8 @@ def _first(is_meant: Tensor) -> Tensor:
 class Transfer(NamedTuple):
     """The rows to copy for a claim, in this order; places of no row are `NOWHERE`.
 
+    In that of a queued claim, rows come before places of no row, in descending order.
+
     Attributes:
         written_rows: Rows that must be written back, (U,).
         written_slots: The slot of each.
@@ -260,6 +263,12 @@ class Transfer(NamedTuple):
     fetched_rows: Tensor
     fetched_slots: Tensor
     is_enough: Tensor
+
+
+def rows_first(rows_U: Tensor, slots_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in descending order, then places of no row; and the slot of each, (U,)."""
+    in_order = rows_U.sort(descending=True)
+    return in_order.values, slots_U[in_order.indices]
 
 
 def distinct_rows(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from recsys._support.triton_support import cdiv
-from recsys.embeddings.kernels.torch.slots import Transfer
+from recsys.embeddings.kernels.torch.slots import Transfer, rows_first
 from recsys.embeddings.kernels.triton.claim_kernels import (
     NUM_BINS,
     count_kernel,
@@ -175,6 +175,11 @@ def claim(
             num_places,
             BLOCK=_BLOCK_VALUES,
         )
+        moves = listed[_NUM_NUMBERS : _NUM_NUMBERS + 4 * num_places].view(2, 2, num_places)
+        for rows_U, slots_U in moves:  # written back, and fetched
+            in_order = rows_first(rows_U, slots_U)
+            rows_U.copy_(in_order[0])
+            slots_U.copy_(in_order[1])
         return result
 
     if replays is None or bags.offsets is not None:  # of a size that changes from step to step

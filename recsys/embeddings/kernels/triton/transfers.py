@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["HostRows", "fetch_rows", "move_rows", "write_rows"]
+__all__ = ["MOST_PROGRAMS", "HostRows", "fetch_rows", "write_rows"]
 
-_NUM_WARPS = 4
-# A program copies about so many bytes at once: each thread has four reads of 16 bytes under way.
-_BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 4
-# So few programs fill PCIe, and leave nearly all of the GPU to what computes meanwhile: a program
-# that waits for the host keeps its place on a multiprocessor.
-_MOST_PROGRAMS = 64
-# A program looks at so many places of the lists at once; most hold no row.
-_WINDOW = 128
+# A few programs that wait for the host get from PCIe what more of them get, and leave the other
+# multiprocessors to what computes meanwhile. Each has 16 reads of 16 bytes under way per thread,
+# which for rows of 512 bytes takes nearly all registers of its multiprocessor: programs of other
+# kernels would wait there behind these reads. See docs/gpu.md.
+MOST_PROGRAMS = 4
+_NUM_WARPS = 16
+_BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 16
+_WIDE_BYTES = 512  # a program copies half as much of rows with more; its registers do not suffice
+_WINDOW = 128  # places of the lists that a program looks at
 _MOST_ROWS = 256  # that a program copies at once
 # Numbers are copied as integers of their size, so every dtype is copied bit by bit.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,69 +74,56 @@ def fetch_rows(
     slots_M: Tensor,
     result: Tensor,
     *,
-    most_programs: int = _MOST_PROGRAMS,
+    most_programs: int = MOST_PROGRAMS,
 ) -> None:
     """Copy rows from the host's tables into slots.
 
     Args:
         host: The tables.
-        rows_M: Which rows, (M,), counted over all tables; negative for no row.
+        rows_M: Which rows, (M,), counted over all tables; then places of no row, which are
+            negative. Copies are faster if rows are in order.
         slots_M: The slot of each row, (M,).
         result: The slots' rows, (S, D) contiguous, of the tables' dtype; changed in place.
         most_programs: The most programs that copy.
     """
-    _copy(host, None, None, rows_M, slots_M, result, most_programs)
+    _copy(host, rows_M, slots_M, result, most_programs, is_fetch=True)
 
 
-def write_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, source: Tensor) -> None:
-    """Copy rows from slots to the host's tables; see `fetch_rows`. Rows must be distinct."""
-    _copy(host, rows_M, slots_M, None, None, source, _MOST_PROGRAMS)
-
-
-def move_rows(
+def write_rows(
     host: HostRows,
-    written_rows_M: Tensor,
-    written_slots_M: Tensor,
-    fetched_rows_M: Tensor,
-    fetched_slots_M: Tensor,
-    in_slots: Tensor,
+    rows_M: Tensor,
+    slots_M: Tensor,
+    source: Tensor,
     *,
-    most_programs: int = _MOST_PROGRAMS,
+    most_programs: int = MOST_PROGRAMS,
 ) -> None:
-    """As `write_rows` and then `fetch_rows`, in one launch: both ways of PCIe are used at once.
-
-    The lists are those of one claim. So a slot that is written back and gets another row has one
-    place in both lists, and no row is both written and fetched.
-    """
-    lists = written_rows_M, written_slots_M, fetched_rows_M, fetched_slots_M
-    _copy(host, *lists, in_slots, most_programs)
+    """Copy rows from slots to the host's tables; see `fetch_rows`. Rows must be distinct."""
+    _copy(host, rows_M, slots_M, source, most_programs, is_fetch=False)
 
 
 def _copy(
     host: HostRows,
-    written_rows_M: Tensor | None,
-    written_slots_M: Tensor | None,
-    fetched_rows_M: Tensor | None,
-    fetched_slots_M: Tensor | None,
+    rows_M: Tensor,
+    slots_M: Tensor,
     in_slots: Tensor,
     most_programs: int,
+    *,
+    is_fetch: bool,
 ) -> None:
-    rows_M = written_rows_M if fetched_rows_M is None else fetched_rows_M
-    assert rows_M is not None
     num_places = len(rows_M)
     if not num_places:
         return
     bits = _BITS[in_slots.dtype.itemsize]
     block_dim = next_power_of_2(host.dim)
-    block_rows = min(max(1, _BLOCK_BYTES // (block_dim * bits.itemsize)), _MOST_ROWS)
+    row_bytes = block_dim * bits.itemsize
+    block_bytes = _BLOCK_BYTES if row_bytes <= _WIDE_BYTES else _BLOCK_BYTES // 2
+    block_rows = min(max(1, block_bytes // row_bytes), _MOST_ROWS)
     window = max(_WINDOW, block_rows)
     _copy_kernel[(min(cdiv(num_places, window), most_programs),)](
         host.addresses,
         host.first_rows,
-        written_rows_M,
-        written_slots_M,
-        fetched_rows_M,
-        fetched_slots_M,
+        rows_M,
+        slots_M,
         in_slots.view(bits),
         num_places,
         NUM_TABLES=host.addresses.numel(),
@@ -144,6 +132,7 @@ def _copy(
         BLOCK_ROWS=block_rows,
         WINDOW=window,
         IS_ALIGNED=host.is_aligned,
+        IS_FETCH=is_fetch,
         num_warps=_NUM_WARPS,
     )
 
@@ -152,10 +141,8 @@ def _copy(
 def _copy_kernel(
     addresses,
     first_rows,
-    written_rows_M,
-    written_slots_M,
-    fetched_rows_M,
-    fetched_slots_M,
+    rows_M,
+    slots_M,
     in_slots,
     num_places,
     NUM_TABLES: tl.constexpr,
@@ -164,84 +151,38 @@ def _copy_kernel(
     BLOCK_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
+    IS_FETCH: tl.constexpr,
 ):
-    """Copy the rows of WINDOW places at a time, BLOCK_ROWS at once; most places have none.
-
-    What one program reads of a slot, no other one overwrites; see `move_rows`.
-    """
+    """Copy the rows of WINDOW places at a time, BLOCK_ROWS at once, until a window has none."""
     window = tl.program_id(0)
-    while window * WINDOW < num_places:
+    is_over = window < 0
+    while (window * WINDOW < num_places) & (is_over == 0):
         in_window = window * WINDOW + tl.arange(0, WINDOW)
-        is_row = tl.zeros([WINDOW], tl.int1)
-        if written_rows_M is not None:
-            is_row |= tl.load(written_rows_M + in_window, in_window < num_places, -1) >= 0
-        if fetched_rows_M is not None:
-            is_row |= tl.load(fetched_rows_M + in_window, in_window < num_places, -1) >= 0
+        is_row = tl.load(rows_M + in_window, in_window < num_places, -1) >= 0
         begin = window * WINDOW
-        end = tl.max(tl.where(is_row, in_window + 1, 0), 0)  # after the last row of the window
+        end = begin + tl.sum(is_row.to(tl.int32), 0)
+        is_over = end == begin
         while begin < end:
             places = begin + tl.arange(0, BLOCK_ROWS)
-            if written_rows_M is not None:
-                rows = tl.load(written_rows_M + places, places < end, -1).to(tl.int64)
-                slots = tl.load(written_slots_M + places, places < end, 0).to(tl.int64)
-                of_host, of_slots, _, is_held = _found(
-                    addresses,
-                    first_rows,
-                    rows,
-                    slots,
-                    in_slots,
-                    NUM_TABLES,
-                    DIM,
-                    BLOCK_DIM,
-                    IS_ALIGNED,
-                )
-                tl.store(of_host, tl.load(of_slots, is_held), is_held)
-            if (written_rows_M is not None) & (fetched_rows_M is not None):
-                tl.debug_barrier()  # all threads have read the numbers that one overwrites below
-            if fetched_rows_M is not None:
-                rows = tl.load(fetched_rows_M + places, places < end, -1).to(tl.int64)
-                slots = tl.load(fetched_slots_M + places, places < end, 0).to(tl.int64)
-                of_host, of_slots, is_number, is_held = _found(
-                    addresses,
-                    first_rows,
-                    rows,
-                    slots,
-                    in_slots,
-                    NUM_TABLES,
-                    DIM,
-                    BLOCK_DIM,
-                    IS_ALIGNED,
-                )
+            rows = tl.load(rows_M + places, places < end, -1).to(tl.int64)
+            slots = tl.load(slots_M + places, places < end, 0).to(tl.int64)
+            tables = tl.zeros_like(rows).to(tl.int32)
+            for table in range(1, NUM_TABLES):
+                # Of tables without rows, which begin where the next one does, the last is found.
+                tables = tl.where(rows >= tl.load(first_rows + table), table, tables)
+            ids = rows - tl.load(first_rows + tables)
+            begins = tl.load(addresses + tables)
+            starts = begins.to(tl.pointer_type(in_slots.dtype.element_ty))
+            if IS_ALIGNED:
+                starts = tl.multiple_of(starts, [16])
+            columns = tl.arange(0, BLOCK_DIM)
+            of_host = starts[:, None] + (ids[:, None] * DIM + columns[None, :])
+            of_slots = in_slots + (slots[:, None] * DIM + columns[None, :])
+            is_number = (rows >= 0)[:, None] & (columns < DIM)[None, :]
+            is_held = is_number & (begins != 0)[:, None]
+            if IS_FETCH:
                 tl.store(of_slots, tl.load(of_host, is_held, 0), is_number)
+            else:
+                tl.store(of_host, tl.load(of_slots, is_held), is_held)
             begin += BLOCK_ROWS
         window += tl.num_programs(0)
-
-
-@triton.jit
-def _found(
-    addresses,
-    first_rows,
-    rows,
-    slots,
-    in_slots,
-    NUM_TABLES: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-):
-    """Pointers to the rows' numbers, in tables and slots; which are of a row, and in a table."""
-    tables = tl.zeros_like(rows).to(tl.int32)
-    for table in range(1, NUM_TABLES):
-        # Of tables without rows, which begin where the next one does, the last is found.
-        tables = tl.where(rows >= tl.load(first_rows + table), table, tables)
-    ids = rows - tl.load(first_rows + tables)
-    begins = tl.load(addresses + tables)
-    has_rows = begins != 0
-    starts = begins.to(tl.pointer_type(in_slots.dtype.element_ty))
-    if IS_ALIGNED:
-        starts = tl.multiple_of(starts, [16])
-    columns = tl.arange(0, BLOCK_DIM)
-    of_host = starts[:, None] + (ids[:, None] * DIM + columns[None, :])
-    of_slots = in_slots + (slots[:, None] * DIM + columns[None, :])
-    is_number = (rows >= 0)[:, None] & (columns < DIM)[None, :]
-    return of_host, of_slots, is_number, is_number & has_rows[:, None]

@@ -94,8 +94,8 @@ class DeviceCopies:
         """Copy rows and their state into slots.
 
         Args:
-            rows: Row numbers, counted over all tables, (M,), on the host or on the device; there,
-                places of a negative number copy nothing.
+            rows: Row numbers, counted over all tables, (M,), on the host or on the device; after
+                them, negative numbers stand for no row.
             slots: The slot of each row, (M,), in the same place.
         """
         self._copy(self._kernels.fetch_rows, rows, slots)
@@ -108,7 +108,8 @@ class DeviceCopies:
 
     def move(self, transfer: Transfer) -> None:
         """Write back and fetch what a claim on the device lists."""
-        self._copy(self._kernels.move_rows, *transfer[:4])
+        self.write_back(transfer.written_rows, transfer.written_slots)
+        self.fetch(transfer.fetched_rows, transfer.fetched_slots)
 
     def wait(self) -> None:
         """Have the host wait for the copies that the current stream has queued or waits for."""
@@ -142,4 +143,4 @@ class DeviceCopies:
         """A list on the device."""
         if isinstance(numbers, torch.Tensor):
             return numbers
-        return upload(numbers.astype(np.int64), self._device)
+        return upload(numbers.astype(np.int32), self._device)

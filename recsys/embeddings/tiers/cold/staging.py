@@ -115,7 +115,8 @@ class RowsAlone(NamedTuple):
 class TransferStream:
     """The CUDA stream on which one hot tier runs its transfers, while others compute.
 
-    The hot tier owns it. Transfers run one at a time, in the order in which they were put in.
+    The hot tier owns it. Transfers run one at a time, in the order in which they were put in. A
+    claim that is only queued is a part of its transfer.
 
     put in     `transfer` records an event on the caller's stream
     transfer   this stream waits for that event, copies rows, and records an event of its own
@@ -124,7 +125,7 @@ class TransferStream:
     So a transfer runs after everything that the caller had queued when it was put in: the last
     use of the slots that it evicts. Computing on rows runs after their transfer. Memory that a
     transfer allocates belongs to this stream. The slots are recorded as used by it, so their memory
-    is not reused before the transfers are done.
+    is not reused before the transfers are done; so is what else a transfer reads.
 
     Args:
         memories: The slots, on one CUDA device: rows, and each state array.
@@ -132,7 +133,8 @@ class TransferStream:
 
     def __init__(self, memories: Sequence[Tensor]) -> None:
         self._device = memories[0].device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Its few, small programs run before those that wait for a place on the GPU.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         for memory in memories:
             memory.record_stream(self._stream)
         self._done: torch.cuda.Event | None = None
@@ -151,6 +153,17 @@ class TransferStream:
             finally:  # a transfer that failed may have copied some rows
                 self._done = self._stream.record_event()
 
+    def keep_for_transfer(self, tensors: Sequence[Tensor | None]) -> None:
+        """Keep memory that the caller may free until the transfer put in next is done."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+
+    def record(self) -> torch.cuda.Event:
+        """In a transfer: the event after what it has queued so far."""
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
     @property
     def last(self) -> torch.cuda.Event | None:
         """The event after the transfers so far; None before the first one."""
@@ -166,3 +179,7 @@ class TransferStream:
             done = self._done  # the queue's thread may replace it meanwhile
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep memory, of whichever stream, until the caller's stream is done with it."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))

@@ -2,7 +2,7 @@
 
 import torch
 
-from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, move_rows, write_rows
+from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, write_rows
 
 CASES = [(torch.float32, 128), (torch.float32, 1), (torch.bfloat16, 64)]
 ALL_CASES = [
@@ -13,7 +13,7 @@ ALL_CASES = [
 
 
 def launches(is_all):
-    places = torch.zeros(64, dtype=torch.int64)
+    places = torch.zeros(64, dtype=torch.int32)
     for dtype, dim in ALL_CASES if is_all else CASES:
         host = HostRows([torch.zeros(16, dim, dtype=dtype)] * 26, torch.device("cpu"))
         slots = torch.zeros(64, dim, dtype=dtype)
@@ -21,5 +21,3 @@ def launches(is_all):
         for each in (fetch_rows, write_rows):
             name = f"{each.__name__} {dtype}, D={dim}{how}"
             yield name, lambda each=each, of=(host, places, places, slots): each(*of)
-        name = f"move_rows {dtype}, D={dim}{how}"
-        yield name, lambda of=(host, *[places] * 4, slots): move_rows(*of)
