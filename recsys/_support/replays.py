@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Replays", "replaying"]
+__all__ = ["Replays", "are_replaying", "replaying"]
 
 # Device types whose launches can be recorded. Tests add "cpu".
 _CAN_RECORD = {"cuda"}
@@ -40,6 +40,11 @@ def replaying(is_on: bool = True) -> Iterator[None]:
         yield
     finally:
         _steps.are_replayed = before
+
+
+def are_replaying() -> bool:
+    """Whether `Replays` may replay launches now."""
+    return getattr(_steps, "are_replayed", False)
 
 
 class _Recorded(NamedTuple):
@@ -91,7 +96,7 @@ class Replays:
             What the function returns; later calls leave it as it is.
         """
         device = inputs[0].device
-        is_on = getattr(_steps, "are_replayed", False) and device.type in _CAN_RECORD
+        is_on = are_replaying() and device.type in _CAN_RECORD
         if not is_on or self._has_failed:
             return launch(*inputs)
         key = key, *((each.shape, each.dtype) for each in inputs)

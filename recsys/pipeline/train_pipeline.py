@@ -375,7 +375,11 @@ class TrainPipeline:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._windows.release_claims(except_of=window)
-        if self._depth or self.popular_split:
+        if self.popular_split:
+            # A part without missing rows waits for its claim alone, not for one graph of both.
+            with replaying(False):
+                self._look_ahead(current, window)
+        elif self._depth:
             self._look_ahead(current, window)
         parts = self._split(current)
         size = None if current.refilled is None else current.refilled.size

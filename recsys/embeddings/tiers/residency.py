@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 from recsys._support.interrupts import interrupts_held_back
+from recsys._support.replays import are_replaying
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
 from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
-from recsys.embeddings.kernels.torch.slots import Transfer
 from recsys.embeddings.tiers.counts import ClaimCounter
 from recsys.embeddings.tiers.ticket import HeldSlots, Hold, Ticket, Transferred
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
@@ -169,17 +169,51 @@ class Residency:
             None if there may be too few slots; then nothing was claimed.
         """
         self.hot.prepare(lookups, bags)
-        with self.hot.in_order():
-            self._release()
-            most_rows = self._most_rows(lookups, bags)
-            if most_rows is None:
-                return None
-            claim = self.hot.queue_claim(lookups, bags, most_rows, self._most_needed)
-            hold = self._hold(claim, most_rows)
-            after_hits = Transferred(0, self.hot.record_transfers())
-            self._copy(claim.moves, nullcontext())
-        after, fetched = self._transferred(True), claim.moves.fetched_slots
-        return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
+        found: tuple[QueuedClaim, Hold, Any] | None = None
+
+        def run() -> None:
+            nonlocal found
+            begin = perf_counter()
+            with self.hot.in_order():
+                found = self._claim_in_order(lookups, bags)
+            if found is not None:
+                self.times.fetched(begin, perf_counter())
+
+        # A failure half-way ends the queue: rows may have got slots without being copied there.
+        self.queue.put(run, in_background=False)
+        if found is None:
+            return None
+        claim, hold, after_claim = found
+        after = self._transferred(True)
+        hits = Transferred(0, after_claim) if after_claim is not None else after
+        return Ticket(hold, lookups, claim.slot_of_value, after, hits, claim.moves.fetched_slots)
+
+    def _claim_in_order(self, lookups: Lookups, bags: Any) -> tuple[QueuedClaim, Hold, Any] | None:
+        """See `_queue_claim`; the caller is in the order of transfers.
+
+        Returns:
+            The claim, its slots, and the event between claim and copies; None for one after both.
+        """
+        copies = self._copies
+        assert copies is not None
+        is_one = are_replaying()  # then everything is the replay of one graph
+        last = self._release(keeps_last=is_one)
+        most_rows = self._most_rows(lookups, bags)
+        if most_rows is None:
+            if last is not None:
+                self.hot.release(last)
+            return None
+        copies.keep()
+        claim = self.hot.queue_claim(
+            lookups, bags, most_rows, self._most_needed, last, copies if is_one else None
+        )
+        hold = self._hold(claim, most_rows)
+        after_claim = None if is_one else self.hot.record_transfers()
+        if not is_one:
+            copies.launch(claim.moves)
+        if self.changed_rows is not None:
+            self._written.add(claim.moves.written_rows, self.changed_rows)
+        return claim, hold, after_claim
 
     def _hold(self, claim: SlotClaim | QueuedClaim, most_rows: int) -> Hold:
         """Count a claim, and note the slots that it holds."""
@@ -371,24 +405,18 @@ class Residency:
         else:
             self._move(moves, nullcontext(), in_background=False)
 
-    def _copy(self, moves: Moves | Transfer, in_order: AbstractContextManager[None]) -> None:
+    def _copy(self, moves: Moves, in_order: AbstractContextManager[None]) -> None:
         """Queue a transfer that the device makes; arguments as for `_move`."""
-        copies, record = self._copies, self.changed_rows
+        copies = self._copies
         assert copies is not None
-        if record is not None:
-            if isinstance(moves, Transfer):
-                self._written.add(moves.written_rows, record)
-            else:
-                record.mark_rows(moves.written_rows)
+        if self.changed_rows is not None:
+            self.changed_rows.mark_rows(moves.written_rows)
 
         def run() -> None:
             begin = perf_counter()
             with in_order:
-                if isinstance(moves, Transfer):
-                    copies.move(moves)
-                else:
-                    copies.write_back(moves.written_rows, moves.written_slots)
-                    copies.fetch(moves.fetched_rows, moves.fetched_slots)
+                copies.write_back(moves.written_rows, moves.written_slots)
+                copies.fetch(moves.fetched_rows, moves.fetched_slots)
                 self.times.fetched(begin, perf_counter())
 
         self.queue.put(run, in_background=False)
@@ -425,16 +453,30 @@ class Residency:
         self.hot.after_transfers()
         self._release()
 
-    def _release(self) -> None:
-        """Release what was dropped, on the stream that claims."""
+    def _release(self, *, keeps_last: bool = False) -> Any:
+        """Release what was dropped, on the current stream.
+
+        Args:
+            keeps_last: Whether the last slots are left for the caller to release.
+
+        Returns:
+            These slots; None for none.
+        """
         if not self._released:
-            return
+            return None
+        last = None
         with interrupts_held_back():  # a slot that is taken off the list must be released
             while self._released:
                 held = self._released.popleft()
                 self._held.discard(held)
                 self._most_needed -= held.most_rows
-                self.hot.release(held.slots)
+                if last is not None:
+                    self.hot.release(last)
+                last = held.slots
+            if not keeps_last:
+                self.hot.release(last)
+                last = None
+        return last
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.cpu.slots import SlotClaim
     from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
+    from recsys.embeddings.kernels.torch.slots import Copies
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.cold.host_store import ColdStore
 
@@ -211,8 +212,8 @@ class Slots:
         """
         if self._stream is not None:
             self._stream.wait(last)
-            if made is not None:
-                self._stream.keep(made)
+        if made is not None:
+            self._keep(made)
 
     def pin(self, rows: NDArray[np.int32]) -> None:
         """Reserve a slot for each of these rows, counted over all tables; slots must be new."""
@@ -247,19 +248,33 @@ class Slots:
         return claim
 
     def queue_claim(
-        self, lookups: Lookups, bags: Any, num_rows: int, num_others: int
+        self,
+        lookups: Lookups,
+        bags: Any,
+        num_rows: int,
+        num_others: int,
+        released: Any = None,
+        copies: Copies | None = None,
     ) -> QueuedClaim:
         """As `claim`, on a device and without waiting; see `queued_claims.queue_claim`."""
-        claim: QueuedClaim = self._queue_claim(self.map, lookups, bags, num_rows, num_others)
+        if released is not None:
+            self._keep(released)
+        claim: QueuedClaim = self._queue_claim(
+            self.map, lookups, bags, num_rows, num_others, released, copies
+        )
         if self.observer is not None:
             self.observer.claimed(lookups, bags)
         return claim
 
     def release(self, held: Any) -> None:
         """Take a claim out of the counts of the slots that it holds."""
-        if self._stream is not None:
-            self._stream.keep(held)
+        self._keep(held)
         self.map.release(held)
+
+    def _keep(self, tensor: Any) -> None:
+        """Keep memory, of whichever stream, until the current stream is done with it."""
+        if self._stream is not None:
+            self._stream.keep(tensor)
 
     def pin_popular(self, num_slots: int) -> tuple[int, int]:
         """Pin the rows that are used most; see `Residency.pin_popular`.

@@ -171,6 +171,9 @@ class LateCopies(DeviceCopies):
     def write_back(self, rows, slots):
         self._later(super().write_back, rows, slots)
 
+    def launch(self, moves):
+        self._later(super().launch, moves)
+
     def _later(self, copy, *arguments):
         if self.stream is not None and self.stream.is_open:
             self.stream.queued.append(partial(copy, *arguments))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from recsys._support.replays import replaying
 from recsys.embeddings import HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.optimizer import SGD
@@ -162,6 +163,8 @@ class Recorded:
         assert copying is not None
         for name in ("fetch", "write_back"):
             setattr(copying, name, self._recorded(name, getattr(copying, name)))
+        if is_reached:
+            copying.launch = self._recorded_launch(copying.launch)
         self.claims = []
         for name in ("queue_claim", "release"):
             owner = self.hot if name == "queue_claim" else self.hot.map
@@ -171,6 +174,14 @@ class Recorded:
         def recorded(*arguments):
             self._record(name, arguments[-2])
             copy(*arguments)
+
+        return recorded
+
+    def _recorded_launch(self, launch):
+        def recorded(moves):
+            self._record("write_back", moves.written_rows)
+            self._record("fetch", moves.fetched_rows)
+            launch(moves)
 
         return recorded
 
@@ -241,10 +252,14 @@ def test_a_step_does_not_come_after_transfers_for_later_steps(cuda, is_reached):
     assert claims[1].is_held
 
 
+@pytest.mark.parametrize("are_replayed", [False, True])
 @pytest.mark.parametrize("is_reached", [True], indirect=True)
 def test_claims_and_releases_are_made_between_transfers_and_no_step_waits_for_later_ones(
-    cuda, is_reached
+    cuda, is_reached, are_replayed, request
 ):
+    replayed = replaying(are_replayed)
+    replayed.__enter__()
+    request.addfinalizer(lambda: replayed.__exit__(None, None, None))
     run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
     batches = [torch.arange(4).view(1, 4) + 4 * step for step in range(5)]
     run.bag.prefetch(batches[0])
@@ -264,6 +279,8 @@ def test_claims_and_releases_are_made_between_transfers_and_no_step_waits_for_la
             assert releases in before  # the step that held the slots
             releases += 1
     assert releases == 3
+    fetched = [before for (name, *_), (_, before) in run.copies.items() if name == "fetch"]
+    assert all(claims[0] in before for before in fetched)
 
 
 @pytest.mark.parametrize("is_reached", [True], indirect=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.torch.bags import TorchBags
-    from recsys.embeddings.kernels.torch.slots import TorchSlotMap
+    from recsys.embeddings.kernels.torch.slots import Copies, TorchSlotMap
     from recsys.embeddings.rows.lookups import Lookups
 
 __all__ = ["NO_SLOT", "QueuedClaim", "most_rows", "num_enough", "queue_claim"]
@@ -79,7 +79,13 @@ def num_enough(slot_map: TorchSlotMap, num_needed: int) -> int:
 
 
 def queue_claim(
-    slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags, num_rows: int, num_others: int
+    slot_map: TorchSlotMap,
+    lookups: Lookups,
+    bags: TorchBags,
+    num_rows: int,
+    num_others: int,
+    released: Tensor | None = None,
+    copies: Copies | None = None,
 ) -> QueuedClaim:
     """As `TorchSlotMap.claim`, for a claim that finds enough slots; the host does not wait.
 
@@ -92,7 +98,11 @@ def queue_claim(
         num_rows: The result of `most_rows`.
         num_others: The most slots that other tickets need; together with `num_rows`, not more than
             there are slots that are not pinned.
+        released: Slots of a ticket to release before; None for none.
+        copies: Makes the claim's transfer; None for none.
     """
+    if released is not None:
+        slot_map.release(released)
     slots = slot_map.tensors
     rows_N, is_bad_N = slot_map.rows_of_values(lookups, bags)
     is_row_N = rows_N < slots.num_rows
@@ -106,13 +116,16 @@ def queue_claim(
     num_written = (transfer.written_rows != NOWHERE).sum()
     counts = [is_row_N.sum(), num_hits, num_distinct]
     counts += [num_distinct - num_fetched, num_fetched, num_written]
+    moves = Transfer(
+        *rows_first(transfer.written_rows, transfer.written_slots),
+        *rows_first(transfer.fetched_rows, transfer.fetched_slots),
+        transfer.is_enough,
+    )
+    if copies is not None:
+        copies.launch(moves)
     return QueuedClaim(
         torch.where((slot_N == NOWHERE) & (is_row_N | is_bad_N), NO_SLOT, slot_N),
         slot_U,
-        Transfer(
-            *rows_first(transfer.written_rows, transfer.written_slots),
-            *rows_first(transfer.fetched_rows, transfer.fetched_slots),
-            transfer.is_enough,
-        ),
+        moves,
         torch.stack(counts),
     )

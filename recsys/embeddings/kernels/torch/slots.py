@@ -25,7 +25,7 @@ Letters: R rows, S slots, W slots looked at, N lookups, U places for distinct ro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ from recsys.embeddings.kernels.cpu.slots import (
 from recsys.embeddings.kernels.torch.bags import layers_of, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import Tensor
 
     from recsys.embeddings.kernels.torch.bags import TorchBags
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOOKED_AT",
+    "Copies",
     "TorchSlotMap",
     "TorchSlots",
     "Transfer",
@@ -263,6 +266,21 @@ class Transfer(NamedTuple):
     fetched_rows: Tensor
     fetched_slots: Tensor
     is_enough: Tensor
+
+
+class Copies(Protocol):
+    """Makes the transfers of claims; see `DeviceCopies`."""
+
+    @property
+    def key(self) -> Hashable:
+        """Differs if the tables are others."""
+
+    @property
+    def reads(self) -> Any:
+        """What owns the memory that the copies read, besides lists, tables and slots."""
+
+    def launch(self, moves: Transfer) -> None:
+        """Queue the copies."""
 
 
 def rows_first(rows_U: Tensor, slots_U: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,15 @@ import triton.language as tl
 from recsys.embeddings.kernels.cpu.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.triton.constants import Constant
 
-__all__ = ["NO_ROW", "NUM_BINS", "count_kernel", "mark_kernel", "resolve_kernel", "take_kernel"]
+__all__ = [
+    "NO_ROW",
+    "NUM_BINS",
+    "count_kernel",
+    "mark_kernel",
+    "release_kernel",
+    "resolve_kernel",
+    "take_kernel",
+]
 
 NO_ROW = -2  # in place of a slot, for a value that is looked up and is not a row of its table
 NUM_BINS = 16  # of rounds; slots that may not be taken are in those from `_NUM_ROUNDS` on
@@ -372,3 +380,12 @@ def resolve_kernel(
     # Without slots no value may look like one that is not looked up, or like padding.
     slots = tl.where(has_enough | (rows == _NOWHERE), slots, _NO_ROW)
     tl.store(slot_of_value + places, slots, places < num_values)
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def release_kernel(num_claims, held_M, num_places, BLOCK: tl.constexpr):
+    """A slot has one place in a ticket, so no two programs count in the same slot."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.load(held_M + places, places < num_places, _NOWHERE)
+    is_held = slots >= 0
+    tl.store(num_claims + slots, tl.load(num_claims + slots, is_held, 0) - 1, is_held)

@@ -15,6 +15,7 @@ from recsys.embeddings.kernels.triton.claim_kernels import (
     NUM_BINS,
     count_kernel,
     mark_kernel,
+    release_kernel,
     resolve_kernel,
     take_kernel,
 )
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
     from recsys._support.replays import Replays
     from recsys.embeddings.kernels.torch.bags import Layer, TorchBags
-    from recsys.embeddings.kernels.torch.slots import TorchSlots
+    from recsys.embeddings.kernels.torch.slots import Copies, TorchSlots
 
-__all__ = ["ClaimNumbers", "StartedClaim", "claim"]
+__all__ = ["ClaimNumbers", "StartedClaim", "claim", "release"]
 
 _BLOCK_VALUES = 256
 _BLOCK_SLOTS = 512
@@ -101,6 +102,8 @@ def claim(
     first_slot: int = 0,
     refuses: bool = True,
     replays: Replays | None = None,
+    released: Tensor | None = None,
+    copies: Copies | None = None,
 ) -> StartedClaim:
     """Give every row a slot, and count a ticket into all of them; all or nothing.
 
@@ -117,6 +120,8 @@ def claim(
         refuses: Whether nothing is claimed if a value is not a row of its table. If False, the rows
             of all other values are claimed.
         replays: Of these slots: replays the launches if bags are one-hot. None launches.
+        released: Slots of a ticket to release before; None for none.
+        copies: Makes the claim's transfer; None for none.
     """
     num_values = len(bags.values)
     num_others = slots.num_slots - first_slot
@@ -127,7 +132,9 @@ def claim(
 
     sizes = [_NUM_NUMBERS, *[num_places] * 6, num_values]
 
-    def launch(values: Tensor) -> Tensor:
+    def launch(values: Tensor, released: Tensor | None = None) -> Tensor:
+        if released is not None:
+            release(slots, released)
         device = values.device
         result = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         counts = torch.empty(num_programs * NUM_BINS, dtype=torch.int32, device=device)
@@ -180,12 +187,16 @@ def claim(
             in_order = rows_first(rows_U, slots_U)
             rows_U.copy_(in_order[0])
             slots_U.copy_(in_order[1])
+        if copies is not None:
+            copies.launch(Transfer._make([*moves.view(4, num_places), listed[1]]))
         return result
 
+    inputs = [bags.values] if released is None else [bags.values, released]
     if replays is None or bags.offsets is not None:  # of a size that changes from step to step
-        result = launch(bags.values)
+        result = launch(*inputs)
     else:
         key = (
+            None if copies is None else copies.key,
             layer.first_rows.data_ptr(),
             bags.batch_size,
             bags.padding,
@@ -193,7 +204,14 @@ def claim(
             window,
             refuses,
         )
-        result = cast("Tensor", replays.run(key, launch, [bags.values], layer))
+        reads = layer, None if copies is None else copies.reads
+        result = cast("Tensor", replays.run(key, launch, inputs, reads))
     numbers, *lists, rows, held, slot_of_value = result.split_with_sizes(sizes)
     listed = result[: len(result) - num_values]
     return StartedClaim(slot_of_value, held, Transfer._make([*lists, numbers[1]]), rows, listed)
+
+
+def release(slots: TorchSlots, held: Tensor) -> None:
+    """Take a ticket out of the counts of its slots; see `SlotMap.release`."""
+    grid = (cdiv(len(held), _BLOCK_VALUES),)
+    release_kernel[grid](slots.num_claims, held, len(held), BLOCK=_BLOCK_VALUES)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 
 from recsys._support.triton_support import cdiv
 from recsys.embeddings.kernels.cpu.slots import (
@@ -19,21 +17,19 @@ from recsys.embeddings.kernels.cpu.slots import (
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, most_rows, num_enough
 from recsys.embeddings.kernels.torch.slots import LOOKED_AT, TorchSlotMap
-from recsys.embeddings.kernels.triton.claims import claim
-from recsys.embeddings.kernels.triton.constants import Constant
+from recsys.embeddings.kernels.triton.claims import claim, release
 from recsys.embeddings.rows.lookups import Lookups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.torch.bags import TorchBags
+    from recsys.embeddings.kernels.torch.slots import Copies
     from recsys.embeddings.kernels.triton.claims import StartedClaim
 
 __all__ = ["TritonSlotMap", "queue_claim"]
 
 _ALIGNMENT = 16  # see `claims.claim`
-_BLOCK = 256  # slots of a list that a program works at
-_NOWHERE = Constant(NOWHERE)
 _NO_LOOKUPS = Lookups.nothing()
 
 
@@ -58,6 +54,8 @@ class TritonSlotMap(TorchSlotMap):
         num_rows: int | None = None,
         *,
         refuses: bool = True,
+        released: Tensor | None = None,
+        copies: Copies | None = None,
     ) -> StartedClaim:
         """Start to claim; the host waits for nothing.
 
@@ -68,6 +66,8 @@ class TritonSlotMap(TorchSlotMap):
                 for each row that the mini-batch can have.
             num_rows: The result of `most_rows`; None if it is not known yet.
             refuses: Whether nothing is claimed if a value is not a row of its table.
+            released: Slots of a ticket to release before; None for none.
+            copies: Makes the claim's transfer; None for none.
         """
         if not bags.batch_size:
             lookups = _NO_LOOKUPS
@@ -85,6 +85,8 @@ class TritonSlotMap(TorchSlotMap):
                 first_slot=self.first_slot,
                 refuses=refuses,
                 replays=self.numbers.replays,
+                released=released,
+                copies=copies,
             )
 
     def finish(self, started: StartedClaim) -> SlotClaim:
@@ -115,24 +117,22 @@ class TritonSlotMap(TorchSlotMap):
 
     def release(self, held: Tensor) -> None:
         """As `SlotMap.release`."""
-        grid = (cdiv(len(held), _BLOCK),)
         with torch.cuda.device_of(self.flags):
-            _release_kernel[grid](self.num_claims, held, len(held), BLOCK=_BLOCK)
+            release(self.tensors, held)
 
 
 def queue_claim(
-    slot_map: TritonSlotMap, lookups: Lookups, bags: TorchBags, num_rows: int, num_others: int
+    slot_map: TritonSlotMap,
+    lookups: Lookups,
+    bags: TorchBags,
+    num_rows: int,
+    num_others: int,
+    released: Tensor | None = None,
+    copies: Copies | None = None,
 ) -> QueuedClaim:
     """As `torch.queued_claims.queue_claim`."""
     num_looked_at = num_enough(slot_map, num_rows + num_others)
-    started = slot_map.start(lookups, bags, num_looked_at, num_rows, refuses=False)
+    started = slot_map.start(
+        lookups, bags, num_looked_at, num_rows, refuses=False, released=released, copies=copies
+    )
     return QueuedClaim(started.slot_of_value, started.held, started.transfer, started.counts)
-
-
-@triton.jit(do_not_specialize=["num_places"])
-def _release_kernel(num_claims, held_M, num_places, BLOCK: tl.constexpr):
-    """A slot has one place in a ticket, so no two programs count in the same slot."""
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.load(held_M + places, places < num_places, _NOWHERE)
-    is_held = slots >= 0
-    tl.store(num_claims + slots, tl.load(num_claims + slots, is_held, 0) - 1, is_held)

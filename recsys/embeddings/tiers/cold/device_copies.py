@@ -8,17 +8,18 @@ all other cold stores.
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from recsys._support.page_locks import PageLocks
 from recsys.embeddings.kernels.torch.row_space import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -90,57 +91,62 @@ class DeviceCopies:
         self._addresses = [space.addresses for space in spaces]
         return True
 
-    def fetch(self, rows: NDArray[np.int32] | Tensor, slots: NDArray[np.int32] | Tensor) -> None:
+    @property
+    def key(self) -> Hashable:
+        """Differs after each `renew` with other tables."""
+        return tuple(map(tuple, self._addresses))
+
+    @property
+    def reads(self) -> Sequence[Any]:
+        """What owns the memory that kernels read, besides lists, tables and slots."""
+        return self._hosts
+
+    def fetch(self, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state into slots.
 
         Args:
-            rows: Row numbers, counted over all tables, (M,), on the host or on the device; after
-                them, negative numbers stand for no row.
-            slots: The slot of each row, (M,), in the same place.
+            rows: Row numbers, counted over all tables, (M,).
+            slots: The slot of each row, (M,).
         """
         self._copy(self._kernels.fetch_rows, rows, slots)
 
-    def write_back(
-        self, rows: NDArray[np.int32] | Tensor, slots: NDArray[np.int32] | Tensor
-    ) -> None:
+    def write_back(self, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state from slots to the tables; see `fetch`."""
         self._copy(self._kernels.write_rows, rows, slots)
 
-    def move(self, transfer: Transfer) -> None:
-        """Write back and fetch what a claim on the device lists."""
-        self.write_back(transfer.written_rows, transfer.written_slots)
-        self.fetch(transfer.fetched_rows, transfer.fetched_slots)
+    def launch(self, moves: Transfer) -> None:
+        """Write back and fetch what a claim on the device lists; call `keep` before.
+
+        Triton launches kernels on the current device, so that must be this one.
+        """
+        self._launch(self._kernels.write_rows, moves.written_rows, moves.written_slots)
+        self._launch(self._kernels.fetch_rows, moves.fetched_rows, moves.fetched_slots)
+
+    def keep(self) -> None:
+        """Keep what kernels read until the current stream, which launches them, is done with it."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._recorded[0] is not self._addresses or self._recorded[1] != stream:
+            self._recorded = self._addresses, stream
+            for host in self._hosts:
+                host.addresses.record_stream(stream)
+                host.first_rows.record_stream(stream)
 
     def wait(self) -> None:
         """Have the host wait for the copies that the current stream has queued or waits for."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _copy(self, copy: Callable[..., None], *lists: Any) -> None:
-        if not len(lists[0]):
+    def _copy(
+        self, copy: Callable[..., None], rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> None:
+        if not len(rows):
             return
-        if self._device.type != "cuda":
-            self._launch(copy, list(map(self._listed, lists)))
-            return
-        with torch.cuda.device(self._device):  # Triton launches kernels on the current device
-            on_device = list(map(self._listed, lists))
-            stream = torch.cuda.current_stream(self._device)
-            # Their memory belongs to other streams, which must not use it again before this one.
-            read = list(on_device)
-            if self._recorded[0] is not self._addresses or self._recorded[1] != stream:
-                self._recorded = self._addresses, stream
-                for host in self._hosts:
-                    read += [host.addresses, host.first_rows]
-            for tensor in read:
-                tensor.record_stream(stream)
-            self._launch(copy, on_device)
+        self.keep()
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._launch(copy, upload(rows, self._device), upload(slots, self._device))
 
-    def _launch(self, copy: Callable[..., None], lists: Sequence[Tensor]) -> None:
+    def _launch(self, copy: Callable[..., None], rows: Tensor, slots: Tensor) -> None:
         for host, memory in zip(self._hosts, self._memories, strict=True):
-            copy(host, *lists, memory)
-
-    def _listed(self, numbers: Any) -> Tensor:
-        """A list on the device."""
-        if isinstance(numbers, torch.Tensor):
-            return numbers
-        return upload(numbers.astype(np.int32), self._device)
+            copy(host, rows, slots, memory)

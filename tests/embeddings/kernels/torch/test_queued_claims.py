@@ -139,8 +139,17 @@ def test_it_takes_what_a_claim_takes_that_waits(longest):
         found = queue(queued, bags, 60)
 
         assert torch.equal(found.slot_of_value, expected.slot_of_value)
-        fetched = found.moves.fetched_rows
-        assert fetched[fetched != NOWHERE].tolist() == expected.moves.fetched_rows.tolist()
+        of_rows = (
+            dict(zip(*expected.moves[:2], strict=True)),
+            dict(zip(*expected.moves[2:], strict=True)),
+        )
+        moves = [found.moves[2:4], found.moves[:2]]  # `Moves` and `Transfer` have other orders
+        for (rows, its_slots), slot_of_row in zip(moves, of_rows, strict=True):
+            expected_rows = sorted(slot_of_row, reverse=True)
+            count = len(expected_rows)
+            assert rows[:count].tolist() == expected_rows
+            assert its_slots[:count].tolist() == [slot_of_row[row] for row in expected_rows]
+            assert (rows[count:] == NOWHERE).all()
         assert found.counts[:4].tolist() == list(expected[3:7])
         waiting.release(expected.held)
         queued.release(found.held)
