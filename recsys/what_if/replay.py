@@ -26,8 +26,8 @@ from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings import SGD
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.tiers.counts import TierCounts
-from recsys.embeddings.tiers.residency import NotEnoughSlots
 from recsys.embeddings.tiers.slot_costs import map_bytes, slot_bytes
+from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.errors import BudgetTooSmall
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 from recsys.train.parts.build import build_loader

@@ -29,7 +29,7 @@ from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ahead import Prefetched
-from recsys.embeddings.tiers.residency import NotEnoughSlots
+from recsys.embeddings.tiers.ticket import NotEnoughSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -42,8 +42,8 @@ from recsys.embeddings.rows.table_parameter import (
     require_no_updater,
     unbind_table,
 )
-from recsys.embeddings.tiers.residency import NotEnoughSlots
 from recsys.embeddings.tiers.row_reads import read_rows_of_tables, read_rows_of_tiers
+from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:

@@ -57,6 +57,12 @@ class InputIds(NamedTuple):
         values = _tensor_of(bags.values).clone()
         return cls(values, offsets, bags.batch_size, _padding_of(bags), given)
 
+    def in_place_of(self, bags: Any) -> Any:
+        """The input, on a device with these ids: its claim may be made later than others write."""
+        if not isinstance(bags.values, torch.Tensor):
+            return bags
+        return bags._replace(values=self.values, offsets=self.offsets)
+
     def are_given_by(self, bags: Bags) -> bool:
         """Whether an input is made from the same tensors, which no operation has written to since.
 
@@ -189,6 +195,10 @@ class AheadQueue:
         """Whether a ticket is waiting; removes released tickets."""
         self.waiting = [ticket for ticket in self.waiting if ticket.is_held]
         return bool(self.waiting)
+
+    def has_one_for(self, lookups: Lookups) -> bool:
+        """Whether a ticket for these lookups, of an earlier mini-batch, is waiting."""
+        return any(each.is_held and each.lookups is lookups for each in self.waiting)
 
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""

@@ -13,7 +13,8 @@ A device that copies rows by itself (`DeviceCopies`) needs no list of them on th
 slots suffice for the most rows that all tickets can need, releases, a claim and its transfer are
 then only queued on the device, in the order of transfers: what computes meanwhile waits for none of
 them. Otherwise the host waits for the result of the claim, as it must to copy rows itself, to unpin
-rows, and to refuse a claim. Everything else that reads or changes slots waits for all transfers.
+rows, and to refuse a claim. Everything else that reads or changes the records of slots waits for
+all transfers.
 
 Evaluation claims no slots. When no transfer is pending, the current copy of a row is in its slot
 or, if it has none, in the cold store.
@@ -29,7 +30,6 @@ from collections import deque
 from contextlib import nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -39,7 +39,14 @@ from recsys._support.replays import are_replaying
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
 from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
 from recsys.embeddings.tiers.counts import ClaimCounter
-from recsys.embeddings.tiers.ticket import HeldSlots, Hold, Ticket, Transferred
+from recsys.embeddings.tiers.ticket import (
+    MOST_HELD,
+    HeldSlots,
+    Hold,
+    NotEnoughSlots,
+    Ticket,
+    Transferred,
+)
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
 from recsys.embeddings.tiers.written_rows import WrittenRows
 
@@ -60,24 +67,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.slots import Slots
     from recsys.embeddings.update.changed_rows import ChangedRows
 
-__all__ = ["MOST_HELD", "NotEnoughSlots", "Residency"]
-
-
-# The maximum number of tickets at a time: a slot counts them in an int16.
-MOST_HELD = 2**15 - 1
-
-
-class NotEnoughSlots(Exception):  # stays inside this package: callers name the budget
-    """The rows of a mini-batch, together with those of other tickets, exceed the slots.
-
-    Attributes:
-        residency: A weak reference to the residency, so that its slots can be freed.
-        num_needed: The number of slots with which the claim would succeed.
-    """
-
-    def __init__(self, residency: Residency, num_needed: int) -> None:
-        super().__init__(num_needed)
-        self.residency, self.num_needed = ref(residency), num_needed
+__all__ = ["Residency"]
 
 
 class Residency:
@@ -105,6 +95,7 @@ class Residency:
         self.changed_rows: ChangedRows | None = None
         self._held: set[HeldSlots] = set()
         self._released: deque[HeldSlots] = deque()  # of holds that died; still counted
+        self._dropped: list[Any] = []  # slots of those that are not counted any more
         self._most_needed = 0  # slots that those held need at the most
         self._written = WrittenRows()
         self._has_warned = False
@@ -121,7 +112,13 @@ class Residency:
         return self.counter.read()
 
     def claim(
-        self, lookups: Lookups, bags: Any, *, in_background: bool = False, may_unpin: bool = True
+        self,
+        lookups: Lookups,
+        bags: Any,
+        *,
+        in_background: bool = False,
+        may_unpin: bool = True,
+        may_wait: bool = True,
     ) -> Ticket:
         """Claim a slot for every row of a mini-batch, and fetch the rows that have none yet.
 
@@ -131,10 +128,12 @@ class Residency:
             in_background: Whether the queue's thread must fetch the rows. If False and no transfer
                 is pending, the rows are fetched before this returns.
             may_unpin: Whether rows of a plan may be unpinned for the claim.
+            may_wait: Whether the host may wait for a device that copies rows by itself.
 
         Raises:
             NoSuchRow: a value is not a row of its table; nothing was claimed.
-            NotEnoughSlots: nothing was claimed, but rows of a plan may have been unpinned.
+            NotEnoughSlots: nothing was claimed, but rows of a plan may have been unpinned. If the
+                host may not wait, there may be enough.
             TiersFailed: a transfer has failed.
             RuntimeError: a slot cannot count more tickets; nothing was claimed.
         """
@@ -149,6 +148,8 @@ class Residency:
         queued = self._queue_claim(lookups, bags) if is_reached else None
         if queued is not None:
             return queued
+        if is_reached and not may_wait:
+            raise NotEnoughSlots(self, self.hot.num_slots + 1)
         self._collect()
         claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
         hold = self._hold(claim, claim.num_rows)
@@ -168,27 +169,30 @@ class Residency:
         Returns:
             None if there may be too few slots; then nothing was claimed.
         """
+        # Before the context, which comes after what the caller has queued: the last use of these.
+        self._take_released()
+        most_rows = self._most_rows(lookups, bags)
+        if most_rows is None:
+            return None
         self.hot.prepare(lookups, bags)
-        found: tuple[QueuedClaim, Hold, Any] | None = None
+        found: list[tuple[QueuedClaim, Hold, Any]] = []
 
         def run() -> None:
-            nonlocal found
             begin = perf_counter()
             with self.hot.in_order():
-                found = self._claim_in_order(lookups, bags)
-            if found is not None:
-                self.times.fetched(begin, perf_counter())
+                found.append(self._claim_in_order(lookups, bags, most_rows))
+            self.times.fetched(begin, perf_counter())
 
         # A failure half-way ends the queue: rows may have got slots without being copied there.
         self.queue.put(run, in_background=False)
-        if found is None:
-            return None
-        claim, hold, after_claim = found
+        [(claim, hold, after_claim)] = found
         after = self._transferred(True)
-        hits = Transferred(0, after_claim) if after_claim is not None else after
+        hits = after if after_claim is None else Transferred(0, after_claim)
         return Ticket(hold, lookups, claim.slot_of_value, after, hits, claim.moves.fetched_slots)
 
-    def _claim_in_order(self, lookups: Lookups, bags: Any) -> tuple[QueuedClaim, Hold, Any] | None:
+    def _claim_in_order(
+        self, lookups: Lookups, bags: Any, most_rows: int
+    ) -> tuple[QueuedClaim, Hold, Any]:
         """See `_queue_claim`; the caller is in the order of transfers.
 
         Returns:
@@ -197,12 +201,8 @@ class Residency:
         copies = self._copies
         assert copies is not None
         is_one = are_replaying()  # then everything is the replay of one graph
-        last = self._release(keeps_last=is_one)
-        most_rows = self._most_rows(lookups, bags)
-        if most_rows is None:
-            if last is not None:
-                self.hot.release(last)
-            return None
+        last = self._dropped.pop() if is_one and self._dropped else None
+        self._release()
         copies.keep()
         claim = self.hot.queue_claim(
             lookups, bags, most_rows, self._most_needed, last, copies if is_one else None
@@ -451,32 +451,25 @@ class Residency:
     def _collect(self) -> None:
         """Release what was dropped; the slots can be read and changed after that."""
         self.hot.after_transfers()
+        self._take_released()
         self._release()
 
-    def _release(self, *, keeps_last: bool = False) -> Any:
-        """Release what was dropped, on the current stream.
-
-        Args:
-            keeps_last: Whether the last slots are left for the caller to release.
-
-        Returns:
-            These slots; None for none.
-        """
+    def _take_released(self) -> None:
+        """Take holds that died out of the counts; `_release` does so on the device."""
         if not self._released:
-            return None
-        last = None
-        with interrupts_held_back():  # a slot that is taken off the list must be released
+            return
+        with interrupts_held_back():  # slots that are taken off the list must be released
             while self._released:
                 held = self._released.popleft()
                 self._held.discard(held)
                 self._most_needed -= held.most_rows
-                if last is not None:
-                    self.hot.release(last)
-                last = held.slots
-            if not keeps_last:
-                self.hot.release(last)
-                last = None
-        return last
+                self._dropped.append(held.slots)
+
+    def _release(self) -> None:
+        """Release what was taken out of the counts, on the current stream."""
+        while self._dropped:
+            self.hot.release(self._dropped[-1])
+            self._dropped.pop()
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""

@@ -138,7 +138,8 @@ class Slots:
             spaces = [SlotRows(each, self.map.tensors, self._numbers) for each in memories]
             self.arrays = []
             self._staging = Staging(memories, self.first_rows)
-            self._stream = TransferStream(memories) if self.rows.is_cuda else None
+            if self.rows.is_cuda:
+                self._stream = TransferStream([*memories, *self.map.tensors])
         self.space, *self.state_spaces = spaces
 
     @property
@@ -189,8 +190,8 @@ class Slots:
 
     def prepare(self, lookups: Lookups, bags: Any) -> None:
         """Prepare for `queue_claim` in the order of transfers."""
-        # What claims and lookups read is uploaded on the stream of the latter.
-        layers_of(self._numbers, lookups, bags.num_features)
+        if bags.batch_size:  # what claims and lookups read is uploaded on the latter's stream
+            layers_of(self._numbers, lookups, bags.num_features)
         if self._stream is not None:
             self._stream.keep_for_transfer([bags.values, bags.offsets])
 
@@ -208,7 +209,7 @@ class Slots:
 
         Args:
             last: The event to wait for; None for all transfers so far.
-            made: A tensor that a claim in their order has made, and that the caller reads.
+            made: What a claim in their order has made, and the caller reads.
         """
         if self._stream is not None:
             self._stream.wait(last)
@@ -273,7 +274,7 @@ class Slots:
 
     def _keep(self, tensor: Any) -> None:
         """Keep memory, of whichever stream, until the current stream is done with it."""
-        if self._stream is not None:
+        if self._stream is not None and isinstance(tensor, torch.Tensor):
             self._stream.keep(tensor)
 
     def pin_popular(self, num_slots: int) -> tuple[int, int]:
@@ -299,6 +300,7 @@ class Slots:
 
     def popular_rows(self) -> NDArray[np.int32]:
         """Rows pinned because they are popular, counted over all tables, most uses first."""
+        self.after_transfers()
         slots = ((self.map.flags & POPULAR) > 0).nonzero().flatten()
         order = self.map.num_uses[slots].argsort(descending=True, stable=True)
         found: NDArray[np.int32] = self.map.row_of_slot[slots[order]].cpu().numpy()

@@ -32,7 +32,7 @@ from recsys.embeddings.tiers.conflicts import conflict_error
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
 from recsys.embeddings.tiers.lookup_layers import LookupLayers
 from recsys.embeddings.tiers.recipe import KeptParts, Recipe
-from recsys.embeddings.tiers.residency import NotEnoughSlots
+from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
@@ -199,11 +199,13 @@ class Tiers(AbstractInTurn):
             self.reload_if_tables_changed(tables)
             # Code that has a reference to the tables may still write to them before the lookup.
             self.is_exposed = is_exposed
-            tickets = [
-                self.residency.claim(layer, bags, in_background=True, may_unpin=False)
-                for layer in self._layers.of(lookups)
-            ]
-            self.ahead.add(tickets, InputIds.copy(bags))
+            ids, tickets = InputIds.copy(bags), []
+            for layer in self._layers.of(lookups):
+                # Waiting for a device is worth it for the next mini-batch, not for one after.
+                how = {"may_unpin": False, "may_wait": not self.ahead.has_one_for(layer)}
+                claimed = ids.in_place_of(bags)
+                tickets.append(self.residency.claim(layer, claimed, in_background=True, **how))
+            self.ahead.add(tickets, ids)
             return tickets
 
     def _require_owner(self) -> None:

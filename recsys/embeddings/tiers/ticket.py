@@ -1,4 +1,4 @@
-"""`Ticket`: holds the slots of a mini-batch's rows."""
+"""`Ticket`: holds the slots of a mini-batch's rows; `NotEnoughSlots` says why there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,24 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
     from recsys.embeddings.tiers.residency import Residency
 
-__all__ = ["HeldSlots", "Hold", "Ticket", "Transferred"]
+__all__ = ["MOST_HELD", "HeldSlots", "Hold", "NotEnoughSlots", "Ticket", "Transferred"]
+
+
+# The maximum number of tickets at a time: a slot counts them in an int16.
+MOST_HELD = 2**15 - 1
+
+
+class NotEnoughSlots(Exception):  # stays inside this package: callers name the budget
+    """The rows of a mini-batch, together with those of other tickets, exceed the slots.
+
+    Attributes:
+        residency: A weak reference to the residency, so that its slots can be freed.
+        num_needed: The number of slots with which the claim would succeed.
+    """
+
+    def __init__(self, residency: Residency, num_needed: int) -> None:
+        super().__init__(num_needed)
+        self.residency, self.num_needed = ref(residency), num_needed
 
 
 class Transferred(NamedTuple):
@@ -74,7 +91,9 @@ class Ticket:
         self.queue: AheadQueue | None = None
         self.is_taken = False
         self._hold: Hold | None = hold
-        self._after, self._after_hits, self._fetched = after, after_hits, fetched
+        self._after, self._after_hits = after, after_hits
+        # With the event after the claim; more than one for joined tickets.
+        self._fetched: list[tuple[Any, Any]] = [(fetched, after_hits.event)]
 
     @property
     def is_held(self) -> bool:
@@ -135,7 +154,11 @@ class Ticket:
             return torch.zeros(self.batch_size, dtype=torch.bool)
         assert self.ids is not None
         self._after_claim()
-        was_fetched_N = self._hold.residency.hot.are_among(self.slot_of_value, self._fetched)
+        hot = self._hold.residency.hot
+        for slots, event in self._fetched:
+            hot.after_transfers(event, slots)
+        fetched = torch.cat([hot.tensor(slots) for slots, _ in self._fetched])
+        was_fetched_N = hot.are_among(self.slot_of_value, fetched)
         return self.ids.samples_with(was_fetched_N, self.lookups.positions.tolist()).cpu()
 
     def take(self, bags: Any) -> Ticket:
@@ -153,20 +176,17 @@ class Ticket:
         """Treat this ticket and those made after it as one claim, for lookups of one mini-batch.
 
         A row that one of them fetches is missing for all of them. Then a part without missing rows
-        waits for none of their transfers.
+        waits for none of their transfers; on a device, where a claim is made between transfers,
+        for those before its own claim.
         """
         joined: dict[Residency, list[Ticket]] = {}
         for ticket in (self, *others):
             if ticket._hold is not None:
                 joined.setdefault(ticket._residency, []).append(ticket)
         for tickets in joined.values():
-            for ticket in tickets:
-                ticket._after_claim()
-            tensor = tickets[0]._residency.hot.tensor
-            fetched = torch.cat([tensor(ticket._fetched) for ticket in tickets])
+            fetched = [each for ticket in tickets for each in ticket._fetched]
             before = tickets[0]._after_hits.number
             for ticket in tickets:
-                # On a device, a claim is a part of its transfer, after those of earlier ones.
                 ticket._fetched = fetched
                 ticket._after_hits = ticket._after_hits._replace(number=before)
 

@@ -37,7 +37,7 @@ class WrittenRows:
         """Start to copy a list.
 
         Args:
-            rows: Rows counted over all tables, (M,) int64 on the device; negative for no row.
+            rows: Rows counted over all tables, (M,) on the device; negative for no row.
             record: Gets the rows later.
         """
         if rows.is_cuda:

@@ -123,7 +123,6 @@ class PopularSplit:
             compute: As for `is_loss_a_sum`.
         """
         self.num_steps += 1
-        self._count_rows()
         if claims is None or self._never_splits or not all(claim.can_split for claim in claims):
             return []
         sizes = {size for claim in claims for size in claim.batch_sizes()}
@@ -181,6 +180,7 @@ class PopularSplit:
 
     def learn(self) -> None:
         """Choose the popular rows again if it is time; called after each step."""
+        self._count_rows()
         period = self._schedule.learning_steps
         if not period or self.num_steps % period:
             return
@@ -191,7 +191,7 @@ class PopularSplit:
             self.num_demoted += demoted
 
     def _count_rows(self) -> None:
-        """Count the rows that a mini-batch claims; called after the claims of each step."""
+        """Count the rows that a mini-batch claims; on a device, this waits for transfers."""
         for tiers in self._tiers():
             count = tiers.residency.counts.num_rows
             if tiers in self._num_rows:  # the first step claims for the whole window

@@ -19,7 +19,7 @@ from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.tiers.ahead import InputIds
 from recsys.embeddings.tiers.cold import device_copies
 from recsys.embeddings.update.changed_rows import rows_of
-from recsys.errors import IdOutOfRange
+from recsys.errors import IdOutOfRange, TiersFailed
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
 
 TritonSlotMap = pytest.importorskip("recsys.embeddings.kernels.triton.slots").TritonSlotMap
@@ -190,7 +190,7 @@ def test_counts_are_those_of_claims_that_wait(device, monkeypatch, longest):
     assert found[0].num_written_back > 0
 
 
-def test_a_claim_that_may_not_fit_is_waited_for(device, monkeypatch):
+def test_a_claim_that_may_not_fit_is_waited_for_unless_another_is_ahead(device, monkeypatch):
     module = make_module(device)
     [tiers] = module.tiers()
     assert tiers.hot.num_slots == 60
@@ -202,9 +202,14 @@ def test_a_claim_that_may_not_fit_is_waited_for(device, monkeypatch):
     for each in held:
         each.cancel()
     held = [module.prefetch(more), module.prefetch(few)]
+    assert not waited
+    assert [each.is_held for each in held] == [True, False]
+    assert not held[1].has_room  # 60 lookups may be as many rows
+    loss = module(more).values().sum()
+    module.prefetch(few)
 
-    assert len(waited) == 1  # 60 lookups may be as many rows; they turn out to be fewer
-    assert all(each.is_held for each in held[:1])
+    assert len(waited) == 1  # they might have turned out to be fewer
+    loss.backward()
 
 
 def test_rows_that_are_pinned_leave_fewer_slots_to_claims(device, monkeypatch):
@@ -217,12 +222,39 @@ def test_rows_that_are_pinned_leave_fewer_slots_to_claims(device, monkeypatch):
     assert num_pinned
     waited = noted_claims(monkeypatch, tiers.hot.map)
 
-    held = [module.prefetch(batches[1]) for _ in range((60 - num_pinned) // 12)]
+    losses = [module(batches[1]).values().sum() for _ in range((60 - num_pinned) // 12)]
     assert not waited
-    held.append(module.prefetch(batches[2]))
+    losses.append(module(batches[2]).values().sum())
 
     assert waited
-    assert all(each.is_held for each in held)
+    for loss in losses:
+        loss.backward()
+
+
+def test_a_claim_that_fails_half_way_fails_the_tiers(device, monkeypatch):
+    module = make_module(device)
+    [tiers] = module.tiers()
+    batches = make_batches(2, device)
+    module(batches[0]).values().sum().backward()
+
+    def fail(moves):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tiers.residency._copies, "launch", fail)
+    with pytest.raises(TiersFailed, match="out of memory"):
+        module.prefetch(batches[1])
+    with pytest.raises(TiersFailed):  # its rows have slots, and were not copied there
+        module(batches[1])
+
+
+def test_a_mini_batch_without_samples_is_claimed(device):
+    module = make_module(device)
+    ids = JaggedIds.from_one_hot(FEATURES, torch.zeros(len(FEATURES), 0, dtype=torch.long))
+
+    claim = module.prefetch(ids.to(device))
+
+    assert claim.has_room
+    assert module(ids.to(device)).values().shape[0] == 0
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])

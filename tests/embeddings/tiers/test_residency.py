@@ -27,8 +27,9 @@ from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
 from recsys.embeddings.tiers.cold.file_store import FileStore
 from recsys.embeddings.tiers.cold.host_store import HostStore
-from recsys.embeddings.tiers.residency import NotEnoughSlots, Residency
+from recsys.embeddings.tiers.residency import Residency
 from recsys.embeddings.tiers.slots import Slots
+from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.errors import TiersFailed
 
@@ -365,7 +366,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     def split(self, data, updates):
         """What had come before a ticket was claimed may be computed on before the rest has."""
         ticket, wanted = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
-        is_missing = self.world.residency.hot.are_among(ticket.slot_of_value, ticket._fetched)
+        [(fetched, _)] = ticket._fetched
+        is_missing = self.world.residency.hot.are_among(ticket.slot_of_value, fetched)
         sides = []
         for mask in (~is_missing, is_missing):
             places = mask.nonzero().flatten()

@@ -165,7 +165,7 @@ class Recorded:
             setattr(copying, name, self._recorded(name, getattr(copying, name)))
         if is_reached:
             copying.launch = self._recorded_launch(copying.launch)
-        self.claims = []
+        self.claims, self.claimed = [], []
         for name in ("queue_claim", "release"):
             owner = self.hot if name == "queue_claim" else self.hot.map
             setattr(owner, name, self._recorded_claim(name, getattr(owner, name)))
@@ -189,6 +189,8 @@ class Recorded:
         def recorded(*arguments):
             stream, key = self.cuda.current_stream(), (name, len(self.claims))
             self.claims.append((key, stream, stream.work(key)))
+            if name == "queue_claim":
+                self.claimed.append(arguments[1].values.data_ptr())
             return claim(*arguments)
 
         return recorded
@@ -291,8 +293,11 @@ def test_memory_that_a_claim_reads_or_makes_is_kept_for_the_other_stream(cuda, i
     run.bag.prefetch(ids)
 
     own = run.hot._stream._stream
-    assert any(kept.data_ptr() == ids.data_ptr() for kept, stream in cuda.kept if stream is own)
     [ticket] = run.tiers.ahead.waiting
+    copied = ticket.ids.values.data_ptr()
+    assert copied != ids.data_ptr()  # the caller may overwrite its own
+    assert run.claimed == [copied]
+    assert any(kept.data_ptr() == copied for kept, stream in cuda.kept if stream is own)
     run.compute("step", ids)
     slots = ticket.slot_of_value.data_ptr()
     assert any(kept.data_ptr() == slots for kept, stream in cuda.kept if stream is cuda.default)

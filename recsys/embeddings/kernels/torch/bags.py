@@ -186,6 +186,8 @@ def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[L
     known, key = space.layers, (lookups, num_features)
     if key not in known:
         if len(known) > _MOST_KEPT:
+            if space.device.type == "cuda":
+                torch.cuda.synchronize(space.device)  # kernels on several streams may read them
             known.clear()
         whole = _make_layer(space, lookups, range(len(lookups.tables)), num_features)
         apart = _apart(lookups)

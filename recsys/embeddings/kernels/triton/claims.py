@@ -1,4 +1,6 @@
-"""Claims slots on a CUDA device: four launches, without a sort; see `claim_kernels`.
+"""Claims slots on a CUDA device in four launches, and sorts what is to be copied.
+
+`claim_kernels` has the kernels. Rows that lie near each other are copied faster.
 
 Letters: N values, W slots looked at, U places for distinct rows.
 """

@@ -124,11 +124,11 @@ class TransferStream:
 
     So a transfer runs after everything that the caller had queued when it was put in: the last
     use of the slots that it evicts. Computing on rows runs after their transfer. Memory that a
-    transfer allocates belongs to this stream. The slots are recorded as used by it, so their memory
-    is not reused before the transfers are done; so is what else a transfer reads.
+    transfer allocates belongs to this stream. The slots and their records are recorded as used by
+    it, so their memory is not reused before the transfers are done.
 
     Args:
-        memories: The slots, on one CUDA device: rows, and each state array.
+        memories: What belongs to the slots, on one CUDA device: rows, state arrays, records.
     """
 
     def __init__(self, memories: Sequence[Tensor]) -> None:
