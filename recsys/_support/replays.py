@@ -26,7 +26,7 @@ __all__ = ["Replays", "are_replaying", "replaying"]
 
 # Device types whose launches can be recorded. Tests add "cpu".
 _CAN_RECORD = {"cuda"}
-_MOST_RECORDED = 8  # by one `Replays`; each keeps a graph and its memory
+_MOST_RECORDED = 16  # by one `Replays`; each keeps a graph and its memory
 _MOST_SEEN = 64
 _steps = threading.local()
 
