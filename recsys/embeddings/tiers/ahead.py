@@ -196,9 +196,9 @@ class AheadQueue:
         self.waiting = [ticket for ticket in self.waiting if ticket.is_held]
         return bool(self.waiting)
 
-    def has_one_for(self, lookups: Lookups) -> bool:
-        """Whether a ticket for these lookups, of an earlier mini-batch, is waiting."""
-        return any(each.is_held and each.lookups is lookups for each in self.waiting)
+    def num_for(self, lookups: Lookups) -> int:
+        """How many tickets for these lookups, of earlier mini-batches, are waiting."""
+        return sum(each.is_held and each.lookups is lookups for each in self.waiting)
 
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""

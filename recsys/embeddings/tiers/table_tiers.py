@@ -201,8 +201,8 @@ class Tiers(AbstractInTurn):
             self.is_exposed = is_exposed
             ids, tickets = InputIds.copy(bags), []
             for layer in self._layers.of(lookups):
-                # Waiting for a device is worth it for the next mini-batch, not for one after.
-                how = {"may_unpin": False, "may_wait": not self.ahead.has_one_for(layer)}
+                # Waiting for a device is worth it for the current mini-batch and the next one.
+                how = {"may_unpin": False, "may_wait": self.ahead.num_for(layer) <= 1}
                 claimed = ids.in_place_of(bags)
                 tickets.append(self.residency.claim(layer, claimed, in_background=True, **how))
             self.ahead.add(tickets, ids)
