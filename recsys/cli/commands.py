@@ -239,11 +239,16 @@ def _train(options: argparse.Namespace) -> int:
         print(dry_run(config, run_dir))
         return 0
     from recsys.report.summary import format_run
+    from recsys.train.parts.models import is_unpooled
     from recsys.train.trainer import train
+    from recsys.what_if.changes import reason_against
 
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
     if not is_launched() or os.environ["RANK"] == "0":
         print(format_run(record, run_dir))
+        is_told = record.get("tiers") is not None and not is_unpooled(config.model)
+        if is_told and not reason_against(config, record):
+            print(f"recsys what-if {run_dir} predicts other budgets, depths and tiers")
     return _INTERRUPTED if record["status"] == "interrupted" else 0
 
 

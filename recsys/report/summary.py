@@ -227,9 +227,6 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         "",
         format_stalls(record["stalls"]),
     ]
-    is_tiered = record.get("transfers") is not None and record["status"] == "finished"
-    if is_tiered and config["device"] == "cpu" and record.get("processes") is None:
-        lines.append(f"recsys what-if {run_dir} predicts other budgets, depths and tiers")
     return "\n".join(lines)
 
 

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
 
-__all__ = ["Change", "MeasuredRun", "change_of", "change_to", "depth_of", "usual_changes"]
+__all__ = [
+    "Change",
+    "MeasuredRun",
+    "change_of",
+    "change_to",
+    "depth_of",
+    "reason_against",
+    "usual_changes",
+]
 
 _PREDICTED = ("budget", "cold_tier", "batch_size", "schedule.name", "schedule.depth")
 # Keys that do not change the steps of training. The seed changes their order. What stopped early is
@@ -73,7 +81,7 @@ class MeasuredRun(NamedTuple):
         """
         folder = RunFolder.open(path)
         config, record = folder.read_config(), folder.read_record()
-        if reason := _reason_against(config, record):
+        if reason := reason_against(config, record):
             raise ConfigError(f"{folder.path}: what-if cannot read this run: {reason}")
         return cls(folder.path, config, record)
 
@@ -228,7 +236,7 @@ def _require_changeable(
         )
 
 
-def _reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
+def reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
     """Why nothing can be predicted from a run; empty if it can."""
     name = config.schedule.name
     if name not in _SCHEDULES:

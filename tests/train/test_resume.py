@@ -150,3 +150,6 @@ def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path
         whole["tiers"]["lookup_hit_rate"], abs=0.05
     )
     assert record["tiers"]["fetched_bytes"] >= whole["tiers"]["fetched_bytes"]
+    for found, expected in zip(record["tiers"]["tables"], whole["tiers"]["tables"], strict=True):
+        num_taken_twice = found["num_lookups"] - expected["num_lookups"]
+        assert 0 <= num_taken_twice <= 2 * config.batch_size  # those taken ahead at the checkpoint

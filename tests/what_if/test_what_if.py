@@ -9,7 +9,6 @@ from recsys.cli import main
 from recsys.config import load_config
 from recsys.errors import ConfigError
 from recsys.pipeline import TrainPipeline
-from recsys.report.summary import format_run
 from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
 from recsys.what_if import predict, steps
@@ -203,15 +202,32 @@ def test_a_probe_makes_steps_of_both_sizes(small_config, monkeypatch):
     assert sizes[:4] == [128, 32, 128, 32]
 
 
-def test_training_names_the_command_at_the_end_of_a_run_in_two_tiers(runs):
-    told = {
-        name: format_run(MeasuredRun.open(runs / name).record, runs / name)
-        for name in ("tiered", "resident")
-    }
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"budget": "20KiB"}, True),
+        ({"budget": ""}, False),
+        ({"budget": "20KiB", "skip.policy": "random_drop"}, False),
+        ({"budget": "20KiB", "schedule.name": "hotline"}, False),
+        ({"budget": "8MiB", "model.name": "din"}, False),
+    ],
+)
+def test_training_names_the_command_at_the_end_of_a_run_that_it_reads(
+    small_settings, tmp_path, capsys, changes, is_told
+):
+    run = tmp_path / "run"
+    data, settings = "synthetic:criteo-kaggle", [*small_settings, "--set", TABLES]
+    if "model.name" in changes:
+        data, settings = "synthetic:taobao", ["--set", "synthetic.num_samples=2000"]
+    settings += [part for each in changes.items() for part in ("--set", "=".join(each))]
 
-    line = f"recsys what-if {runs / 'tiered'} predicts other budgets, depths and tiers"
-    assert told["tiered"].endswith(line)
-    assert "what-if" not in told["resident"]
+    status = main(["train", data, "--run", str(run), *settings])
+
+    line = f"recsys what-if {run} predicts other budgets, depths and tiers"
+    assert status == 0
+    assert (line in capsys.readouterr().out) == is_told
+    if changes["budget"]:
+        assert (run_cli(run) == 0) == is_told
 
 
 def test_checkpoints_and_evaluations_do_not_change_the_counts(small_config, tmp_path):

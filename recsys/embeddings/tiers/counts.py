@@ -16,7 +16,7 @@ import torch
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -104,6 +104,14 @@ class TableSums:
     def miss(self) -> None:
         """Note a claim whose counts by table are not known."""
         self._is_complete = False
+
+    def start_from(self, hits: Sequence[TableHits] | None) -> None:
+        """Continue with the sums of an earlier run, one for each table; None if not known."""
+        if hits is None:
+            self.miss()
+            return
+        self._starts[:] = np.cumsum([0, *(each.num_lookups for each in hits)])
+        self._hits[:] = [each.num_hits for each in hits]
 
     def hits(self) -> list[TableHits] | None:
         """The sums by table; None if slots were claimed on a device."""

@@ -41,33 +41,41 @@ if TYPE_CHECKING:
     from recsys.batch import SampleSource
     from recsys.config import ModelConfig
 
-__all__ = ["build_network", "needs_rows"]
+__all__ = ["build_network", "is_unpooled", "needs_rows"]
+
+
+def is_unpooled(config: ModelConfig) -> bool:
+    """Whether the model of a configuration looks rows up without pooling.
+
+    Raises:
+        ConfigError: the class of the user's cannot be imported.
+    """
+    if config.is_custom:
+        return bool(getattr(_import_class(config.name), "unpooled", False))
+    return config.name in ("din", "tbsm")
 
 
 def needs_rows(config: ModelConfig, source: SampleSource) -> bool:
-    """Whether the model of a configuration looks rows up without pooling.
+    """The same as `is_unpooled`, for data that the model must fit.
 
     Raises:
         ConfigError: the class of the user's cannot be imported; or rows are not pooled, and
             `table_dims` or `pooling` are set, or the data has weights for the values of bags, which
             pooling applies.
     """
-    if config.is_custom:
-        is_unpooled = bool(getattr(_import_class(config.name), "unpooled", False))
-    else:
-        is_unpooled = config.name in ("din", "tbsm")
-    if is_unpooled and (config.table_dims or config.pooling):
+    takes_rows = is_unpooled(config)
+    if takes_rows and (config.table_dims or config.pooling):
         raise ConfigError(
             "model.table_dims and model.pooling are for models that pool their bags in the lookup, "
             f"and {config.name!r} does not; drop them"
         )
-    if is_unpooled and has_weighted_bags(source):
+    if takes_rows and has_weighted_bags(source):
         raise ConfigError(
             f"model.name {config.name!r} looks rows up without pooling, and so cannot apply the "
             f"weights of values that {source.describe()['name']} has; choose a model that pools, "
             "such as 'dlrm', or prepare the data without the key weights"
         )
-    return is_unpooled
+    return takes_rows
 
 
 def build_network(
