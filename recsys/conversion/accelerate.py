@@ -94,7 +94,8 @@ def accelerate(
             facebookresearch/dlrm; without momentum and weight decay), or several for different
             tables: its `step` updates the rows, with its `param_groups` and its state. Schedulers,
             `GradScaler`, clipping and accumulation continue to work. `step` clears gradients of
-            rows, as `zero_grad` does. A module with tables of none of them is not replaced.
+            rows, as `zero_grad` does, so what looks for them later, such as PyTorch's averagers of
+            parameters, leaves tables out. A module with tables of none of them is not replaced.
             A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward.
             None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
             `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its

@@ -55,7 +55,8 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
         if isinstance(module, DistributedDataParallel):
             raise ValueError(  # noqa: TRY004  # its type is right, its place is wrong
                 f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients: "
-                "rows that recsys updates leave none; accelerate in one process"
+                "rows that recsys updates leave none; accelerate in one process, or before it is "
+                "wrapped and without optimizer=, so that the tables' gradients are gathered"
             )
         if KEPT in module.__dict__:
             raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")

@@ -133,6 +133,34 @@ def test_rows_shared_out_by_ddp_are_refused_with_an_optimizer_alone(process_grou
     assert shared.module.weight.grad.abs().max() > 0
 
 
+class Checkpointed(nn.Module):
+    """Looks up without gradients, and again in backward, as a reentrant checkpoint does."""
+
+    def __init__(self, bag):
+        super().__init__()
+        self.bag, self.scale = bag, nn.Parameter(torch.ones(1))
+
+    def forward(self, ids, offsets):
+        def scaled(scale):
+            return self.bag(ids, offsets) * scale
+
+        return checkpoint(scaled, self.scale, use_reentrant=True)
+
+
+def test_rows_shared_out_by_ddp_are_refused_in_a_reentrant_checkpoint(process_group):
+    plain = plain_module(mode="sum")
+    refused = nn.parallel.DistributedDataParallel(
+        Checkpointed(ours_like(plain, SGD(lr=1.0))), static_graph=True
+    )
+
+    with pytest.raises(RuntimeError, match="does not share its row updates between processes"):
+        refused(*bags(0))
+    with torch.no_grad():
+        found = refused.eval()(*bags(0))
+
+    assert torch.equal(found, plain(*bags(0)))
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_two_lookups_in_one_backward_are_one_step_of_the_summed_gradient(mode, optimizer):
     plain = plain_module(torch.float64, mode=mode)

@@ -91,6 +91,10 @@ def fused_lookup(
             changed in place after the lookup.
     """
     with DisableTorchFunctionSubclass():  # internal reads of tables
+        if updater is not None and not updater.is_sharded:
+            wrapper = active_ddp_module()
+            if wrapper is not None and (is_grad_enabled() or wrapper.training):
+                _refuse_ddp(parts)
         may_update = updater is not None and is_grad_enabled()
         requiring: list[Lookups] = []
         is_updated = False
@@ -120,12 +124,6 @@ def fused_lookup(
             tables = [table for part in parts for table in part.group.tables]
         elif is_updated:
             tables = (updater.grad_anchor,)
-            if not updater.is_sharded and active_ddp_module() is not None:
-                raise RuntimeError(
-                    "DistributedDataParallel: a recsys optimizer does not share its row updates "
-                    "between processes; build the tables without optimizer= (their sparse "
-                    "gradients are shared), or train in one process"
-                )
         is_recomputed = updater is not None and current_pass() != NO_PASS
         joined = updater.join_pass() if updater is not None and is_recomputed else None
         work = _Work(calls, ids, updater, explain, joined, num_stacked, next_lookup())
@@ -136,6 +134,23 @@ def fused_lookup(
         apply = _apply_plainly if is_plain else _FusedLookup.apply
         pooled: Tensor = apply(work, bag_weights, *tables)
         return pooled
+
+
+def _refuse_ddp(parts: Sequence[Part]) -> None:
+    """Check that `DistributedDataParallel`, whose forward this is, does not train these tables.
+
+    A reentrant checkpoint looks up without gradients in this forward, and again in backward, where
+    the wrapper cannot be seen. So a lookup without gradients is checked, too, unless in `eval()`.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    if any(part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts):
+        raise RuntimeError(
+            "DistributedDataParallel: a recsys optimizer does not share its row updates between "
+            "processes; build the tables without optimizer=, or call recsys.accelerate without "
+            "it, so that their gradients are shared; or train in one process"
+        )
 
 
 def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Prefetched:
