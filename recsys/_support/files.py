@@ -43,23 +43,82 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         A temporary path in the same folder, to write to. Close the file before the block ends.
 
     Raises:
+        BlockingIOError: another process, or another `with` block, is writing the file.
         OSError: the file cannot be written; on a full disk, the error names the final path.
     """
     partial = file.with_name(f"{file.name}.partial")
-    # One that a killed process left. In a stranger's folder it may be a link to another file, which
-    # writing to it would overwrite.
-    partial.unlink(missing_ok=True)
+    lock = None
     try:
-        yield partial
-        flush_to_disk(partial)
-        partial.replace(file)
+        lock = _claim(partial, file)
+        try:
+            yield partial
+            flush_to_disk(partial)
+            partial.replace(file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         flush_to_disk(file.parent)
     except OSError as error:
         if error.errno == errno.ENOSPC:  # has no name, or that of a file that was read
             error.filename, error.filename2 = str(file), None
         raise
     finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _claim(partial: Path, file: Path) -> int | None:
+    """Make an empty temporary file, and lock it against other processes that write `file`.
+
+    Returns:
+        The descriptor that holds the lock; None on Windows, where nothing is locked.
+
+    Raises:
+        BlockingIOError: another process, or another `with` block, holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
         partial.unlink(missing_ok=True)
+        return None
+    while True:
+        _remove_left(partial, file)
+        try:
+            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:  # another process was faster
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, partial):
+                return descriptor
+        except BlockingIOError:  # another process takes it for one that was left
+            pass
+        os.close(descriptor)
+
+
+def _remove_left(partial: Path, file: Path) -> None:
+    """Remove a temporary file that a killed process left.
+
+    It is not written to: in a stranger's folder it may be a link to another file.
+
+    Raises:
+        BlockingIOError: another process, or another `with` block, is writing it.
+    """
+    import fcntl
+
+    try:
+        descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # it does not exist, or is a link, or is no file of this user
+        partial.unlink(missing_ok=True)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(descriptor, partial):
+            partial.unlink(missing_ok=True)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another process is writing it", str(file)) from None
+    finally:
+        os.close(descriptor)
 
 
 def require_files(kind: str, files: Iterable[Path]) -> None:

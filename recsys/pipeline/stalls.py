@@ -169,7 +169,7 @@ _REMEDIES = {
     "skip": "decide less often (skip.staleness.window, skip.staleness.count_every)",
     "prefetch_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
     "write_back_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
-    "checkpoint": "write checkpoints less often (checkpoint.every_seconds)",
+    "checkpoint": "write checkpoints less often (checkpoint.every_seconds, checkpoint.every_steps)",
     "other": "report less often, or do less between two steps",
 }
 _COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"

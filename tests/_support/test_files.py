@@ -78,6 +78,35 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_file_that_another_process_writes_is_refused(tmp_path):
+    file = tmp_path / "scores"
+
+    with appearing_whole(file) as partial:
+        partial.write_text("half")
+        with (
+            pytest.raises(BlockingIOError, match="another process is writing it") as raised,
+            appearing_whole(file),
+        ):
+            pass
+        partial.write_text("whole")
+
+    assert raised.value.filename == str(file)
+    assert file.read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path):
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "scores.partial").hardlink_to(tmp_path / "other")
+
+    with appearing_whole(tmp_path / "scores") as partial:
+        partial.write_text("whole")
+
+    assert (tmp_path / "scores").read_text() == "whole"
+    assert (tmp_path / "other").read_text() == "other"
+    assert not (tmp_path / "scores.partial").exists()
+
+
 def test_a_runs_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     folder = RunFolder.create(tmp_path / "run", TrainConfig(data="store"))
 

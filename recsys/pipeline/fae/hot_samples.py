@@ -60,6 +60,8 @@ def hot_samples(
     try:
         with appearing_whole(file) as partial, partial.open("wb") as opened:
             np.save(opened, np.packbits(found))
+    except BlockingIOError:  # another run writes the same list
+        pass
     except OSError as error:
         warnings.warn(
             f"{file}: the list of hot samples cannot be kept ({error.strerror}), so every run "
