@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["build_parser", "run"]
 
 _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+_UNREAD = 141  # what shells report for a program whose output nothing reads
 _SET: Final[dict[str, Any]] = {
     "action": "append",
     "default": [],
@@ -53,6 +54,10 @@ def run(arguments: Sequence[str]) -> int:
             require_place(options.json)  # before work that can take an hour
         with plain_warnings(f"recsys {options.command}"):
             status: int = options.run_command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return _UNREAD
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -433,6 +433,24 @@ def test_help_version_and_unknown_commands_do_not_wait_for_pytorch(arguments):
         assert "examples:" in ended.stdout
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nothing_reads_is_no_error(tmp_path, unbuffered):
+    (tmp_path / "clicks.csv").write_text("label,item\n0,a\n1,b\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "recsys", "inspect", str(tmp_path / "clicks.csv")],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    os.close(writer)
+
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 def test_words_that_no_option_takes_are_told_by_the_command(capsys):
     for arguments in (["train", "store", "--epochs", "3"], ["report", "run", "--epochs=3"]):
         with pytest.raises(SystemExit) as ended:
