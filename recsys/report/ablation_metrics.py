@@ -57,12 +57,18 @@ def _throughput(name: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda cell: cell["run"]["throughput"].get(name)
 
 
-def _skipped(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+def _skipped(name: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda cell: (cell["run"].get("skipped") or {}).get(name)
 
 
 def _tiers(name: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda cell: (cell["run"].get("tiers") or {}).get(name)
+
+
+def _updates_left_out(cell: Mapping[str, Any]) -> float | None:
+    """Of lookups of frozen rows; None for policies that freeze none."""
+    policy = _skipped("policy")(cell) or {}
+    return _skipped("share_lookups_left_out")(cell) if policy.get("name") == "freeze_rows" else None
 
 
 def _stale_share(cell: Mapping[str, Any]) -> float | None:
@@ -228,6 +234,12 @@ _ALL = (
         unit="1",
         title="share skipped",
         read=_skipped("share_skipped"),
+    ),
+    Metric(
+        name="updates_left_out_share",
+        unit="1",
+        title="share of updates left out",
+        read=_updates_left_out,
     ),
     Metric(
         name="stale_share",

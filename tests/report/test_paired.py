@@ -106,6 +106,21 @@ def test_samples_trained_on_leave_skipped_ones_out():
     assert rows["drop", "stale_share"] == 0.25
 
 
+def test_frozen_rows_have_the_share_of_updates_left_out():
+    cells = [cell_of("drop", 0), cell_of("none", 0)]
+    for cell, policy in zip(cells, ("freeze_rows", "drop_input"), strict=True):
+        cell["run"]["skipped"] = {
+            "policy": {"name": policy},
+            "share_skipped": 0.0,
+            "share_lookups_left_out": 0.3 if policy == "freeze_rows" else 0.0,
+        }
+
+    rows = {(row["variation"], row["metric"]): row["mean"] for row in make_rows(cells, CONFIG)}
+
+    assert rows["drop", "updates_left_out_share"] == 0.3
+    assert rows["none", "updates_left_out_share"] is None
+
+
 def test_one_pair_has_a_difference_and_no_interval():
     found = make_differences([cell_of("none", 3), cell_of("drop", 3, auc=0.6)], CONFIG)
 
