@@ -173,6 +173,10 @@ _REMEDIES = {
     "other": "report less often, or do less between two steps",
 }
 _COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"
+_EXCHANGE_LESS = (
+    "compute faster, or use fewer processes or larger mini-batches: it includes the exchange with "
+    "the other processes"
+)
 _LEAST_SHARE = 0.01  # of the time; smaller savings are only in the record, not in the table
 
 
@@ -212,11 +216,12 @@ def describe_stalls(clock: StageClock, suggestions: Iterable[Suggestion | None])
     }
 
 
-def format_stalls(stalls: Mapping[str, Any]) -> str:
+def format_stalls(stalls: Mapping[str, Any], *, is_alone: bool = True) -> str:
     """Format the stages of training as a table, with the longest one and what would shorten it.
 
     Args:
         stalls: As returned by `describe_stalls`; evaluation is left out.
+        is_alone: Whether one process trained. Of several, these are the stages of the first one.
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
@@ -231,7 +236,7 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
         for stage, spent in training.items()
     ]
     binding = stalls["binding"]
-    remedy = _REMEDIES.get(binding, _COMPUTE_FASTER)
+    remedy = _REMEDIES.get(binding, _COMPUTE_FASTER if is_alone else _EXCHANGE_LESS)
     lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
     return "\n".join([*lines, *format_predicted(stalls)])
 

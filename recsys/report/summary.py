@@ -225,7 +225,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"peak memory         {'-' if peak is None else format_bytes(peak)}",
         f"saved               {run_dir}/: {', '.join(files)}",
         "",
-        format_stalls(record["stalls"]),
+        format_stalls(record["stalls"], is_alone=record.get("processes") is None),
     ]
     return "\n".join(lines)
 
