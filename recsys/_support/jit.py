@@ -21,12 +21,20 @@ import numba
 import torch
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
+from numba.core.registry import CPUDispatcher
 from torch import get_num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ParallelKernel", "kernel", "num_parts", "parallel_kernel", "work_alone"]
+__all__ = [
+    "ParallelKernel",
+    "kernel",
+    "kernel_part",
+    "num_parts",
+    "parallel_kernel",
+    "work_alone",
+]
 
 _F = TypeVar("_F", bound="Callable[..., object]")
 _P = ParamSpec("_P")
@@ -40,6 +48,22 @@ def kernel(function: _F) -> _F:
     neither can be written, every process compiles it again.
     """
     return _compile(function, is_parallel=False)
+
+
+def kernel_part(function: _F) -> _F:
+    """Like `kernel`, for a function that only kernels call. Called from Python, it raises.
+
+    It takes less time to compile: the code that takes Python's objects apart is left out.
+    """
+    compiled = _compile(function, is_parallel=False, no_cpython_wrapper=True)
+    if isinstance(compiled, CPUDispatcher):  # it is not compiled if NUMBA_DISABLE_JIT is set
+        compiled.__class__ = _Part  # numba itself would end the process
+    return compiled
+
+
+class _Part(CPUDispatcher):  # type: ignore[misc]
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(f"{self.__qualname__} is part of kernels and cannot be called from Python")
 
 
 class ParallelKernel(Generic[_P, _R]):
@@ -89,9 +113,16 @@ _thread = _Thread()
 num_parts: Callable[[], int] = get_num_threads
 
 
-def _compile(function: _F, *, is_parallel: bool) -> _F:
-    # With "numpy", division by zero does not raise. Loops that may raise are not vectorised.
-    options: dict[str, Any] = {"nogil": True, "parallel": is_parallel, "error_model": "numpy"}
+def _compile(function: _F, *, is_parallel: bool, no_cpython_wrapper: bool = False) -> _F:
+    options: dict[str, Any] = {
+        "nogil": True,
+        "parallel": is_parallel,
+        # Division by zero does not raise. Loops that may raise are not vectorised.
+        "error_model": "numpy",
+        # C calls no kernel, and compiling for it takes a tenth of the time.
+        "no_cfunc_wrapper": True,
+        "no_cpython_wrapper": no_cpython_wrapper,
+    }
     try:
         compiled = njit(**options, cache=True)(function)
         cache = getattr(compiled, "_cache", None)

@@ -53,6 +53,18 @@ def test_a_kernel_runs_as_python_where_numba_is_switched_off(monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
 
     assert jit.kernel(_doubled) is _doubled
+    assert jit.kernel_part(_doubled) is _doubled
+
+
+def test_a_part_of_kernels_is_called_by_kernels_alone(cache_folder):
+    part = jit.kernel_part(_doubled)
+
+    def quadrupled(number):
+        return part(part(number))
+
+    assert jit.kernel(quadrupled)(21) == 84
+    with pytest.raises(TypeError, match="_doubled is part of kernels and cannot be called from Py"):
+        part(21)
 
 
 GONE = b"cno_such_module\nNoSuchClass\n."  # a pickle of a class that does not exist

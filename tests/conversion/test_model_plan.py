@@ -241,47 +241,66 @@ def test_tables_of_one_name_go_by_their_places():
 
 
 SIZES = {"tables.0": 3000, "tables.1": 200}
-PROFILE = profile_of({}, SIZES)
+
+
+def profile():
+    return profile_of({}, SIZES)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
         (
-            {"plan": planned(PROFILE, "1MiB", **SIZES), "profile": PROFILE, "budget": "1MiB"},
+            lambda: {
+                "plan": planned(profile(), "1MiB", **SIZES),
+                "profile": profile(),
+                "budget": "1MiB",
+            },
             ValueError,
             "plan= and profile= exclude each other",
         ),
-        ({"profile": PROFILE}, ValueError, "profile= needs budget="),
+        (lambda: {"profile": profile()}, ValueError, "profile= needs budget="),
         (
-            {"profile": "p.npz", "budget": 9},
+            lambda: {"profile": "p.npz", "budget": 9},
             TypeError,
             r"must be a PopularityProfile, got str",
         ),
-        ({"plan": "p.npz"}, TypeError, r"must be a HotPlan, got str; HotPlan.load reads a file"),
         (
-            {"profile": profile_of({}, {"cat_0": 3000, "tables.1": 200}), "budget": "60KiB"},
+            lambda: {"plan": "p.npz"},
+            TypeError,
+            r"must be a HotPlan, got str; HotPlan.load reads a file",
+        ),
+        (
+            lambda: {
+                "profile": profile_of({}, {"cat_0": 3000, "tables.1": 200}),
+                "budget": "60KiB",
+            },
             ProfileError,
             r"'tables.0' .* is not in the profile.*the bag's name in the model; the names here are "
             r"\['tables.0', 'tables.1'\]; profile.for_tables renames tables",
         ),
         (
-            {"profile": profile_of({}, {"tables.0": 3000, "tables.1": 201}), "budget": "60KiB"},
+            lambda: {
+                "profile": profile_of({}, {"tables.0": 3000, "tables.1": 201}),
+                "budget": "60KiB",
+            },
             ProfileError,
             r"'tables.1' has 200 rows, but the profile's 'tables.1' has 201; profile the data",
         ),
         (
-            {"plan": planned(profile_of({}, {"tables.0": 3000}), "1MiB", **{"tables.0": 3000})},
+            lambda: {
+                "plan": planned(profile_of({}, {"tables.0": 3000}), "1MiB", **{"tables.0": 3000})
+            },
             ProfileError,
             r"'tables.1' is not in the plan, which has \['tables.0'\]",
         ),
         (
-            {"plan": planned(profile_of({}, SIZES | {"c": 1}), "1MiB", **SIZES, c=1)},
+            lambda: {"plan": planned(profile_of({}, SIZES | {"c": 1}), "1MiB", **SIZES, c=1)},
             ProfileError,
             r"'c' of the plan is not among the tables here, \['tables.0', 'tables.1'\]",
         ),
         (
-            {"profile": PROFILE, "budget": "20KiB"},
+            lambda: {"profile": profile(), "budget": "20KiB"},
             BudgetTooSmall,
             r"budget must be at least .*plan=plan_hot_rows\(..., window_lookups=...\)",
         ),
@@ -291,7 +310,7 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(options, kind
     model = bags(*SIZES.values())
 
     with pytest.raises(kind, match=message):
-        recsys.accelerate(model, optimizer=SGD(lr=0.1), **options)
+        recsys.accelerate(model, optimizer=SGD(lr=0.1), **options())
 
     assert {type(bag) for bag in model["tables"]} == {nn.EmbeddingBag}
 
@@ -300,14 +319,14 @@ def test_a_plan_needs_something_that_moves_rows():
     model = bags(*SIZES.values())
 
     with pytest.raises(ValueError, match="give optimizer=, too"):
-        recsys.accelerate(model, plan=planned(PROFILE, "1MiB", **SIZES))
+        recsys.accelerate(model, plan=planned(profile(), "1MiB", **SIZES))
 
 
 def test_a_plan_in_another_order_is_no_collections():
     tables = [
         TableConfig(name=name, num_embeddings=size, embedding_dim=4) for name, size in SIZES.items()
     ]
-    plan = planned(PROFILE, "1MiB", **SIZES)
+    plan = planned(profile(), "1MiB", **SIZES)
 
     with pytest.raises(ProfileError, match=r"order is \['tables.0', .*and \['tables.1'"):
         plan.of_tables(tables[::-1])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from recsys._support.hashing import GOLDEN
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel, kernel_part
 from recsys.datasets.criteo.shape import NUM_FACTORS, NUM_GROUPS
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def make_samples(
                 logit_parts[part, position] *= gain
 
 
-@kernel
+@kernel_part
 def _draw_dense(
     parameters: GeneratorParameters,
     keys_b: NDArray[np.uint64],
@@ -177,7 +177,7 @@ def _draw_dense(
         scores_b[position] = score
 
 
-@kernel
+@kernel_part
 def _draw_ranks(
     parameters: GeneratorParameters,
     keys_b: NDArray[np.uint64],
@@ -206,7 +206,7 @@ def _draw_ranks(
             strengths_bF[position, column] = strengths[segment]
 
 
-@kernel
+@kernel_part
 def _apply_drift(
     parameters: GeneratorParameters, times_b: NDArray[np.int64], ranks_bF: NDArray[np.int64]
 ) -> None:
@@ -238,7 +238,7 @@ def _apply_drift(
             )
 
 
-@kernel
+@kernel_part
 def _number_rows(
     parameters: GeneratorParameters, ranks_bF: NDArray[np.int64], rows_Fb: NDArray[np.int64]
 ) -> None:
@@ -252,7 +252,7 @@ def _number_rows(
             rows_Fb[column, position] = row % size
 
 
-@kernel
+@kernel_part
 def _hash_rows(
     parameters: GeneratorParameters,
     times_b: NDArray[np.int64],
@@ -279,7 +279,7 @@ def _hash_rows(
                 )
 
 
-@kernel
+@kernel_part
 def _add_rows(
     parameters: GeneratorParameters,
     hashes_bF: NDArray[np.uint64],
@@ -304,7 +304,7 @@ def _add_rows(
         scores[1, position], scores[2, position] = row_score, pair_score
 
 
-@kernel
+@kernel_part
 def _rank(
     uniform: float,
     guide: NDArray[np.int32],
@@ -372,7 +372,7 @@ def occupant(
     return row
 
 
-@kernel
+@kernel_part
 def _changed(row_hash: np.uint64, time: int, changes: NDArray[np.int64], share: float) -> np.uint64:
     """The hash that a row's effects derive from at a time, after preference changes."""
     for change in range(len(changes) - 1, -1, -1):
@@ -391,26 +391,26 @@ def _hash(key: np.uint64, counter: np.uint64) -> np.uint64:
     return mixed
 
 
-@kernel
+@kernel_part
 def _mix(bits: np.uint64) -> np.uint64:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
 
 
-@kernel
+@kernel_part
 def _uniform(bits: np.uint64) -> float:
     """A number in [0, 1)."""
     return np.float64(bits >> np.uint64(11)) * 2.0**-53
 
 
-@kernel
+@kernel_part
 def _lane(bits: np.uint64, lane: int) -> float:
     """One of four independent numbers in [-0.5, 0.5)."""
     return np.float64((bits >> np.uint64(16 * lane)) & np.uint64(0xFFFF)) * 2.0**-16 - 0.5
 
 
-@kernel
+@kernel_part
 def _normal(bits: np.uint64) -> float:
     """About N(0, 1): the sum of four uniform numbers, its variance 4 / 12 scaled to 1."""
     total = 0.0
@@ -419,7 +419,7 @@ def _normal(bits: np.uint64) -> float:
     return total * math.sqrt(3.0)
 
 
-@kernel
+@kernel_part
 def _dot(first: np.uint64, second: np.uint64) -> float:
     """The dot product of two rows' hidden vectors of four numbers, variance 4 / 144 scaled to 1."""
     # Mixed once more, because the rows' own effects use the lanes before.

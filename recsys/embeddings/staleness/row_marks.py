@@ -18,7 +18,7 @@ import numpy as np
 from numba import prange
 
 from recsys._support.interrupts import interrupts_held_back
-from recsys._support.jit import kernel, num_parts, parallel_kernel
+from recsys._support.jit import kernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch_to_write
 from recsys.embeddings.staleness.frozen_rows import LedgerCutter
 from recsys.embeddings.staleness.host_bags import kernel_arguments
@@ -348,7 +348,7 @@ def _list_counts(
                 words[word] = 0
 
 
-@kernel
+@kernel_part
 def _prefetch_line(counts: NDArray[np.uint16], line: np.uint64) -> None:
     """Fetch the counts of 64 rows, which are two cache lines."""
     prefetch_to_write(counts, line * np.uint64(_LINE_ROWS))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel, kernel_part
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch, prefetch_to_write
 from recsys.embeddings.staleness.host_bags import kernel_arguments
 
@@ -263,7 +263,7 @@ def _copy_slots(
             slots_V[begin + place] = from_slots[first + place]
 
 
-@kernel
+@kernel_part
 def _logit(
     sample: int,
     of_slots: NDArray[np.float32],
@@ -295,7 +295,7 @@ def _logit(
     return ((first + second) + (third + fourth)) + (of_numbers + of_dense[num_dense])
 
 
-@kernel
+@kernel_part
 def _cut(number: np.float32) -> Any:
     return min(max(number, -_LARGEST), _LARGEST)
 

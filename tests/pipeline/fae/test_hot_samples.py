@@ -12,11 +12,15 @@ from recsys.pipeline.fae import hot_samples as module
 from recsys.pipeline.fae.hot_samples import find_hot_samples, hot_samples
 from recsys.train.parts.tables import table_configs
 
-SOURCE = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1, 500])
 PART = range(100, 600)
 
 
-def plan_of(num_bytes=2700, source=SOURCE):
+@pytest.fixture(scope="module")
+def source():
+    return SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1, 500])
+
+
+def plan_of(source, num_bytes=2700):
     tables = table_configs(source.table_sizes, 1)
     profile = PopularityProfile.count(source, range(300))
     return plan_hot_rows(
@@ -24,8 +28,8 @@ def plan_of(num_bytes=2700, source=SOURCE):
     )
 
 
-def hot_one_by_one(plan):
-    sparse = SOURCE.read(np.arange(PART.start, PART.stop)).sparse_features
+def hot_one_by_one(plan, source):
+    sparse = source.read(np.arange(PART.start, PART.stop)).sparse_features
     values = dict(zip(sparse.keys(), sparse.values().view(-1, len(PART)).tolist(), strict=True))
     found = np.ones(len(PART), bool)
     for table, features in plan.profile.features.items():
@@ -35,30 +39,34 @@ def hot_one_by_one(plan):
     return found
 
 
-def test_a_sample_is_hot_if_all_of_its_rows_are():
-    plan = plan_of()
+def test_a_sample_is_hot_if_all_of_its_rows_are(source):
+    plan = plan_of(source)
 
-    found = find_hot_samples(plan, SOURCE, PART)
+    found = find_hot_samples(plan, source, PART)
 
     assert 0 < found.sum() < len(PART)
-    assert found.tolist() == hot_one_by_one(plan).tolist()
+    assert found.tolist() == hot_one_by_one(plan, source).tolist()
 
 
-def test_what_was_found_is_read_from_its_file_the_next_time(tmp_path, monkeypatch):
-    plan = plan_of()
-    found = hot_samples(plan, SOURCE, PART, tmp_path)
+def test_what_was_found_is_read_from_its_file_the_next_time(source, tmp_path, monkeypatch):
+    plan = plan_of(source)
+    found = hot_samples(plan, source, PART, tmp_path)
     [file] = tmp_path.iterdir()
 
     monkeypatch.setattr(module, "find_hot_samples", None)
 
-    assert np.array_equal(hot_samples(plan, SOURCE, PART, tmp_path), found)
+    assert np.array_equal(hot_samples(plan, source, PART, tmp_path), found)
     assert file.stat().st_size < len(PART)
 
 
-def test_another_plan_or_other_samples_have_a_file_of_their_own(tmp_path):
-    for plan, part in ((plan_of(), PART), (plan_of(2800), PART), (plan_of(), range(5, 90))):
-        found = hot_samples(plan, SOURCE, part, tmp_path)
-        assert np.array_equal(found, find_hot_samples(plan, SOURCE, part))
+def test_another_plan_or_other_samples_have_a_file_of_their_own(source, tmp_path):
+    for plan, part in (
+        (plan_of(source), PART),
+        (plan_of(source, 2800), PART),
+        (plan_of(source), range(5, 90)),
+    ):
+        found = hot_samples(plan, source, part, tmp_path)
+        assert np.array_equal(found, find_hot_samples(plan, source, part))
 
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -77,28 +85,28 @@ def save_pickle(file):
         (save_pickle, "must hold numbers, got dtype object"),
     ],
 )
-def test_a_damaged_file_warns_and_is_made_again(tmp_path, damage, fault):
-    plan = plan_of()
-    found = hot_samples(plan, SOURCE, PART, tmp_path)
+def test_a_damaged_file_warns_and_is_made_again(source, tmp_path, damage, fault):
+    plan = plan_of(source)
+    found = hot_samples(plan, source, PART, tmp_path)
     [file] = tmp_path.iterdir()
     damage(file)
 
     with pytest.warns(UserWarning, match=rf"hot_samples-\w+\.npy: .* is damaged .*{fault}"):
-        assert np.array_equal(hot_samples(plan, SOURCE, PART, tmp_path), found)
+        assert np.array_equal(hot_samples(plan, source, PART, tmp_path), found)
     assert np.array_equal(np.unpackbits(np.load(file), count=len(PART)), found)
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
+def test_a_folder_that_cannot_be_written_is_a_warning(source, tmp_path):
     with pytest.warns(UserWarning, match=r"cannot be kept .*; make the folder writable"):
-        found = hot_samples(plan_of(), SOURCE, PART, tmp_path / "nowhere")
+        found = hot_samples(plan_of(source), source, PART, tmp_path / "nowhere")
 
     assert found.sum() > 0
     assert not list(tmp_path.iterdir())
 
 
-def test_samples_and_features_that_are_not_there_are_named():
+def test_samples_and_features_that_are_not_there_are_named(source):
     with pytest.raises(ConfigError, match=r"samples must be a range of step 1 within \[0, 700\)"):
-        find_hot_samples(plan_of(), SOURCE, range(600, 800))
+        find_hot_samples(plan_of(source), source, range(600, 800))
     other = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1])
     with pytest.raises(ProfileError, match="its feature 'cat_3' is not in the data"):
-        find_hot_samples(plan_of(), other, PART)
+        find_hot_samples(plan_of(source), other, PART)

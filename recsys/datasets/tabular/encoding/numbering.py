@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel, kernel_part
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -246,13 +246,13 @@ def _with_room(array: NDArray[Any], num_used: int, num_new: int) -> NDArray[Any]
 _mix64: Any = kernel(mix64)  # of one number
 
 
-@kernel
+@kernel_part
 def _split_mix(value: np.uint64) -> Any:
     """SplitMix64's output for the state `value`."""
     return _mix64(value + GOLDEN)
 
 
-@kernel
+@kernel_part
 def _hash_text(data: NDArray[np.uint8], begin: np.int64, end: np.int64) -> Any:
     bits = _FNV_BASIS
     for place in range(begin, end):

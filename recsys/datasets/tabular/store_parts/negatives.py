@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel, kernel_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -158,7 +158,7 @@ def _catalog_kernel(
 _mix64: Any = kernel(mix64)  # of one number
 
 
-@kernel
+@kernel_part
 def _is_known(items: NDArray[np.int32], begin: int, end: int, item: int) -> bool:
     place = begin + np.searchsorted(items[begin:end], item)
     return bool(place < end and items[place] == item)

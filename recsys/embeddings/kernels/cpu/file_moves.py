@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import types
 
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel, kernel_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +48,7 @@ else:  # the system has no posix_fadvise
     _WILL_NEED = np.int32(0)
 
 
-@kernel
+@kernel_part
 def _table_of(first_rows: NDArray[np.uint64], row: np.uint64) -> int:
     table, above = 0, len(first_rows) - 1
     while table + 1 < above:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +32,7 @@ def by_width(integers: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int6
     return (integers, _NONE_64) if integers.dtype == np.int32 else (_NONE_32, integers)
 
 
-@kernel
+@kernel_part
 def integer_at(
     narrow: NDArray[np.int32], wide: NDArray[np.int64], place: np.uint64 | int
 ) -> np.uint64:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel, kernel_part
 from recsys.embeddings.kernels.cpu.slots import EMPTY, PINNED
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def claim_in_miniature(
     )
 
 
-@kernel
+@kernel_part
 def _hash(row: Any) -> Any:
     """The hash of a row, in [0, 2**32): MurmurHash3's finalizer."""
     mixed = np.uint32(row)
@@ -158,7 +158,7 @@ def _sample_kernel(
     return count
 
 
-@kernel
+@kernel_part
 def _find(keys: NDArray[np.int32], row: int) -> Any:
     """The place of a row in the hash table, or of the empty place where it belongs."""
     mask = len(keys) - 1
@@ -168,7 +168,7 @@ def _find(keys: NDArray[np.int32], row: int) -> Any:
     return place
 
 
-@kernel
+@kernel_part
 def _remove(keys: NDArray[np.int32], places: NDArray[np.int32], row: int) -> None:
     """Remove a row from the hash table; the rows that it had displaced move up."""
     mask = len(keys) - 1

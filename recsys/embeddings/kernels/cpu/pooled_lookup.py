@@ -15,7 +15,7 @@ import torch
 from numba import prange
 from torch.nn import functional
 
-from recsys._support.jit import ParallelKernel, kernel, num_parts, parallel_kernel
+from recsys._support.jit import ParallelKernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
@@ -177,14 +177,14 @@ def _offsets_of(bags: Bags) -> NDArray[Any]:
     return np.arange(len(bags.values) + 1, dtype=bags.values.dtype)
 
 
-@kernel
+@kernel_part
 def _samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
     """The range of samples of a part."""
     begin, end = part * num_samples // num_parts, (part + 1) * num_samples // num_parts
     return np.uint64(begin), np.uint64(end)
 
 
-@kernel
+@kernel_part
 def _first_bad(bad_P: NDArray[np.int64]) -> int:
     """The first position of an invalid value that any part found; -1 if there is none."""
     first = -1

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.hashing import GOLDEN
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel_part
 from recsys.embeddings.kernels.cpu.integers import integer_at
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch
 
@@ -68,7 +68,7 @@ class SortedLookups(NamedTuple):
     scales_by_row: NDArray[Any]  # scales sorted by row
 
 
-@kernel
+@kernel_part
 def make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> SortedLookups:
     """Allocate buffers for `most` lookups; the hash table is at most half full."""
     hash_size = 2
@@ -87,7 +87,7 @@ def make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> Sorted
     )
 
 
-@kernel
+@kernel_part
 def number_rows(
     segments: Segments,
     values: LookupValues,
@@ -172,7 +172,7 @@ def number_rows(
     return num_rows, num_lookups
 
 
-@kernel
+@kernel_part
 def place_lookups(found: SortedLookups, num_rows: np.uint64, num_lookups: np.uint64) -> None:
     """Sort the lookups by row number, and set `ends` to where the lookups of each row end."""
     ends, is_scaled = found.ends, len(found.scales) > 0

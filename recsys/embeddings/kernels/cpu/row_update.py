@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from recsys._support.jit import ParallelKernel, kernel, num_parts, parallel_kernel
+from recsys._support.jit import ParallelKernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.integers import NO_INTEGERS, by_width, integer_at
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import RUN, add_run, copy_run, is_run_finite
@@ -302,7 +302,7 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
     return update
 
 
-@kernel
+@kernel_part
 def _update_rows(
     rows: _Rows,
     table: np.uint64,
@@ -422,7 +422,7 @@ def _update_rows(
     return bad_row
 
 
-@kernel
+@kernel_part
 def _prefetch_row(
     rows: _Rows, table: np.uint64, row: np.uint64, kind: int, dim: np.uint64, num_lines: np.uint64
 ) -> None:
@@ -441,7 +441,7 @@ def _prefetch_row(
         prefetch(rows.second, rows.second_bases[table] + row)
 
 
-@kernel
+@kernel_part
 def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
     """Add squares in eight independent sums, always the same eight, so that they can overlap."""
     zero = summed_D.dtype.type(0)
@@ -461,7 +461,7 @@ def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
     return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
 
 
-@kernel
+@kernel_part
 def _is_finite(summed_D: NDArray[Any], run_dim: np.uint64) -> bool:
     """Whether all numbers are finite.
 

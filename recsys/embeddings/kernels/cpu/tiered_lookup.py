@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import prange
 
-from recsys._support.jit import kernel, num_parts, parallel_kernel
+from recsys._support.jit import kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES, pooled_lookup_reference
 from recsys.embeddings.kernels.cpu.rounding import widen
@@ -105,7 +105,7 @@ def tiered_lookup(
     )
 
 
-@kernel
+@kernel_part
 def _source_of(
     row: np.uint64,
     first_row: np.uint64,

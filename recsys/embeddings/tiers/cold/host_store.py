@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numba import prange
 
-from recsys._support.jit import kernel, num_parts, parallel_kernel
+from recsys._support.jit import kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
 
@@ -113,7 +113,7 @@ class HostStore:
 _AHEAD = 8
 
 
-@kernel
+@kernel_part
 def _place_of(
     row: np.uint64,
     first_rows: NDArray[np.uint64],

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from recsys._support.jit import kernel
+from recsys._support.jit import kernel_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +32,7 @@ def _pointer(_context: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-@kernel
+@kernel_part
 def array_at(address: int, length: int, like: NDArray[Any]) -> Any:
     """In a kernel: the memory at an address as an array, (length,).
 
