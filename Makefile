@@ -52,10 +52,11 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # Most tests run side by side, one process a core and one thread each. Tests that need several
-# threads run after them, one by one.
+# threads run after them, one by one; only their files are imported for them.
+WITH_THREADS = $(shell grep -rlE --include='*.py' 'mark\.(serial|threads)\b' tests)
 test: setup
 	$(PYTEST) -m "not serial" -n logical --maxprocesses 4 --dist worksteal --max-worker-restart 0
-	$(PYTEST) -m "serial or threads"
+	$(PYTEST) -m "serial or threads" $(WITH_THREADS)
 
 threads: setup
 	PYTHONDEVMODE=1 $(BIN)/python tests/threads.py --cases 500 --json docs/benchmarks/threads.json
