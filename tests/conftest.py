@@ -27,7 +27,6 @@ from recsys.ablate.config import load_ablation
 from recsys.cli import main
 from recsys.config import load_config, to_toml
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
-from recsys.datasets.synthetic.parameters import calibrate
 from recsys.train.trainer import train
 from tests.compiling import compile_once
 from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401
@@ -37,7 +36,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+gc.disable()  # until all tests are imported, none of which is garbage: a fifth of that time
 _marks_of_this_test = set()
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -300,22 +304,6 @@ def no_waiting_for_the_disk():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def calibrated_once():
-    """The same scores have the same gain and bias, which take most of a small source's making."""
-    known = {}
-
-    def calibrate_once(scores):
-        key = scores.tobytes()
-        if key not in known:
-            known[key] = calibrate(scores)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recsys.datasets.synthetic.samples.calibrate", calibrate_once)
         yield
 
 

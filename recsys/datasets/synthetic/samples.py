@@ -21,6 +21,7 @@ Shape letters: B samples, F categorical features, I dense features, P column pai
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from recsys.datasets.synthetic.kernel import GeneratorParameters
 
 __all__ = ["SyntheticCriteo"]
 
@@ -105,15 +108,20 @@ class SyntheticCriteo:
         self._num_samples = int(num_samples)
         self._seed = int(seed)
         self._table_sizes = {f"cat_{column}": int(size) for column, size in enumerate(table_sizes)}
-        self._parameters = build_parameters(
-            self._seed, list(self._table_sizes.values()), self._in_time
+        changes_with_time = self._in_time.drift or self._in_time.preference_changes
+        self._parameters, self._gain, self._bias = _calibrated(
+            self._seed,
+            tuple(self._table_sizes.values()),
+            SyntheticConfig(
+                num_samples=max(
+                    self._num_samples if changes_with_time else 0, _NUM_CALIBRATION_SAMPLES
+                ),
+                drift=self._in_time.drift,
+                preference_changes=self._in_time.preference_changes,
+                preference_share=self._in_time.preference_share,
+            ),
         )
         self._split_key = split_key(self._parameters.seed)
-        self._gain, self._bias = 1.0, 0.0
-        times = np.arange(_NUM_CALIBRATION_SAMPLES, dtype=np.int64)
-        if self._in_time.drift or self._in_time.preference_changes:
-            times = times * max(self._num_samples, len(times)) // len(times)
-        self._gain, self._bias = calibrate(self._make(times).logit_parts.sum(axis=0))
 
     @property
     def num_samples(self) -> int:
@@ -269,15 +277,39 @@ class SyntheticCriteo:
         }
 
     def _make(self, times: NDArray[np.int64]) -> SampleArrays:
-        num_samples = len(times)
-        arrays = SampleArrays(
-            dense=np.empty((num_samples, len(KAGGLE_DENSE)), np.float32),
-            rows=np.empty((len(self._table_sizes), num_samples), np.int64),
-            logit_parts=np.empty((3, num_samples)),
-            labels=np.empty(num_samples, np.float32),
-        )
-        make_samples(times, self._parameters, self._gain, self._bias, arrays)
-        return arrays
+        return _make(times, self._parameters, self._gain, self._bias)
+
+
+@lru_cache(maxsize=16)
+def _calibrated(
+    seed: int, table_sizes: tuple[int, ...], in_time: SyntheticConfig
+) -> tuple[GeneratorParameters, float, float]:
+    """Parameters, gain and bias: they take 0.2 seconds, and a run opens its source several times.
+
+    Args:
+        seed: As in `SyntheticCriteo`.
+        table_sizes: The same.
+        in_time: Of its settings, those that change the result.
+    """
+    parameters = build_parameters(seed, list(table_sizes), in_time)
+    times = np.arange(_NUM_CALIBRATION_SAMPLES, dtype=np.int64)
+    times = times * in_time.num_samples // len(times)
+    scores = _make(times, parameters, gain=1.0, bias=0.0).logit_parts.sum(axis=0)
+    return parameters, *calibrate(scores)
+
+
+def _make(
+    times: NDArray[np.int64], parameters: GeneratorParameters, gain: float, bias: float
+) -> SampleArrays:
+    num_samples = len(times)
+    arrays = SampleArrays(
+        dense=np.empty((num_samples, len(KAGGLE_DENSE)), np.float32),
+        rows=np.empty((len(parameters.sizes), num_samples), np.int64),
+        logit_parts=np.empty((3, num_samples)),
+        labels=np.empty(num_samples, np.float32),
+    )
+    make_samples(times, parameters, gain, bias, arrays)
+    return arrays
 
 
 def _check(num_samples: int, table_sizes: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from recsys.datasets.criteo.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
 from recsys.datasets.splits import classic_splits
+from recsys.datasets.synthetic import samples
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError
 from recsys.train.metrics.metrics import auc
@@ -118,6 +119,20 @@ def test_a_sample_does_not_depend_on_how_many_there_are():
     many = SyntheticCriteo(num_samples=50_000, seed=3, table_sizes=ODD_SIZES)
 
     assert_same_samples(few.read(np.arange(50)), many.read(np.arange(50)))
+
+
+def test_sources_of_equal_settings_are_calibrated_once(monkeypatch):
+    scores = []
+    monkeypatch.setattr(samples, "calibrate", lambda each: scores.append(each) or (2.0, -1.0))
+
+    for sizes, seed in (([9, 5], 71), ([9, 5], 71), ([9, 6], 71), ([9, 5], 72)):
+        for num_samples in (100, 200):
+            SyntheticCriteo(num_samples=num_samples, seed=seed, table_sizes=sizes)
+    assert len(scores) == 3
+    for num_samples in (40_000, 80_000):  # with drift, the scores are of samples of all times
+        SyntheticCriteo(num_samples=num_samples, seed=71, table_sizes=[9, 5], drift=9.0)
+    assert len(scores) == 5
+    samples._calibrated.cache_clear()  # of what the patch returned
 
 
 def test_strided_sample_numbers_are_read_as_contiguous_ones():
