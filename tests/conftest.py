@@ -30,6 +30,7 @@ from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.train.trainer import train
 from tests.compiling import compile_once
 from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401
+from tests.quick_pictures import make_quick
 
 # Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
 if not torch.cuda.is_available():
@@ -288,12 +289,12 @@ def whole_pictures():
 
 @pytest.fixture(autouse=True)
 def quick_pictures(request, monkeypatch):
-    """Of pictures everything is made but the pixels, or short runs would take twice as long.
+    """Pictures of runs without pixels, drawn once for each kind, or runs would take twice as long.
 
     Not where a test asks for `whole_pictures`, nor in processes that tests start.
     """
     if "whole_pictures" not in request.fixturenames:
-        monkeypatch.setattr("recsys.train.run_files.curves.as_png", lambda _: b"\x89PNG")
+        make_quick(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,9 +7,11 @@ import traceback
 import warnings
 from datetime import timedelta
 
+import pytest
 import torch
 
 from tests.compiling import compile_once
+from tests.quick_pictures import make_quick
 
 
 def serve(rank, world, store, connection, limit):
@@ -29,9 +31,7 @@ def serve(rank, world, store, connection, limit):
     import ranks_sequence
     import ranks_train
 
-    from recsys.train.run_files import curves
-
-    curves.as_png = lambda _: b"\x89PNG"  # as in the process of the tests: `quick_pictures`
+    make_quick(pytest.MonkeyPatch())  # as in the process of the tests
     gc.collect()
     gc.freeze()  # as in the process of the tests: `garbage_of_others_is_let_be`
     modules = ranks_cases, ranks_exchange, ranks_sequence, ranks_train
