@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import importlib
 import io
 import os
 import re
@@ -42,6 +43,7 @@ _marks_of_this_test = set()
 
 
 def pytest_collection_finish():
+    gc.freeze()
     gc.enable()
 
 
@@ -82,6 +84,24 @@ settings.register_profile("ci", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("stress", max_examples=1000, **_COMMON)
 _CHOSEN = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(_CHOSEN)
+
+
+if _IS_ONE_OF_SEVERAL:
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(session):
+        """Import this process's share of the tests, then all: pytest keeps what it compiles."""
+        share, of = (
+            int(os.environ[f"PYTEST_XDIST_WORKER{end}"].strip("gw")) for end in ("", "_COUNT")
+        )
+        root = session.config.rootpath
+        asked = [Path(arg.partition("::")[0]).resolve() for arg in session.config.args]
+        files = sorted(root.glob("tests/**/test_*.py"))
+        asked_files = [file for file in files if any(map(file.is_relative_to, asked))]
+        for file in asked_files[share::of]:
+            # The collection imports the file again, and says what is wrong.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config, items):
