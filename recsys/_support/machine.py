@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,16 @@ def describe_environment() -> dict[str, Any]:
     """Machine, versions and commit, in JSON types.
 
     `commit` is the commit of the checkout that this package is imported from; null for an installed
-    package. `dirty` says whether the package differs from that commit.
+    package. `dirty` says whether the package differs from that commit. Both are those of this
+    process's first call, since the code that it runs does not change afterwards.
     """
     import torch
 
-    commit = _git("rev-parse", "HEAD")
+    commit, is_dirty = _checkout()
     return {
         "recsys": __version__,
         "commit": commit,
-        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--", "recsys")),
+        "dirty": is_dirty,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": _cpu_name(),
@@ -104,6 +106,13 @@ def describe_environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "platform": platform.platform(),
     }
+
+
+@cache
+def _checkout() -> tuple[str | None, bool | None]:
+    """The commit and whether the package differs from it; None for an installed package."""
+    commit = _git("rev-parse", "HEAD")
+    return commit, None if commit is None else bool(_git("status", "--porcelain", "--", "recsys"))
 
 
 def num_cores() -> int:

@@ -4,6 +4,14 @@ import torch
 from recsys._support import machine
 
 
+@pytest.fixture
+def no_call_before():
+    machine._checkout.cache_clear()
+    yield
+    machine._checkout.cache_clear()
+
+
+@pytest.mark.usefixtures("no_call_before")
 def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "recsys" / "_support" / "machine.py"))
 
@@ -11,6 +19,16 @@ def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
 
     assert (environment["commit"], environment["dirty"]) == (None, None)
     assert environment["torch"] == torch.__version__
+
+
+@pytest.mark.usefixtures("no_call_before")
+def test_a_process_asks_for_its_commit_once(monkeypatch):
+    answers = iter(["c0ffee", " M recsys/batch.py"])
+    monkeypatch.setattr(machine, "_git", lambda *_: next(answers))
+
+    environments = [machine.describe_environment() for _ in range(2)]
+
+    assert [(each["commit"], each["dirty"]) for each in environments] == [("c0ffee", True)] * 2
 
 
 def test_peak_memory_only_grows():
