@@ -158,19 +158,19 @@ def test_a_drifting_sample_is_the_same_in_any_order():
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_preference_change_draws_the_effects_of_its_share_of_rows_anew(share):
     source = SyntheticCriteo(
-        num_samples=800_000,
+        num_samples=200_000,
         seed=1,
         table_sizes=[200],
-        preference_changes=[400_000],
+        preference_changes=[100_000],
         preference_share=share,
     )
-    numbers = np.arange(800_000)
+    numbers = np.arange(200_000)
     ids = source.read(numbers).sparse_features.values().numpy()
     effects = source.logit_parts(numbers)["rows"]
 
     before, after = (
         dict(zip(ids[part].tolist(), effects[part].tolist(), strict=True))
-        for part in (slice(0, 400_000), slice(400_000, None))
+        for part in (slice(0, 100_000), slice(100_000, None))
     )
 
     both = before.keys() & after.keys()
