@@ -30,7 +30,7 @@ from tables_of_distributed import (
 )
 from tables_of_frameworks import frameworks_table
 from tables_of_fuzz import fuzz_table
-from tables_of_gpu import gpu_table
+from tables_of_gpu import gpu_table, host_rows_table
 from tables_of_hotline import hotline_table
 from tables_of_models import compared_table, days_table, quantized_table
 from tables_of_own_data import (
@@ -127,6 +127,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "generator": partial(generator_table, "generator.json"),
     "gpu": partial(gpu_table, "gpu.json"),
     "gpu_first": partial(gpu_table, "gpu_first.json"),
+    "gpu_h200": partial(gpu_table, "gpu_h200.json"),
+    "gpu_rows": partial(host_rows_table, "gpu.json"),
     "hotline": partial(hotline_table, "hotline.json"),
     "last_batch": partial(last_batch_table, "last_batch.json"),
     "lookup": partial(lookup_table, "lookup.json"),

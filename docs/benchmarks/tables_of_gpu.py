@@ -9,7 +9,7 @@ from table_cells import cells_of, keys_of_case, markdown, percent, read_record
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["gpu_table"]
+__all__ = ["gpu_table", "host_rows_table"]
 
 _HEADER = ["model", "D", "B", "rows in HBM", "provider", "ms per step", "samples/s"]
 _HEADER += ["of resident's speed", "floor", "lookups hit", "PCIe, bytes per sample"]
@@ -57,3 +57,25 @@ def _line(cells: Mapping[Any, dict[str, Any]], case: str, provider: str) -> list
         percent(cell("lookup_hit_rate")),
         number("pcie_per_sample", 0),
     ]
+
+
+def host_rows_table(file: str) -> str:
+    """How fast the host's rows are copied, by where they are and the number of programs."""
+    record = read_record(file)
+    found = record["host_rows"]
+    caption = (
+        f"{record['environment']['gpu']}: copies of 65,536 rows of {4 * found['dim']} bytes in "
+        f"tables of 16 GiB, {found['bytes_in_huge_pages'] / 2**30:.1f} GiB in huge pages."
+    )
+    lines = [
+        [
+            each["rows"],
+            str(each["num_programs"]),
+            f"{each['to_device'] / 1e9:.1f}",
+            f"{each['to_host'] / 1e9:.1f}",
+            percent({"median": each["products_beside"]}),
+        ]
+        for each in found["copies"]
+    ]
+    header = ["rows", "programs", "GB/s to the device", "GB/s to the host"]
+    return markdown(caption, [*header, "speed that products keep"], lines)
