@@ -6,8 +6,9 @@ gradient of the loss                   -> captured backward -> gradients of vect
 Launching the operations of the MLPs one by one takes the host longer than the GPU needs for them.
 Lookups, row updates and optimizers are not captured, so nothing about them changes.
 
-The results of a graph, gradients included, are in memory that its next replay overwrites. So a
-graph is replayed once between `zero_grad` and `step`, and the loss and the logits are copied.
+The results of a graph, gradients included, are in memory that its next replay overwrites, and
+backward overwrites what it reads of forward. So each graph is replayed once between `zero_grad` and
+`step`, and the loss and the logits are copied.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ class CapturedDense:
         num_replays: Steps whose dense part was replayed.
         pool: The memory pool of the graphs, from `torch.cuda.graph_pool_handle`; None for their
             own. Set it before the first step. Models that share a pool must never be between
-            forward and backward at the same time.
+            forward and the optimizers' steps at the same time.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = cast("DLRMTrain", model)
         self.reason = ""
         self.num_replays = 0
+        self._num_backward = 0  # the replay whose backward was the last one
         self.pool: Any = None
         self._graphs: _Graphs | None = None
         self._tables = [each for each in model.modules() if isinstance(each, AbstractTables)]
@@ -154,7 +156,20 @@ class CapturedDense:
             return self._model.loss_of(*inputs)
         self._num_misfits, self.num_replays = 0, self.num_replays + 1
         loss, logits = self._graphs.replay(*inputs, *self._graphs.parameters)
-        return loss.clone(), logits.detach().clone()
+        loss = loss.clone()
+        if loss.requires_grad:
+            loss.register_hook(partial(self._require_first_backward, self.num_replays))  # type: ignore[no-untyped-call]
+        return loss, logits.detach().clone()
+
+    def _require_first_backward(self, number: int, _: Tensor) -> None:
+        """Check that a backward is the first one of the last replay; see the top of this module."""
+        if number != self.num_replays or number == self._num_backward:
+            raise RuntimeError(
+                "capture=True: backward runs once for each step, and before the next one, because "
+                "its graph overwrites what it reads; compute a second gradient of the loss, or "
+                "that of an earlier step, with capture=False"
+            )
+        self._num_backward = number
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> _Graphs | None:
         try:

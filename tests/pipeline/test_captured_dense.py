@@ -199,6 +199,35 @@ def test_a_second_forward_of_a_step_runs_op_by_op(batches):
     require_same(batches, custom_model_fwd=twice, num_replays=6)
 
 
+def _twice(kept, loss):
+    """The loss, after a gradient of it."""
+    torch.autograd.grad(loss, kept["weight"], retain_graph=True)
+    return loss
+
+
+def _with_an_earlier_one(kept, loss):
+    """From the second step on, the loss and that of the step before."""
+    before, kept["loss"] = kept.get("loss"), loss
+    return loss if before is None else loss + before
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("change", [_twice, _with_an_earlier_one])
+def test_a_second_backward_of_a_step_is_refused(batches, change):
+    model = make_model()
+    kept = {"weight": dense_parameters(model)[0]}
+
+    def forward(batch):
+        loss, output = model(batch)
+        return change(kept, loss), output
+
+    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+    pipeline = TrainPipeline(model, optimizer, capture=True, custom_model_fwd=forward)
+
+    with pytest.raises(RuntimeError, match="capture=True: backward runs once for each step"):
+        list(pipeline.steps(batches))
+
+
 def _keep(model):
     """A hook of the embeddings that keeps what they give, as for an analysis."""
     model.kept = []
