@@ -32,3 +32,4 @@ def launches(is_all):
         name = f"claim {dtype}, is_one_hot={is_one_hot}, padding={padding}"
         yield name, lambda bags=bags: slots.start(lookups, bags)
     yield "claim that refuses nothing", lambda: slots.start(lookups, bags, refuses=False)
+    yield "release", lambda: slots.release(torch.zeros(64, dtype=torch.int32))
