@@ -16,9 +16,15 @@ def make_quick(patch):
 def _plot_once(folder):
     """`plot_curves`, drawn for the first run whose history has the same keys and gaps."""
     history, split = folder.read_history(), folder.read_config().eval.split
-    content = {(key, entry[key] is None) for entry in history for key in entry}
-    kind = frozenset(content), min(len(history), _MOST_REPORTS), split
+    kind = frozenset(map(_shape_of, history)), min(len(history), _MOST_REPORTS), split
     if kind not in _drawn:
         _drawn[kind] = curves.draw_run(history, split)
     if _drawn[kind] is not None:
         folder.curves_file.write_bytes(_drawn[kind])
+
+
+def _shape_of(value):
+    """The keys and types of an entry, also of what it contains, without its numbers."""
+    if isinstance(value, dict):
+        return frozenset((key, _shape_of(each)) for key, each in value.items())
+    return type(value)

@@ -28,6 +28,9 @@ __all__ = [
     "require_place",
 ]
 
+# What file systems of networks answer that have no locks of whole files.
+_CANNOT_LOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+
 
 @contextmanager
 def appearing_whole(file: Path) -> Iterator[Path]:
@@ -71,14 +74,13 @@ def _claim(partial: Path, file: Path) -> int | None:
     """Make an empty temporary file, and lock it against other processes that write `file`.
 
     Returns:
-        The descriptor that holds the lock; None on Windows, where nothing is locked.
+        The descriptor that holds the lock; None on Windows, where nothing is locked. On a file
+        system without such locks the descriptor holds none.
 
     Raises:
         BlockingIOError: another process, or another `with` block, holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         partial.unlink(missing_ok=True)
         return None
     while True:
@@ -87,13 +89,32 @@ def _claim(partial: Path, file: Path) -> int | None:
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:  # another process was faster
             continue
+        is_ours = False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, partial):
-                return descriptor
+            _lock(descriptor)
+            is_ours = _is_at(descriptor, partial)
         except BlockingIOError:  # another process takes it for one that was left
             pass
-        os.close(descriptor)
+        finally:
+            if not is_ours:
+                os.close(descriptor)
+        if is_ours:
+            return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file against other processes, if its file system can.
+
+    Raises:
+        BlockingIOError: another process, or another descriptor, holds the lock.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
 
 
 def _remove_left(partial: Path, file: Path) -> None:
@@ -104,15 +125,15 @@ def _remove_left(partial: Path, file: Path) -> None:
     Raises:
         BlockingIOError: another process, or another `with` block, is writing it.
     """
-    import fcntl
-
     try:
-        descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # it does not exist, or is a link, or is no file of this user
+        descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # a link
+            raise
         partial.unlink(missing_ok=True)
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         if _is_at(descriptor, partial):
             partial.unlink(missing_ok=True)
     except BlockingIOError as error:

@@ -54,10 +54,8 @@ def run(arguments: Sequence[str]) -> int:
             require_place(options.json)  # before work that can take an hour
         with plain_warnings(f"recsys {options.command}"):
             status: int = options.run_command(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # what reads the output, such as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return _UNREAD
+        if sys.stdout is not None:  # None if it is closed, as of a daemon
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -65,6 +63,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"recsys {options.command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return _UNREAD
         place = error.filename
         if not place and error.errno == errno.ENOSPC:  # buffered writes do not name their file
             place = getattr(options, "out", None)
@@ -75,6 +75,16 @@ def run(arguments: Sequence[str]) -> int:
         print(f"recsys {options.command}: {reason}", file=sys.stderr)
         return 2
     return status
+
+
+def _is_unread() -> bool:
+    """Whether nothing reads the output any more, as after `head`; then it goes nowhere."""
+    try:
+        print(flush=True)  # a flush alone has nothing to write where output is not buffered
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return True
+    return False
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `recsys`; default: that of this process.
 
     Returns:
-        The process's exit status: 0 done, 2 bad input, 130 interrupted.
+        The process's exit status: 0 done, 2 bad input, 130 interrupted, 141 nothing reads the
+        output.
     """
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] not in COMMANDS:

@@ -169,9 +169,11 @@ def too_deep(schedule: Schedule | Auto, tiers: Sequence[Tiers], wanted: int, dep
         f"{each.hot.num_slots} rows of embedding_dim {each.hot.rows.shape[1]}" for each in tiers
     )
     remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
+    # A device is not asked how many rows a mini-batch has, so the host counts the most.
+    may = "may have" if any(each.are_reached for each in tiers) else "has"
     return (
         f"schedule={schedule}: a budget with slots for {slots} "
-        f"({format_bytes(sum(each.hot.num_bytes for each in tiers))}) has room for {depth} of "
+        f"({format_bytes(sum(each.hot.num_bytes for each in tiers))}) {may} room for {depth} of "
         f"{wanted} mini-batches ahead; rows of the others are fetched when there is room. Give a "
         f"larger budget, {remedy}"
     )

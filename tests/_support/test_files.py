@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -93,6 +94,33 @@ def test_a_file_that_another_process_writes_is_refused(tmp_path):
     assert raised.value.filename == str(file)
     assert file.read_text() == "whole"
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / "scores.partial").write_text("left")
+
+    with appearing_whole(tmp_path / "scores") as partial:
+        partial.write_text("whole")
+
+    assert (tmp_path / "scores").read_text() == "whole"
+
+
+def test_a_file_that_cannot_be_locked_leaves_no_descriptor_open(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    with pytest.raises(OSError, match="broken"), appearing_whole(tmp_path / "scores"):
+        pass
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_a_killed_process_left_is_replaced(tmp_path):

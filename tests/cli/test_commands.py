@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from itertools import takewhile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 import recsys
 from recsys._support.config_fields import format_keys
-from recsys.cli import main
+from recsys.cli import commands, main
 from recsys.cli.commands import build_parser
 from recsys.cli.help import EXAMPLES, GROUPS, TRAIN_EXAMPLES
 from recsys.config import TrainConfig, describe_keys, load_config
@@ -449,6 +450,30 @@ def test_output_that_nothing_reads_is_no_error(tmp_path, unbuffered):
     os.close(writer)
 
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_output_may_be_closed(tmp_path):
+    (tmp_path / "clicks.csv").write_text("label,item\n0,a\n1,b\n")
+
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m recsys inspect {tmp_path}/clicks.csv >&-"],
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch, capsys):
+    def fail(_):
+        raise BrokenPipeError(errno.EPIPE, "the process of a cell ended")
+
+    monkeypatch.setattr(
+        commands, "_parse", lambda _: SimpleNamespace(command="ablate", run_command=fail)
+    )
+
+    assert commands.run([]) == 2
+    assert "the process of a cell ended" in capsys.readouterr().err
 
 
 def test_words_that_no_option_takes_are_told_by_the_command(capsys):

@@ -229,6 +229,10 @@ class Residency:
             return self.hot.claim(lookups, bags, may_unpin=may_unpin)
         except Shortage as shortage:
             raise NotEnoughSlots(self, shortage.num_needed) from None
+        except (RuntimeError, MemoryError) as error:  # rows may have got slots without a copy
+            self.queue.fail(error)
+            self.queue.require_intact()
+            raise
         finally:
             self._warn_of_unpinned()
 

@@ -156,19 +156,25 @@ class TransferQueue:
         except BaseException as error:  # the next use of the rows raises it
             failure = error
         del run  # refers to the slots, which must be freed before new ones are made
-        with self._changed:
-            if failure is None:
+        if failure is not None:
+            self.fail(failure)
+        else:
+            with self._changed:
                 self._num_done += 1
-            else:
-                self._failure = (
-                    "rows could not be moved between fast memory and the cold tier "
-                    f"({type(failure).__name__}: {failure}), so the tables cannot be used any "
-                    "more; build the model again and load a checkpoint"
-                )
-                self._cause = failure
-                self._queued.clear()
-            self._changed.notify_all()
+                self._changed.notify_all()
         failure = None  # its traceback would keep the frames of all callers, and their tickets
+
+    def fail(self, failure: BaseException) -> None:
+        """End the queue, as after a transfer that failed: every later use raises `TiersFailed`."""
+        with self._changed:
+            self._failure = (
+                "rows could not be moved between fast memory and the cold tier "
+                f"({type(failure).__name__}: {failure}), so the tables cannot be used any "
+                "more; build the model again and load a checkpoint"
+            )
+            self._cause = failure
+            self._queued.clear()
+            self._changed.notify_all()
 
     def _tell(self, what: str, begin: float) -> None:
         if self.on_span is not None:

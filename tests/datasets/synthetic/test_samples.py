@@ -121,7 +121,8 @@ def test_a_sample_does_not_depend_on_how_many_there_are():
     assert_same_samples(few.read(np.arange(50)), many.read(np.arange(50)))
 
 
-def test_sources_of_equal_settings_are_calibrated_once(monkeypatch):
+def test_sources_of_equal_settings_are_calibrated_once(monkeypatch, request):
+    request.addfinalizer(samples._calibrated.cache_clear)  # of what the patch returns
     scores = []
     monkeypatch.setattr(samples, "calibrate", lambda each: scores.append(each) or (2.0, -1.0))
 
@@ -132,7 +133,6 @@ def test_sources_of_equal_settings_are_calibrated_once(monkeypatch):
     for num_samples in (40_000, 80_000):  # with drift, the scores are of samples of all times
         SyntheticCriteo(num_samples=num_samples, seed=71, table_sizes=[9, 5], drift=9.0)
     assert len(scores) == 5
-    samples._calibrated.cache_clear()  # of what the patch returned
 
 
 def test_strided_sample_numbers_are_read_as_contiguous_ones():

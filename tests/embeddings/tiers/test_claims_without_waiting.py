@@ -227,16 +227,21 @@ def test_rows_that_are_pinned_leave_fewer_slots_to_claims(device, monkeypatch):
         loss.backward()
 
 
-def test_a_claim_that_fails_half_way_fails_the_tiers(device, monkeypatch):
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_claim_that_fails_half_way_fails_the_tiers(device, monkeypatch, waits):
     module = make_module(device)
     [tiers] = module.tiers()
     batches = make_batches(2, device)
     module(batches[0]).values().sum().backward()
 
-    def fail(moves):
+    def fail(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(tiers.residency._copies, "launch", fail)
+    if waits:
+        monkeypatch.setattr(tiers.residency, "_most_rows", lambda *_: None)
+        monkeypatch.setattr(tiers.hot, "claim", fail)
+    else:
+        monkeypatch.setattr(tiers.residency._copies, "launch", fail)
     with pytest.raises(TiersFailed, match="out of memory"):
         module.prefetch(batches[1])
     with pytest.raises(TiersFailed):  # its rows have slots, and were not copied there
