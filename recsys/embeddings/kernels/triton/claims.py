@@ -7,6 +7,7 @@ Letters: N values, W slots looked at, U places for distinct rows.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -37,6 +38,7 @@ _BLOCK_VALUES = 256
 _BLOCK_SLOTS = 512
 _MOST_PROGRAMS = 256  # that look at slots: each reads the counts of all of them
 _NUM_NUMBERS = 16  # so that the lists after them begin at a multiple of 64 bytes
+_NUM_LISTS = 6  # of U places each
 
 
 class ClaimNumbers(NamedTuple):
@@ -94,6 +96,15 @@ class StartedClaim(NamedTuple):
         return ClaimNumbers(*listed[:8].tolist()), listed[_NUM_NUMBERS:].reshape(4, -1)
 
 
+class _Window(NamedTuple):
+    """The slots that a claim looks at, from the hand on, and the blocks of them per program."""
+
+    first_slot: int
+    num_slots: int
+    num_looked_at: int
+    num_chunks: int
+
+
 def claim(
     slots: TorchSlots,
     layer: Layer,
@@ -125,74 +136,11 @@ def claim(
         released: Slots of a ticket to release before; None for none.
         copies: Makes the claim's transfer; None for none.
     """
-    num_values = len(bags.values)
     num_others = slots.num_slots - first_slot
     num_looked_at = min(num_looked_at or num_others, num_others)
     num_chunks = cdiv(num_looked_at, _BLOCK_SLOTS * _MOST_PROGRAMS)
-    num_programs = cdiv(num_looked_at, _BLOCK_SLOTS * num_chunks)
-    window = first_slot, slots.num_slots, num_looked_at, num_chunks
-
-    sizes = [_NUM_NUMBERS, *[num_places] * 6, num_values]
-
-    def launch(values: Tensor, released: Tensor | None = None) -> Tensor:
-        if released is not None:
-            release(slots, released)
-        device = values.device
-        result = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        counts = torch.empty(num_programs * NUM_BINS, dtype=torch.int32, device=device)
-        listed, slot_of_value = result.split_with_sizes([len(result) - num_values, num_values])
-        listed[:_NUM_NUMBERS].zero_()
-        mark_kernel[(cdiv(num_values, _BLOCK_VALUES),)](
-            values,
-            bags.offsets,
-            layer.lookup_of_feature,
-            layer.first_rows,
-            layer.sizes,
-            slots.slot_of_row,
-            slots.num_claims,
-            slot_of_value,
-            listed,
-            num_values,
-            max(bags.batch_size, 1),
-            0 if bags.padding is None else bags.padding,
-            num_places,
-            HAS_PADDING=bags.padding is not None,
-            NUM_FEATURES=bags.num_features,
-            NUM_BITS=bags.num_features.bit_length(),
-            NUM_LOOKUPS=len(layer.positions),
-            BLOCK=_BLOCK_VALUES,
-        )
-        count_kernel[(num_programs,)](*slots[1:], counts, *window, BLOCK=_BLOCK_SLOTS)
-        take_kernel[(num_programs,)](
-            *slots,
-            counts,
-            listed,
-            num_places,
-            *window,
-            REFUSES=refuses,
-            MOST_PROGRAMS=_MOST_PROGRAMS,
-            BLOCK=_BLOCK_SLOTS,
-        )
-        resolve_kernel[(cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
-            slots.slot_of_row,
-            slots.num_claims,
-            slots.num_uses,
-            slots.hand,
-            listed,
-            slot_of_value,
-            num_values,
-            num_places,
-            BLOCK=_BLOCK_VALUES,
-        )
-        moves = listed[_NUM_NUMBERS : _NUM_NUMBERS + 4 * num_places].view(2, 2, num_places)
-        for rows_U, slots_U in moves:  # written back, and fetched
-            in_order = rows_first(rows_U, slots_U)
-            rows_U.copy_(in_order[0])
-            slots_U.copy_(in_order[1])
-        if copies is not None:
-            copies.launch(Transfer._make([*moves.view(4, num_places), listed[1]]))
-        return result
-
+    window = _Window(first_slot, slots.num_slots, num_looked_at, num_chunks)
+    launch = partial(_launch, slots, layer, bags, num_places, window, refuses, copies)
     inputs = [bags.values] if released is None else [bags.values, released]
     if replays is None or bags.offsets is not None:  # of a size that changes from step to step
         result = launch(*inputs)
@@ -208,9 +156,84 @@ def claim(
         )
         reads = layer, None if copies is None else copies.reads
         result = cast("Tensor", replays.run(key, launch, inputs, reads))
+    num_values = len(bags.values)
+    sizes = [_NUM_NUMBERS, *[num_places] * _NUM_LISTS, num_values]
     numbers, *lists, rows, held, slot_of_value = result.split_with_sizes(sizes)
     listed = result[: len(result) - num_values]
     return StartedClaim(slot_of_value, held, Transfer._make([*lists, numbers[1]]), rows, listed)
+
+
+def _launch(
+    slots: TorchSlots,
+    layer: Layer,
+    bags: TorchBags,
+    num_places: int,
+    window: _Window,
+    refuses: bool,
+    copies: Copies | None,
+    values: Tensor,
+    released: Tensor | None = None,
+) -> Tensor:
+    """Launch the kernels of `claim`; the result is `StartedClaim.listed`, then `slot_of_value`."""
+    if released is not None:
+        release(slots, released)
+    num_values, device = len(values), values.device
+    num_programs = cdiv(window.num_looked_at, _BLOCK_SLOTS * window.num_chunks)
+    sizes = [_NUM_NUMBERS + _NUM_LISTS * num_places, num_values]
+    result = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    counts = torch.empty(num_programs * NUM_BINS, dtype=torch.int32, device=device)
+    listed, slot_of_value = result.split_with_sizes(sizes)
+    listed[:_NUM_NUMBERS].zero_()
+    mark_kernel[(cdiv(num_values, _BLOCK_VALUES),)](
+        values,
+        bags.offsets,
+        layer.lookup_of_feature,
+        layer.first_rows,
+        layer.sizes,
+        slots.slot_of_row,
+        slots.num_claims,
+        slot_of_value,
+        listed,
+        num_values,
+        max(bags.batch_size, 1),
+        0 if bags.padding is None else bags.padding,
+        num_places,
+        HAS_PADDING=bags.padding is not None,
+        NUM_FEATURES=bags.num_features,
+        NUM_BITS=bags.num_features.bit_length(),
+        NUM_LOOKUPS=len(layer.positions),
+        BLOCK=_BLOCK_VALUES,
+    )
+    count_kernel[(num_programs,)](*slots[1:], counts, *window, BLOCK=_BLOCK_SLOTS)
+    take_kernel[(num_programs,)](
+        *slots,
+        counts,
+        listed,
+        num_places,
+        *window,
+        REFUSES=refuses,
+        MOST_PROGRAMS=_MOST_PROGRAMS,
+        BLOCK=_BLOCK_SLOTS,
+    )
+    resolve_kernel[(cdiv(max(num_values, num_places), _BLOCK_VALUES),)](
+        slots.slot_of_row,
+        slots.num_claims,
+        slots.num_uses,
+        slots.hand,
+        listed,
+        slot_of_value,
+        num_values,
+        num_places,
+        BLOCK=_BLOCK_VALUES,
+    )
+    moves = listed[_NUM_NUMBERS : _NUM_NUMBERS + 4 * num_places].view(2, 2, num_places)
+    for rows_U, slots_U in moves:  # written back, and fetched
+        in_order = rows_first(rows_U, slots_U)
+        rows_U.copy_(in_order[0])
+        slots_U.copy_(in_order[1])
+    if copies is not None:
+        copies.launch(Transfer._make([*moves.view(4, num_places), listed[1]]))
+    return result
 
 
 def release(slots: TorchSlots, held: Tensor) -> None:
