@@ -185,10 +185,8 @@ class TrainPipeline:
         A larger budget is suggested after `forecast_budget`, or if all rows would fit.
         """
         tiers = self._inputs.tiers()
-        return [
-            of_budget(self.clock, tiers),
-            of_schedule(self.clock, tiers, self._current_schedule, self.mean_depth),
-        ]
+        ahead = of_schedule(self.clock, tiers, self._current_schedule, self.mean_depth)
+        return [of_budget(self.clock, tiers), ahead]
 
     def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
         """Train on the next mini-batch, or only compute its loss if `model.training` is False.
@@ -375,12 +373,10 @@ class TrainPipeline:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._windows.release_claims(except_of=window)
-        if self.popular_split:
-            # A part without missing rows waits for its claim alone, not for one graph of both.
-            with replaying(False):
+        if self._depth or self.popular_split:
+            # One graph has claim and copies, and a popular part waits for the claim alone.
+            with replaying(False) if self.popular_split else nullcontext():
                 self._look_ahead(current, window)
-        elif self._depth:
-            self._look_ahead(current, window)
         parts = self._split(current)
         size = None if current.refilled is None else current.refilled.size
         weight = share_of_whole(current.batch, self._batch_size, size)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MOST_PROGRAMS", "HostRows", "fetch_rows", "write_rows"]
+__all__ = ["HostRows", "fetch_rows", "write_rows"]
 
 # A few programs that wait for the host get from PCIe what more of them get, and leave the other
 # multiprocessors to what computes meanwhile. Each has 16 reads of 16 bytes under way per thread,
 # which for rows of 512 bytes takes nearly all registers of its multiprocessor: programs of other
-# kernels would wait there behind these reads. See docs/gpu.md.
-MOST_PROGRAMS = 4
+# kernels would wait there until these reads are done. See docs/gpu.md.
+_MOST_PROGRAMS = 4
 _NUM_WARPS = 16
 _BLOCK_BYTES = _NUM_WARPS * 32 * 16 * 16
 _WIDE_BYTES = 512  # a program copies half as much of rows with more; its registers do not suffice
@@ -74,7 +74,7 @@ def fetch_rows(
     slots_M: Tensor,
     result: Tensor,
     *,
-    most_programs: int = MOST_PROGRAMS,
+    most_programs: int = _MOST_PROGRAMS,
 ) -> None:
     """Copy rows from the host's tables into slots.
 
@@ -95,7 +95,7 @@ def write_rows(
     slots_M: Tensor,
     source: Tensor,
     *,
-    most_programs: int = MOST_PROGRAMS,
+    most_programs: int = _MOST_PROGRAMS,
 ) -> None:
     """Copy rows from slots to the host's tables; see `fetch_rows`. Rows must be distinct."""
     _copy(host, rows_M, slots_M, source, most_programs, is_fetch=False)
