@@ -62,6 +62,7 @@ _FIRST_MISSING = -2  # in slot_of_row while a claim is made: the first of its mi
 _MOST_USES = 255
 _MOST_KEPT = 64
 _AHEAD = np.uint64(16)
+_MIN_SHARED = 4096  # values; fewer are found before another thread wakes
 
 
 class NoSuchRow(Exception):  # stays inside this package: callers name the id
@@ -148,34 +149,34 @@ class Requests(NamedTuple):
     first_rows: NDArray[np.uint64]  # (T + 1,) where each table's rows begin among all
 
 
+class _KnownRequests(NamedTuple):
+    """The last requests of some lookups; those of one-hot bags depend on the batch size alone."""
+
+    order: tuple[NDArray[np.uint64], NDArray[np.int64]]  # results of `SlotMap._order`
+    batch_size: int  # -1 if bags are not one-hot
+    requests: Requests
+
+
 class _FirstPass(NamedTuple):
-    """The result of the first pass; table t's part of each array begins at `starts[t]`."""
+    """Where the first pass writes; table t's part of the lists begins at `starts[t]`."""
 
     starts: NDArray[np.uint64]  # (T + 1,)
-    held: NDArray[np.int32]  # slots found, each once
     num_held: NDArray[np.int64]  # (T,)
     num_woken: NDArray[np.int64]  # (T,) of the slots found: neither claimed before, nor pinned
     num_hits: NDArray[np.int64]  # (T,) values whose row was in its slot
-    awaited: NDArray[np.int32]  # of the slots found: those that are still empty
     num_awaited: NDArray[np.int64]  # (T,)
-    missing: NDArray[np.int32]  # rows that are in no slot, each once
     num_missing: NDArray[np.int64]  # (T,)
+    bad: NDArray[np.int64]  # (T,) the first value that is no row; -1 for none
+    held: NDArray[np.int32]  # (N,) slots found, each once
+    awaited: NDArray[np.int32]  # (N,) of the slots found: those that are still empty
+    missing: NDArray[np.int32]  # (N,) rows that are in no slot, each once
+    placed: NDArray[np.int32]  # (N,) by the second pass, the slot of each missing row
 
     @classmethod
-    def nothing(cls, requests: Requests) -> _FirstPass:
-        """Before the pass, with room for every value."""
-        lengths = np.concatenate(
-            [np.zeros(1, np.uint64), np.cumsum(requests.ends - requests.begins)]
-        )
-        starts = lengths[requests.of_table.astype(np.int64)].astype(np.uint64)
-        num_values, num_tables = int(lengths[-1]), len(starts) - 1
-        held, awaited, missing = np.empty((3, num_values), np.int32)
-        num_held, num_woken, num_hits, num_awaited, num_missing = np.zeros(
-            (5, num_tables), np.int64
-        )
-        return cls(
-            starts, held, num_held, num_woken, num_hits, awaited, num_awaited, missing, num_missing
-        )
+    def empty(cls, num_tables: int, num_values: int) -> _FirstPass:
+        """With room for mini-batches of at most N values."""
+        counts, lists = np.empty((6, num_tables), np.int64), np.empty((4, num_values), np.int32)
+        return cls(np.zeros(num_tables + 1, np.uint64), *counts, *lists)
 
 
 class SlotMap:
@@ -207,7 +208,8 @@ class SlotMap:
         )
         self._first_rows, self._hand = first_rows, 0
         self._num_idle = num_slots  # slots that are neither claimed nor pinned
-        self._orders: dict[Lookups, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}
+        self._requests: dict[Lookups, _KnownRequests] = {}
+        self._found: _FirstPass | None = None
 
     def claim(self, lookups: Lookups, bags: Bags) -> SlotClaim:
         """Give every row of a mini-batch a slot, and count the claim into each of these slots.
@@ -220,43 +222,49 @@ class SlotMap:
             NoSuchRow: a value is not a row of its table; nothing was claimed.
             Shortage: too few slots are free.
         """
-        slots, requests = self.arrays, self.requests_of(lookups, bags)
-        found, slot_of_value = _FirstPass.nothing(requests), np.zeros(len(bags.values), np.int32)
-        bad_T, turns = np.full(len(found.num_held), -1), np.zeros(1, np.int64)
-        _claim_kernel(slots, requests, bags.values, slot_of_value, found, bad_T, num_parts(), turns)
-        if (bad_T >= 0).any():
+        slots, requests, values = self.arrays, self.requests_of(lookups, bags), bags.values
+        found, slot_of_value = self._room_for(len(values)), np.zeros(len(values), np.int32)
+        is_small = len(values) < _MIN_SHARED
+        first_pass = _claim_kernel.alone if is_small else _claim_kernel
+        parts = 1 if is_small else num_parts()
+        first_pass(slots, requests, values, slot_of_value, found, parts, np.zeros(1, np.int64))
+        bad, num_held, num_woken, num_hits, num_awaited, num_missing = _totals_kernel(found)
+        if bad >= 0:
             _take_back_kernel(slots, found)
-            raise NoSuchRow(int(bad_T[bad_T >= 0].min()))
-        num_missing, num_woken = int(found.num_missing.sum()), int(found.num_woken.sum())
+            raise NoSuchRow(bad)
         num_lacking = num_missing + num_woken - self._num_idle
         if num_lacking > 0:
             needed = np.flatnonzero(slots.num_claims)
             _take_back_kernel(slots, found)
             raise Shortage(needed, num_missing, num_lacking)
-        starts, tables = found.starts.tolist(), lookups.distinct_tables
-        held = _segments(found.held, starts, found.num_held, tables)
-        awaited = _segments(found.awaited, starts, found.num_awaited, tables)
-        slot_of_missing = np.empty(len(found.missing), np.int32)
-        dirty_slots, dirty_rows = np.empty((2, num_missing), np.int32)
-        num_dirty, self._hand = _place_kernel(
-            slots, found, slot_of_missing, dirty_slots, dirty_rows, self._hand
+        held = np.empty(num_held + num_missing, np.int32)
+        fetched_rows, fetched_slots = np.empty((2, num_awaited + num_missing), np.int32)
+        written_rows, written_slots = np.empty((2, num_missing), np.int32)
+        num_written, self._hand = _place_kernel(
+            slots, found, self._hand, held, fetched_rows, fetched_slots, written_rows, written_slots
         )
-        placed = _segments(slot_of_missing, starts, found.num_missing, tables)
-        _resolve_kernel(slots.flags, requests, slot_of_value, slot_of_missing, found, num_parts())
+        if num_missing:
+            resolve = _resolve_kernel.alone if is_small else _resolve_kernel
+            resolve(requests, slot_of_value, found.placed, parts)
         self._num_idle -= num_woken + num_missing
-        fetched = np.concatenate([awaited, placed])
         return SlotClaim(
             slot_of_value,
-            np.concatenate([held, placed]),
+            held,
             Moves(
-                slots.row_of_slot[fetched], fetched, dirty_rows[:num_dirty], dirty_slots[:num_dirty]
+                fetched_rows, fetched_slots, written_rows[:num_written], written_slots[:num_written]
             ),
-            num_lookups=starts[-1],
-            num_hits=sum(found.num_hits.tolist()),
-            num_rows=len(held) + num_missing,
-            num_rows_hit=len(held) - len(awaited),
-            by_table=(found.starts, found.num_hits),
+            num_lookups=int(found.starts[-1]),
+            num_hits=num_hits,
+            num_rows=len(held),
+            num_rows_hit=num_held - num_awaited,
+            by_table=(found.starts.copy(), found.num_hits.copy()),
         )
+
+    def _room_for(self, num_values: int) -> _FirstPass:
+        """Memory for the first pass; each claim overwrites that of the one before."""
+        if self._found is None or len(self._found.held) < num_values:
+            self._found = _FirstPass.empty(len(self._first_rows) - 1, num_values)
+        return self._found
 
     def release(self, held: NDArray[np.int32]) -> None:
         """Take a claim out of its slots' counts; `held` as in its `SlotClaim`."""
@@ -274,19 +282,23 @@ class SlotMap:
 
     def requests_of(self, lookups: Lookups, bags: Bags) -> Requests:
         """The runs of values of each lookup."""
-        order = self._orders.get(lookups)
-        if order is None:
-            if len(self._orders) > _MOST_KEPT:
-                self._orders.clear()
-            order = self._orders[lookups] = self._order(lookups)
+        known = self._requests.get(lookups)
+        if known is not None and bags.offsets is None and known.batch_size == bags.batch_size:
+            return known.requests
+        order = self._order(lookups) if known is None else known.order
         of_table, positions = order
         begins = positions * bags.batch_size
         ends = begins + bags.batch_size
         if bags.offsets is not None:
             begins, ends = bags.offsets[begins], bags.offsets[ends]
-        return Requests(
+        requests = Requests(
             of_table, begins.astype(np.uint64), ends.astype(np.uint64), self._first_rows
         )
+        if known is None and len(self._requests) > _MOST_KEPT:
+            self._requests.clear()
+        batch_size = bags.batch_size if bags.offsets is None else -1
+        self._requests[lookups] = _KnownRequests(order, batch_size, requests)
+        return requests
 
     def _order(self, lookups: Lookups) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         """Where each table's lookups begin, (T + 1,), and the features' positions, by table."""
@@ -295,29 +307,13 @@ class SlotMap:
         return of_table.astype(np.uint64), lookups.positions[order].astype(np.int64)
 
 
-def _segments(
-    array: NDArray[np.int32],
-    starts: Sequence[int],
-    counts: NDArray[np.int64],
-    tables: Sequence[int],
-) -> NDArray[np.int32]:
-    """The part of an array that each of these tables has, one after the other; may be a view."""
-    if len(tables) == 1:
-        [table] = tables
-        return array[starts[table] : starts[table] + counts[table]]
-    sizes = counts.tolist()
-    parts = [array[starts[table] : starts[table] + sizes[table]] for table in tables]
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-
 @parallel_kernel
 def _claim_kernel(
     slots: SlotArrays,
     requests: Requests,
     values: NDArray[Any],
     slot_of_value: NDArray[np.int32],
-    claim: _FirstPass,
-    bad_T: NDArray[np.int64],
+    found: _FirstPass,
     num_parts: int,
     turns: NDArray[np.int64],
 ) -> None:
@@ -325,10 +321,15 @@ def _claim_kernel(
     slot_of_row, num_claims, num_uses = slots.slot_of_row, slots.num_claims, slots.num_uses
     flags, first_rows = slots.flags, requests.first_rows
     # Under names of their own: numba drops writes to a tuple's arrays inside of prange.
-    held, awaited, missing = claim.held, claim.awaited, claim.missing
-    num_held, num_woken, num_hits = claim.num_held, claim.num_woken, claim.num_hits
-    num_awaited, num_missing = claim.num_awaited, claim.num_missing
+    starts, bad_T = found.starts, found.bad
+    held, awaited, missing = found.held, found.awaited, found.missing
+    num_held, num_woken, num_hits = found.num_held, found.num_woken, found.num_hits
+    num_awaited, num_missing = found.num_awaited, found.num_missing
     num_tables = len(first_rows) - 1
+    for table in range(num_tables):
+        starts[table + 1] = starts[table]
+        for run in range(requests.of_table[table], requests.of_table[table + 1]):
+            starts[table + 1] += requests.ends[run] - requests.begins[run]
     for _ in prange(num_parts):
         while True:
             table = np.uint64(next_turn(turns))
@@ -336,9 +337,10 @@ def _claim_kernel(
                 break
             first_row = first_rows[table]
             size = first_rows[table + np.uint64(1)] - first_row
-            start = claim.starts[table]
+            start = starts[table]
             of_held = of_awaited = of_missing = start
             woken = hits = 0
+            bad = np.int64(-1)
             for run in range(requests.of_table[table], requests.of_table[table + np.uint64(1)]):
                 begin, end = requests.begins[run], requests.ends[run]
                 for place in range(begin, end):
@@ -346,8 +348,8 @@ def _claim_kernel(
                         prefetch(slot_of_row, first_row + np.uint64(values[place + _AHEAD]))
                     row = np.uint64(values[place])
                     if row >= size:  # a negative id becomes a very large number
-                        if bad_T[table] < 0 or np.int64(place) < bad_T[table]:
-                            bad_T[table] = np.int64(place)
+                        if bad < 0 or np.int64(place) < bad:
+                            bad = np.int64(place)
                         continue
                     row += first_row
                     slot = slot_of_row[row]
@@ -373,6 +375,9 @@ def _claim_kernel(
                             held[of_held] = slot
                             of_held += np.uint64(1)
                     slot_of_value[place] = slot
+            for place in range(start, of_held):
+                flags[held[place]] &= np.uint8(255 - _SEEN)
+            bad_T[table] = bad
             num_held[table] = np.int64(of_held - start)
             num_woken[table] = woken
             num_hits[table] = hits
@@ -381,20 +386,49 @@ def _claim_kernel(
 
 
 @kernel
+def _totals_kernel(found: _FirstPass) -> tuple[int, int, int, int, int, int]:
+    """Of all tables: the first bad value, then held, woken, hits, awaited and missing."""
+    bad = -1
+    held = woken = hits = awaited = missing = 0
+    for table in range(len(found.bad)):
+        if found.bad[table] >= 0 and (bad < 0 or found.bad[table] < bad):
+            bad = found.bad[table]
+        held += found.num_held[table]
+        woken += found.num_woken[table]
+        hits += found.num_hits[table]
+        awaited += found.num_awaited[table]
+        missing += found.num_missing[table]
+    return bad, held, woken, hits, awaited, missing
+
+
+@kernel
 def _place_kernel(
     slots: SlotArrays,
-    claim: _FirstPass,
-    slot_of_missing: NDArray[np.int32],
-    dirty_slots: NDArray[np.int32],
-    dirty_rows: NDArray[np.int32],
+    found: _FirstPass,
     hand: int,
+    held: NDArray[np.int32],
+    fetched_rows: NDArray[np.int32],
+    fetched_slots: NDArray[np.int32],
+    written_rows: NDArray[np.int32],
+    written_slots: NDArray[np.int32],
 ) -> tuple[int, int]:
+    """Find a slot for each missing row; list the slots held, and the rows to copy."""
     slot_of_row, row_of_slot, flags = slots.slot_of_row, slots.row_of_slot, slots.flags
     num_claims, num_uses = slots.num_claims, slots.num_uses
-    num_slots, num_dirty = len(row_of_slot), 0
-    for table in range(len(claim.num_missing)):
-        first = np.int64(claim.starts[table])
-        for place in range(first, first + claim.num_missing[table]):
+    num_slots, num_written = len(row_of_slot), 0
+    of_held = of_fetched = 0
+    for table in range(len(found.num_held)):
+        first = np.int64(found.starts[table])
+        for place in range(first, first + found.num_held[table]):
+            held[of_held] = found.held[place]
+            of_held += 1
+        for place in range(first, first + found.num_awaited[table]):
+            fetched_slots[of_fetched] = found.awaited[place]
+            fetched_rows[of_fetched] = row_of_slot[found.awaited[place]]
+            of_fetched += 1
+    for table in range(len(found.num_missing)):
+        first = np.int64(found.starts[table])
+        for place in range(first, first + found.num_missing[table]):
             while True:
                 slot = hand
                 hand += 1
@@ -408,64 +442,53 @@ def _place_kernel(
                 if num_uses[slot] == 0:
                     slot_of_row[old] = NOWHERE
                     if flags[slot] & DIRTY:
-                        dirty_slots[num_dirty] = slot
-                        dirty_rows[num_dirty] = old
-                        num_dirty += 1
+                        written_slots[num_written] = slot
+                        written_rows[num_written] = old
+                        num_written += 1
                     break
                 num_uses[slot] >>= np.uint8(1)
-            row = claim.missing[place]
+            row = found.missing[place]
             slot_of_row[row] = slot
             row_of_slot[slot] = row
             num_claims[slot] = 1
             num_uses[slot] = 1
             flags[slot] = 0
-            slot_of_missing[place] = slot
-    return num_dirty, hand
+            found.placed[place] = slot
+            held[of_held] = fetched_slots[of_fetched] = slot
+            fetched_rows[of_fetched] = row
+            of_held += 1
+            of_fetched += 1
+    return num_written, hand
 
 
 @parallel_kernel
 def _resolve_kernel(
-    flags: NDArray[np.uint8],
-    requests: Requests,
-    slot_of_value: NDArray[np.int32],
-    slot_of_missing: NDArray[np.int32],
-    claim: _FirstPass,
-    num_parts: int,
+    requests: Requests, slot_of_value: NDArray[np.int32], placed: NDArray[np.int32], num_parts: int
 ) -> None:
-    """A part is a share of the tables, then of the runs."""
-    num_tables, num_runs = len(claim.num_held), len(requests.begins)
+    """A part is a share of the runs."""
+    num_runs = len(requests.begins)
     for part in prange(num_parts):
-        for table in range(part, num_tables, num_parts):
-            first = np.int64(claim.starts[table])
-            for place in range(first, first + claim.num_held[table]):
-                flags[claim.held[place]] &= np.uint8(255 - _SEEN)
-        if len(slot_of_missing):
-            for run in range(part, num_runs, num_parts):
-                for place in range(requests.begins[run], requests.ends[run]):
-                    slot = slot_of_value[place]
-                    if slot < 0:
-                        slot_of_value[place] = slot_of_missing[_FIRST_MISSING - slot]
+        for run in range(part, num_runs, num_parts):
+            for place in range(requests.begins[run], requests.ends[run]):
+                slot = slot_of_value[place]
+                if slot < 0:
+                    slot_of_value[place] = placed[_FIRST_MISSING - slot]
 
 
 @kernel
-def _take_back_kernel(
-    slots: SlotArrays,
-    claim: _FirstPass,
-) -> None:
-    slot_of_row, num_claims = slots.slot_of_row, slots.num_claims
-    num_uses, flags = slots.num_uses, slots.flags
-    for table in range(len(claim.num_held)):
-        first = np.int64(claim.starts[table])
-        for place in range(first, first + claim.num_held[table]):
-            slot = claim.held[place]
+def _take_back_kernel(slots: SlotArrays, found: _FirstPass) -> None:
+    slot_of_row, num_claims, num_uses = slots.slot_of_row, slots.num_claims, slots.num_uses
+    for table in range(len(found.num_held)):
+        first = np.int64(found.starts[table])
+        for place in range(first, first + found.num_held[table]):
+            slot = found.held[place]
             num_claims[slot] -= np.int16(1)
             num_uses[slot] -= np.uint8(num_uses[slot] > 0)
-            flags[slot] &= np.uint8(255 - _SEEN)
-        for place in range(first, first + claim.num_awaited[table]):
-            slot = claim.awaited[place]
+        for place in range(first, first + found.num_awaited[table]):
+            slot = found.awaited[place]
             slot_of_row[slots.row_of_slot[slot]] = slot + AWAITED
-        for place in range(first, first + claim.num_missing[table]):
-            slot_of_row[claim.missing[place]] = NOWHERE
+        for place in range(first, first + found.num_missing[table]):
+            slot_of_row[found.missing[place]] = NOWHERE
 
 
 @kernel
