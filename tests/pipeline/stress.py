@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.embeddings.kernels.cpu.slots import AWAITED, PINNED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, PINNED
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile

@@ -1,4 +1,4 @@
-"""Resident tables that a model looks up one by one: one autograd node for many calls.
+"""Tables that a model looks up one by one: one autograd node for many calls.
 
 A model with 26 bags calls each of them, and a `torch.autograd.Function` for each call costs Python
 in forward and in backward. So the first call of a step makes one node with as many outputs as the
@@ -11,6 +11,9 @@ last step had calls, and each call fills the next output:
 An output is filled when its bag is called, with the rows and the grad mode of that time, and errors
 raise in that call. An output that is not used gets no gradient, and adds nothing to the ledger.
 Calls that need more than a sum or mean of rows use `fused_lookup`.
+
+With rows in two tiers, a call claims slots, which its node holds until backward. So nodes whose
+outputs are not all filled are closed before anything asks whether slots are in use.
 """
 
 from __future__ import annotations
@@ -39,57 +42,38 @@ from recsys._support.torch_compat import (
     version_of,
 )
 from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
-from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES, with_dense_rows
+from recsys.embeddings.kernels.cpu.slots import NoSuchRow
+from recsys.embeddings.lookup.bag_call import Call, KeptInput, copy_input
+from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
-from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
-from recsys.embeddings.rows.lookups import Bags
+from recsys.embeddings.rows.ledger import next_lookup
+from recsys.embeddings.tiers.ticket import NotEnoughSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
     from torch import nn
 
     from recsys.embeddings.lookup.table_group import TableGroup
-    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.rows.row_space import RowSpace
+    from recsys.embeddings.tiers.ticket import Ticket
     from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["BagCalls"]
 
-_MOST_KINDS = 64  # limit for kinds with open nodes
+# Limits for kinds with open nodes, which keep memory, and in two tiers slots.
+_MOST_KINDS, _MOST_KINDS_IN_SLOTS = 64, 4
 _Kind = tuple[tuple[int, int], torch.dtype]  # shape and dtype of outputs
 
 
-class _Call(NamedTuple):
-    """The arguments of one call that backward needs; `kept` as for `pool_one_table`."""
+class _Pooled(NamedTuple):
+    """A filled output, and the fields of its `Call`."""
 
-    lookups: Lookups
-    kept: NDArray[Any]
-    num_bags: int
-    is_one_hot: bool
-    is_mean: bool
-    padding_idx: int | None
-    ids: Tensor
-    ids_version: int
-    offsets: Tensor
-    offsets_version: int
-    table: nn.Parameter
-    rows: Sequence[Tensor]  # views of the memory of all tables of the group
-    tables: Sequence[nn.Parameter]  # all tables of the group
-    number: int
-
-    def bags(self) -> Bags:
-        """The input without `padding_idx`."""
-        ids, bounds = self.kept[: -self.num_bags - 1], self.kept[-self.num_bags - 1 :]
-        if self.padding_idx is not None:
-            is_kept = ids != self.padding_idx
-            bounds = np.zeros_like(bounds)
-            np.cumsum(is_kept, out=bounds[1:])
-            return Bags(ids[is_kept], bounds, None, self.num_bags, is_mean=False)
-        if self.is_one_hot:
-            return Bags(ids, None, None, self.num_bags, is_mean=False)
-        return Bags(ids, bounds, None, self.num_bags, self.is_mean)
+    output: _Output
+    input: KeptInput | Bags
+    ticket: Ticket | None
+    rows: Sequence[Tensor]
 
 
 class BagCalls:
@@ -142,17 +126,20 @@ class BagCalls:
         """
         num_bags = prod(bags)
         group = self._group()
-        space = None if group is None else group.known_space()
-        if group is None or space is None or num_bags < 1 or not _is_plain(ids, offsets):
+        if group is None or num_bags < 1 or not _is_plain(ids, offsets):
             return None
-        memory = self._memory_of(space, number, table)
-        if memory is None:
+        is_tiered = group.tiers is not None
+        memory = None if is_tiered else self._memory_of(group, number, table)
+        if memory is None and not is_tiered:
             return None
-        shape = num_bags, memory.dim
         # Often a column of a matrix, x[:, i], which is not contiguous.
         flat = ids if ids.is_contiguous() else ids.contiguous()
-        if not (is_grad_enabled() and plain_requires_grad(table)):
-            result = _empty(shape, memory.dtype)
+        with DisableTorchFunctionSubclass():  # internal read of a table
+            needs_grad = is_grad_enabled() and plain_requires_grad(table)
+        if not needs_grad:
+            if memory is None:  # `fused_lookup` reads rows where they are
+                return None
+            result = _empty((num_bags, memory.dim), memory.dtype)
             kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
             return None if kind == REFUSED else result.view(*bags, memory.dim)
         if (
@@ -162,34 +149,89 @@ class BagCalls:
             or active_ddp_module() is not None
         ):
             return None
-        node, output, result = self._next_output(shape, memory.dtype)
-        kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
-        kind = pool_one_table(memory, flat, offsets, num_bags, result, kept, is_mean=is_mean)
-        if kind == REFUSED:
+        found: _Pooled | None
+        if memory is not None:
+            found = self._pool_in_table(memory, flat, offsets, num_bags, is_mean, padding_idx)
+        elif padding_idx is None:
+            found = self._pool_in_slots(group, lookups, flat, offsets, num_bags, is_mean)
+        else:
+            found = None
+        if found is None:
             return None
+        (node, output, result), copied, ticket, rows = found
         offsets = ids if offsets is None else offsets
-        node.calls[output] = _Call(
+        node.calls[output] = Call(
             lookups,
-            kept,
-            num_bags,
-            kind == ONE_HOT,
-            is_mean,
-            padding_idx,
+            copied,
+            ticket,
             ids,
             version_of(ids),
             offsets,
             version_of(offsets),
             table,
-            space.tables,
+            rows,
             group.tables,
             next_lookup(),
         )
         # A view, because the node calls hooks of all of its outputs, with None where there is no
         # gradient.
-        return result.view(*bags, memory.dim)
+        return result.view(*bags, group.dim)
 
-    def _memory_of(self, space: RowSpace, number: int, table: nn.Parameter) -> TableMemory | None:
+    def _pool_in_table(
+        self,
+        memory: TableMemory,
+        ids: Tensor,
+        offsets: Tensor | None,
+        num_bags: int,
+        is_mean: bool,
+        padding_idx: int | None,
+    ) -> _Pooled | None:
+        """Pool resident rows into the next output; returns a copy of the input, too."""
+        output = self._next_output((num_bags, memory.dim), memory.dtype)
+        kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
+        kind = pool_one_table(memory, ids, offsets, num_bags, output.result, kept, is_mean=is_mean)
+        if kind == REFUSED:
+            return None
+        copied = KeptInput(kept, num_bags, kind == ONE_HOT, is_mean, padding_idx)
+        assert self._memories_of is not None
+        return _Pooled(output, copied, None, self._memories_of.tables)
+
+    def _pool_in_slots(
+        self,
+        group: TableGroup,
+        lookups: Lookups,
+        ids: Tensor,
+        offsets: Tensor | None,
+        num_bags: int,
+        is_mean: bool,
+    ) -> _Pooled | None:
+        """Claim slots, and pool their rows into the next output; returns a copy of the input."""
+        tiers, kernels = group.tiers, group.kernels
+        assert tiers is not None
+        slots = tiers.hot.space
+        if kernels.errors is not None or slots.is_narrow:
+            return None
+        copied = copy_input(ids, offsets, num_bags, is_mean=is_mean)
+        if copied is None:
+            return None
+        try:
+            with DisableTorchFunctionSubclass():  # internal read of tables
+                space = group.space()
+                [ticket] = tiers.claim(space, lookups, copied)
+        except NoSuchRow:
+            return None
+        except NotEnoughSlots:
+            self.close()
+            return None
+        output = self._next_output((num_bags, group.dim), slots.computed, _MOST_KINDS_IN_SLOTS)
+        kernels.pooled_lookup(slots, lookups, ticket.bags, output.result)
+        return _Pooled(output, copied, ticket, space.tables)
+
+    def _memory_of(self, group: TableGroup, number: int, table: nn.Parameter) -> TableMemory | None:
         """The memory of a table; None if the table has moved."""
+        space = group.known_space()
+        if space is None:
+            return None
         if self._memories_of is not space:
             self._memories_of, self._memories = space, list(map(TableMemory, space.tables))
         memory = self._memories[number]
@@ -204,12 +246,14 @@ class BagCalls:
             self._expected = {kind: opened.num_calls for kind, opened in self._open.items()}
             self._open = {}
 
-    def _next_output(self, shape: tuple[int, int], dtype: torch.dtype) -> _Output:
+    def _next_output(
+        self, shape: tuple[int, int], dtype: torch.dtype, most_kinds: int = _MOST_KINDS
+    ) -> _Output:
         """An output that no call has filled yet."""
         kind = shape, dtype
         opened = self._open.get(kind)
         if opened is None:
-            if len(self._open) == _MOST_KINDS:  # evaluation with many batch sizes under grad mode
+            if len(self._open) >= most_kinds:  # evaluation with many batch sizes under grad mode
                 self.close()
             opened = self._open[kind] = _OpenOutputs()
         opened.num_calls += 1
@@ -274,7 +318,7 @@ class _Node:
     ) -> None:
         self._opener, self._updater, self._group = ref(opener), updater, group
         self._held: tuple[Any, ...] = ()
-        self.calls: list[_Call | None] = [None] * num_outputs
+        self.calls: list[Call | None] = [None] * num_outputs
 
     def hold(self) -> None:
         """Keep updater and group alive, after calls have taken all outputs of this node."""
@@ -293,14 +337,14 @@ class _Node:
         opener, updater, group = self._opener(), self._updater(), self._group()
         if opener is not None:
             opener.close()
-        taken: list[tuple[_Call, Tensor]] = []
+        taken: list[tuple[Call, Tensor]] = []
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             call = self.calls[number]
             if call is None:
                 raise RuntimeError(_SECOND_TIME)
-            _require_unchanged(call)
+            call.require_unchanged()
             taken.append((call, gradient))
         if not is_kept:
             for number, gradient in enumerate(gradients):
@@ -308,12 +352,12 @@ class _Node:
                     self.calls[number] = None
         if updater is None or group is None:  # the module and its optimizer were deleted
             for call, gradient in taken:
-                leave_grads([_entry(call, gradient)], call.tables, [True] * len(call.tables))
+                leave_grads([call.entry(gradient)], call.tables, [True] * len(call.tables))
         elif updater.is_in_pass():
             updater.begin_pass()
             for call, gradient in taken:
                 if plain_requires_grad(call.table):  # not frozen after the call
-                    group.keep(_entry(call, gradient))
+                    group.keep(call.entry(gradient))
 
 
 _SECOND_TIME = (
@@ -373,19 +417,3 @@ def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
 
 
 _ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}
-
-
-def _require_unchanged(call: _Call) -> None:
-    """Refuse ids that were changed in place after the call, as torch's bag does."""
-    if version_of(call.ids) != call.ids_version or version_of(call.offsets) != call.offsets_version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: the ids or offsets of a lookup in a table; give it a clone of them"
-        )
-
-
-def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
-    """The ledger entry of one call."""
-    gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
-    version = version_of(gradient)
-    return LedgerEntry(call.lookups, call.bags(), gradient, version, call.rows, number=call.number)

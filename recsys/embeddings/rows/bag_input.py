@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["BagInput", "read_bags", "read_ids", "require_bounds"]
+__all__ = ["BagInput", "are_bounds", "read_bags", "read_ids", "require_bounds"]
 
 _MODES = ("sum", "mean", "max")
 _ID_TYPES = (torch.int64, torch.int32)
@@ -286,6 +286,11 @@ def require_bounds(
             f"{bounds[bad - 1]}; sort the bags"
         )
     raise MalformedBags(rule)
+
+
+def are_bounds(bounds: NDArray[Any], num_values: int) -> bool:
+    """Whether offsets begin at 0, do not decrease, and end at the number of values."""
+    return bounds[-1] == num_values and _first_bad_bound(bounds, num_values) < 0
 
 
 @kernel

@@ -161,7 +161,7 @@ class Bags(NamedTuple):
 
     def at_slots(self, slot_of_value: NDArray[np.int32]) -> Bags:
         """The same bags with slots in place of rows."""
-        return self._replace(values=slot_of_value)
+        return Bags(slot_of_value, self.offsets, self.weights, self.batch_size, self.is_mean)
 
     def values_of(self, feature: int) -> NDArray[Any]:
         """The rows of one feature."""

@@ -88,7 +88,7 @@ class TableSums:
     """
 
     def __init__(self, num_tables: int) -> None:
-        self._starts = np.zeros(num_tables + 1, np.uint64)
+        self._starts = np.zeros(num_tables + 1, np.int64)
         self._hits = np.zeros(num_tables, np.int64)
         self._is_complete = True
 

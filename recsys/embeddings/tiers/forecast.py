@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys.embeddings.kernels.cpu.miniature import Miniature, claim_in_miniature, sample_rows
-from recsys.embeddings.kernels.cpu.slots import PINNED, SlotMap
+from recsys.embeddings.kernels.cpu.slot_arrays import PINNED
+from recsys.embeddings.kernels.cpu.slots import SlotMap
 
 if TYPE_CHECKING:
     from recsys.embeddings.rows.lookups import Bags, Lookups

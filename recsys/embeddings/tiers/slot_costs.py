@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.embeddings.kernels.cpu.slots import AWAITED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.rows.row_space import compute_dtype
 
 if TYPE_CHECKING:

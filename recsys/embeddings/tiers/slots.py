@@ -10,7 +10,7 @@ import torch
 
 from recsys._support.memory import empty_rows
 from recsys.embeddings.kernels.choice import is_by_torch, kernels_on
-from recsys.embeddings.kernels.cpu.slots import (
+from recsys.embeddings.kernels.cpu.slot_arrays import (
     AWAITED,
     DIRTY,
     EMPTY,
@@ -18,8 +18,8 @@ from recsys.embeddings.kernels.cpu.slots import (
     NOWHERE,
     PINNED,
     POPULAR,
-    Shortage,
 )
+from recsys.embeddings.kernels.cpu.slots import Shortage
 from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup

@@ -112,8 +112,12 @@ class Ticket:
             TiersFailed: a transfer has failed.
         """
         residency = self._residency
-        with residency.times.waiting():
-            residency.queue.wait(self._after.number)
+        if residency.queue.is_done(self._after.number):
+            residency.queue.require_intact()
+            residency.times.waited_for_nothing()
+        else:
+            with residency.times.waiting():
+                residency.queue.wait(self._after.number)
         residency.hot.after_transfers(self._after.event, self.slot_of_value)
 
     @property

@@ -234,6 +234,10 @@ class TransferClock:
         """Record a fetch from `begin` to `end`, both by `perf_counter`."""
         self.busy += MoveSeconds(fetch=end - begin)
 
+    def waited_for_nothing(self) -> None:
+        """Note that no transfer is waited for; no later wait overlaps those that have ended."""
+        self._write_backs.clear()
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time spent in this context as waiting for rows."""

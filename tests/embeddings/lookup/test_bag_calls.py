@@ -10,9 +10,12 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import SGD, HotColdEmbeddingBag
+from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import IdOutOfRange, MalformedBags
 
-NUM_BAGS, NUM_ROWS, DIM = 5, 30, 4
+NUM_BAGS, NUM_ROWS, DIM = 5, 30, 16
+BUDGET = 8000  # bytes: slots for two thirds of the rows
+in_both = pytest.mark.parametrize("budget", [None, BUDGET], ids=["resident", "in slots"])
 
 
 class Model(nn.Module):
@@ -32,11 +35,16 @@ def batch(seed, size=6):
     return torch.randint(0, NUM_ROWS, (NUM_BAGS, size), generator=generator), torch.arange(size)
 
 
-def accelerated():
+def accelerated(budget=None):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
     return model, optimizer
+
+
+def num_claimed(model):
+    [tiers] = model.bags[0].tiers()
+    return tiers.residency.num_claimed
 
 
 def train(model, optimizer, seed, size=6):
@@ -52,8 +60,9 @@ def nodes_of(outputs):
     return {output.grad_fn.next_functions[0][0] for output in outputs}
 
 
-def test_from_the_second_step_on_calls_share_a_node():
-    model, optimizer = accelerated()
+@in_both
+def test_from_the_second_step_on_calls_share_a_node(budget):
+    model, optimizer = accelerated(budget)
 
     train(model, optimizer, 0)
     train(model, optimizer, 1)
@@ -64,8 +73,9 @@ def test_from_the_second_step_on_calls_share_a_node():
     assert len(nodes_of(shorter)) == 1
 
 
-def test_more_calls_than_expected_open_another_node():
-    model, optimizer = accelerated()
+@in_both
+def test_more_calls_than_expected_open_another_node(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     train(model, optimizer, 1)
 
@@ -74,8 +84,9 @@ def test_more_calls_than_expected_open_another_node():
     assert len(nodes_of(outputs)) == 3
 
 
-def test_errors_come_with_the_call_and_leave_the_node_usable():
-    model, optimizer = accelerated()
+@in_both
+def test_errors_come_with_the_call_and_leave_the_node_usable(budget):
+    model, optimizer = accelerated(budget)
     other = copy.deepcopy(Model())
     other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     for seed in range(2):
@@ -99,8 +110,9 @@ def test_errors_come_with_the_call_and_leave_the_node_usable():
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
-def test_a_second_backward_is_refused_by_output():
-    model, optimizer = accelerated()
+@in_both
+def test_a_second_backward_is_refused_by_output(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     train(model, optimizer, 1)
     first, second, *_ = model(*batch(2))
@@ -111,8 +123,9 @@ def test_a_second_backward_is_refused_by_output():
         first.sum().backward()
 
 
-def test_ids_changed_in_place_are_refused_and_ids_refilled_by_numpy_are_not_read():
-    model, optimizer = accelerated()
+@in_both
+def test_ids_changed_in_place_are_refused_and_ids_refilled_by_numpy_are_not_read(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     train(model, optimizer, 1)
     ids, offsets = batch(2)
@@ -131,8 +144,9 @@ def test_ids_changed_in_place_are_refused_and_ids_refilled_by_numpy_are_not_read
         other.sum().backward()
 
 
-def test_outputs_that_wait_for_a_call_keep_no_model_alive():
-    model, optimizer = accelerated()
+@in_both
+def test_outputs_that_wait_for_a_call_keep_no_model_alive(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     train(model, optimizer, 1)
     ids, offsets = batch(2)
@@ -158,8 +172,9 @@ def test_rows_are_updated_although_the_module_is_gone():
     torch.testing.assert_close((before - weight.detach())[3:5], torch.ones(2, DIM))
 
 
-def test_the_default_device_does_not_matter():
-    model, optimizer = accelerated()
+@in_both
+def test_the_default_device_does_not_matter(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     ids, offsets = batch(1)
 
@@ -171,8 +186,9 @@ def test_the_default_device_does_not_matter():
     assert {output.device.type for output in outputs} == {"cpu"}
 
 
-def test_forwards_without_backward_do_not_make_the_next_node_larger():
-    model, optimizer = accelerated()
+@in_both
+def test_forwards_without_backward_do_not_make_the_next_node_larger(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     for _ in range(20):
         model(*batch(1))
@@ -184,8 +200,9 @@ def test_forwards_without_backward_do_not_make_the_next_node_larger():
     assert len(node.node.calls) == NUM_BAGS
 
 
-def test_other_rows_by_functional_call_are_refused_and_the_models_own_go_on():
-    model, optimizer = accelerated()
+@in_both
+def test_other_rows_by_functional_call_are_refused_and_the_models_own_go_on(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
 
@@ -195,8 +212,9 @@ def test_other_rows_by_functional_call_are_refused_and_the_models_own_go_on():
         train(model, optimizer, 1)
 
 
-def test_without_gradients_no_node_is_made():
-    model, optimizer = accelerated()
+@in_both
+def test_without_gradients_no_node_is_made(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
 
     with torch.no_grad():
@@ -209,8 +227,9 @@ def test_without_gradients_no_node_is_made():
         assert torch.equal(output, again)
 
 
-def test_a_copy_has_nodes_of_its_own():
-    model, optimizer = accelerated()
+@in_both
+def test_a_copy_has_nodes_of_its_own(budget):
+    model, optimizer = accelerated(budget)
     train(model, optimizer, 0)
     train(model, optimizer, 1)
     model.bags[0](batch(2)[0][0], batch(2)[1])
@@ -247,8 +266,9 @@ def test_no_bags_are_refused_as_ever():
         bag(none, none)
 
 
-def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each():
-    model, optimizer = accelerated()
+@in_both
+def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each(budget):
+    model, optimizer = accelerated(budget)
     for seed in range(2):
         train(model, optimizer, seed)
 
@@ -256,5 +276,81 @@ def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each
         model.bags[0](torch.zeros(size, dtype=torch.int64), torch.arange(size))
 
     calls = model.bags[0]._group.calls(model.bags[0]._updater)
-    assert len(calls._open) <= 64
+    assert len(calls._open) <= (64 if budget is None else 4)
     train(model, optimizer, 3)
+
+
+def with_a_node_that_waits():
+    """A model with a node of which one output is filled, and holds slots."""
+    model, optimizer = accelerated(BUDGET)
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    ids, offsets = batch(2)
+    model.bags[0](ids[0], offsets)
+    assert num_claimed(model) == len(ids[0].unique())
+    return model, optimizer
+
+
+def test_a_node_that_waits_gives_its_slots_up_before_a_checkpoint_is_loaded():
+    model, _ = with_a_node_that_waits()
+    rows = {name: value + 1 for name, value in model.state_dict().items()}
+
+    with SavedTables(model).restoring():  # refused while lookups hold slots
+        model.load_state_dict(rows)
+
+    ids, offsets = batch(3)
+    for number, (output, each) in enumerate(zip(model(ids, offsets), ids, strict=True)):
+        assert torch.equal(output, rows[f"bags.{number}.weight"][each])
+
+
+def test_a_node_that_waits_gives_its_slots_up_to_lookups_that_lack_them():
+    model, optimizer = with_a_node_that_waits()
+    [tiers] = model.bags[0].tiers()
+    num_slots, outputs = tiers.hot.num_slots, []
+    num_left = num_slots - 2  # fewer than the node holds
+    for bag in model.bags[1:]:
+        ids = torch.arange(min(num_left, NUM_ROWS)).view(-1, 1)
+        num_left -= len(ids)
+        outputs.append(bag(ids))
+    assert num_claimed(model) == num_slots - 2
+
+    torch.cat(outputs).sum().backward()
+    optimizer.step()
+
+    assert num_claimed(model) == 0
+
+
+def test_slots_of_an_output_that_is_not_used_are_released_after_the_step():
+    model, optimizer = accelerated(BUDGET)
+    twin, its_optimizer = accelerated()
+    for seed in range(3):
+        for each, optimizer_of_rows in ((model, optimizer), (twin, its_optimizer)):
+            outputs = each(*batch(seed))
+            torch.cat(outputs[1:]).square().sum().backward()
+            del outputs
+            optimizer_of_rows.step()
+            optimizer_of_rows.zero_grad()
+
+    assert num_claimed(model) == 0
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def test_in_slots_bags_may_have_any_form():
+    model, optimizer = accelerated(BUDGET)
+    twin, its_optimizer = accelerated()
+    ids = torch.tensor([3, 1, 4, 1, 5, 9])
+    inputs = [
+        (ids.view(6, 1),),
+        (ids.view(2, 3),),
+        (ids, torch.tensor([0, 0, 4])),
+        (ids.int(), torch.tensor([0, 2, 5], dtype=torch.int32)),
+        (ids, torch.arange(6)),
+    ]
+    for _ in range(3):
+        for each, optimizer_of_rows in ((model, optimizer), (twin, its_optimizer)):
+            outputs = [bag(*given) for bag, given in zip(each.bags, inputs, strict=True)]
+            torch.cat(outputs).square().sum().backward()
+            optimizer_of_rows.step()
+            optimizer_of_rows.zero_grad()
+
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.choice import HostCopies
-from recsys.embeddings.kernels.cpu.slots import DIRTY, PINNED, POPULAR, NoSuchRow
+from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY, PINNED, POPULAR
+from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import RowSpace

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.jit import kernel, kernel_part
-from recsys.embeddings.kernels.cpu.slots import EMPTY, PINNED
+from recsys.embeddings.kernels.cpu.slot_arrays import EMPTY, PINNED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.embeddings.kernels.cpu.slots import Requests, SlotArrays
+    from recsys.embeddings.kernels.cpu.slot_arrays import Requests, SlotArrays
 
 __all__ = ["Miniature", "claim_in_miniature", "sample_rows"]
 

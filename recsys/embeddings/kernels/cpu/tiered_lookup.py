@@ -17,7 +17,7 @@ from recsys._support.jit import kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES, pooled_lookup_reference
 from recsys.embeddings.kernels.cpu.rounding import widen
-from recsys.embeddings.kernels.cpu.slots import AWAITED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, NO_ROW
 
 if TYPE_CHECKING:

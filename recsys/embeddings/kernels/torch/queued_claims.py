@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.slots import (
     LOOKED_AT,
     Transfer,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
-from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.bags import Located, layers_of, locate, locate_one_hot
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT
 from recsys.embeddings.kernels.torch.rounding import fold, round_rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.row_space import RowNumbers, TableStarts, TorchRows
 from recsys.embeddings.kernels.torch.slots import slots_of
 

@@ -1,6 +1,6 @@
 """The map of the slots on a device, with torch operations.
 
-The arrays are those of `cpu.slots`, with the same dtypes and meaning, and one place more than
+The arrays are those of `cpu.slot_arrays`, with the same dtypes and meaning, and one place more than
 there are rows or slots: a row without a slot, or a slot without a row, points to the last place.
 Row numbers count over all tables.
 
@@ -30,17 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from recsys.embeddings.kernels.cpu.slots import (
-    AWAITED,
-    DIRTY,
-    EMPTY,
-    NOWHERE,
-    PINNED,
-    Moves,
-    NoSuchRow,
-    Shortage,
-    SlotClaim,
-)
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, Shortage, SlotClaim
 from recsys.embeddings.kernels.torch.bags import layers_of, rows_of
 
 if TYPE_CHECKING:

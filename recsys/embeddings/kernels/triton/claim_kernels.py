@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from recsys.embeddings.kernels.cpu.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.triton.constants import Constant
 
 __all__ = [

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
-from recsys.embeddings.kernels.cpu.slots import DIRTY
+from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.torch.row_space import upload

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from recsys._support.triton_support import cdiv
-from recsys.embeddings.kernels.cpu.slots import (
-    NOWHERE,
-    Moves,
-    NoSuchRow,
-    Shortage,
-    SlotClaim,
-)
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
+from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, Shortage, SlotClaim
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, most_rows, num_enough
 from recsys.embeddings.kernels.torch.slots import LOOKED_AT, TorchSlotMap

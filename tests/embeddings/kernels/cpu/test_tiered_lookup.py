@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup
-from recsys.embeddings.kernels.cpu.slots import AWAITED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup, tiered_lookup_reference
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype

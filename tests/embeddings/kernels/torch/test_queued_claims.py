@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels.cpu.slots import AWAITED, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, EMPTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.queued_claims import NO_SLOT, most_rows, queue_claim
 from recsys.embeddings.kernels.torch.slot_rows import number_rows

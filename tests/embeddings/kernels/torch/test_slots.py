@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels.cpu.slots import AWAITED, DIRTY, NOWHERE, PINNED, Shortage, SlotMap
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.cpu.slots import Shortage, SlotMap
 from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
 from recsys.embeddings.kernels.torch.slots import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap

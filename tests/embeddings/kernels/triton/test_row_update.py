@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recsys._support.replays import replaying
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
-from recsys.embeddings.kernels.cpu.slots import DIRTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags, lengths_of
 from recsys.embeddings.kernels.torch.errors import NO_ROW, errors_on
 from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRowSpace

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels import choice
-from recsys.embeddings.kernels.cpu.slots import NOWHERE, NoSuchRow, Shortage
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
+from recsys.embeddings.kernels.cpu.slots import NoSuchRow, Shortage
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
