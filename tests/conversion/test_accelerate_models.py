@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,3 +179,38 @@ def test_models_that_call_tables_in_any_order_train_as_plain_ones(program, name)
 
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_an_accelerated_model_that_is_converted_later_trains_as_a_plain_one(
+    name, dtype, steps_before
+):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum"))
+    model = copy.deepcopy(plain)
+    states = []
+    for each in (plain, model):
+        generator = torch.Generator().manual_seed(1)
+        optimizer = OPTIMIZERS[name](each.parameters(), lr=2**-10)
+        if each is model:
+            recsys.accelerate(each, optimizer=optimizer)
+        for step in range(6):
+            if step == steps_before:
+                each.to(dtype)
+            optimizer.zero_grad()
+            # Distinct ids, whole numbers, and a rate of 2**-10: products that 16 bits hold exactly.
+            pooled = each(torch.randperm(NUM_ROWS, generator=generator)[:5].unsqueeze(1))
+            pooled.backward(
+                torch.randint(-8, 9, pooled.shape, generator=generator).to(dtype=pooled.dtype)
+            )
+            optimizer.step()
+        states.append(optimizer.state_dict()["state"])
+
+    expected, found = plain[0].weight.detach(), model[0].weight.detach()
+    # In float64 Adagrad's sums become float64, too; torch leaves those that it has in float32.
+    tolerance = 1e-7 if (name, dtype) == ("adagrad", torch.float64) else 0
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
+    torch.testing.assert_close(states[1], states[0], rtol=tolerance, atol=0, check_dtype=False)

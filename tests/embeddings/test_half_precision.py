@@ -267,6 +267,26 @@ def test_a_model_converted_after_it_was_built_goes_on(dtype):
     assert module.row_optimizer.state[weight]["momentum1"].dtype == torch.float32
 
 
+@each_dtype
+@each_optimizer
+def test_a_converted_model_trains_as_one_that_was_built_so(optimizer, dtype):
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    converted = build(optimizer, TABLES[2:3])
+    built = build(optimizer, [dataclasses.replace(TABLES[2], data_type=name)])
+    converted(IDS).values().sum().backward()
+    built.load_state_dict(converted.state_dict())
+    built.row_optimizer.load_state_dict(copy.deepcopy(converted.row_optimizer.state_dict()))
+
+    converted.to(dtype)
+    for _ in range(3):
+        for module in (converted, built):
+            module(IDS).values().sin().sum().backward()
+
+    assert same_rows(converted, built) == [True]
+    states = [module.row_optimizer.state_dict()["state"] for module in (converted, built)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
 def test_torchrecs_tables_are_taken_over_as_they_are():
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
     from torchrec.types import DataType

@@ -160,7 +160,7 @@ class GroupUpdater:
             if self.group.tiers is not None:
                 self.group.tiers.reload_if_tables_changed(space)
             settings = self._optimizer.param_groups[self._number]
-            is_stochastic = space.is_narrow and settings.get("stochastic_rounding", True)
+            is_stochastic = space.is_narrow and settings.get("stochastic_rounding", False)
             counts_steps = self._translation.counts_steps or is_stochastic
             if not (counts_steps or sizes):
                 states = self._state_spaces(space, sizes, updated, ()) if self._states else []
