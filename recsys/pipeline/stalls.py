@@ -172,6 +172,9 @@ _REMEDIES = {
     "checkpoint": "write checkpoints less often (checkpoint.every_seconds, checkpoint.every_steps)",
     "other": "report less often, or do less between two steps",
 }
+_SKIP_NOTHING = (
+    "train on all samples (skip.policy=none): choosing samples takes longer than computing on them"
+)
 _COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"
 _EXCHANGE_LESS = (
     "compute faster, or use fewer processes or larger mini-batches: it includes the exchange with "
@@ -216,12 +219,16 @@ def describe_stalls(clock: StageClock, suggestions: Iterable[Suggestion | None])
     }
 
 
-def format_stalls(stalls: Mapping[str, Any], *, is_alone: bool = True) -> str:
+def format_stalls(
+    stalls: Mapping[str, Any], *, is_alone: bool = True, follows_rows: bool = True
+) -> str:
     """Format the stages of training as a table, with the longest one and what would shorten it.
 
     Args:
         stalls: As returned by `describe_stalls`; evaluation is left out.
         is_alone: Whether one process trained. Of several, these are the stages of the first one.
+        follows_rows: Whether skipping, if any, follows the drift of rows, so that its cost depends
+            on `skip.staleness`.
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
@@ -237,6 +244,8 @@ def format_stalls(stalls: Mapping[str, Any], *, is_alone: bool = True) -> str:
     ]
     binding = stalls["binding"]
     remedy = _REMEDIES.get(binding, _COMPUTE_FASTER if is_alone else _EXCHANGE_LESS)
+    if binding == "skip" and not follows_rows:
+        remedy = _SKIP_NOTHING
     lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
     return "\n".join([*lines, *format_predicted(stalls)])
 

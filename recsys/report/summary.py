@@ -196,6 +196,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     num_bytes = sum(4 * size * dims.get(table, dim) for table, size in sizes.items())
     peak = record["peak_memory_bytes"]
     files = sorted(file.name for file in run_dir.iterdir())
+    skipped = record.get("skipped")
     lines = []
     if record["status"] != "finished":
         lines.append(f"{record['status']} at step {throughput['num_steps']:,}")
@@ -221,11 +222,15 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
         *format_tiers(record["tiers"], config.get("budget", "")),
-        *format_skipping(record.get("skipped")),
+        *format_skipping(skipped),
         f"peak memory         {'-' if peak is None else format_bytes(peak)}",
         f"saved               {run_dir}/: {', '.join(files)}",
         "",
-        format_stalls(record["stalls"], is_alone=record.get("processes") is None),
+        format_stalls(
+            record["stalls"],
+            is_alone=record.get("processes") is None,
+            follows_rows=skipped is not None and skipped["staleness"] is not None,
+        ),
     ]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import signal
 from html import escape
@@ -61,6 +62,7 @@ POLICIES = {
         "skip.paper.highest_threshold=1.0",
     ),
 }
+WITHOUT_ROWS = ("importance", "random_drop", "paper")
 TIERED = ("synthetic.table_sizes=[9, 7, 1, 900]", "budget=24KiB", "schedule.depth=3")
 
 
@@ -98,11 +100,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
     states = [last_state(config, tmp_path / name)[1]["pipeline"] for name in ("run", "whole")]
     require_same(*(state["skipping"] for state in states))
     has_skipped = expected["skipped"]["num_skipped"] > 0
-    assert has_skipped == (
-        policy in ("drop_input", "subsample", "importance", "random_drop", "paper")
-    )
-    if policy not in ("importance", "random_drop", "paper"):
+    assert has_skipped == (policy in ("drop_input", "subsample", *WITHOUT_ROWS))
+    if policy not in WITHOUT_ROWS:
         assert expected["skipped"]["num_stale"] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_advice_for_skipping_that_takes_the_most_time_names_keys_of_its_policy(
+    skip_config, small_config, tmp_path, policy
+):
+    record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
+    record["stalls"] |= {"binding": "skip", "skip_seconds": 1e6, "predicted": []}
+
+    advice = format_run(record, tmp_path / "run").splitlines()[-1]
+
+    values = {"skip.staleness.window": 100, "skip.staleness.count_every": 8}
+    named = re.findall(r"skip\.[a-z_.]+", advice)
+    assert named == (["skip.policy"] if policy in WITHOUT_ROWS else list(values))
+    for key in set(named) & set(values):
+        small_config(f"skip.policy={policy}", f"{key}={values[key]}")
 
 
 @pytest.mark.in_ci("freeze_rows")
