@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_tiers_state", "tiers_state"]
 
-_KEYS = ("num_rows", "counts", "tables", "busy", "exposed")
+_KEYS = ("num_rows", "counts", "tables", "busy", "exposed", "waiting")
 
 
 def tiers_state(tiers: Sequence[Tiers]) -> list[dict[str, Any]]:
@@ -33,6 +33,8 @@ def tiers_state(tiers: Sequence[Tiers]) -> list[dict[str, Any]]:
             "tables": _flat(each.residency.counter.table_sums.hits()),
             "busy": _pair(each.residency.times.busy),
             "exposed": _pair(each.residency.times.exposed),
+            # Claims of mini-batches that are taken ahead; a resumed run repeats them first.
+            "waiting": each.ahead.num_claims() + each.residency.counter.num_repeated,
         }
         for each in tiers
     ]
@@ -52,9 +54,10 @@ def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
     if not isinstance(states, list):
         raise holder.error("tiers", "a list")
     place = "pipeline state: tiers"
-    # States of older versions lack the counts by table.
+    # States of older versions lack the counts by table and the number of waiting claims.
+    absent = {"tables": None, "waiting": 0}
     found = [
-        SavedState(place, {"tables": None, **each} if isinstance(each, Mapping) else each, _KEYS)
+        SavedState(place, {**absent, **each} if isinstance(each, Mapping) else each, _KEYS)
         for each in states
     ]
     if [each["num_rows"] for each in found] != [_num_rows(each) for each in tiers]:
@@ -65,11 +68,12 @@ def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
             _table_hits(each, len(own.sizes)),
             MoveSeconds(*each.numbers("busy", range(2, 3))),
             MoveSeconds(*each.numbers("exposed", range(2, 3))),
+            each.whole("waiting"),
         )
         for own, each in zip(tiers, found, strict=True)
     ]
-    for each, (counts, tables, busy, exposed) in zip(tiers, loaded, strict=True):
-        each.residency.counter.start_from(counts)
+    for each, (counts, tables, busy, exposed, waiting) in zip(tiers, loaded, strict=True):
+        each.residency.counter.start_from(counts, waiting)
         each.residency.counter.table_sums.start_from(tables)
         each.residency.times.busy, each.residency.times.exposed = busy, exposed
 

@@ -200,6 +200,10 @@ class AheadQueue:
         """How many tickets for these lookups, of earlier mini-batches, are waiting."""
         return sum(each.is_held and each.lookups is lookups for each in self.waiting)
 
+    def num_claims(self) -> int:
+        """How many claims the waiting tickets are of; parts of a split ticket have one together."""
+        return len({id(each.held) for each in self.waiting if each.is_held})
+
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""
         for ticket in tickets:

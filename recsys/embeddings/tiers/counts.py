@@ -45,6 +45,9 @@ class TierCounts(NamedTuple):
     num_written_back: int = 0
 
 
+_NUM_OF_LOOKUPS = 4  # the first counts; the others are of rows moved
+
+
 class HitRates(NamedTuple):
     """What was in fast memory when mini-batches claimed slots, since the tiers were made.
 
@@ -132,23 +135,35 @@ class ClaimCounter:
 
     Attributes:
         table_sums: The counts by table.
+        num_repeated: How many of the next claims repeat those of an earlier run, whose mini-batches
+            waited when it ended. Their lookups are counted already; the rows they move are not.
     """
 
     def __init__(self, num_tables: int) -> None:
         self.table_sums = TableSums(num_tables)
+        self.num_repeated = 0
         self._known = TierCounts()
         self._on_device: Tensor | None = None  # (6,) int64, not yet in `_known`
 
     def add(self, claim: SlotClaim | QueuedClaim) -> None:
         """Add a claim; the host does not wait for one that was queued."""
+        is_repeated = self.num_repeated > 0
+        self.num_repeated -= is_repeated
         if isinstance(claim, QueuedClaim):
             self.table_sums.miss()
+            counts = claim.counts
+            if is_repeated:
+                counts = counts.clone()
+                counts[:_NUM_OF_LOOKUPS] = 0
             if self._on_device is None:
-                self._on_device = claim.counts.to(torch.int64, copy=True)
+                self._on_device = counts.to(torch.int64, copy=True)
             else:
-                self._on_device += claim.counts
+                self._on_device += counts
             return
-        self.table_sums.add(claim)
+        if is_repeated:
+            claim = claim._replace(num_lookups=0, num_hits=0, num_rows=0, num_rows_hit=0)
+        else:
+            self.table_sums.add(claim)
         old, moves = self._known, claim.moves
         self._known = TierCounts(
             num_lookups=old.num_lookups + claim.num_lookups,
@@ -171,6 +186,6 @@ class ClaimCounter:
             self._known = TierCounts(*map(add, self._known, more))
         return self._known
 
-    def start_from(self, counts: TierCounts) -> None:
+    def start_from(self, counts: TierCounts, num_repeated: int = 0) -> None:
         """Continue with sums of an earlier run, or of other slots."""
-        self._known, self._on_device = counts, None
+        self._known, self._on_device, self.num_repeated = counts, None, num_repeated

@@ -76,6 +76,7 @@ class KeptParts(NamedTuple):
     """The parts of a residency that its successor continues with."""
 
     counts: TierCounts
+    num_repeated: int
     table_sums: TableSums
     times: TransferClock
     on_span: Callable[[str, float, float], None] | None
@@ -84,12 +85,18 @@ class KeptParts(NamedTuple):
     @classmethod
     def of(cls, old: Residency) -> KeptParts:
         """The parts of a residency that ends."""
+        counter = old.counter
         return cls(
-            old.counts, old.counter.table_sums, old.times, old.queue.on_span, old.changed_rows
+            old.counts,
+            counter.num_repeated,
+            counter.table_sums,
+            old.times,
+            old.queue.on_span,
+            old.changed_rows,
         )
 
     def give_to(self, new: Residency) -> None:
         """Continue with these parts."""
-        new.counter.start_from(self.counts)
+        new.counter.start_from(self.counts, self.num_repeated)
         new.counter.table_sums, new.times = self.table_sums, self.times
         new.queue.on_span, new.changed_rows = self.on_span, self.changed_rows

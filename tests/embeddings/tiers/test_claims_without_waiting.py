@@ -20,6 +20,7 @@ from recsys.embeddings.tiers.ahead import InputIds
 from recsys.embeddings.tiers.cold import device_copies
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import IdOutOfRange, TiersFailed
+from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
 
 TritonSlotMap = pytest.importorskip("recsys.embeddings.kernels.triton.slots").TritonSlotMap
@@ -188,6 +189,27 @@ def test_counts_are_those_of_claims_that_wait(device, monkeypatch, longest):
 
     assert found[0] == found[1]
     assert found[0].num_written_back > 0
+
+
+@pytest.mark.parametrize("copies", [None, HOST_COPIES], ids=["waits", "queued"])
+def test_claims_that_a_resumed_run_repeats_count_their_lookups_once(device, monkeypatch, copies):
+    reach_host(monkeypatch, copies)
+    batches = make_batches(3, device)
+    whole, stopped, resumed = (make_module(device) for _ in range(3))
+    for ids in batches:
+        whole.prefetch(ids)
+    for ids in batches[:2]:
+        stopped.prefetch(ids)
+
+    load_tiers_state(resumed.tiers(), tiers_state(stopped.tiers()))
+    for ids in batches:
+        resumed.prefetch(ids)
+
+    expected, before, found = (
+        module.tiers()[0].residency.counts for module in (whole, stopped, resumed)
+    )
+    assert found[:4] == expected[:4]
+    assert found.num_fetched == expected.num_fetched + before.num_fetched
 
 
 def test_a_claim_that_may_not_fit_is_waited_for_unless_two_are_ahead(device, monkeypatch):
