@@ -6,10 +6,12 @@ there, and is told at once here.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.store_meta import read_meta
+from recsys.errors import ConfigError
 from recsys.train.run_files.run_folder import RunFolder
 
 __all__ = ["require_data", "require_model"]
@@ -26,9 +28,28 @@ def require_data(data: str) -> None:
 
 
 def require_model(run: str) -> None:
-    """Check that a folder is that of a run that saved its model.
+    """Check that a folder is that of a run that saved its model; warn if the run did not finish.
 
     Raises:
         ConfigError: it is not.
     """
-    RunFolder.open(run).require_model()
+    folder = RunFolder.open(run)
+    folder.require_model()
+    status, may_continue = "", True
+    if folder.record_file.is_file():
+        try:
+            record = folder.read_record()
+        except ConfigError:  # a damaged record does not concern the model
+            return
+        status = record["status"]
+        may_continue = record.get("checkpoints") is not None and status != "diverged"
+    if status != "finished":
+        way_on = f"; continue it by `recsys train --run {run} --resume`" if may_continue else ""
+        warnings.warn(
+            f"{run} {_ENDS.get(status, 'has not ended')}, and this is the model that it saved when "
+            f"it last stopped{way_on}",
+            stacklevel=2,
+        )
+
+
+_ENDS = {"interrupted": "was interrupted", "failed": "failed", "diverged": "diverged"}

@@ -310,9 +310,9 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--quantize {options.quantize} goes with --to torch-export only; leave it out"
         )
-    folder = RunFolder.open(options.run)
+    RunFolder.open(options.run)
     if options.since is None and number is None:
-        folder.require_model()
+        require_model(options.run)
 
     if options.to == "torch-export":
         from recsys.train.exports.program import export_program

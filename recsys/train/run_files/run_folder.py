@@ -258,9 +258,14 @@ class RunFolder:
                     f"{self.path} has no {self.model_file.name} yet: its run has not ended; if it "
                     f"was killed, continue it by `recsys train --run {self.path} --resume`"
                 )
+            way_out = "train with save_model = true and to the end"
+            if self.checkpoints_folder.is_dir() and self.read_record()["status"] == "interrupted":
+                way_out = (
+                    f"continue it by `recsys train --run {self.path} --resume --set "
+                    "save_model=true`"
+                )
             raise ConfigError(
-                f"{self.path} has no {self.model_file.name}: the run saved no model; "
-                "train with save_model = true and to the end"
+                f"{self.path} has no {self.model_file.name}: the run saved no model; {way_out}"
             )
 
     def load_state(self) -> dict[str, Tensor]:

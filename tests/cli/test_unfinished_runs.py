@@ -1,0 +1,86 @@
+"""Commands that use the model of a run that did not finish say so, and how to continue it."""
+
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+
+from recsys.cli import main
+
+SHARED = runpy.run_path(str(Path(__file__).parents[1] / "train" / "resumed_runs.py"))
+SETTINGS, Killed, run = (SHARED[name] for name in ("SETTINGS", "Killed", "run"))
+stop_at = SHARED["stop_at"]
+
+
+@pytest.fixture
+def stopped(small_config, tmp_path, stop_at):
+    """Trains until Ctrl-C comes after 6 steps."""
+
+    def make(*settings):
+        stop_at((6, signal.SIGINT))
+        run(small_config(*SETTINGS, *settings), tmp_path / "run")
+        return str(tmp_path / "run")
+
+    return make
+
+
+def test_evaluate_says_that_a_run_was_interrupted_and_how_to_continue_it(stopped, capsys):
+    folder = stopped()
+
+    with pytest.warns(UserWarning, match=f"{folder} was interrupted, .*`recsys train --run "):
+        assert main(["evaluate", folder]) == 0
+
+    assert "normalized entropy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {run} nosuch --out {run}.parquet",
+        "export {run} --to torchrec --out {run}.pt",
+    ],
+)
+def test_other_uses_of_the_model_of_an_interrupted_run_say_so_too(stopped, command):
+    folder = stopped()
+
+    with pytest.warns(UserWarning, match=f"{folder} was interrupted, .* --resume`"):
+        main(command.format(run=folder).split())
+
+
+def test_a_run_without_checkpoints_is_not_said_to_be_one_to_continue(stopped, recwarn):
+    folder = stopped("checkpoint.every_steps=0")
+    recwarn.clear()
+
+    with pytest.warns(UserWarning, match="was interrupted") as found:
+        assert main(["evaluate", folder]) == 0
+
+    assert "--resume" not in str(found[0].message)
+
+
+def test_a_run_that_goes_on_is_said_to_have_a_model_of_before(stopped, small_config, stop_at):
+    folder = stopped()
+    stop_at((9, None))
+    with pytest.raises(Killed):
+        run(small_config(*SETTINGS), Path(folder), resume=True)
+    (Path(folder) / "run.json").unlink(missing_ok=True)  # no process that is killed writes it
+
+    with pytest.warns(UserWarning, match="has not ended, and this is the model that it saved"):
+        assert main(["evaluate", folder]) == 0
+
+
+def test_a_run_that_finished_is_evaluated_without_a_word(small_config, tmp_path):
+    run(small_config(*SETTINGS), tmp_path / "run")
+
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+
+
+def test_an_interrupted_run_that_saved_no_model_is_continued_to_save_it(stopped, capsys):
+    folder = stopped("save_model=false")
+
+    assert main(["evaluate", folder]) == 2
+
+    command = f"train --run {folder} --resume --set save_model=true"
+    assert f"continue it by `recsys {command}`" in capsys.readouterr().err
+    assert main(command.split()) == 0
+    assert main(["evaluate", folder]) == 0
