@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "describe_outlook"]
 
-_FEW_TABLES = 4  # with so few, a step is not shorter in every case; see docs/benchmarks.md
+# With so few and no optimizer state, a step is not shorter in every case; see docs/benchmarks.md.
+_FEW_TABLES = 4
 _NAMED = 3  # modules named in a list before it is shortened
 
 
@@ -111,9 +112,10 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
     groups = [group for each in updaters for group in each.groups]
     tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
     calls = "1 kernel call" if len(groups) == 1 else f"{len(groups)} kernel calls"
-    shorter = "shorter steps" if num_tables > _FEW_TABLES else "hardly shorter steps"
-    speed = f"expect {shorter}: {tables} updated by {calls} a step"
-    if not any(group.space_size().state_sizes for group in groups):
+    has_state = any(group.space_size().state_sizes for group in groups)
+    hardly = "" if has_state or num_tables > _FEW_TABLES else "hardly "
+    speed = f"expect {hardly}shorter steps: {tables} updated by {calls} a step"
+    if not has_state:
         speed += (
             "; steps of fewer than 500 samples may take longer than before, because the optimizer "
             "has no state"

@@ -72,6 +72,14 @@ def test_bags_are_found_at_any_depth_under_any_name():
     ]
 
 
+def test_shorter_steps_are_expected_with_an_optimizer_that_has_state():
+    model = Holder(one=bag())
+
+    result = recsys.accelerate(model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1))
+
+    assert result.expected == "expect shorter steps: 1 table is updated by 1 kernel call a step"
+
+
 def test_a_module_used_in_two_places_is_exchanged_once_for_both():
     shared = bag()
     model = Holder(left=Holder(bag=shared), right=nn.ModuleList([shared]))
