@@ -258,32 +258,30 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
 
 
 @contextmanager
-def alone_with(file: Path, command: str) -> Iterator[None]:
+def alone_with(file: Path, refusal: str) -> Iterator[None]:
     """Hold an exclusive lock on a file that is made for it, and removed at the end.
+
+    Nothing is locked on Windows, nor on a file system without such locks.
 
     Args:
         file: Its path.
-        command: What uses its folder, for the message.
+        refusal: The message of the error.
 
     Raises:
         ConfigError: another process, or another `with` block, holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         yield
         return
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             if _is_at(descriptor, file):
                 break
         except BlockingIOError:
             os.close(descriptor)
-            raise ConfigError(
-                f"another {command} is at work in {file.parent}; close it, or choose another folder"
-            ) from None
+            raise ConfigError(refusal) from None
         os.close(descriptor)  # another process has removed the file
     owner = os.getpid()
     try:

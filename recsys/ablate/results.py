@@ -12,15 +12,16 @@ A later `recsys ablate` with this file does not run these cells again.
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from recsys._support.files import appearing_whole, require_place
+from recsys._support.files import alone_with, appearing_whole, require_place
 from recsys._support.untrusted import is_finite_number, is_int, is_text
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_files.run_folder import fault_of_record, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from recsys.ablate.config import AblationConfig
@@ -83,6 +84,30 @@ class Results:
                     f"{now.get(key)!r} now; name another file with --results"
                 )
 
+    @classmethod
+    @contextmanager
+    def locked(cls, file: Path, config: AblationConfig) -> Iterator[Results]:
+        """Read the file, and keep other processes from it during the `with` block.
+
+        A process that had read it before another one wrote it would drop the other's cells.
+
+        Args:
+            file: As for the class.
+            config: The ablation.
+
+        Raises:
+            ConfigError: another process has the file; or as for the class.
+            AlreadyExists: as for the class.
+        """
+        require_place(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        refusal = (
+            f"another `recsys ablate` is at work with {file}; wait for it to end, or name another "
+            "file with --results"
+        )
+        with alone_with(file.with_name(f"{file.name}.lock"), refusal):
+            yield cls(file, config)
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the cells of an ablation, and keep the other cells of the file.
 
@@ -92,7 +117,6 @@ class Results:
         cells = {cell["name"]: _small(cell) for cell in record["cells"]}
         others = [cell for name, cell in self.cells.items() if name not in cells]
         head = json.dumps({key: record[key] for key in _HEAD}, indent=2).removesuffix("\n}")
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         with appearing_whole(self.file) as partial:
             partial.write_text(
                 f'{head},\n  "cells": {_lines(list(cells.values()))},\n'

@@ -94,7 +94,7 @@ def ablate(
         AlreadyExists: the folder holds something else; or the folder or the file of results holds
             a cell with another configuration or with other data.
         ConfigError: a cell cannot be trained, a file of a cell or the file of results is damaged,
-            or another process is at work in the folder.
+            or another process is at work in the folder or with the file of results.
         StoreError: the data does not exist.
     """
     folder = Path(out_dir)
@@ -106,7 +106,22 @@ def ablate(
             f"{folder} is neither empty nor an ablation's folder: it has no cells/; "
             "choose another with --run"
         )
-    recorded = None if results is None else _open_results(Path(results), folder, config)
+    if results is None:
+        return _ablate(config, folder, cells, None, run_cell, show_progress=show_progress)
+    with Results.locked(_file_of_its_own(Path(results), folder), config) as recorded:
+        return _ablate(config, folder, cells, recorded, run_cell, show_progress=show_progress)
+
+
+def _ablate(
+    config: AblationConfig,
+    folder: Path,
+    cells: Sequence[Cell],
+    recorded: Results | None,
+    run_cell: RunCell,
+    *,
+    show_progress: bool,
+) -> dict[str, Any]:
+    """`ablate` with the file of results open, if there is one."""
     data = {_data_keys(cell): cell.config for cell in cells}
     # Missing data raises here, before anything is written.
     sources = {keys: describe_source(open_source(tried)) for keys, tried in data.items()}
@@ -164,17 +179,17 @@ def seconds_to_auc(
     return None
 
 
-def _open_results(file: Path, folder: Path, config: AblationConfig) -> Results:
+def _file_of_its_own(file: Path, folder: Path) -> Path:
     """The file of results.
 
     Raises:
-        AlreadyExists, ConfigError: see `Results`; or it is the `ablate.json` of the folder.
+        ConfigError: it is the `ablate.json` of the folder.
     """
     if file.resolve() == (folder / "ablate.json").resolve():
         raise ConfigError(
             f"--results must name a file of its own, got {file}, which the ablation writes anyway"
         )
-    return Results(file, config)
+    return file
 
 
 def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str, Any] | None:

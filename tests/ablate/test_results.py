@@ -275,6 +275,27 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_run(ablatio
         ablate(ablation(TEXT), tmp_path / "out", results=tmp_path / "folder")
 
 
+def test_one_ablation_at_a_time_has_the_file(ablation, run_here, train_once, tmp_path):
+    refused = []
+
+    def run_cell(config, run_dir, **options):
+        with pytest.raises(ConfigError) as found:
+            run_here(ablation(TEXT), folder="other")
+        refused.append(str(found.value))
+        return train_once(config, run_dir, **options)
+
+    _, ran = run_here(ablation(TEXT), run_cell)
+    _, ran_later = run_here(ablation(TEXT), folder="other")
+
+    file = tmp_path / "kept" / "results.json"
+    assert refused == 2 * [
+        f"another `recsys ablate` is at work with {file}; wait for it to end, or name another file "
+        "with --results"
+    ]
+    assert (len(ran), ran_later) == (2, [])
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
 def test_the_command_line_keeps_results(small_settings, tmp_path, capsys, monkeypatch):
     # Of an ablation that a user starts, each cell is a process, which takes seconds to start.
     monkeypatch.setattr("recsys.ablate.run.ablate", partial(ablate, run_cell=train))

@@ -105,7 +105,11 @@ class Checkpoints:
         self._counts = {"num_saved": 0, "num_failed": 0, "written_bytes": 0}
         self._seconds = 0.0
         with ExitStack() as stack:
-            stack.enter_context(alone_with(self._folder / "LOCK", "Checkpoints"))
+            refusal = (
+                f"another Checkpoints is at work in {self._folder}; close it, or choose another "
+                "folder"
+            )
+            stack.enter_context(alone_with(self._folder / "LOCK", refusal))
             newest_number = newest(self._folder)
             number = newest_number if after is None else after
             self._last = None if number is None else read_manifest(self._folder, number)
