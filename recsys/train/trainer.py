@@ -174,8 +174,10 @@ def _train(
     compile_kernels(config, source)
     with processes.together():
         if earlier is None:
-            folder = RunFolder.create(run_dir, config)
+            RunFolder.require_place(run_dir)
+            run_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone_in(run_dir, "recsys train"))
+            folder = RunFolder.create(run_dir, config)  # is refused if another run began first
         else:
             folder = earlier.folder
     if not processes.rank:
