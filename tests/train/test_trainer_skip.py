@@ -105,6 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
         assert expected["skipped"]["num_stale"] > 0
 
 
+@pytest.mark.in_ci("freeze_rows", "importance")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_advice_for_skipping_that_takes_the_most_time_names_keys_of_its_policy(
     skip_config, small_config, tmp_path, policy
