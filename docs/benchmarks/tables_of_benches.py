@@ -103,6 +103,7 @@ def models_table(file: str) -> str:
     record = read_record(file)
     cells = cells_of(record)
     cases = dict.fromkeys(row["case"] for row in record["rows"] if row["metric"] == "time")
+    has_budget = any(row["provider"] == "in_slots" for row in record["rows"])
     lines = []
     for case in cases:
         keys = keys_of_case(case)
@@ -116,11 +117,18 @@ def models_table(file: str) -> str:
                 keys["B"],
                 *(f"{cells[case, name, 'time']['median']:.2f}" for name in ("torch", "recsys")),
                 ratio(cells[case, "recsys", "speed_over_torch"], mark="**"),
-                ratio(of_tables, mark="**") if of_tables else "",
+                *(
+                    [ratio(cells[case, "in_slots", "speed_over_torch"], mark="**")]
+                    if has_budget
+                    else [ratio(of_tables, mark="**") if of_tables else ""]
+                ),
             ]
         )
     titles = ["model", "tables", "ids", "optimizer", "B", "torch, ms", "recsys, ms"]
-    titles += ["recsys over torch (95 %)", "table time, times torch's (95 %)"]
+    titles += ["recsys over torch (95 %)"]
+    titles += [
+        "with a budget, over torch (95 %)" if has_budget else "table time, times torch's (95 %)"
+    ]
     caption = (
         f"A step of a model of plain PyTorch before and after `recsys.accelerate`, median of "
         f"{record['rows'][0]['num_runs']} rounds; D=16, tables of at most a million rows; "

@@ -7,6 +7,7 @@ few or many tables, one or several ids a sample?
     provider     what a step does
     torch        the model as it was written
     recsys       the same model after `recsys.accelerate(model, optimizer=optimizer)`
+    in_slots     the same with a budget, if a share of the bytes of rows and state is given
     no_tables    the same model with constant vectors instead of lookups; they get a gradient
 
 A step is `zero_grad`, forward, loss, backward and the optimizer's step. Table time is the time of a
@@ -76,6 +77,7 @@ class _Case(NamedTuple):
         batch_size: B.
         table_sizes: Rows of each table.
         is_jagged: Whether a sample has several ids per table.
+        share: The budget's share of the bytes of rows and state; 0 for none.
     """
 
     kind: str
@@ -83,11 +85,18 @@ class _Case(NamedTuple):
     batch_size: int
     table_sizes: Sequence[int]
     is_jagged: bool = False
+    share: float = 0.0
 
     @property
     def has_dense_gradients(self) -> bool:
         """Whether a plain step writes whole tables."""
         return self.kind in ("collection", "dense-embeddings")
+
+    @property
+    def budget(self) -> int:
+        """The budget in bytes."""
+        num_arrays = 1 + (self.optimizer == "adagrad")
+        return int(self.share * sum(self.table_sizes) * DIM * 4 * num_arrays)
 
     def __str__(self) -> str:
         found = f"model={self.kind},B={self.batch_size},D={DIM},optimizer={self.optimizer}"
@@ -107,6 +116,7 @@ def bench_models(
     table_counts: Sequence[int] = (1, 4, 26),
     small_batch_sizes: Sequence[int] = (128, 2048),
     sequence_batch_sizes: Sequence[int] = (256, 2048),
+    share: float = 0.0,
 ) -> list[Row]:
     """Measure every case.
 
@@ -119,25 +129,34 @@ def bench_models(
         table_counts: Numbers of tables of `SHALLOW_KINDS`.
         small_batch_sizes: B of `SHALLOW_KINDS`.
         sequence_batch_sizes: B of TBSM; upstream's is 256.
+        share: The budget of `in_slots`, as a share of the bytes of rows and state; 0 leaves it out.
 
     Raises:
-        ConfigError: a batch size is below 1.
+        ConfigError: a batch size is below 1, or the share is not between 0 and 1.
     """
     if min(batch_sizes) < 1:
         raise ConfigError(f"bench models: batch sizes must be at least 1, got {min(batch_sizes)}")
+    if not 0 <= share < 1:
+        raise ConfigError(f"bench models: share must be at least 0 and below 1, got {share}")
     set_num_threads(0)  # as the processes do, for the record of the run
     of_whole = {
         "classic": (batch_sizes, KAGGLE_TABLE_SIZES),
         "tbsm": (sequence_batch_sizes, TAOBAO_TABLE_SIZES),
     }
     whole = [
-        _Case(kind, optimizer, batch_size, tuple(min(size, max_rows) for size in table_sizes))
+        _Case(
+            kind,
+            optimizer,
+            batch_size,
+            tuple(min(size, max_rows) for size in table_sizes),
+            share=share,
+        )
         for kind, (sizes, table_sizes) in of_whole.items()
         if kind in kinds
         for batch_size, optimizer in product(sizes, optimizers)
     ]
     others = [
-        _Case(kind, optimizer, batch_size, (max_rows,) * count, is_jagged)
+        _Case(kind, optimizer, batch_size, (max_rows,) * count, is_jagged, share)
         for kind, count, is_jagged, batch_size, optimizer in product(
             SHALLOW_KINDS, table_counts, (False, True), small_batch_sizes, optimizers
         )
@@ -177,6 +196,15 @@ def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
     )
     ours, plain = seconds["recsys"], seconds["torch"]
     rows.append(ratio_of(metric="speed_over_torch", values=ours, baseline=plain))
+    if case.share:
+        rows.append(
+            ratio_of(
+                provider="in_slots",
+                metric="speed_over_torch",
+                values=seconds["in_slots"],
+                baseline=plain,
+            )
+        )
     if case.kind in WHOLE_KINDS:
         without = seconds["no_tables"]
         plain_tables, our_tables = (
@@ -204,11 +232,14 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
     if case.kind in WHOLE_KINDS:
         models["no_tables"] = make_without_tables(case.kind, len(case.table_sizes), case.batch_size)
     models["recsys"] = copy.deepcopy(models["torch"])
+    if case.share:
+        models["in_slots"] = copy.deepcopy(models["torch"])
     steps = {}
     for provider, model in models.items():
         optimizer = _OPTIMIZERS[case.optimizer](model.parameters(), lr=0.01)
-        if provider == "recsys":
-            accelerate(model, optimizer=optimizer)
+        if provider in ("recsys", "in_slots"):
+            budget = case.budget if provider == "in_slots" else None
+            accelerate(model, optimizer=optimizer, budget=budget)
         steps[provider] = _step(model, optimizer, batches)
     if case.has_dense_gradients:
         num_before, num_timed, num_warm_up_rounds = 1, 1, 1

@@ -73,6 +73,12 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         metavar="KIND",
         help="classic, tbsm, bags, collection, embeddings, dense-embeddings; default: all",
     )
+    models.add_argument(
+        "--share",
+        type=float,
+        default=0.0,
+        help="measure them with a budget, too: this share of the bytes of rows and state",
+    )
     _add_tiers_options(tiers)
 
     checkpoints = add(
@@ -214,6 +220,7 @@ def _bench_models(options: argparse.Namespace) -> int:
         num_rounds=3 if options.quick else 30,
         max_rows=1000 if options.quick else 1_000_000,
         table_counts=(1, 4) if options.quick else (1, 4, 26),
+        share=options.share,
     )
     return _show_rows(rows, options)
 

@@ -11,6 +11,7 @@ from recsys.bench.models import ALL_KINDS, bench_models
 from recsys.bench.parts import harness
 from recsys.bench.parts.plain_models import SHALLOW_KINDS
 from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,29 @@ def test_only_the_kinds_that_are_asked_for_are_measured():
     )
 
     assert {row.case for row in rows} == {"model=tbsm,B=4,D=16,optimizer=sgd,T=3,ids=steps"}
+
+
+def test_with_a_share_of_memory_models_have_a_budget_too():
+    rows = bench_models(
+        [8],
+        ["adagrad"],
+        num_rounds=6,
+        kinds=["bags"],
+        max_rows=500,
+        table_counts=(2,),
+        small_batch_sizes=(4,),
+        share=0.5,
+    )
+
+    case = "model=bags,B=4,D=16,optimizer=adagrad,T=2,ids=one-hot"
+    found = {(row.case, row.provider, row.metric) for row in rows}
+    assert {(case, "in_slots", "time"), (case, "in_slots", "speed_over_torch")} <= found
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_share_that_is_no_budget_is_refused(share):
+    with pytest.raises(ConfigError, match="share must be at least 0 and below 1"):
+        bench_models([8], ["sgd"], num_rounds=6, kinds=["bags"], share=share)
 
 
 def test_table_time_is_a_step_less_that_of_the_model_without_tables():
