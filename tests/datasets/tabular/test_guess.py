@@ -274,6 +274,34 @@ def test_a_column_of_booleans_is_drafted_as_integers(tmp_path):
     assert batch.column("is_new").to_pylist() == [1, 0, None]
 
 
+def test_integers_beyond_63_bits_are_drafted_as_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    ids = pa.array([2**63, 5, 2**64 - 1, None], pa.uint64())
+    lists = pa.array([[2**63], [5, 5], [], [2**64 - 1, 5]], pa.list_(pa.uint64()))
+    small = pa.array([7, 8, 7, 7], pa.uint64())
+    columns = {"label": [0, 1, 1, 0], "hashed": ids, "seen": lists, "small": small}
+    pq.write_table(pa.table(columns), path)
+
+    guess = guess_schema([path])
+
+    drafted = guess.schema.as_dict()
+    assert drafted["categorical"] == {"hashed": {}, "small": {"values": "integer"}}
+    assert drafted["multi"] == {"seen": {}}
+    (batch,) = TableFiles([path], guess.schema).batches()
+    assert batch.column("hashed").to_pylist() == [str(2**63), "5", str(2**64 - 1), None]
+
+
+def test_groups_may_be_integers_beyond_63_bits(tmp_path):
+    path = tmp_path / "a.parquet"
+    users = pa.array([2**63, 5, 2**63, 5], pa.uint64())
+    pq.write_table(pa.table({"label": [0, 1, 1, 0], "user": users, "ad": list("abab")}), path)
+    schema = Schema.from_dict({"label": "label", "group": "user", "categorical": {"ad": {}}})
+
+    (batch,) = TableFiles([path], schema).batches()
+
+    assert batch.column("user").to_pylist() == [str(2**63), "5", str(2**63), "5"]
+
+
 def test_a_leading_zero_in_any_row_makes_text(tmp_path):
     columns = {"label": [0, 1, 1], "zip": ["10115", "01067", "10115"], "n": ["10", "0", "-7"]}
     guess = guess_schema([write_csv(tmp_path, columns)])

@@ -82,6 +82,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
 
     types = arrow.types
     array = plain(arrow.concat_arrays(column.chunks)) if column.num_chunks else arrow.nulls(0)
+    array = _as_text_if_unsigned(array)
     facts: dict[str, Any] = {"name": name, "num_rows": len(array), "num_missing": array.null_count}
     by_row, array = array, array.drop_null()
     if not len(array):
@@ -100,7 +101,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     facts |= {"num_missing": len(by_row) - len(array) - odd.get("num_odd", 0), **odd}
     kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        parts = plain(array.flatten()).drop_null()
+        parts = _as_text_if_unsigned(plain(array.flatten()).drop_null())
         facts["num_parts"] = len(parts) / len(array)
         return ColumnFacts(kind="list", num_distinct=-1, element_kind=_element_kind(parts), **facts)
     if not (types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)):
@@ -125,6 +126,16 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     facts["median"] = pc.quantile(numbers)[0].as_py()
     facts["time_format"] = _time_format(array, facts["least"], facts["most"])
     return ColumnFacts(kind="integer" if types.is_integer(kind) else "number", **facts)
+
+
+def _as_text_if_unsigned(array: pa.Array) -> pa.Array:
+    """Integers beyond 2^63 - 1, such as hashes, as text: `values = "integer"` refuses them."""
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    if arrow.types.is_uint64(array.type) and (pc.max(array).as_py() or 0) >= 2**63:
+        return array.cast(arrow.string())
+    return array
 
 
 def _parse_numbers(array: pa.Array) -> pa.Array:

@@ -153,7 +153,9 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
     if name == schema.weight:
         return _weight(array)
     if name == schema.group:
-        array = _integers(array) if _is_integer(array.type) else _strings(array)
+        # Unsigned integers, such as hashes, may be too large for `_integers`.
+        is_signed = _is_integer(array.type) and not import_pyarrow().types.is_uint64(array.type)
+        array = _integers(array) if is_signed else _strings(array)
         _require_valid(array, _GROUP_WAY_OUT)
         return array
     if import_pyarrow().types.is_boolean(array.type):
@@ -250,7 +252,7 @@ def _integers(array: pa.Array) -> pa.Array:
     if arrow.types.is_temporal(array.type):
         raise _Fault(None, "must be integers", "convert it to integers")
     way_out = 'correct it, or set values to "string"'
-    return _cast(array, arrow.int64(), "must be an integer of 64 bits", way_out)
+    return _cast(array, arrow.int64(), "must be a signed integer of 64 bits", way_out)
 
 
 def _strings(array: pa.Array) -> pa.Array:

@@ -240,7 +240,7 @@ class TextFile:
             place, text = self.place(int(counted[1]) - 2), counted[2]
         value = _VALUE.search(text)
         if value:
-            rule = "a number" if value[1] == "double" else "an integer of 64 bits"
+            rule = "a number" if value[1] == "double" else "a signed integer of 64 bits"
             way_out = "correct it, name it in missing_values, or change the schema"
             text = f"must be {rule}, got {value[2][:60]!r}; {way_out}"
         elif "invalid UTF8" in text:
