@@ -165,10 +165,12 @@ def divide_budget(
         )
         raise BudgetTooSmall(
             "budget: the rows that this mini-batch needs, with those of earlier ones whose loss or "
-            f"outputs still exist ({rows}), their state and the row map ({map_bytes(num_rows)} "
+            "outputs still exist, or whose gradients no step has used yet "
+            f"({rows}), their state and the row map ({map_bytes(num_rows)} "
             f"bytes){of_tracker} take {floor} bytes, and the budget is {budget_bytes}; raise it to "
             f"{floor} ({round_up_bytes(floor)}), and further for later mini-batches that need "
-            "more, or make the mini-batch smaller, or delete the loss and outputs of earlier ones"
+            "more, or make the mini-batch smaller, or delete the loss and outputs of earlier ones, "
+            "or accumulate gradients over fewer"
         )
     left = budget_bytes - fixed_bytes
 

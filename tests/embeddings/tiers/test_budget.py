@@ -157,12 +157,29 @@ def test_rows_that_earlier_losses_hold_are_named_as_what_takes_the_budget():
 
     with pytest.raises(
         BudgetTooSmall,
-        match=r"those of earlier ones whose loss or outputs still exist \(60 of .* or delete the "
-        "loss and outputs of earlier ones$",
+        match=r"those of earlier ones whose loss or outputs still exist, .* \(60 of .* or delete "
+        "the loss and outputs of earlier ones, or accumulate",
     ):
         bag(torch.arange(30, 60).view(-1, 1))
 
     del losses[:]
+    bag(torch.arange(30, 60).view(-1, 1))
+
+
+def test_rows_of_accumulated_gradients_are_named_as_what_takes_the_budget():
+    bag = HotColdEmbeddingBag(
+        1000, 4, mode="sum", budget=4000 + 24 * 50, optimizer=SGD(lr=0.1), auto_apply=False
+    )
+    bag(torch.arange(30).view(-1, 1)).sum().backward()
+
+    with pytest.raises(
+        BudgetTooSmall,
+        match=r"or whose gradients no step has used yet \(60 of .* or accumulate gradients over "
+        "fewer$",
+    ):
+        bag(torch.arange(30, 60).view(-1, 1))
+
+    bag.row_optimizer.step()
     bag(torch.arange(30, 60).view(-1, 1))
 
 
