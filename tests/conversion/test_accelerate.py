@@ -190,11 +190,13 @@ REFUSED = {
     "momentum": (
         lambda model: sgd(model, momentum=0.9),
         r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 updates rows that were not looked "
-        r"up; set momentum=0\.0; or: recsys\.accelerate\(model\) without optimizer=",
+        r"up; set momentum=0\.0 in the param group of the tables \(OneCycleLR and CyclicLR need "
+        r"cycle_momentum=False\); or: recsys\.accelerate\(model\) without optimizer=",
     ),
     "weight decay": (
         lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1),
-        r"torch\.optim\.Adagrad with weight_decay=0\.1 updates rows that were not looked up",
+        r"torch\.optim\.Adagrad with weight_decay=0\.1 updates rows that were not looked up; set "
+        r"weight_decay=0\.0 in the param group of the tables; or",
     ),
     "dense Adam": (
         lambda model: torch.optim.Adam(model.parameters()),

@@ -215,8 +215,10 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
     for setting, wrong in _MUST_BE_OFF.items():
         if settings.get(setting):
             off = type(settings[setting])()
+            cause = " (OneCycleLR and CyclicLR need cycle_momentum=False)"
             raise ValueError(
-                f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off}"
+                f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off} in the "
+                f"param group of the tables{cause if setting == 'momentum' else ''}"
             )
 
 
