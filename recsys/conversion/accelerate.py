@@ -81,11 +81,12 @@ def accelerate(
     - A hook for the gradient of a table is refused. Step hooks that are registered later see a
       closure.
     - With a budget, `weight` is written back when it is read, and `optimizer.state` by
-      `state_dict()`. Lookups by several threads at once are not supported. A write through a tensor
-      kept from before (`weight.detach()`, `weight.data`, a `state_dict()`) raises
-      `ConflictingWrite` if rows were updated since; write through `weight`. A write through a kept
-      numpy array is not seen. What a forked process trains in tables that are shared is lost;
-      with rows in files it may only evaluate.
+      `state_dict()`. A tensor kept from before (`weight.detach()`, `weight.data`, a `state_dict()`)
+      misses updates since then, of some rows or of all: copy it to keep the rows of that time, or
+      ask for it again. Lookups by several threads at once are not supported. A write through such
+      a tensor raises `ConflictingWrite` if rows were updated since; write through `weight`. A write
+      through a kept numpy array is not seen. What a forked process trains in tables that are shared
+      is lost; with rows in files it may only evaluate.
 
     Args:
         model: Has its tables on the CPU or on CUDA; not inside `DistributedDataParallel`.
@@ -94,8 +95,9 @@ def accelerate(
             facebookresearch/dlrm; without momentum and weight decay), or several for different
             tables: its `step` updates the rows, with its `param_groups` and its state. Schedulers,
             `GradScaler`, clipping and accumulation continue to work. `step` clears gradients of
-            rows, as `zero_grad` does, so what looks for them later, such as PyTorch's averagers of
-            parameters, leaves tables out. A module with tables of none of them is not replaced.
+            rows, as `zero_grad` does, so what looks for them later, such as the averagers of
+            `torch.distributed.algorithms.model_averaging`, leaves tables out. A module
+            with tables of none of them is not replaced.
             A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward.
             None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
             `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its

@@ -148,7 +148,8 @@ class ColdFiles:
             if not self.is_new:
                 raise ColdTierError(
                     f"{self.folder} already has rows of table {table!r}, so no initial values may "
-                    "be given; leave them out, or choose another cold_path"
+                    "be given; leave them out, or choose another cold_path; a model to accelerate "
+                    "has such values: load a checkpoint afterwards to continue from it"
                 )
             rows.copy_(values)
         return rows
