@@ -87,6 +87,10 @@ def accelerate(
       a tensor raises `ConflictingWrite` if rows were updated since; write through `weight`. A write
       through a kept numpy array is not seen. What a forked process trains in tables that are shared
       is lost; with rows in files it may only evaluate.
+    - With a budget, give `weight.detach()` to what takes a tensor without PyTorch's protocol for
+      classes of tensors, or it misses newer rows, too: `torch.tensor`, `torch.asarray`,
+      `new_tensor`, `as_subclass`, values of a sparse tensor, `other.data = weight`, functions of
+      TorchScript, and transforms such as `torch.vmap(f)(weight)` and `torch.func.grad(f)(weight)`.
 
     Args:
         model: Has its tables on the CPU or on CUDA; not inside `DistributedDataParallel`.

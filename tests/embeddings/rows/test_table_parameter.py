@@ -228,6 +228,27 @@ def test_a_state_dict_that_fails_leaves_the_slots_alone():
     assert not tiers.is_exposed
 
 
+WITHOUT_PROTOCOL = {
+    "tensor": torch.tensor,
+    "asarray": lambda rows: torch.asarray(rows, copy=True),
+    "new_tensor": lambda rows: rows.new_tensor(rows),
+    "as_subclass": lambda rows: rows.as_subclass(torch.Tensor).clone(),
+    "vmap": torch.vmap(lambda row: 1 * row),
+    "grad": torch.func.grad(lambda rows: rows.square().sum() / 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("name", WITHOUT_PROTOCOL)
+def test_functions_that_do_not_ask_for_newer_rows_get_them_from_detach(name):
+    # As the docstring of `accelerate` says; without `detach` they would get older rows.
+    users, _ = build(600).table_weights()
+
+    read = WITHOUT_PROTOCOL[name](users.detach())
+
+    assert torch.equal(read, rows_of(build(None))[0])
+
+
 def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():
     module = build(600)
     users, goods = module.table_weights()
