@@ -86,7 +86,7 @@ def accelerate(
       ask for it again. Lookups by several threads at once are not supported. A write through such
       a tensor raises `ConflictingWrite` if rows were updated since; write through `weight`. A write
       through a kept numpy array is not seen. What a forked process trains in tables that are shared
-      is lost; with rows in files it may only evaluate.
+      is lost; with rows in files it may only evaluate, and sees what this process writes meanwhile.
     - With a budget, give `weight.detach()` to what takes a tensor without PyTorch's protocol for
       classes of tensors, or it misses newer rows, too: `torch.tensor`, `torch.asarray`,
       `new_tensor`, `as_subclass`, values of a sparse tensor, `other.data = weight`, functions of
