@@ -99,3 +99,39 @@ def test_optimizers_may_come_from_a_generator(made):
     model, rows, dense = made
 
     assert moves_rows(model, (each for each in (rows, dense)))
+
+
+def train_clipped(budget):
+    torch.manual_seed(0)
+    model = Model()
+    model.bag.sparse = False  # PyTorch clips no sparse gradients on a CPU
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+
+    def clip(*_):
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
+
+    batches = [torch.randint(0, 30, (5, 2)) for _ in range(6)]
+    if budget is None:
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch)[0].backward()
+            clip()
+            optimizer.step()
+    else:
+        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+        optimizer.register_step_pre_hook(clip)
+        pipeline = TrainPipeline(model, optimizer, ids=lambda batch: {"bag": batch})
+        for _ in pipeline.steps(batches):
+            pass
+    return norms, model.bag.weight.detach().clone()
+
+
+def test_a_hook_before_the_step_clips_gradients_of_rows_and_of_the_dense_part():
+    norms, rows = train_clipped(budget=None)
+
+    clipped_norms, clipped_rows = train_clipped(budget=1500)
+
+    assert min(norms) > 0.01
+    torch.testing.assert_close(clipped_norms, norms)
+    torch.testing.assert_close(clipped_rows, rows)
