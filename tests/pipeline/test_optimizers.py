@@ -101,6 +101,22 @@ def test_optimizers_may_come_from_a_generator(made):
     assert moves_rows(model, (each for each in (rows, dense)))
 
 
+def test_a_table_that_is_frozen_with_rows_fetched_ahead_is_a_named_cause_of_a_warning():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer, budget=1500)
+    pipeline = TrainPipeline(model, optimizer, ids=lambda batch: {"bag": batch})
+    batches = iter([torch.arange(10).view(5, 2) + 10 * number for number in range(5)])
+    pipeline.progress(batches)
+    model.bag.requires_grad_(False)
+    rows = model.bag.weight.detach().clone()
+
+    with pytest.warns(UserWarning, match="A table that was frozen after its rows were fetched"):
+        pipeline.progress(batches)
+
+    assert torch.equal(model.bag.weight, rows)
+
+
 def train_clipped(budget):
     torch.manual_seed(0)
     model = Model()
