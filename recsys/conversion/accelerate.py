@@ -70,7 +70,8 @@ def accelerate(
 
     The tables are fixed until `restore`: if a Parameter is replaced (`load_state_dict(...,
     assign=True)`, `torch.func.functional_call`), the next lookup raises. `load_state_dict` and
-    `weight.data = ...` keep the Parameter.
+    `weight.data = ...` keep the Parameter. With rows in files, `weight.data = ...` takes the rows
+    out of their file, and the next use raises: call `weight.data.copy_(...)`.
 
     Differences from plain PyTorch, for updated rows:
 
