@@ -108,7 +108,13 @@ def test_the_first_run_on_real_data_is_the_one_that_is_shown(
     _, printed = kaggle_137k_run("sgd")
 
     prepared, trained = shown.split("\n", 1)
-    assert_printed(trained, printed)
+    metric = re.compile(r"\b0\.\d{4}\b")
+    assert_printed(metric.sub("M", trained), metric.sub("M", printed))
+    for line in filter(metric.search, trained.splitlines()):  # processors round sums differently
+        name = line[: metric.search(line).start()]
+        [found] = re.findall(rf"^{name}(.*)", printed, re.MULTILINE)
+        expected = [float(each) for each in metric.findall(line)]
+        assert [float(each) for each in metric.findall(found)] == pytest.approx(expected, abs=0.005)
     meta = json.loads((kaggle_137k_store / "meta.json").read_text())
     sizes = meta["num_embeddings"].values()
     assert prepared.endswith(
