@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.machine import set_num_threads, tune_allocator
+from recsys._support.torch_compat import onednn_has_bf16
 from recsys.bench.parts.bare_kernels import BareKernels, bags_of
 from recsys.bench.parts.harness import (
     Row,
@@ -400,6 +401,9 @@ class _Products:
             for num_inputs, num_outputs in pairwise(layer_sizes)
         ]
         self.vectors = self._randn(batch_size, 27, model.embedding_dim)
+        # Processors without AVX-512 have no products of bfloat16 in oneDNN; PyTorch has its own.
+        is_by_onednn = self.dtype == torch.float32 or onednn_has_bf16()
+        self._product = onednn_product if is_by_onednn else _torch_product
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape).to(self.dtype)
@@ -416,9 +420,9 @@ class _Products:
     @torch.no_grad()
     def by_onednn(self) -> None:
         for number, (inputs, weight, outputs) in enumerate(self.layers):
-            onednn_product(inputs, weight)
+            self._product(inputs, weight)
             if number:
-                onednn_product(outputs, weight.t())
+                self._product(outputs, weight.t())
             if self.dtype == torch.float32:
                 weight_gradient(inputs, outputs)
             else:  # PyTorch uses oneDNN here too, without a copy
@@ -428,3 +432,7 @@ class _Products:
     def _interaction(self) -> None:
         products = torch.bmm(self.vectors, self.vectors.transpose(1, 2))
         torch.bmm(products, self.vectors)
+
+
+def _torch_product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left, right.t())

@@ -34,6 +34,7 @@ from recsys._support.torch_compat import (
     is_node_in_pass,
     is_profiler_enabled,
     not_compiled,
+    onednn_has_bf16,
     onednn_linear,
     plain_apply,
     plain_data,
@@ -386,6 +387,16 @@ def test_onednn_multiplies_as_torch_does(has_bias):
     found = onednn_linear(left, right, bias, "none", [], "")
 
     torch.testing.assert_close(found, nn.functional.linear(left, right, bias))
+
+
+@pytest.mark.skipif(onednn_linear is None, reason="torch is built without oneDNN")
+def test_onednn_multiplies_bfloat16_where_it_says_so():
+    ones = torch.ones(3, 3, dtype=torch.bfloat16)
+    if onednn_has_bf16():
+        assert torch.equal(onednn_linear(ones, ones, None, "none", [], ""), ones * 3)
+    else:
+        with pytest.raises(RuntimeError):
+            onednn_linear(ones, ones, None, "none", [], "")
 
 
 @pytest.mark.gpu

@@ -124,6 +124,7 @@ def test_options_are_these_and_no_others():
                 "--batch-sizes": "",
                 "--optimizers": "",
                 "--models": "",
+                "--share": "",
                 "--quick": "",
                 "--json": "",
             },

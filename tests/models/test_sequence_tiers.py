@@ -87,5 +87,5 @@ def test_hotline_is_equal_up_to_rounding(resident, budget):
 
     assert (num_split > 0) == is_tiered
     assert losses == pytest.approx(expected_losses, rel=1e-5)
-    for key, value in numbers.items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=key)
+    for key, value in numbers.items():  # the order of sums in PyTorch depends on the processor
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-5, msg=key)

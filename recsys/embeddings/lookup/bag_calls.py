@@ -12,8 +12,8 @@ An output is filled when its bag is called, with the rows and the grad mode of t
 raise in that call. An output that is not used gets no gradient, and adds nothing to the ledger.
 Calls that need more than a sum or mean of rows use `fused_lookup`.
 
-With rows in two tiers, a call claims slots, which its node holds until backward. So nodes whose
-outputs are not all filled are closed before anything asks whether slots are in use.
+With rows in two tiers, a call claims slots, and holds them until its backward or until its output
+is deleted. So it has a node of its own: outputs that share one keep each other alive.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from recsys.embeddings.lookup.bag_call import Call, KeptInput, copy_input
 from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
 from recsys.embeddings.rows.ledger import next_lookup
+from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BagCalls"]
 
-# Limits for kinds with open nodes, which keep memory, and in two tiers slots.
-_MOST_KINDS, _MOST_KINDS_IN_SLOTS = 64, 4
+_MOST_KINDS = 64  # limit for kinds with open nodes
 _Kind = tuple[tuple[int, int], torch.dtype]  # shape and dtype of outputs
 
 
@@ -205,27 +205,23 @@ class BagCalls:
         num_bags: int,
         is_mean: bool,
     ) -> _Pooled | None:
-        """Claim slots, and pool their rows into the next output; returns a copy of the input."""
-        tiers, kernels = group.tiers, group.kernels
-        assert tiers is not None
-        slots = tiers.hot.space
-        if kernels.errors is not None or slots.is_narrow:
+        """Claim slots, and pool their rows into a new output; returns a copy of the input, too."""
+        assert group.tiers is not None
+        dtype = group.tiers.dtype
+        if group.kernels.errors is not None or compute_dtype(dtype) != dtype:
             return None
         copied = copy_input(ids, offsets, num_bags, is_mean=is_mean)
         if copied is None:
             return None
         try:
             with DisableTorchFunctionSubclass():  # internal read of tables
-                space = group.space()
-                [ticket] = tiers.claim(space, lookups, copied)
-        except NoSuchRow:
+                [found] = group.resolve(lookups, copied)
+        except (NoSuchRow, NotEnoughSlots):
             return None
-        except NotEnoughSlots:
-            self.close()
-            return None
-        output = self._next_output((num_bags, group.dim), slots.computed, _MOST_KINDS_IN_SLOTS)
-        kernels.pooled_lookup(slots, lookups, ticket.bags, output.result)
-        return _Pooled(output, copied, ticket, space.tables)
+        [output] = self._make_outputs(((num_bags, group.dim), dtype), 1)
+        output.node.hold()
+        found.kernels.pooled_lookup(found.space, lookups, found.bags, output.result)
+        return _Pooled(output, copied, found.ticket, found.tables)
 
     def _memory_of(self, group: TableGroup, number: int, table: nn.Parameter) -> TableMemory | None:
         """The memory of a table; None if the table has moved."""
@@ -246,38 +242,38 @@ class BagCalls:
             self._expected = {kind: opened.num_calls for kind, opened in self._open.items()}
             self._open = {}
 
-    def _next_output(
-        self, shape: tuple[int, int], dtype: torch.dtype, most_kinds: int = _MOST_KINDS
-    ) -> _Output:
+    def _next_output(self, shape: tuple[int, int], dtype: torch.dtype) -> _Output:
         """An output that no call has filled yet."""
         kind = shape, dtype
         opened = self._open.get(kind)
         if opened is None:
-            if len(self._open) >= most_kinds:  # evaluation with many batch sizes under grad mode
+            if len(self._open) == _MOST_KINDS:  # evaluation with many batch sizes under grad mode
                 self.close()
             opened = self._open[kind] = _OpenOutputs()
         opened.num_calls += 1
         try:
             found = opened.outputs.pop()
         except IndexError:
-            outputs = self._make_outputs(kind)
+            outputs = self._make_outputs(kind, self._num_expected(kind))
             found = outputs.pop()
             opened.outputs = outputs
         if not opened.outputs:
             found.node.hold()
         return found
 
-    def _make_outputs(self, kind: _Kind) -> list[_Output]:
+    def _num_expected(self, kind: _Kind) -> int:
+        """How many outputs the next node should have."""
         num_outputs = self._expected.get(kind, 1)
         if kind not in self._expected and len(self._expected) == 1:
             [num_outputs] = self._expected.values()  # a mini-batch of another size
-        updater = self._updater()
-        assert updater is not None
         group = self._group()
         assert group is not None
-        num_outputs = min(
-            num_outputs, len(group.names)
-        )  # evaluation under grad mode never ends a step
+        return min(num_outputs, len(group.names))  # evaluation under grad mode never ends a step
+
+    def _make_outputs(self, kind: _Kind, num_outputs: int) -> list[_Output]:
+        """The outputs of a new node, the last one first."""
+        updater = self._updater()
+        assert updater is not None
         node = _Node(self, self._updater, self._group, num_outputs)
         outputs = _make_node(node, updater.grad_anchor, *kind)
         return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]

@@ -270,11 +270,6 @@ class TableGroup:
             self._calls = BagCalls(updater, self)
         return self._calls
 
-    def close_calls(self) -> None:
-        """Drop outputs that no lookup has filled yet: with tiers, their node may hold slots."""
-        if self._calls is not None:
-            self._calls.close()
-
     def bind(self) -> None:
         """Bind the tables to an updater, so that `weight.grad` shows the ledger.
 
@@ -375,7 +370,8 @@ class TableGroup:
             ValueError: a `grad` has another shape than its table, or an index that is not in it;
                 nothing is taken.
         """
-        self.close_calls()
+        if self._calls is not None:
+            self._calls.close()
         for entry in self.ledger:
             if entry.version is not None and version_of(entry.gradient) != entry.version:
                 self._refuse_overwritten()
@@ -388,7 +384,6 @@ class TableGroup:
 
     def forget(self) -> None:
         """Empty the ledger and set every `grad` to None; no row is updated."""
-        self.close_calls()
         self.ledger.clear()
         if not all(map(is_, map(plain_grad, self.tables), _NONES)):
             for table in self.tables:

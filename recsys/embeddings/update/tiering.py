@@ -124,7 +124,6 @@ def move_slots(group: TableGroup, device: torch.device) -> None:
     assert tiers is not None
     if tiers.device == device:
         return
-    group.close_calls()
     if num_claimed := tiers.residency.num_claimed:
         raise ValueError(
             f"rows in fast memory on '{tiers.device}' cannot be moved to '{device}' while "
@@ -161,7 +160,6 @@ def make_room(
         tiers = each.group.tiers
         assert tiers is not None
         tiers.ahead.give_up_all()
-        each.group.close_calls()
         is_short = tiers.residency is short()
         needs.append(num_needed if is_short else num_distinct.get(each.group, 0))
     before = [max(each.least_slots, need) for each, need in zip(groups, needs, strict=True)]
@@ -227,7 +225,6 @@ def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_byte
         tiers = each.group.tiers
         assert tiers is not None
         tiers.settle()
-        each.group.close_calls()
         num_claimed = tiers.residency.num_claimed
         if num_claimed and tiers.hot.num_slots != num_slots:
             raise BudgetTooSmall(

@@ -10,7 +10,6 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import SGD, HotColdEmbeddingBag
-from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import IdOutOfRange, MalformedBags
 
 NUM_BAGS, NUM_ROWS, DIM = 5, 30, 16
@@ -60,9 +59,8 @@ def nodes_of(outputs):
     return {output.grad_fn.next_functions[0][0] for output in outputs}
 
 
-@in_both
-def test_from_the_second_step_on_calls_share_a_node(budget):
-    model, optimizer = accelerated(budget)
+def test_from_the_second_step_on_calls_share_a_node():
+    model, optimizer = accelerated()
 
     train(model, optimizer, 0)
     train(model, optimizer, 1)
@@ -73,9 +71,8 @@ def test_from_the_second_step_on_calls_share_a_node(budget):
     assert len(nodes_of(shorter)) == 1
 
 
-@in_both
-def test_more_calls_than_expected_open_another_node(budget):
-    model, optimizer = accelerated(budget)
+def test_more_calls_than_expected_open_another_node():
+    model, optimizer = accelerated()
     train(model, optimizer, 0)
     train(model, optimizer, 1)
 
@@ -186,9 +183,8 @@ def test_the_default_device_does_not_matter(budget):
     assert {output.device.type for output in outputs} == {"cpu"}
 
 
-@in_both
-def test_forwards_without_backward_do_not_make_the_next_node_larger(budget):
-    model, optimizer = accelerated(budget)
+def test_forwards_without_backward_do_not_make_the_next_node_larger():
+    model, optimizer = accelerated()
     train(model, optimizer, 0)
     for _ in range(20):
         model(*batch(1))
@@ -266,9 +262,8 @@ def test_no_bags_are_refused_as_ever():
         bag(none, none)
 
 
-@in_both
-def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each(budget):
-    model, optimizer = accelerated(budget)
+def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each():
+    model, optimizer = accelerated()
     for seed in range(2):
         train(model, optimizer, seed)
 
@@ -276,46 +271,46 @@ def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each
         model.bags[0](torch.zeros(size, dtype=torch.int64), torch.arange(size))
 
     calls = model.bags[0]._group.calls(model.bags[0]._updater)
-    assert len(calls._open) <= (64 if budget is None else 4)
+    assert len(calls._open) <= 64
     train(model, optimizer, 3)
 
 
-def with_a_node_that_waits():
-    """A model with a node of which one output is filled, and holds slots."""
+def test_slots_are_held_until_backward_or_until_the_output_is_gone():
     model, optimizer = accelerated(BUDGET)
     train(model, optimizer, 0)
-    train(model, optimizer, 1)
-    ids, offsets = batch(2)
-    model.bags[0](ids[0], offsets)
-    assert num_claimed(model) == len(ids[0].unique())
-    return model, optimizer
+    ids, offsets = batch(1)
+    needed = [len(each.unique()) for each in ids]
 
-
-def test_a_node_that_waits_gives_its_slots_up_before_a_checkpoint_is_loaded():
-    model, _ = with_a_node_that_waits()
-    rows = {name: value + 1 for name, value in model.state_dict().items()}
-
-    with SavedTables(model).restoring():  # refused while lookups hold slots
-        model.load_state_dict(rows)
-
-    ids, offsets = batch(3)
-    for number, (output, each) in enumerate(zip(model(ids, offsets), ids, strict=True)):
-        assert torch.equal(output, rows[f"bags.{number}.weight"][each])
-
-
-def test_a_node_that_waits_gives_its_slots_up_to_lookups_that_lack_them():
-    model, optimizer = with_a_node_that_waits()
-    [tiers] = model.bags[0].tiers()
-    num_slots, outputs = tiers.hot.num_slots, []
-    num_left = num_slots - 2  # fewer than the node holds
-    for bag in model.bags[1:]:
-        ids = torch.arange(min(num_left, NUM_ROWS)).view(-1, 1)
-        num_left -= len(ids)
-        outputs.append(bag(ids))
-    assert num_claimed(model) == num_slots - 2
-
-    torch.cat(outputs).sum().backward()
+    first, second, *others = model(ids, offsets)
+    assert num_claimed(model) == sum(needed)
+    del others
+    assert num_claimed(model) == sum(needed[:2])
+    first.sum().backward()
     optimizer.step()
+    assert num_claimed(model) == needed[1]
+    del second
+    assert num_claimed(model) == 0
+
+
+def test_a_loss_that_is_kept_holds_no_slots_of_outputs_that_are_not_used():
+    model, optimizer = accelerated(BUDGET)
+    for seed in range(4):
+        output, *_ = model(*batch(seed))
+        loss = output.sum()
+        loss.backward()
+        optimizer.step()
+        del output, _
+
+        assert num_claimed(model) == 0
+        assert loss.grad_fn is not None
+
+
+def test_a_lookup_that_fails_holds_no_slots():
+    model, optimizer = accelerated(BUDGET)
+    train(model, optimizer, 0)
+
+    with pytest.raises(IdOutOfRange):
+        model.bags[0](torch.tensor([[1], [NUM_ROWS]]))
 
     assert num_claimed(model) == 0
 

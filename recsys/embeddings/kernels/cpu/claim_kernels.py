@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.cpu.slot_arrays import Requests, SlotArrays
 
-__all__ = ["Room", "claim_kernel", "take_back_kernel"]
+__all__ = ["ClaimScratch", "claim_kernel", "take_back_kernel"]
 
 _FIRST_MISSING = -2  # in slot_of_row while a claim is made: the first of its missing rows
 _MOST_USES = 255
@@ -34,7 +34,7 @@ _AHEAD = np.uint64(16)
 # Counts of each table: slots found; those among them that were neither claimed nor pinned; values
 # whose row was in its slot; slots found that are still empty; rows in no slot; and the first value
 # that is no row, or -1.
-_FOUND, _WOKEN, _HITS, _AWAITED, _MISSING, _BAD, _NUM_COUNTS = range(7)
+_FOUND, _NEWLY_CLAIMED, _HITS, _AWAITED, _MISSING, _BAD, _NUM_COUNTS = range(7)
 # Lists of the first pass: slots found, those among them that are empty, rows in no slot, and the
 # slots that these get. Table t's part begins at `starts[t]`.
 _FOUND_SLOTS, _AWAITED_SLOTS, _MISSING_ROWS, _PLACED_SLOTS = range(4)
@@ -42,7 +42,7 @@ _FOUND_SLOTS, _AWAITED_SLOTS, _MISSING_ROWS, _PLACED_SLOTS = range(4)
 _HELD, _FETCHED_ROWS, _FETCHED_SLOTS, _WRITTEN_ROWS, _WRITTEN_SLOTS, _NUM_LISTS = range(4, 10)
 
 
-class Room(NamedTuple):
+class ClaimScratch(NamedTuple):
     """Memory that claims work in; each overwrites what the one before has written."""
 
     starts: NDArray[np.int64]  # (T + 1,) number of values before those of each table
@@ -50,7 +50,7 @@ class Room(NamedTuple):
     lists: NDArray[np.int32]  # (_NUM_LISTS, N)
 
     @classmethod
-    def for_values(cls, num_values: int, num_tables: int) -> Room:
+    def for_values(cls, num_values: int, num_tables: int) -> ClaimScratch:
         """Memory for claims of at most N values."""
         return cls(
             np.zeros(num_tables + 1, np.int64),
@@ -92,9 +92,12 @@ def claim_kernel(
     """A part is a thread. It takes tables until none are left, so each row has one owner.
 
     Returns:
-        The first value that is no row, or -1; the sums of the other counts over all tables, in
-        their order; the number of rows to write back; and where the hand is. If a value is no row,
-        or more slots are needed than are idle, only the first pass was made.
+        bad, num_found, num_newly_claimed, num_hits, num_awaited, num_missing: The first value that
+            is no row, or -1; and the sums of the other counts over all tables.
+        num_written: Rows to write back.
+        hand: Where the hand is.
+
+    If a value is no row, or more slots are needed than are idle, only the first pass was made.
     """
     slot_of_row, num_claims = slots.slot_of_row, slots.num_claims
     num_uses, flags = slots.num_uses, slots.flags
@@ -116,7 +119,7 @@ def claim_kernel(
             size = first_rows[table + np.uint64(1)] - first_row
             start = np.uint64(starts[table])
             of_found = of_awaited = of_missing = start
-            woken = hits = 0
+            newly_claimed = hits = 0
             bad = np.int64(-1)
             for run in range(of_table[table], of_table[table + np.uint64(1)]):
                 begin, end = begins[run], ends[run]
@@ -145,7 +148,7 @@ def claim_kernel(
                         at = np.uint64(slot)
                         if not flags[at] & SEEN:
                             flags[at] |= SEEN
-                            woken += num_claims[at] == 0 and not flags[at] & PINNED
+                            newly_claimed += num_claims[at] == 0 and not flags[at] & PINNED
                             num_claims[at] += np.int16(1)
                             if num_uses[at] < _MOST_USES:
                                 num_uses[at] += np.uint8(1)
@@ -155,22 +158,22 @@ def claim_kernel(
             for place in range(start, of_found):
                 flags[found[place]] &= np.uint8(255 - SEEN)
             counts[_FOUND, table] = np.int64(of_found - start)
-            counts[_WOKEN, table] = woken
+            counts[_NEWLY_CLAIMED, table] = newly_claimed
             counts[_HITS, table] = hits
             counts[_AWAITED, table] = np.int64(of_awaited - start)
             counts[_MISSING, table] = np.int64(of_missing - start)
             counts[_BAD, table] = bad
-    num_found = num_woken = num_hits = num_awaited = num_missing = num_written = 0
+    num_found = num_newly_claimed = num_hits = num_awaited = num_missing = num_written = 0
     first_bad = -1
     for number in range(num_tables):
         num_found += counts[_FOUND, number]
-        num_woken += counts[_WOKEN, number]
+        num_newly_claimed += counts[_NEWLY_CLAIMED, number]
         num_hits += counts[_HITS, number]
         num_awaited += counts[_AWAITED, number]
         num_missing += counts[_MISSING, number]
         if counts[_BAD, number] >= 0 and (first_bad < 0 or counts[_BAD, number] < first_bad):
             first_bad = counts[_BAD, number]
-    if first_bad < 0 and num_missing + num_woken <= num_idle:
+    if first_bad < 0 and num_missing + num_newly_claimed <= num_idle:
         num_written, hand = _place(slots, starts, counts, lists, hand)
         if num_missing:
             for part in prange(num_parts):
@@ -182,7 +185,7 @@ def claim_kernel(
     return (
         first_bad,
         num_found,
-        num_woken,
+        num_newly_claimed,
         num_hits,
         num_awaited,
         num_missing,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from recsys._support.jit import kernel, num_parts
-from recsys.embeddings.kernels.cpu.claim_kernels import Room, claim_kernel, take_back_kernel
+from recsys.embeddings.kernels.cpu.claim_kernels import ClaimScratch, claim_kernel, take_back_kernel
 from recsys.embeddings.kernels.cpu.slot_arrays import (
     DIRTY,
     EMPTY,
@@ -32,6 +32,7 @@ __all__ = ["Moves", "NoSuchRow", "Shortage", "SlotClaim", "SlotMap"]
 
 _MOST_KEPT = 64
 _MIN_SHARED = 4096  # values; fewer are found before another thread wakes
+_MOST_VALUES_KEPT = 2**16  # memory for as many values is kept from claim to claim
 
 
 class NoSuchRow(Exception):  # stays inside this package: callers name the id
@@ -137,7 +138,7 @@ class SlotMap:
         self._first_rows, self._hand = first_rows, 0
         self._num_idle = num_slots  # slots that are neither claimed nor pinned
         self._requests: dict[Lookups, _KnownRequests] = {}
-        self._room: Room | None = None
+        self._scratch: ClaimScratch | None = None
 
     def claim(self, lookups: Lookups, bags: Bags) -> SlotClaim:
         """Give every row of a mini-batch a slot, and count the claim into each of these slots.
@@ -150,45 +151,56 @@ class SlotMap:
             NoSuchRow: a value is not a row of its table; nothing was claimed.
             Shortage: too few slots are free.
         """
-        slots, values, room = self.arrays, bags.values, self._room_for(len(bags.values))
+        slots, values, scratch = self.arrays, bags.values, self._scratch_for(len(bags.values))
         slot_of_value = np.zeros(len(values), np.int32)
         is_small = len(values) < _MIN_SHARED
         claim = claim_kernel.alone if is_small else claim_kernel
-        bad, num_found, num_woken, num_hits, num_awaited, num_missing, num_written, self._hand = (
-            claim(
-                slots,
-                self.requests_of(lookups, bags),
-                values,
-                slot_of_value,
-                *room,
-                self._num_idle,
-                self._hand,
-                1 if is_small else num_parts(),
-                np.zeros(1, np.int64),
-            )
+        (
+            bad,
+            num_found,
+            num_newly_claimed,
+            num_hits,
+            num_awaited,
+            num_missing,
+            num_written,
+            self._hand,
+        ) = claim(
+            slots,
+            self.requests_of(lookups, bags),
+            values,
+            slot_of_value,
+            *scratch,
+            self._num_idle,
+            self._hand,
+            1 if is_small else num_parts(),
+            np.zeros(1, np.int64),
         )
-        num_lacking = num_missing + num_woken - self._num_idle
+        num_lacking = num_missing + num_newly_claimed - self._num_idle
         if bad >= 0 or num_lacking > 0:
             needed = np.flatnonzero(slots.num_claims)
-            take_back_kernel(slots, *room)
+            take_back_kernel(slots, *scratch)
             raise NoSuchRow(bad) if bad >= 0 else Shortage(needed, num_missing, num_lacking)
-        self._num_idle -= num_woken + num_missing
+        self._num_idle -= num_newly_claimed + num_missing
         return SlotClaim(
             slot_of_value,
-            room.held(num_found + num_missing),
-            Moves(*room.fetched(num_awaited + num_missing), *room.written(num_written)),
-            num_lookups=int(room.starts[-1]),
+            scratch.held(num_found + num_missing),
+            Moves(*scratch.fetched(num_awaited + num_missing), *scratch.written(num_written)),
+            num_lookups=int(scratch.starts[-1]),
             num_hits=num_hits,
             num_rows=num_found + num_missing,
             num_rows_hit=num_found - num_awaited,
-            by_table=room.by_table(),
+            by_table=scratch.by_table(),
         )
 
-    def _room_for(self, num_values: int) -> Room:
+    def _scratch_for(self, num_values: int) -> ClaimScratch:
         """Memory for a claim of N values."""
-        if self._room is None or self._room.lists.shape[1] < num_values:
-            self._room = Room.for_values(num_values, len(self._first_rows) - 1)
-        return self._room
+        known = self._scratch
+        if known is not None and known.lists.shape[1] >= num_values:
+            return known
+        found = ClaimScratch.for_values(num_values, len(self._first_rows) - 1)
+        if num_values <= _MOST_VALUES_KEPT:  # it is in no budget
+            self._scratch = found
+        return found
 
     def release(self, held: NDArray[np.int32]) -> None:
         """Take a claim out of its slots' counts; `held` as in its `SlotClaim`."""

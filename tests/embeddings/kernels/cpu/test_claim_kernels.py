@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from recsys.embeddings.kernels.cpu import slots
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow, Shortage, SlotMap
@@ -49,7 +50,9 @@ def test_a_claim_stays_as_it_is_when_others_are_made():
     assert [numbers_of(each) for each in claims] == before
 
 
+@pytest.mark.threads
 def test_one_thread_and_several_claim_alike(monkeypatch):
+    torch.set_num_threads(2)
     found = []
     for least_shared in (0, 10**9):
         monkeypatch.setattr(slots, "_MIN_SHARED", least_shared)
