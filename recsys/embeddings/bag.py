@@ -390,7 +390,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     def _look_up(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        pooled = None if per_sample_weights is not None else self._pool_fast(input, offsets)
+        pooled = self._pool_fast(input, offsets, per_sample_weights)
         if pooled is not None:
             return pooled
         if is_left_to_torch(input, self.weight):
@@ -399,16 +399,17 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         bags = self._read(input, offsets, per_sample_weights)
         return pool_fused(self, place, bags).to(self.weight.dtype)
 
-    def _pool_fast(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+    def _pool_fast(
+        self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> Tensor | None:
         """Look up and pool by `BagCalls`.
 
         Returns:
             None if the input or the module's settings need `fused_lookup`.
         """
         if (
-            (self.mode != "sum" and self.mode != "mean")
+            (self.mode != "sum" and (self.mode != "mean" or weights is not None))
             or self.max_norm is not None
-            or self.padding_idx is not None
             or self.scale_grad_by_freq
             or type(input) is not Tensor
             or input.is_nested
@@ -423,5 +424,10 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         else:
             return None
         return self._call(
-            input, offsets, (num_bags,), is_mean=self.mode == "mean", padding_idx=None
+            input,
+            offsets,
+            (num_bags,),
+            weights=weights,
+            is_mean=self.mode == "mean",
+            left_out=self.padding_idx,
         )

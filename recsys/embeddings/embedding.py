@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
-from recsys.embeddings.lookup.bag_lookup import look_up_ids, parts_of_bags, prefetch_bags
+from recsys.embeddings.lookup.bag_lookup import parts_of_bags, pool_fused, prefetch_bags
 from recsys.embeddings.rows.bag_input import read_ids
 from recsys.embeddings.table_module import (
     TableModule,
@@ -292,10 +292,10 @@ class HotColdEmbedding(TableModule, nn.Embedding):
     def _look_up(self, input: Tensor) -> Tensor:
         is_simple = self.max_norm is None and not self.scale_grad_by_freq
         if is_simple and type(input) is Tensor and not input.is_nested:
-            rows = self._call(input, None, input.shape, is_mean=False, padding_idx=self.padding_idx)
+            rows = self._call(input, None, input.shape, padding_idx=self.padding_idx)
             if rows is not None:
                 return rows
         if is_left_to_torch(input, self.weight):
             return super().forward(input)
-        rows = look_up_ids(self, self._place(), read_ids(input)).to(self.weight.dtype)
+        rows = pool_fused(self, self._place(), read_ids(input)).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)

@@ -163,8 +163,10 @@ class TableModule(AbstractTables):
         offsets: Tensor | None,
         bags: tuple[int, ...],
         *,
-        is_mean: bool,
-        padding_idx: int | None,
+        weights: Tensor | None = None,
+        is_mean: bool = False,
+        padding_idx: int | None = None,
+        left_out: int | None = None,
     ) -> Tensor | None:
         """Look up in one autograd node with other calls of the step; see `BagCalls.look_up`."""
         if self._parameters.get("weight") is not self._known_tables[0]:
@@ -179,9 +181,11 @@ class TableModule(AbstractTables):
             lookups,
             ids,
             offsets,
+            weights,
             bags,
             is_mean=is_mean,
             padding_idx=padding_idx,
+            left_out=left_out,
         )
 
     def _optimize(

@@ -1,8 +1,10 @@
 """`HotColdEmbedding` beside `nn.Embedding`."""
 
+import contextlib
 import copy
 import inspect
 import io
+import itertools
 import warnings
 
 import pytest
@@ -13,6 +15,8 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import SGD, Adagrad, Adam, HotColdEmbedding
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import IdOutOfRange, MalformedBags
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 
@@ -164,6 +168,68 @@ def test_a_padding_row_is_looked_up_and_never_moves():
 
     assert found[0].tolist() == found[2].tolist() == [3.0, 4.0]
     assert own.weight[1].tolist() == [3.0, 4.0]
+
+
+class Tied(nn.Module):
+    """Two embeddings of one table; in the first, a row of it is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = nn.Embedding(40, 3, padding_idx=1, sparse=True)
+        self.item = nn.Embedding(40, 3, sparse=True)
+        self.item.weight = self.history.weight
+
+    def forward(self, ids):
+        return (self.history(ids).sum(1) * self.item(ids[:, 0])).sum()
+
+
+@pytest.mark.parametrize("budget", [None, 40 * 4 + 14 * 32])
+@pytest.mark.parametrize("has_hooks", [False, True])  # with hooks, lookups have nodes of their own
+def test_a_row_that_is_padding_in_one_of_two_embeddings_is_trained_by_the_other(budget, has_hooks):
+    torch.manual_seed(0)
+    plain = Tied()
+    own = copy.deepcopy(plain)
+    theirs, ours = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, own))
+    recsys.accelerate(own, optimizer=ours, budget=budget)
+    generator = torch.Generator().manual_seed(0)
+
+    for _ in range(12):
+        ids = (torch.rand(4, 3, generator=generator) ** 3 * 40).long()
+        for model, optimizer in ((plain, theirs), (own, ours)):
+            optimizer.zero_grad()
+            with saved_tensors_hooks(has_hooks):
+                model(ids).backward()
+            optimizer.step()
+        assert torch.equal(own.history(ids), own.item(ids))
+
+    torch.testing.assert_close(own.item.weight.detach(), plain.item.weight.detach())
+
+
+def saved_tensors_hooks(is_on):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+    return hooks if is_on else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("kinds", [{"cuda"}, {"cuda", "cpu"}])
+def test_looking_padding_up_waits_for_no_row_of_a_later_mini_batch(monkeypatch, kinds):
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", kinds)
+    own = HotColdEmbedding(400, 4, padding_idx=0, optimizer=SGD(lr=0.1), budget="4KiB")
+    batches = torch.arange(1, 121).view(10, 4, 3)
+    batches[:, :, 2] = 0
+    own(batches[0]).sum().backward()
+
+    def refuse(*_):
+        raise AssertionError("this waits for all transfers")
+
+    monkeypatch.setattr(Residency, "settle", refuse)
+    claim = own.prefetch(batches[0])
+    for ids, following in itertools.pairwise(batches):
+        ahead = own.prefetch(following)
+        rows = own(ids)
+        assert not rows[:, 2].any()
+        assert [claim.is_held, ahead.is_held] == [False, True]
+        rows.sum().backward()
+        claim = ahead
 
 
 @pytest.mark.parametrize("optimizer", [None, SGD(lr=1.0)])

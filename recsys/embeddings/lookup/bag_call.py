@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import ne
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,16 +32,10 @@ class KeptInput(NamedTuple):
     num_bags: int
     is_one_hot: bool
     is_mean: bool
-    padding_idx: int | None
 
     def bags(self) -> Bags:
-        """The input without `padding_idx`."""
+        """The input."""
         ids, bounds = self.kept[: -self.num_bags - 1], self.kept[-self.num_bags - 1 :]
-        if self.padding_idx is not None:
-            is_kept = ids != self.padding_idx
-            bounds = np.zeros_like(bounds)
-            np.cumsum(is_kept, out=bounds[1:])
-            return Bags(ids[is_kept], bounds, None, self.num_bags, is_mean=False)
         if self.is_one_hot:
             return Bags(ids, None, None, self.num_bags, is_mean=False)
         return Bags(ids, bounds, None, self.num_bags, self.is_mean)
@@ -51,11 +46,10 @@ class Call(NamedTuple):
 
     lookups: Lookups
     input: KeptInput | Bags
+    padding_idx: int | None  # of bags of one id: a row that gets no gradient
     ticket: Ticket | None  # with rows in two tiers; then `input` is `Bags`
-    ids: Tensor
-    ids_version: int
-    offsets: Tensor
-    offsets_version: int
+    given: Sequence[Tensor]  # the arguments of the call
+    versions: Sequence[int]
     table: nn.Parameter
     rows: Sequence[Tensor]  # views of the memory of all tables of the group
     tables: Sequence[nn.Parameter]  # all tables of the group
@@ -65,51 +59,62 @@ class Call(NamedTuple):
         """The ledger entry of the call."""
         gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
         version, lookups, ticket = version_of(gradient), self.lookups, self.ticket
-        bags = self.input.bags() if isinstance(self.input, KeptInput) else self.input
+        rows = self.input.bags() if isinstance(self.input, KeptInput) else self.input
+        bags, row = rows if ticket is None else ticket.bags, self.padding_idx
+        if row is not None:
+            bags = rows.without_row(row, None if ticket is None else ticket.slot_of_value)
         if ticket is None:
             return LedgerEntry(lookups, bags, gradient, version, self.rows, number=self.number)
         return LedgerEntry(
             lookups,
-            ticket.bags,
+            bags,
             gradient,
             version,
             self.rows,
-            bags,
+            rows if row is None else rows.without_row(row),
             ticket,
             lookups,
+            is_cut=row is not None,
             number=self.number,
         )
 
     def require_unchanged(self) -> None:
-        """Refuse ids that were changed in place after the call, as torch's bag does."""
-        if (
-            version_of(self.ids) != self.ids_version
-            or version_of(self.offsets) != self.offsets_version
-        ):
+        """Refuse arguments that were changed in place after the call, as torch's bag does."""
+        if any(map(ne, map(version_of, self.given), self.versions)):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: the ids or offsets of a lookup in a table; give it a clone of "
-                "them"
+                "inplace operation: the ids, offsets or weights of a lookup in a table; give it a "
+                "clone of them"
             )
 
 
-def copy_input(ids: Tensor, offsets: Tensor | None, num_bags: int, *, is_mean: bool) -> Bags | None:
-    """A copy of the input of a call; arguments as for `pool_one_table`.
+def copy_input(
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, num_bags: int, *, is_mean: bool
+) -> Bags | None:
+    """A copy of the input of a call; ids, offsets and B as for `pool_one_table`.
+
+    Args:
+        ids: As there.
+        offsets: As there.
+        weights: A factor for each id, of the same shape; None for 1.
+        num_bags: B.
+        is_mean: Whether a bag is averaged.
 
     Returns:
-        None if offsets do not ascend from 0 to N.
+        None if offsets do not ascend from 0 to N, or a weight is nan.
     """
     values = ids.numpy().flatten()
-    if offsets is None:
-        if len(values) == num_bags:
-            return Bags(values, None, None, num_bags, is_mean=False)
-        length = len(values) // num_bags
-        bounds = np.arange(0, len(values) + 1, length, dtype=values.dtype)
-        return Bags(values, bounds, None, num_bags, is_mean)
-    bounds = np.full(num_bags + 1, len(values), values.dtype)
-    bounds[: len(offsets)] = offsets.numpy()
-    if not are_bounds(bounds, len(values)):
+    factors = None if weights is None else weights.detach().numpy().flatten()
+    if factors is not None and np.isnan(factors).any():
         return None
-    if len(values) == num_bags and counts_up(bounds):
-        return Bags(values, None, None, num_bags, is_mean=False)
-    return Bags(values, bounds, None, num_bags, is_mean)
+    bounds: NDArray[Any] | None = None
+    if offsets is not None:
+        bounds = np.full(num_bags + 1, len(values), values.dtype)
+        bounds[: len(offsets)] = offsets.numpy()
+        if not are_bounds(bounds, len(values)):
+            return None
+        if len(values) == num_bags and counts_up(bounds):
+            bounds = None
+    elif len(values) != num_bags:
+        bounds = np.arange(0, len(values) + 1, len(values) // num_bags, dtype=values.dtype)
+    return Bags(values, bounds, factors, num_bags, is_mean and bounds is not None)

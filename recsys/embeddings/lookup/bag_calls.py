@@ -100,10 +100,12 @@ class BagCalls:
         lookups: Lookups,
         ids: Tensor,
         offsets: Tensor | None,
+        weights: Tensor | None,
         bags: tuple[int, ...],
         *,
         is_mean: bool,
         padding_idx: int | None,
+        left_out: int | None,
     ) -> Tensor | None:
         """Look up and pool.
 
@@ -113,9 +115,11 @@ class BagCalls:
             lookups: One lookup, in this table.
             ids: As for `pool_one_table`; need not be contiguous.
             offsets: As for `pool_one_table`.
+            weights: A factor for each id; None for 1.
             bags: Shape of the result without D: (B,), or several dimensions of bags.
             is_mean: Whether a bag is averaged.
             padding_idx: For bags of one id: a row that is looked up but gets no gradient.
+            left_out: A row that bags leave out.
 
         Shape:
             As for `pool_one_table`.
@@ -128,16 +132,19 @@ class BagCalls:
         group = self._group()
         if group is None or num_bags < 1 or not _is_plain(ids, offsets):
             return None
-        is_tiered = group.tiers is not None
-        memory = None if is_tiered else self._memory_of(group, number, table)
-        if memory is None and not is_tiered:
+        memory = None if group.tiers is not None else self._memory_of(group, number, table)
+        dtype = _dtype_here(group) if memory is None else memory.dtype
+        if dtype is None:
             return None
+        if weights is not None and not _are_plain_weights(weights, ids, dtype):
+            return None
+        is_simple = weights is None and left_out is None
         # Often a column of a matrix, x[:, i], which is not contiguous.
         flat = ids if ids.is_contiguous() else ids.contiguous()
         with DisableTorchFunctionSubclass():  # internal read of a table
             needs_grad = is_grad_enabled() and plain_requires_grad(table)
         if not needs_grad:
-            if memory is None:  # `fused_lookup` reads rows where they are
+            if memory is None or not is_simple:  # `fused_lookup` reads rows where they are
                 return None
             result = _empty((num_bags, memory.dim), memory.dtype)
             kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
@@ -150,24 +157,26 @@ class BagCalls:
         ):
             return None
         found: _Pooled | None
-        if memory is not None:
-            found = self._pool_in_table(memory, flat, offsets, num_bags, is_mean, padding_idx)
-        elif padding_idx is None:
-            found = self._pool_in_slots(group, lookups, flat, offsets, num_bags, is_mean)
+        if memory is not None and is_simple:
+            found = self._pool_in_table(memory, flat, offsets, num_bags, is_mean)
         else:
-            found = None
+            copied = copy_input(flat, offsets, weights, num_bags, is_mean=is_mean)
+            if copied is None:
+                return None
+            if left_out is not None:
+                copied = copied.without_row(left_out)
+            found = self._pool_copied(group, lookups, copied)
         if found is None:
             return None
-        (node, output, result), copied, ticket, rows = found
-        offsets = ids if offsets is None else offsets
+        (node, output, result), kept, ticket, rows = found
+        given = [each for each in (ids, offsets, weights) if each is not None]
         node.calls[output] = Call(
             lookups,
-            copied,
+            kept,
+            padding_idx,
             ticket,
-            ids,
-            version_of(ids),
-            offsets,
-            version_of(offsets),
+            given,
+            list(map(version_of, given)),
             table,
             rows,
             group.tables,
@@ -184,7 +193,6 @@ class BagCalls:
         offsets: Tensor | None,
         num_bags: int,
         is_mean: bool,
-        padding_idx: int | None,
     ) -> _Pooled | None:
         """Pool resident rows into the next output; returns a copy of the input, too."""
         output = self._next_output((num_bags, memory.dim), memory.dtype)
@@ -192,36 +200,26 @@ class BagCalls:
         kind = pool_one_table(memory, ids, offsets, num_bags, output.result, kept, is_mean=is_mean)
         if kind == REFUSED:
             return None
-        copied = KeptInput(kept, num_bags, kind == ONE_HOT, is_mean, padding_idx)
+        copied = KeptInput(kept, num_bags, kind == ONE_HOT, is_mean)
         assert self._memories_of is not None
         return _Pooled(output, copied, None, self._memories_of.tables)
 
-    def _pool_in_slots(
-        self,
-        group: TableGroup,
-        lookups: Lookups,
-        ids: Tensor,
-        offsets: Tensor | None,
-        num_bags: int,
-        is_mean: bool,
-    ) -> _Pooled | None:
-        """Claim slots, and pool their rows into a new output; returns a copy of the input, too."""
-        assert group.tiers is not None
-        dtype = group.tiers.dtype
-        if group.kernels.errors is not None or compute_dtype(dtype) != dtype:
-            return None
-        copied = copy_input(ids, offsets, num_bags, is_mean=is_mean)
-        if copied is None:
-            return None
+    def _pool_copied(self, group: TableGroup, lookups: Lookups, bags: Bags) -> _Pooled | None:
+        """Pool rows into the next output; those in two tiers from their slots, into a new one."""
         try:
             with DisableTorchFunctionSubclass():  # internal read of tables
-                [found] = group.resolve(lookups, copied)
+                [found] = group.resolve(lookups, bags)
         except (NoSuchRow, NotEnoughSlots):
             return None
-        [output] = self._make_outputs(((num_bags, group.dim), dtype), 1)
-        output.node.hold()
-        found.kernels.pooled_lookup(found.space, lookups, found.bags, output.result)
-        return _Pooled(output, copied, found.ticket, found.tables)
+        kind = (bags.batch_size, group.dim), found.space.computed
+        if found.ticket is None:
+            output = self._next_output(*kind)
+        else:
+            [output] = self._make_outputs(kind, 1)
+            output.node.hold()
+        if found.kernels.pooled_lookup(found.space, lookups, found.bags, output.result) >= 0:
+            return None
+        return _Pooled(output, bags, found.ticket, found.tables)
 
     def _memory_of(self, group: TableGroup, number: int, table: nn.Parameter) -> TableMemory | None:
         """The memory of a table; None if the table has moved."""
@@ -410,6 +408,21 @@ def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
     if offsets.is_inference():
         return False
     return offsets.dtype is ids.dtype and offsets.is_cpu and offsets.is_contiguous()
+
+
+def _dtype_here(group: TableGroup) -> torch.dtype | None:
+    """The dtype of rows in two tiers; None if there are none, or if they need `fused_lookup`."""
+    if group.tiers is None or group.kernels.errors is not None:
+        return None
+    dtype = group.tiers.dtype
+    return dtype if compute_dtype(dtype) == dtype else None
+
+
+def _are_plain_weights(weights: Tensor, ids: Tensor, dtype: torch.dtype) -> bool:
+    """Whether weights fit ids and rows, and need no gradient."""
+    if type(weights) is not Tensor or weights.requires_grad or weights.is_inference():
+        return False
+    return weights.is_cpu and weights.dtype is dtype and weights.shape == ids.shape
 
 
 _ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}

@@ -2,7 +2,7 @@
 
 sum, mean                      one kernel pools the rows
 max, or scale_grad_by_freq     the kernel looks up distinct rows, and torch pools them
-without pooling                bags of one id; `padding_idx` is looked up without a gradient
+of an nn.Embedding             bags of one id; `padding_idx` is looked up without a gradient
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["BagPlace", "look_up_ids", "parts_of_bags", "pool_fused", "prefetch_bags"]
+__all__ = ["BagPlace", "parts_of_bags", "pool_fused", "prefetch_bags"]
 
 
 class BagPlace(NamedTuple):
@@ -47,6 +47,9 @@ class BagPlace(NamedTuple):
 
 def pool_fused(bag: TableModule, place: BagPlace, bags: BagInput) -> Tensor:
     """Look up and pool; the result has the compute dtype of the rows.
+
+    In bags, `padding_idx` is left out. The ids of an `nn.Embedding` are bags of one id: there it is
+    looked up like any other row, and gets no gradient.
 
     Args:
         bag: Has the settings and the table.
@@ -83,25 +86,6 @@ def pool_fused(bag: TableModule, place: BagPlace, bags: BagInput) -> Tensor:
     )
 
 
-def look_up_ids(bag: TableModule, place: BagPlace, ids: BagInput) -> Tensor:
-    """Look up rows without pooling; `padding_idx` gets no gradient. Arguments as `pool_fused`.
-
-    Shape:
-        result (N, D), of N ids.
-
-    Raises:
-        IdOutOfRange: as `pool_fused`.
-        ValueError: as `pool_fused`.
-    """
-    rows = pool_fused(bag, place, ids)
-    if bag.padding_idx is None:
-        return rows
-    with torch.no_grad():
-        padding = _one_by_one(ids.values.new_tensor([bag.padding_idx]))
-        row = _look_up(bag, place, padding, ids)
-    return torch.where((ids.values == bag.padding_idx).unsqueeze(1), row, rows)
-
-
 def parts_of_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> list[Part]:
     """What `pool_fused` of the same arguments looks up, without `padding_idx` and weights.
 
@@ -130,7 +114,7 @@ def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetch
     if needs_distinct:
         looked_up = _one_by_one(torch.unique(bags.values))
     made = _made(bag, place, looked_up)
-    if place.group.kernels.errors is not None and not needs_distinct:
+    if place.group.kernels.errors is not None and not needs_distinct and not bags.are_ids:
         made = made._replace(padding=bag.padding_idx)
     claimed = prefetch_parts(
         [Part(place.group, place.lookups, made)],
@@ -161,7 +145,7 @@ def _without_padding(bag: TableModule, place: BagPlace, bags: BagInput) -> BagIn
     # On a device, kernels skip padding, so that the host need not wait to count ids.
     is_deferred = place.group.kernels.errors is not None
     is_skipped = is_deferred and bag.mode != "max" and not bag.scale_grad_by_freq
-    if bag.padding_idx is None or is_skipped:
+    if bag.padding_idx is None or bags.are_ids or is_skipped:
         return bags
     return bags.without(bag.padding_idx)
 
@@ -178,11 +162,16 @@ def _look_up(bag: TableModule, place: BagPlace, looked_up: BagInput, bags: BagIn
     # A device may report an error later, so this must not keep the module alive.
     explain = partial(_id_error, bags, len(weight), _table_name(place))
     made = _made(bag, place, looked_up)
-    if kernels.errors is not None and looked_up is bags:
+    if kernels.errors is not None and looked_up is bags and not bags.are_ids:
         made = made._replace(padding=bag.padding_idx)
     part = Part(place.group, place.lookups, made)
     return fused_lookup(
-        [part], weights, ids=(values, offsets), updater=place.updater, explain=explain
+        [part],
+        weights,
+        ids=(values, offsets),
+        updater=place.updater,
+        explain=explain,
+        padding_idx=bag.padding_idx if bags.are_ids else None,
     )
 
 

@@ -69,6 +69,7 @@ def fused_lookup(
     updater: RowUpdater | None,
     explain: Callable[[int], Exception],
     num_stacked: int = 0,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """Look up and pool all parts; each writes its own columns of the result.
 
@@ -81,6 +82,7 @@ def fused_lookup(
         updater: Collects the gradients; None if they go to the tables.
         explain: Maps the position of an invalid id to the error to raise.
         num_stacked: F, to return the F pooled vectors of a sample as (F, W / F); else 0.
+        padding_idx: For bags of one id: a row that is looked up but gets no gradient.
 
     Shape:
         bag_weights (N,); result (B, W) or (B, F, W / F); both in the compute dtype of the rows.
@@ -126,7 +128,7 @@ def fused_lookup(
             tables = (updater.grad_anchor,)
         is_recomputed = updater is not None and current_pass() != NO_PASS
         joined = updater.join_pass() if updater is not None and is_recomputed else None
-        work = _Work(calls, ids, updater, explain, joined, num_stacked, next_lookup())
+        work = _Work(calls, ids, updater, explain, joined, num_stacked, next_lookup(), padding_idx)
         # torch's own `apply` first checks all arguments, in Python, for tensors of functorch
         # transforms. If recsys made all of the tensors, there are none.
         has_own_tensors = updater is not None and bag_weights is None
@@ -293,6 +295,7 @@ class _Work(NamedTuple):
     joined: int | None
     num_stacked: int
     number: int
+    padding_idx: int | None
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -392,12 +395,15 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
     if updater.auto_apply:
         updater.begin_pass(work.joined)
     for found, requiring in work.calls:
-        group, ticket = found.group, found.ticket
+        group, ticket, row = found.group, found.ticket, work.padding_idx
         requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # without tables frozen since
         if requiring.distinct_tables:
             rows = found.rows.copied()
             # The caller cannot write to slot numbers, so they need no copy.
             bags = rows if ticket is None else rows.at_slots(ticket.slot_of_value)
+            if row is not None:
+                bags = rows.without_row(row, None if ticket is None else ticket.slot_of_value)
+                rows = rows.without_row(row)
             version = version_of(gradient)
             group.keep(
                 LedgerEntry(
@@ -409,6 +415,7 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
                     None if ticket is None else rows,
                     ticket,
                     found.lookups,
+                    is_cut=row is not None and ticket is not None,
                     number=work.number,
                 )
             )

@@ -41,6 +41,11 @@ class BagInput(NamedTuple):
     shape: torch.Size | None = None  # shape of the B ids given to nn.Embedding; None for bags
     given: Sequence[Tensor] = ()  # on a device, the arguments that these were made from
 
+    @property
+    def are_ids(self) -> bool:
+        """Whether these are ids given to `nn.Embedding`, each of which is a bag."""
+        return self.shape is not None
+
     def without(self, row: int) -> BagInput:
         """The same bags without the lookups of one row."""
         is_kept = self.values != row

@@ -163,6 +163,28 @@ class Bags(NamedTuple):
         """The same bags with slots in place of rows."""
         return Bags(slot_of_value, self.offsets, self.weights, self.batch_size, self.is_mean)
 
+    def without_row(self, row: int, slot_of_value: NDArray[np.int32] | None = None) -> Bags:
+        """The same bags without the lookups of one row.
+
+        Args:
+            row: The row.
+            slot_of_value: Slots to put in place of rows; None to keep rows.
+        """
+        is_kept = self.values != row
+        found = self if slot_of_value is None else self.at_slots(slot_of_value)
+        if is_kept.all():
+            return found
+        values, bounds, weights, batch_size, is_mean = found
+        num_before = np.zeros(len(is_kept) + 1, self.values.dtype)
+        np.cumsum(is_kept, out=num_before[1:])
+        return Bags(
+            values[is_kept],
+            num_before if bounds is None else num_before[bounds],
+            None if weights is None else weights[is_kept],
+            batch_size,
+            is_mean,
+        )
+
     def values_of(self, feature: int) -> NDArray[Any]:
         """The rows of one feature."""
         begin, end = feature * self.batch_size, (feature + 1) * self.batch_size

@@ -349,3 +349,79 @@ def test_in_slots_bags_may_have_any_form():
             optimizer_of_rows.zero_grad()
 
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+@in_both
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize(("mode", "has_weights"), [("sum", False), ("sum", True), ("mean", False)])
+def test_bags_with_weights_and_padding_train_as_torchs(budget, padding_idx, mode, has_weights):
+    torch.manual_seed(0)
+    plain = nn.ModuleList(
+        nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, sparse=True, padding_idx=padding_idx)
+        for _ in range(NUM_BAGS)
+    )
+    own = copy.deepcopy(plain)
+    theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, own))
+    recsys.accelerate(own, optimizer=ours, budget=budget)
+    generator = torch.Generator().manual_seed(0)
+
+    for step in range(4):
+        ids = torch.randint(0, 8, (NUM_BAGS, 6), generator=generator)
+        ids[0] = 0  # with padding, nothing is left
+        offsets = torch.tensor([0, 2, 2, 5]) if step else torch.arange(6)
+        weights = torch.randn(6, generator=generator) if has_weights else None
+        for bags, optimizer in ((plain, theirs), (own, ours)):
+            optimizer.zero_grad()
+            outputs = [bag(each, offsets, weights) for bag, each in zip(bags, ids, strict=True)]
+            torch.cat(outputs).square().sum().backward()
+            optimizer.step()
+
+    assert len(nodes_of(outputs)) == (1 if budget is None else NUM_BAGS)
+    torch.testing.assert_close(own.state_dict(), plain.state_dict())
+
+
+@in_both
+def test_weights_are_as_they_were_at_the_call(budget):
+    model, _ = accelerated(budget)
+    ids, weights = torch.tensor([1, 1, 2]), torch.ones(3)
+    refilled = weights.clone()
+    before = model.bags[0].weight.detach().clone()
+    model.bags[0](ids, torch.tensor([0]))  # the first call finds out where the rows are
+
+    changed = model.bags[0](ids, torch.tensor([0]), weights)
+    kept = model.bags[0](ids, torch.tensor([0]), refilled)
+    weights.zero_()
+    refilled.numpy()[:] = 0  # torch does not see it
+
+    with pytest.raises(RuntimeError, match="inplace operation: the ids, offsets or weights"):
+        changed.sum().backward()
+    kept.sum().backward()
+    assert torch.equal(model.bags[0].weight.grad.to_dense()[1], torch.full((DIM,), 2.0))
+    assert torch.equal(model.bags[0].weight, before)
+
+
+@in_both
+@pytest.mark.parametrize(
+    ("weights", "error"),
+    [
+        (torch.tensor([1.0, torch.nan, 1.0]), "sample 0: .*nan at position 1"),
+        (torch.ones(2), "must have the input's shape"),
+        (torch.ones(3, dtype=torch.float64), "must be torch.float32 like the rows"),
+    ],
+)
+def test_wrong_weights_are_refused(budget, weights, error):
+    model, _ = accelerated(budget)
+
+    with pytest.raises(MalformedBags, match=error):
+        model.bags[0](torch.tensor([1, 1, 2]), torch.tensor([0]), weights)
+
+
+@in_both
+def test_weights_that_need_a_gradient_get_it(budget):
+    model, _ = accelerated(budget)
+    weights = torch.ones(3, requires_grad=True)
+    rows = model.bags[0].weight.detach()[[1, 1, 2]]
+
+    model.bags[0](torch.tensor([1, 1, 2]), torch.tensor([0]), weights).sum().backward()
+
+    torch.testing.assert_close(weights.grad, rows.sum(1))

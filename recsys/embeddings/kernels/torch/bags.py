@@ -107,6 +107,13 @@ class TorchBags(NamedTuple):
         padding = None if self.padding is None else NOWHERE
         return self._replace(values=slot_of_value, padding=padding, given=())
 
+    def without_row(self, row: int, slot_of_value: Tensor | None = None) -> TorchBags:
+        """As `Bags.without_row`; the values stay, and kernels skip them."""
+        if slot_of_value is None:
+            return self._replace(padding=row)
+        values = slot_of_value.masked_fill(self.values == row, NOWHERE)
+        return self._replace(values=values, padding=NOWHERE, given=())
+
     def values_of(self, feature: int) -> NDArray[Any]:
         """The rows of one feature, copied to the host; the host waits."""
         begin, end = feature * self.batch_size, (feature + 1) * self.batch_size
