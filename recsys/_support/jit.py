@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelKernel",
+    "inlined_part",
     "kernel",
     "kernel_part",
     "num_parts",
@@ -55,7 +56,16 @@ def kernel_part(function: _F) -> _F:
 
     It takes less time to compile: the code that takes Python's objects apart is left out.
     """
-    compiled = _compile(function, is_parallel=False, no_cpython_wrapper=True)
+    return _part(function, is_inlined=False)
+
+
+def inlined_part(function: _F) -> _F:
+    """Like `kernel_part`, and always inlined: each array costs a call several arguments."""
+    return _part(function, is_inlined=True)
+
+
+def _part(function: _F, *, is_inlined: bool) -> _F:
+    compiled = _compile(function, is_parallel=False, is_part=True, is_inlined=is_inlined)
     if isinstance(compiled, CPUDispatcher):  # it is not compiled if NUMBA_DISABLE_JIT is set
         compiled.__class__ = _Part  # numba itself would end the process
     return compiled
@@ -113,7 +123,9 @@ _thread = _Thread()
 num_parts: Callable[[], int] = get_num_threads
 
 
-def _compile(function: _F, *, is_parallel: bool, no_cpython_wrapper: bool = False) -> _F:
+def _compile(
+    function: _F, *, is_parallel: bool, is_part: bool = False, is_inlined: bool = False
+) -> _F:
     options: dict[str, Any] = {
         "nogil": True,
         "parallel": is_parallel,
@@ -121,7 +133,8 @@ def _compile(function: _F, *, is_parallel: bool, no_cpython_wrapper: bool = Fals
         "error_model": "numpy",
         # C calls no kernel, and compiling for it takes a tenth of the time.
         "no_cfunc_wrapper": True,
-        "no_cpython_wrapper": no_cpython_wrapper,
+        "no_cpython_wrapper": is_part,
+        "forceinline": is_inlined,
     }
     try:
         compiled = njit(**options, cache=True)(function)

@@ -20,7 +20,8 @@ from numba import prange
 from recsys._support.jit import ParallelKernel, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
-from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch_run
+from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.rows.lookups import counts_up
 
@@ -160,8 +161,7 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
                 for place in range(begin, end):
                     if place + _AHEAD < end:
                         ahead = np.uint64(ids[place + _AHEAD]) * dim
-                        for d in range(np.uint64(0), dim, np.uint64(line)):
-                            prefetch(rows, ahead + d)
+                        prefetch_run(rows, ahead, dim, np.uint64(line))
                     row = np.uint64(ids[place])  # a negative id becomes a very large number
                     if row >= size:
                         is_bad[part] = True
@@ -184,17 +184,8 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
                     kept[end_id + bag + np.uint64(1)] = last
                 for d in range(dim):
                     result[target + d] = 0
-                for place in range(first, last):
-                    if place + _AHEAD < end_id:
-                        ahead = np.uint64(ids[place + _AHEAD]) * dim
-                        for d in range(np.uint64(0), dim, np.uint64(line)):
-                            prefetch(rows, ahead + d)
-                    row = np.uint64(ids[place])
-                    if row >= size:
-                        is_bad[part] = True
-                        continue
-                    for d in range(dim):
-                        result[target + d] += rows[row * dim + d]
+                where = result, target, rows, np.uint64(0), size, dim, np.uint64(line)
+                is_bad[part] |= add_bag(*where, ids, None, first, last, end_id) >= 0
                 if is_mean and last > first:
                     count = like_rows.dtype.type(last - first)
                     for d in range(dim):

@@ -18,7 +18,8 @@ from torch.nn import functional
 from recsys._support.jit import ParallelKernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
-from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch_run
+from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
 from recsys.embeddings.kernels.cpu.rounding import widen
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
             result.data_ptr(),
             space.nothing,
         )
-    return _bags_kernel(
+    return _bags_kernel(space.is_narrow)(
         space.flat,
         space.dim,
         line,
@@ -224,8 +225,7 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
                 for place in range(first + begin, first + end):
                     if place + _AHEAD < first + end:
                         ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
-                        for d in range(np.uint64(0), dim, np.uint64(line)):
-                            prefetch(flat, ahead + d)
+                        prefetch_run(flat, ahead, dim, np.uint64(line))
                     row = np.uint64(values_N[place])
                     if row >= size:  # a negative value became a very large unsigned one
                         if bad[part] < 0 or np.int64(place) < bad[part]:
@@ -241,62 +241,74 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
     return one_hot
 
 
-@parallel_kernel
-def _bags_kernel(
-    flat: NDArray[Any],
-    any_dim: int,
-    line: int,
-    lookups_4L: NDArray[np.uint64],
-    values_N: NDArray[Any],
-    offsets: NDArray[Any],
-    has_weights: bool,
-    weights_N: NDArray[Any],
-    is_mean: bool,
-    num_samples: int,
-    width: int,
-    num_parts: int,
-    result_at: int,
-    like_result: NDArray[Any],
-) -> int:
-    """Add any number of rows per lookup and sample, in order. A part is a range of samples."""
-    dim = np.uint64(any_dim)
-    result = array_at(result_at, num_samples * width, like_result)
-    bad = np.full(num_parts, -1)
-    for part in prange(num_parts):
-        begin, end = _samples_of(part, num_parts, num_samples)
-        for lookup in range(lookups_4L.shape[1]):
-            base, size, position, column = lookups_4L[:, lookup]
-            first = position * np.uint64(num_samples)
-            last_place = np.uint64(offsets[first + end])
-            target = begin * np.uint64(width) + column
-            for bag in range(first + begin, first + end):
-                for d in range(dim):
-                    result[target + d] = 0
-                first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
-                for place in range(first_place, end_place):
-                    if place + _AHEAD < last_place:
-                        ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
-                        for d in range(np.uint64(0), dim, np.uint64(line)):
-                            prefetch(flat, ahead + d)
-                    row = np.uint64(values_N[place])
-                    if row >= size:
-                        if bad[part] < 0 or np.int64(place) < bad[part]:
-                            bad[part] = np.int64(place)
-                        continue
-                    source = base + row * dim
-                    if has_weights:
-                        weight = weights_N[place]
-                        for d in range(dim):
-                            result[target + d] += weight * widen(flat[source + d])
-                    else:
-                        for d in range(dim):
-                            result[target + d] += widen(flat[source + d])
-                if is_mean and end_place > first_place:
-                    count = result.dtype.type(end_place - first_place)
+@cache
+def _bags_kernel(is_narrow: bool) -> ParallelKernel[..., int]:
+    """The kernel for bags of any length."""
+
+    @parallel_kernel
+    def bags(
+        flat: NDArray[Any],
+        any_dim: int,
+        line: int,
+        lookups_4L: NDArray[np.uint64],
+        values_N: NDArray[Any],
+        offsets: NDArray[Any],
+        has_weights: bool,
+        weights_N: NDArray[Any],
+        is_mean: bool,
+        num_samples: int,
+        width: int,
+        num_parts: int,
+        result_at: int,
+        like_result: NDArray[Any],
+    ) -> int:
+        """Add any number of rows per lookup and sample, in order. A part is a range of samples."""
+        dim = np.uint64(any_dim)
+        result = array_at(result_at, num_samples * width, like_result)
+        bad = np.full(num_parts, -1)
+        for part in prange(num_parts):
+            begin, end = _samples_of(part, num_parts, num_samples)
+            for lookup in range(lookups_4L.shape[1]):
+                base, size, position, column = lookups_4L[:, lookup]
+                first = position * np.uint64(num_samples)
+                last_place = np.uint64(offsets[first + end])
+                target = begin * np.uint64(width) + column
+                for bag in range(first + begin, first + end):
                     for d in range(dim):
-                        result[target + d] /= count
-                target += np.uint64(width)
-    return _first_bad(bad)
+                        result[target + d] = 0
+                    first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                    found = np.int64(-1)
+                    if is_narrow:  # a constant when the kernel is compiled
+                        for place in range(first_place, end_place):
+                            if place + _AHEAD < last_place:
+                                ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
+                                prefetch_run(flat, ahead, dim, np.uint64(line))
+                            row = np.uint64(values_N[place])
+                            if row >= size:
+                                found = np.int64(place)
+                                break
+                            for d in range(dim):
+                                added = widen(flat[base + row * dim + d])
+                                result[target + d] += (
+                                    weights_N[place] * added if has_weights else added
+                                )
+                    else:
+                        of_bag = target, flat, base, size, dim, np.uint64(line), values_N
+                        places = first_place, end_place, last_place
+                        if has_weights:
+                            found = add_bag(result, *of_bag, weights_N, *places)
+                        else:
+                            found = add_bag(result, *of_bag, None, *places)
+                    if found >= 0 and (bad[part] < 0 or found < bad[part]):
+                        bad[part] = found
+                    if is_mean and end_place > first_place:
+                        count = result.dtype.type(end_place - first_place)
+                        for d in range(dim):
+                            result[target + d] /= count
+                    target += np.uint64(width)
+        return _first_bad(bad)
+
+    return bags
 
 
 @parallel_kernel

@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange
 
 from recsys._support.jit import kernel_part, num_parts, parallel_kernel
-from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch, prefetch_run
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES, pooled_lookup_reference
 from recsys.embeddings.kernels.cpu.rounding import widen
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
@@ -169,8 +169,7 @@ def _tiered_kernel(
                             source = _source_of(
                                 ahead, first_row, slot_of_row, base, slots_base, dim
                             )
-                            for d in range(np.uint64(0), dim, np.uint64(line)):
-                                prefetch(flat, source + d)
+                            prefetch_run(flat, source, dim, np.uint64(line))
                     row = np.uint64(values_N[place])
                     if row >= size:  # a negative id becomes a very large number
                         if bad[part] < 0 or np.int64(place) < bad[part]:

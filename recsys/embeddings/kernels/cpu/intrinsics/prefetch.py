@@ -10,13 +10,19 @@ processors without such an instruction, nothing is emitted.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["LINE_BYTES", "prefetch", "prefetch_to_write"]
+from recsys._support.jit import inlined_part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["LINE_BYTES", "prefetch", "prefetch_run", "prefetch_to_write"]
 
 # The size of a cache line on every processor that PyTorch is built for, except Apple's (128).
 LINE_BYTES = 64
@@ -64,3 +70,19 @@ def _prefetching(array: Any, index: Any, *, is_write: int) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.uint64), generate
+
+
+@inlined_part
+def prefetch_run(array: NDArray[Any], begin: np.uint64, count: np.uint64, line: np.uint64) -> None:
+    """In a kernel: fetch the cache lines of `array[begin : begin + count]`.
+
+    Args:
+        array: As for `prefetch`.
+        begin: The first number.
+        count: How many numbers.
+        line: How many numbers a cache line holds.
+    """
+    place = np.uint64(0)
+    while place < count:  # a range with a step that is no constant costs a division
+        prefetch(array, begin + place)
+        place += line
