@@ -1,15 +1,20 @@
-"""Commands that use the model of a run that did not finish say so, and how to continue it."""
+"""Commands on runs that did not finish, or have no model, say so, and how to continue them."""
 
+import json
 import runpy
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recsys.cli import main
+from recsys.errors import AlreadyExists
+from recsys.train.run_files.run_folder import RunFolder
 
 SHARED = runpy.run_path(str(Path(__file__).parents[1] / "train" / "resumed_runs.py"))
 SETTINGS, Killed, run = (SHARED[name] for name in ("SETTINGS", "Killed", "run"))
+require_same_run = SHARED["require_same_run"]
 stop_at = SHARED["stop_at"]
 
 
@@ -84,3 +89,43 @@ def test_an_interrupted_run_that_saved_no_model_is_continued_to_save_it(stopped,
     assert f"continue it by `recsys {command}`" in capsys.readouterr().err
     assert main(command.split()) == 0
     assert main(["evaluate", folder]) == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("eval.every_steps=3", "early_stopping.patience=2", "early_stopping.min_delta=0.9"),
+    ],
+    ids=["to its last step", "stopped early"],
+)
+def test_a_finished_run_that_saved_no_model_is_continued_to_save_it(
+    small_config, tmp_path, capsys, settings
+):
+    config = small_config(*SETTINGS, *settings)
+    expected = run(config, tmp_path / "expected")
+    folder = tmp_path / "run"
+    run(replace(config, save_model=False), folder)
+
+    assert main(["evaluate", str(folder)]) == 2
+
+    command = f"train --run {folder} --resume --set save_model=true"
+    assert f"continue it by `recsys {command}`" in capsys.readouterr().err
+    assert main(command.split()) == 0
+    record = RunFolder(folder).read_record()
+    assert (record["status"], record["metrics"]) == ("finished", expected["metrics"])
+    assert record["throughput"]["num_steps"] == expected["throughput"]["num_steps"]
+    require_same_run(config, folder, tmp_path / "expected")
+    assert main(command.split()) == 0
+    assert f"{folder} is finished" in capsys.readouterr().err
+
+
+def test_a_finished_run_without_model_and_checkpoint_says_what_to_do(small_config, tmp_path):
+    config = small_config(*SETTINGS, "checkpoint.every_steps=0", "save_model=false")
+    record = run(config, tmp_path / "run")
+    assert run(config, tmp_path / "run", resume=True) == json.loads(json.dumps(record))
+
+    with pytest.raises(AlreadyExists, match=r"no checkpoint to continue from: .*choose another"):
+        run(replace(config, save_model=True), tmp_path / "run", resume=True)
+
+    assert RunFolder(tmp_path / "run").read_record()["status"] == "finished"

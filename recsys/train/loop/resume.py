@@ -83,7 +83,7 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         AlreadyExists: a finished run has no checkpoint to continue from.
         CheckpointError: a checkpoint cannot be read.
         ConfigError: the folder is not of a run, or in use; the configuration or its data does not
-            fit the run; or `number` is given and the folder is new or the run has all its epochs.
+            fit the run; or `number` is given and the folder is new or nothing is left to do.
         StoreError: there is no data.
     """
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
@@ -104,7 +104,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         if record is not None:  # a run that was killed has none; its checkpoint knows its data
             _require_same_data(folder, record, config)
         is_finished = record is not None and record["status"] == "finished"
-        if is_finished and config.epochs == before.epochs:
+        lacks_model = config.save_model and not folder.model_file.is_file()
+        if is_finished and config.epochs == before.epochs and not lacks_model:
             if number is not None:
                 raise ConfigError(
                     f"{run_dir} is finished, so it does not continue from checkpoint {number}; "

@@ -259,7 +259,8 @@ class RunFolder:
                     f"was killed, continue it by `recsys train --run {self.path} --resume`"
                 )
             way_out = "train with save_model = true and to the end"
-            if self.checkpoints_folder.is_dir() and self.read_record()["status"] == "interrupted":
+            may_continue = "finished", "interrupted"
+            if self.checkpoints_folder.is_dir() and self.read_record()["status"] in may_continue:
                 way_out = (
                     f"continue it by `recsys train --run {self.path} --resume --set "
                     "save_model=true`"
