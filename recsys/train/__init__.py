@@ -10,9 +10,18 @@ if TYPE_CHECKING:
     from recsys.train.callbacks.mlflow import MLflow
     from recsys.train.callbacks.tensorboard import TensorBoard
     from recsys.train.callbacks.wandb import WeightsAndBiases
+    from recsys.train.exports.export import export_run_checkpoint
     from recsys.train.trainer import train
 
-__all__ = ["Callback", "EarlyStopping", "MLflow", "TensorBoard", "WeightsAndBiases", "train"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "MLflow",
+    "TensorBoard",
+    "WeightsAndBiases",
+    "export_run_checkpoint",
+    "train",
+]
 
 if not TYPE_CHECKING:
     # `recsys` itself imports checkpoints from here.
@@ -24,6 +33,7 @@ if not TYPE_CHECKING:
             "MLflow": "callbacks.mlflow",
             "TensorBoard": "callbacks.tensorboard",
             "WeightsAndBiases": "callbacks.wandb",
+            "export_run_checkpoint": "exports.export",
             "train": "trainer",
         },
     )

@@ -77,17 +77,21 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
 
 
 def export_run_checkpoint(run_dir: str | Path, file: str | Path, number: int | None = None) -> Path:
-    """Write the whole model of a run's checkpoint, as safetensors; see `export_checkpoint`.
+    """Write the whole model of a run's checkpoint, as safetensors; the run may go on meanwhile.
 
     Args:
         run_dir: A run with checkpoints.
         file: A new file.
         number: Number of the checkpoint; None for the newest complete one.
 
+    Returns:
+        The file.
+
     Raises:
         AlreadyExists: `file` exists.
         CheckpointError: there is no such checkpoint, it is damaged, or several processes wrote it.
         ConfigError: `run_dir` is not a run.
+        OSError: the disk is full, or cannot be written.
     """
     return export_checkpoint(_checkpoints_of(run_dir), file, number)
 
