@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["Inputs", "cancel", "is_torchrec"]
+__all__ = ["Inputs", "cancel", "cancel_left", "is_torchrec"]
 
 _MOST_NESTED = 4
 
@@ -292,6 +292,18 @@ def cancel(claims: Sequence[Prefetched] | None) -> None:
     """Release the claims of a mini-batch."""
     for claim in claims or ():
         claim.cancel()
+
+
+def cancel_left(claims: Sequence[Prefetched] | None) -> bool:
+    """Release the claims that the lookups of a mini-batch have left.
+
+    Returns:
+        Whether a lookup has left one that it needs, because it was of other ids.
+    """
+    left = [claim for claim in claims or () if claim.is_held]
+    is_missed = any(claim.is_missed for claim in left)
+    cancel(left)
+    return is_missed
 
 
 def _features_of(module: nn.Module) -> set[str]:

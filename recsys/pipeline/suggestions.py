@@ -185,8 +185,7 @@ def other_ids(schedule: Schedule | Auto) -> str:
         f"schedule={schedule}: the model has looked up other ids than were fetched ahead for its "
         "mini-batch, so their rows were fetched only when they were needed; give "
         "TrainPipeline(..., ids=fn) a function that returns the input of each module, and an "
-        "iterator that does not change a mini-batch before its step. A table that was frozen after "
-        "its rows were fetched gives this warning, too, and needs nothing"
+        "iterator that does not change a mini-batch before its step"
     )
 
 

@@ -26,7 +26,7 @@ from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
-from recsys.pipeline.inputs import Inputs, cancel
+from recsys.pipeline.inputs import Inputs, cancel, cancel_left
 from recsys.pipeline.loss_and_output import require_loss_and_output
 from recsys.pipeline.micro_batches import join_outputs, share_of_whole
 from recsys.pipeline.non_finite import explain_loss
@@ -430,8 +430,7 @@ class TrainPipeline:
             weight: Factor of a scalar loss; a loss for each sample is summed without it.
         """
         loss, output = require_loss_and_output(self._compute(batch), self._model)
-        if any(claim.is_held for claim in claims or ()):
-            cancel(claims)
+        if cancel_left(claims):
             self._warn_of_other_ids()
         total = loss.sum() if loss.dim() else loss
         # On another device, `item` would wait for it.

@@ -11,6 +11,7 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
+from recsys.embeddings import HotColdEmbeddingCollection, TableConfig
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.errors import BudgetTooSmall, ConfigError, IdOutOfRange, TiersFailed
@@ -562,6 +563,67 @@ def test_ids_that_the_model_does_not_look_up_are_warned_of_and_change_nothing(sm
     assert len(warned) == 1
     assert losses == run_plain(models[0], dense[0], batches)
     assert small.num_claimed(models[1]) == 0
+
+
+def test_a_table_that_is_frozen_between_two_steps_is_not_warned_of(small):
+    models = [
+        BagModel(HotColdEmbeddingBag, optimizer=SGD(lr=0.01), budget=budget)
+        for budget in (None, 3500)
+    ]
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.01) for model in models]
+    told = {"bags.1": 1, "bags.2": 2}
+
+    def ids(batch):
+        found = {name: (batch.ids[number], batch.offsets) for name, number in told.items()}
+        return ids_of(batch) | found
+
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(2), ids=ids)
+    batches = bag_batches()
+    iterator = iter(batches)
+    for number, batch in enumerate(batches[:9]):
+        for model in models:
+            model.bags[1].weight.requires_grad_(number not in range(3, 6))
+        (expected,) = run_plain(models[0], dense[0], [batch])
+
+        loss, _ = pipeline.progress(iterator)
+
+        assert loss.item() == expected
+    told["bags.2"] = 1  # from the next mini-batch that is taken on
+    models[1].bags[1].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="has looked up other ids than were fetched"):
+        small.run(pipeline, iter(batches))
+
+
+def test_a_table_of_a_collection_that_is_frozen_between_two_steps_is_not_warned_of():
+    tables = [
+        TableConfig(name=name, num_embeddings=99, embedding_dim=4, feature_names=[name])
+        for name in "ab"
+    ]
+    rows = HotColdEmbeddingCollection(tables, optimizer=SGD(lr=0.1), budget=2000)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = rows
+
+        def forward(self, batch):
+            found = self.rows(batch)
+            return found["a"].values().sum() + found["b"].values().sum(), None
+
+    pipeline = TrainPipeline(Model(), None, schedule=LookAhead(2))
+    batches = [JaggedIds.from_one_hot(["a", "b"], torch.randint(99, (2, 4))) for _ in range(8)]
+    iterator = iter(batches)
+    for number in range(8):
+        if number == 3:
+            rows.embeddings["a"].weight.requires_grad_(False)
+            before = [rows.embeddings[name].weight.detach().clone() for name in "ab"]
+        pipeline.progress(iterator)
+
+    is_same = [
+        torch.equal(rows.embeddings[name].weight, known)
+        for name, known in zip("ab", before, strict=True)
+    ]
+    assert is_same == [True, False]
 
 
 def test_a_name_that_is_no_module_of_ours_is_refused_with_those_that_are(small):

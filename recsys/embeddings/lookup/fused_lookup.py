@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -147,7 +148,7 @@ def _refuse_ddp(parts: Sequence[Part]) -> None:
     Raises:
         RuntimeError: it does.
     """
-    if any(part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts):
+    if _require_grad(parts):
         raise RuntimeError(
             "DistributedDataParallel: a recsys optimizer does not share its row updates between "
             "processes; build the tables without optimizer=, or call recsys.accelerate without "
@@ -169,9 +170,7 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
     tickets: list[Ticket] = []
     bad = -1
     with DisableTorchFunctionSubclass():  # internal reads of tables
-        if not any(
-            part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts
-        ):
+        if not _require_grad(parts):
             return Prefetched(())
         try:
             for group, lookups, bags in parts:
@@ -188,7 +187,12 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
                 return Prefetched((), has_room=False)
     if bad >= 0:
         raise explain(bad)
-    return Prefetched(tickets)
+    return Prefetched(tickets, needs_slots=partial(_require_grad, parts))
+
+
+def _require_grad(parts: Sequence[Part]) -> bool:
+    """Whether a table of the parts requires a gradient now; else rows are read in place."""
+    return any(part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts)
 
 
 _NOTHING = Lookups.nothing()

@@ -21,7 +21,7 @@ from recsys._support.torch_compat import base_of, version_of
 from recsys.batch import places_of_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -253,16 +253,24 @@ class Prefetched:
     Args:
         tickets: The tickets; none if every row is resident.
         has_room: Whether there were enough slots.
+        needs_slots: Whether the lookup takes slots now; None if it always does.
 
     Attributes:
         has_room: Whether there were enough slots.
         can_split: Whether `split` may be called; False if the lookup needs the whole mini-batch.
     """
 
-    def __init__(self, tickets: Iterable[Ticket], *, has_room: bool = True) -> None:
+    def __init__(
+        self,
+        tickets: Iterable[Ticket],
+        *,
+        has_room: bool = True,
+        needs_slots: Callable[[], bool] | None = None,
+    ) -> None:
         self._tickets = list(tickets)
         self.has_room = has_room
         self.can_split = True
+        self._needs_slots = [needs_slots] * len(self._tickets)
         # For each ticket, what `make_samples` got; None if each bag is a sample.
         self._first_bags: list[Tensor | None] = [None] * len(self._tickets)
 
@@ -270,6 +278,14 @@ class Prefetched:
     def is_held(self) -> bool:
         """Whether slots are held for the lookup."""
         return any(ticket.is_held for ticket in self._tickets)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether slots are held that the lookup, once it was made, should have taken."""
+        return any(
+            ticket.is_held and (needs_slots is None or needs_slots())
+            for ticket, needs_slots in zip(self._tickets, self._needs_slots, strict=True)
+        )
 
     @property
     def is_given_up(self) -> bool:
@@ -300,6 +316,7 @@ class Prefetched:
         found = cls(ticket for each in claims for ticket in each._tickets)
         found.can_split = all(each.can_split for each in claims)
         found._first_bags = [first_bags for each in claims for first_bags in each._first_bags]
+        found._needs_slots = [needs_slots for each in claims for needs_slots in each._needs_slots]
         if found._tickets:
             found._tickets[0].join(found._tickets[1:])
         return found
@@ -359,7 +376,10 @@ class Prefetched:
             for part in (part for tickets in found for part in tickets):
                 part.release()
             raise
-        return [Prefetched(tickets[number] for tickets in found) for number in range(len(parts))]
+        claims = [Prefetched(tickets[number] for tickets in found) for number in range(len(parts))]
+        for claim in claims:
+            claim._needs_slots = self._needs_slots
+        return claims
 
 
 def _any_of_bags(is_missing: Tensor, first_bags: Tensor | None) -> Tensor:
