@@ -15,7 +15,7 @@
     |                        RuntimeError)
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- ColdTierError       (OSError)          row files that cannot be made, opened, read, written
-    |   |-- ColdTierDirty                      row files that a crash left inconsistent
+    |   |-- ColdTierDirty                      row files that were not completed
     |   `-- TiersFailed                        rows that could not be moved between the tiers
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is nan or inf
@@ -106,7 +106,7 @@ class ConflictingWrite(RecsysError, RuntimeError):
 
 
 class ColdTierDirty(ColdTierError):
-    """Row files whose process ended while it was writing them."""
+    """Row files that were not completed: their process was killed, or their module deleted."""
 
 
 class TiersFailed(ColdTierError):

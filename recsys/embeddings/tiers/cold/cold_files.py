@@ -6,7 +6,10 @@
 
 Files are allocated at full length when they are made, so a disk that is too small is an error then.
 The first write marks the folder dirty; `sync` writes every byte to the disk and marks it clean. A
-crash leaves the folder dirty: it may mix newer and older rows, so it is refused.
+crash leaves the folder dirty: it may mix newer and older rows, so it is refused. A module that is
+deleted without `sync` leaves it dirty, too. No finalizer calls `sync`: the garbage collector runs
+in any thread and at any line, also while a lock is held that moving rows needs, and writing large
+files to the disk takes minutes.
 """
 
 from __future__ import annotations
@@ -372,8 +375,9 @@ class ColdFiles:
                 )
         if self._is_dirty:
             raise ColdTierDirty(
-                f"{self.folder}: the process that used it ended before all rows were written, so "
-                f"it may mix newer and older rows; {_begin_anew(self.folder)}"
+                f"{self.folder}: the process that used it ended before all rows were written, or "
+                "deleted its module without sync(), so it may mix newer and older rows; "
+                f"{_begin_anew(self.folder)}; call sync() before you delete a module"
             )
 
     @property

@@ -17,7 +17,7 @@ from recsys.embeddings import (
     RowWiseAdagrad,
 )
 from recsys.embeddings.update import at_exit
-from recsys.errors import ColdTierError, TiersFailed
+from recsys.errors import ColdTierDirty, ColdTierError, TiersFailed
 
 NUM_ROWS, DIM = 300, 4
 PLAIN = SGD(lr=1.0)
@@ -111,6 +111,23 @@ def test_sync_completes_what_a_tensor_kept_from_before_has_written(tmp_path, mon
     assert not is_dirty(tmp_path / "rows")
     assert torch.equal(bag(IDS[:, :1]), torch.full((1, DIM), 7.0))
     assert not is_dirty(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_the_folder_of_a_deleted_module_is_whole_if_it_was_synced(tmp_path, is_synced):
+    bag = trained(tmp_path / "rows")
+    bag(IDS).sum().backward()
+    expected = bag.weight.detach().clone()
+    if is_synced:
+        bag.sync()
+    del bag
+    gc.collect()
+
+    if is_synced:
+        assert torch.equal(build(tmp_path / "rows").weight, expected)
+    else:
+        with pytest.raises(ColdTierDirty, match=r"call sync\(\) before you delete a module"):
+            build(tmp_path / "rows")
 
 
 def test_sync_names_a_folder_that_was_deleted_and_the_end_of_the_process_does_not(tmp_path):
