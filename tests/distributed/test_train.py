@@ -296,6 +296,8 @@ def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):
 
     assert "CallbackFailed: callback Stops: on_report raised KeyError" in own
     assert "OtherRankFailed" in others
+    assert "or was killed, which torchrun shows" in others
+    assert "--max-restarts 3 with --resume" in others
     assert seconds < 30
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
 

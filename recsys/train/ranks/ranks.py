@@ -96,8 +96,10 @@ def joined(run_dir: Path) -> Iterator[Ranks]:
         if isinstance(error, RecsysError) or not is_lost:
             raise
         raise OtherRankFailed(
-            f"process {os.environ.get('RANK', '')} lost its connection to another process, whose "
-            "error has the reason; --resume continues from the newest complete checkpoint"
+            f"process {os.environ.get('RANK', '')} lost its connection to another process: it has "
+            "raised an error, which it shows, or was killed, which torchrun shows as an exit code "
+            "such as -9 (often for lack of memory); --resume continues from the newest complete "
+            "checkpoint, and torchrun --max-restarts 3 with --resume does so by itself"
         ) from error
     finally:
         if is_first_use and dist.is_initialized():
