@@ -67,6 +67,7 @@ class Inputs:
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
         self._times = [tiers.residency.times for tiers in self.tiers()]
+        self._queues = [tiers.ahead for tiers in self.tiers()]
 
     def __bool__(self) -> bool:
         """Whether there are rows to fetch ahead; the same on all processes."""
@@ -133,6 +134,8 @@ class Inputs:
             Exception: any error of a module about its input, or of `ids`; nothing is claimed then.
         """
         claims: list[Prefetched] = []
+        for queue in self._queues:
+            queue.begin_batch()
         try:
             unknown: list[str] = []
             for prefetch, arguments in self._prefetches(batch, unknown):

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
+from recsys.embeddings import HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
-from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.pipeline import Hotline, LookAhead, TrainPipeline
 from recsys.pipeline.hotline import popular_split
 from tests.host_copies import reach_host
@@ -67,3 +69,30 @@ def test_hotline_says_that_the_host_waits_for_the_device(small, monkeypatch):
 
     with pytest.warns(UserWarning, match=r"schedule=Hotline.* waits for 'cpu' in each step"):
         TrainPipeline(model, None, schedule=Hotline())
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+@pytest.mark.filterwarnings("ignore:schedule=LookAhead")
+def test_the_next_mini_batch_is_claimed_however_often_a_bag_is_called(num_calls):
+    budget = 4 * 3000 + 60 * (16 + 8)
+    bag = HotColdEmbeddingBag(3000, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
+    [tiers] = bag.tiers()
+    assert tiers.hot.num_slots == 60
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = bag
+
+        def forward(self, batch):
+            return sum(bag(ids).square().sum() for ids in batch.chunk(num_calls)), None
+
+    pipeline = TrainPipeline(
+        Model(), None, schedule=LookAhead(2), ids=lambda batch: {"bag": [*batch.chunk(num_calls)]}
+    )
+    # 72 lookups may be more rows than there are slots; they turn out to be fewer.
+    batches = [torch.randint(0, 5, (36, 2)) + number for number in range(20)]
+    for _ in pipeline.steps(batches):
+        pass
+
+    assert pipeline.mean_depth == pytest.approx(19 / 20)

@@ -190,15 +190,26 @@ class AheadQueue:
 
     def __init__(self) -> None:
         self.waiting: list[Ticket] = []
+        self._batch: int | None = None
 
     def __bool__(self) -> bool:
         """Whether a ticket is waiting; removes released tickets."""
         self.waiting = [ticket for ticket in self.waiting if ticket.is_held]
         return bool(self.waiting)
 
-    def num_for(self, lookups: Lookups) -> int:
-        """How many tickets for these lookups, of earlier mini-batches, are waiting."""
-        return sum(each.is_held and each.lookups is lookups for each in self.waiting)
+    def begin_batch(self) -> None:
+        """Count the tickets from now on as those of one more mini-batch.
+
+        Until the first call, each ticket counts as that of a mini-batch of its own.
+        """
+        self._batch = (self._batch or 0) + 1
+
+    def num_before(self, lookups: Lookups) -> int:
+        """For how many mini-batches before the current one tickets for these lookups wait."""
+        found = [each for each in self.waiting if each.is_held and each.lookups is lookups]
+        if self._batch is None:
+            return len(found)
+        return len({each.batch for each in found} - {self._batch})
 
     def num_claims(self) -> int:
         """How many claims the waiting tickets are of; parts of a split ticket have one together."""
@@ -207,7 +218,7 @@ class AheadQueue:
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""
         for ticket in tickets:
-            ticket.ids, ticket.queue = ids, self
+            ticket.ids, ticket.queue, ticket.batch = ids, self, self._batch
         if self:  # removes released tickets
             self.waiting += tickets
         else:

@@ -202,7 +202,7 @@ class Tiers(AbstractInTurn):
             ids, tickets = InputIds.copy(bags), []
             for layer in self._layers.of(lookups):
                 # Waiting for a device is worth it for the current mini-batch and the next one.
-                how = {"may_unpin": False, "may_wait": self.ahead.num_for(layer) <= 1}
+                how = {"may_unpin": False, "may_wait": self.ahead.num_before(layer) <= 1}
                 claimed = ids.in_place_of(bags)
                 tickets.append(self.residency.claim(layer, claimed, in_background=True, **how))
             self.ahead.add(tickets, ids)
