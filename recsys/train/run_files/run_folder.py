@@ -259,8 +259,9 @@ class RunFolder:
                     f"was killed, continue it by `recsys train --run {self.path} --resume`"
                 )
             way_out = "train with save_model = true and to the end"
+            has_checkpoints = self.checkpoints_folder.is_dir() or self.shards_folder.is_dir()
             may_continue = "finished", "interrupted"
-            if self.checkpoints_folder.is_dir() and self.read_record()["status"] in may_continue:
+            if has_checkpoints and self.read_record()["status"] in may_continue:
                 way_out = (
                     f"continue it by `recsys train --run {self.path} --resume --set "
                     "save_model=true`"
