@@ -89,7 +89,13 @@ class Call(NamedTuple):
 
 
 def copy_input(
-    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, num_bags: int, *, is_mean: bool
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    left_out: int | None,
+    num_bags: int,
+    *,
+    is_mean: bool,
 ) -> Bags | None:
     """A copy of the input of a call; ids, offsets and B as for `pool_one_table`.
 
@@ -97,6 +103,7 @@ def copy_input(
         ids: As there.
         offsets: As there.
         weights: A factor for each id, of the same shape; None for 1.
+        left_out: A row that bags leave out.
         num_bags: B.
         is_mean: Whether a bag is averaged.
 
@@ -117,4 +124,5 @@ def copy_input(
             bounds = None
     elif len(values) != num_bags:
         bounds = np.arange(0, len(values) + 1, len(values) // num_bags, dtype=values.dtype)
-    return Bags(values, bounds, factors, num_bags, is_mean and bounds is not None)
+    bags = Bags(values, bounds, factors, num_bags, is_mean and bounds is not None)
+    return bags if left_out is None else bags.without_row(left_out)

@@ -143,12 +143,18 @@ class BagCalls:
         flat = ids if ids.is_contiguous() else ids.contiguous()
         with DisableTorchFunctionSubclass():  # internal read of a table
             needs_grad = is_grad_enabled() and plain_requires_grad(table)
-        if not needs_grad:
-            if memory is None or not is_simple:  # `fused_lookup` reads rows where they are
-                return None
-            result = _empty((num_bags, memory.dim), memory.dtype)
+        if not needs_grad and memory is not None and is_simple:
+            result = _empty((num_bags, memory.dim), dtype)
             kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
             return None if kind == REFUSED else result.view(*bags, memory.dim)
+        if not needs_grad:
+            if active_ddp_module() is not None:
+                return None
+            copied = copy_input(flat, offsets, weights, left_out, num_bags, is_mean=is_mean)
+            result = _empty((num_bags, group.dim), dtype)
+            if copied is None or _read(group, lookups, copied, result) >= 0:
+                return None
+            return result.view(*bags, group.dim)
         if (
             current_pass() != NO_PASS
             # Checkpointing counts saved tensors when it recomputes; this node saves none.
@@ -160,11 +166,9 @@ class BagCalls:
         if memory is not None and is_simple:
             found = self._pool_in_table(memory, flat, offsets, num_bags, is_mean)
         else:
-            copied = copy_input(flat, offsets, weights, num_bags, is_mean=is_mean)
+            copied = copy_input(flat, offsets, weights, left_out, num_bags, is_mean=is_mean)
             if copied is None:
                 return None
-            if left_out is not None:
-                copied = copied.without_row(left_out)
             found = self._pool_copied(group, lookups, copied)
         if found is None:
             return None
@@ -408,6 +412,15 @@ def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
     if offsets.is_inference():
         return False
     return offsets.dtype is ids.dtype and offsets.is_cpu and offsets.is_contiguous()
+
+
+def _read(group: TableGroup, lookups: Lookups, bags: Bags, result: Tensor) -> int:
+    """Pool rows without backward, where they are; the first position that is no row, or -1."""
+    with DisableTorchFunctionSubclass():  # internal read of tables
+        space = group.space()
+        if group.tiers is not None:
+            return group.tiers.look_up(space, lookups, bags, result)
+        return group.kernels.pooled_lookup(space, lookups, bags, result)
 
 
 def _dtype_here(group: TableGroup) -> torch.dtype | None:

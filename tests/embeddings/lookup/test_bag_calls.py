@@ -377,6 +377,12 @@ def test_bags_with_weights_and_padding_train_as_torchs(budget, padding_idx, mode
             optimizer.step()
 
     assert len(nodes_of(outputs)) == (1 if budget is None else NUM_BAGS)
+    with torch.no_grad():
+        found, expected = (
+            [bag(each, offsets, weights) for bag, each in zip(bags, ids, strict=True)]
+            for bags in (own, plain)
+        )
+    torch.testing.assert_close(found, expected)
     torch.testing.assert_close(own.state_dict(), plain.state_dict())
 
 
@@ -412,8 +418,18 @@ def test_weights_are_as_they_were_at_the_call(budget):
 def test_wrong_weights_are_refused(budget, weights, error):
     model, _ = accelerated(budget)
 
-    with pytest.raises(MalformedBags, match=error):
-        model.bags[0](torch.tensor([1, 1, 2]), torch.tensor([0]), weights)
+    for has_grad in (True, False):
+        with torch.set_grad_enabled(has_grad), pytest.raises(MalformedBags, match=error):
+            model.bags[0](torch.tensor([1, 1, 2]), torch.tensor([0]), weights)
+
+
+@in_both
+@pytest.mark.parametrize("weights", [None, torch.ones(3)], ids=["plain", "weighted"])
+def test_without_gradients_an_id_that_is_no_row_is_named(budget, weights):
+    model, _ = accelerated(budget)
+
+    with torch.no_grad(), pytest.raises(IdOutOfRange, match=f"sample 1: id {NUM_ROWS} is not in"):
+        model.bags[0](torch.tensor([1, NUM_ROWS, 2]), torch.tensor([0, 1]), weights)
 
 
 @in_both
