@@ -129,8 +129,10 @@ def models_table(file: str) -> str:
     titles += [
         "with a budget, over torch (95 %)" if has_budget else "table time, times torch's (95 %)"
     ]
+    is_evaluation = any("pass" in keys_of_case(case) for case in cases)
+    what = "A forward without gradients" if is_evaluation else "A step"
     caption = (
-        f"A step of a model of plain PyTorch before and after `recsys.accelerate`, median of "
+        f"{what} of a model of plain PyTorch before and after `recsys.accelerate`, median of "
         f"{record['rows'][0]['num_runs']} rounds; D=16, tables of at most a million rows; "
         f"{machine(record['environment'])}."
     )

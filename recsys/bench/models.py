@@ -10,7 +10,8 @@ few or many tables, one or several ids a sample?
     in_slots     the same with a budget, if a share of the bytes of rows and state is given
     no_tables    the same model with constant vectors instead of lookups; they get a gradient
 
-A step is `zero_grad`, forward, loss, backward and the optimizer's step. Table time is the time of a
+A step is `zero_grad`, forward, loss, backward and the optimizer's step. In evaluation it is a
+forward without gradients, after a few steps of training. Table time is the time of a
 step minus that of `no_tables`. Providers take turns in one process. Ratios are ratios of medians,
 with intervals for which rounds are drawn in pairs. The time of a plain step with dense gradients
 grows with the tables, so such models have fewer rounds and one warm-up round.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class _Case(NamedTuple):
         table_sizes: Rows of each table.
         is_jagged: Whether a sample has several ids per table.
         share: The budget's share of the bytes of rows and state; 0 for none.
+        is_evaluation: Whether a step is a forward without gradients.
     """
 
     kind: str
@@ -86,11 +88,12 @@ class _Case(NamedTuple):
     table_sizes: Sequence[int]
     is_jagged: bool = False
     share: float = 0.0
+    is_evaluation: bool = False
 
     @property
     def has_dense_gradients(self) -> bool:
         """Whether a plain step writes whole tables."""
-        return self.kind in ("collection", "dense-embeddings")
+        return self.kind in ("collection", "dense-embeddings") and not self.is_evaluation
 
     @property
     def budget(self) -> int:
@@ -100,6 +103,8 @@ class _Case(NamedTuple):
 
     def __str__(self) -> str:
         found = f"model={self.kind},B={self.batch_size},D={DIM},optimizer={self.optimizer}"
+        if self.is_evaluation:
+            found += ",pass=evaluation"
         if self.kind == "classic":
             return found
         ids = "steps" if self.kind == "tbsm" else "jagged" if self.is_jagged else "one-hot"
@@ -117,6 +122,7 @@ def bench_models(
     small_batch_sizes: Sequence[int] = (128, 2048),
     sequence_batch_sizes: Sequence[int] = (256, 2048),
     share: float = 0.0,
+    is_evaluation: bool = False,
 ) -> list[Row]:
     """Measure every case.
 
@@ -130,6 +136,7 @@ def bench_models(
         small_batch_sizes: B of `SHALLOW_KINDS`.
         sequence_batch_sizes: B of TBSM; upstream's is 256.
         share: The budget of `in_slots`, as a share of the bytes of rows and state; 0 leaves it out.
+        is_evaluation: Whether evaluation is measured in place of training.
 
     Raises:
         ConfigError: a batch size is below 1, or the share is not between 0 and 1.
@@ -150,13 +157,14 @@ def bench_models(
             batch_size,
             tuple(min(size, max_rows) for size in table_sizes),
             share=share,
+            is_evaluation=is_evaluation,
         )
         for kind, (sizes, table_sizes) in of_whole.items()
         if kind in kinds
         for batch_size, optimizer in product(sizes, optimizers)
     ]
     others = [
-        _Case(kind, optimizer, batch_size, (max_rows,) * count, is_jagged, share)
+        _Case(kind, optimizer, batch_size, (max_rows,) * count, is_jagged, share, is_evaluation)
         for kind, count, is_jagged, batch_size, optimizer in product(
             SHALLOW_KINDS, table_counts, (False, True), small_batch_sizes, optimizers
         )
@@ -240,7 +248,12 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
         if provider in ("recsys", "in_slots"):
             budget = case.budget if provider == "in_slots" else None
             accelerate(model, optimizer=optimizer, budget=budget)
-        steps[provider] = _step(model, optimizer, batches)
+        step = _step(model, optimizer, batches)
+        if case.is_evaluation:
+            for _ in range(_NUM_STEPS_BEFORE):
+                step()
+            step = _evaluation(model, batches)
+        steps[provider] = step
     if case.has_dense_gradients:
         num_before, num_timed, num_warm_up_rounds = 1, 1, 1
     else:
@@ -269,5 +282,17 @@ def _step(
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+    return step
+
+
+def _evaluation(model: nn.Module, batches: Sequence[TableBatch]) -> Callable[[], None]:
+    model.eval()
+    following = cycle(batches)
+
+    def step() -> None:
+        batch = next(following)
+        with torch.no_grad():
+            model(batch.dense, batch.inputs)
 
     return step

@@ -79,6 +79,9 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         default=0.0,
         help="measure them with a budget, too: this share of the bytes of rows and state",
     )
+    models.add_argument(
+        "--evaluation", action="store_true", help="measure forwards without gradients, not steps"
+    )
     _add_tiers_options(tiers)
 
     checkpoints = add(
@@ -221,6 +224,7 @@ def _bench_models(options: argparse.Namespace) -> int:
         max_rows=1000 if options.quick else 1_000_000,
         table_counts=(1, 4) if options.quick else (1, 4, 26),
         share=options.share,
+        is_evaluation=options.evaluation,
     )
     return _show_rows(rows, options)
 

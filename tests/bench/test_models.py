@@ -78,6 +78,40 @@ def test_with_a_share_of_memory_models_have_a_budget_too():
     assert {(case, "in_slots", "time"), (case, "in_slots", "speed_over_torch")} <= found
 
 
+def test_evaluation_is_measured_in_place_of_training():
+    rows = bench_models(
+        [8],
+        ["sgd"],
+        num_rounds=6,
+        kinds=["bags", "classic"],
+        max_rows=500,
+        table_counts=(2,),
+        small_batch_sizes=(4,),
+        share=0.5,
+        is_evaluation=True,
+    )
+
+    found = {(row.case, row.provider) for row in rows if row.metric == "speed_over_torch"}
+    for case in (
+        "model=classic,B=8,D=16,optimizer=sgd,pass=evaluation",
+        "model=bags,B=4,D=16,optimizer=sgd,pass=evaluation,T=2,ids=jagged",
+    ):
+        assert {(case, "recsys"), (case, "in_slots")} <= found
+
+
+def test_a_step_of_evaluation_changes_nothing_and_sees_every_mini_batch():
+    model = MagicMock(side_effect=lambda *_: seen.append(torch.is_grad_enabled()))
+    seen, batches = [], [MagicMock(dense=number) for number in range(3)]
+
+    step = models._evaluation(model, batches)
+    for _ in range(4):
+        step()
+
+    assert [call.args[0] for call in model.call_args_list] == [0, 1, 2, 0]
+    assert seen == [False] * 4
+    model.eval.assert_called_once_with()
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_that_is_no_budget_is_refused(share):
     with pytest.raises(ConfigError, match="share must be at least 0 and below 1"):
