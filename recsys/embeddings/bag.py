@@ -421,7 +421,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
                 return None
             num_bags = input.shape[0]
         elif type(offsets) is Tensor and input.dim() == 1 and offsets.dim() == 1:
-            num_bags = offsets.shape[0] - self.include_last_offset
+            num_bags = offsets.shape[0] - int(self.include_last_offset)
         else:
             return None
         return self._call(

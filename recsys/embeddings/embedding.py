@@ -42,7 +42,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
     Args:
         num_embeddings: E, rows.
         embedding_dim: D, columns.
-        padding_idx: A row that is never updated; initialized with zeros.
+        padding_idx: A row that is never updated; initialized with zeros. With a budget it is looked
+            up, counted and given a slot like any other.
         max_norm: A looked-up row with a larger norm is scaled down to this norm, in place.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether to divide a row's gradient by its number of lookups in the

@@ -210,6 +210,35 @@ def saved_tensors_hooks(is_on):
     return hooks if is_on else contextlib.nullcontext()
 
 
+@pytest.mark.parametrize("has_hooks", [False, True])
+@pytest.mark.parametrize("kinds", [{"cuda"}, {"cuda", "cpu"}])
+@pytest.mark.parametrize("budget", [None, "4KiB"])
+def test_a_padding_row_gets_no_gradient_and_is_not_written_back(
+    monkeypatch, budget, kinds, has_hooks
+):
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", kinds)
+    own = HotColdEmbedding(
+        400, 4, padding_idx=3, optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
+    )
+
+    def look_up():
+        with saved_tensors_hooks(has_hooks):
+            own(torch.tensor([[3, 1], [2, 3]])).sum().backward()
+
+    look_up()
+    gradient = own.weight.grad.to_dense()
+    assert gradient.sum(1).nonzero().flatten().tolist() == [1, 2]
+    own.weight.grad = None
+    before = own.weight.detach().clone()
+    look_up()
+    own.row_optimizer.step()
+
+    for tiers in own.tiers():
+        assert sorted(tiers.hot.dirty()[0].tolist()) == [1, 2]
+    changed = (own.weight.detach() != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("kinds", [{"cuda"}, {"cuda", "cpu"}])
 def test_looking_padding_up_waits_for_no_row_of_a_later_mini_batch(monkeypatch, kinds):
     monkeypatch.setattr(kernel_choice, "_BY_TORCH", kinds)

@@ -60,9 +60,11 @@ class Call(NamedTuple):
         gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
         version, lookups, ticket = version_of(gradient), self.lookups, self.ticket
         rows = self.input.bags() if isinstance(self.input, KeptInput) else self.input
-        bags, row = rows if ticket is None else ticket.bags, self.padding_idx
-        if row is not None:
-            bags = rows.without_row(row, None if ticket is None else ticket.slot_of_value)
+        bags = rows if ticket is None else ticket.bags
+        if self.padding_idx is not None:
+            slots = None if ticket is None else ticket.slot_of_value
+            bags = rows.without_row(self.padding_idx, slots)
+            rows = rows.without_row(self.padding_idx)
         if ticket is None:
             return LedgerEntry(lookups, bags, gradient, version, self.rows, number=self.number)
         return LedgerEntry(
@@ -71,10 +73,10 @@ class Call(NamedTuple):
             gradient,
             version,
             self.rows,
-            rows if row is None else rows.without_row(row),
+            rows,
             ticket,
             lookups,
-            is_cut=row is not None,
+            is_cut=self.padding_idx is not None,
             number=self.number,
         )
 
@@ -97,11 +99,11 @@ def copy_input(
     *,
     is_mean: bool,
 ) -> Bags | None:
-    """A copy of the input of a call; ids, offsets and B as for `pool_one_table`.
+    """A copy of the input of a call.
 
     Args:
-        ids: As there.
-        offsets: As there.
+        ids: As for `pool_one_table`.
+        offsets: As for `pool_one_table`.
         weights: A factor for each id, of the same shape; None for 1.
         left_out: A row that bags leave out.
         num_bags: B.

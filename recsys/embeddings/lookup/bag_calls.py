@@ -25,6 +25,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 
 from recsys._support.memory import empty_rows
@@ -128,9 +129,11 @@ class BagCalls:
             The pooled rows, (*bags, D). None if the call needs `fused_lookup`, which also raises
             the errors of invalid input.
         """
-        num_bags = prod(bags)
         group = self._group()
-        if group is None or num_bags < 1 or not _is_plain(ids, offsets):
+        if group is None or not _is_plain(ids, offsets):
+            return None
+        num_bags = prod(bags)
+        if num_bags < 1:
             return None
         memory = None if group.tiers is not None else self._memory_of(group, number, table)
         dtype = _dtype_here(group) if memory is None else memory.dtype
@@ -432,10 +435,13 @@ def _dtype_here(group: TableGroup) -> torch.dtype | None:
 
 
 def _are_plain_weights(weights: Tensor, ids: Tensor, dtype: torch.dtype) -> bool:
-    """Whether weights fit ids and rows, and need no gradient."""
+    """Whether weights fit ids and rows, and need no gradient, in forward mode neither."""
     if type(weights) is not Tensor or weights.requires_grad or weights.is_inference():
         return False
-    return weights.is_cpu and weights.dtype is dtype and weights.shape == ids.shape
+    if unpack_dual(weights).tangent is not None:  # type: ignore[no-untyped-call]
+        return False
+    is_alike = weights.dtype is dtype and weights.shape == ids.shape
+    return is_alike and weights.is_cpu and weights.layout is torch.strided
 
 
 _ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}

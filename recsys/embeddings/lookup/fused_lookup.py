@@ -406,8 +406,8 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
             # The caller cannot write to slot numbers, so they need no copy.
             bags = rows if ticket is None else rows.at_slots(ticket.slot_of_value)
             if row is not None:
-                bags = rows.without_row(row, None if ticket is None else ticket.slot_of_value)
-                rows = rows.without_row(row)
+                slots = None if ticket is None else ticket.slot_of_value
+                bags, rows = rows.without_row(row, slots), rows.without_row(row)
             version = version_of(gradient)
             group.keep(
                 LedgerEntry(

@@ -51,6 +51,8 @@ _NUM_OF_LOOKUPS = 4  # the first counts; the others are of rows moved
 class HitRates(NamedTuple):
     """What was in fast memory when mini-batches claimed slots, since the tiers were made.
 
+    The padding row of an `nn.Embedding` is a row like any other; bags leave theirs out.
+
     Attributes:
         lookups: Share of the lookups whose row was there.
         distinct_rows: The same with every row counted once for each mini-batch.
