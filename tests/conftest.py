@@ -77,6 +77,16 @@ if _IS_ONE_OF_SEVERAL:
     compile_once()
     _run_alone_but_compile_for_threads()
 
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    """A test may choose another number of torch's threads; those after it have this one."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
 # Always the same cases, so that more of them would find nothing new; `make stress` draws others.

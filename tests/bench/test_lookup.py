@@ -40,7 +40,6 @@ class InThisProcess:
 def in_this_process(monkeypatch):
     """Workers in this process, with one thread, two steps per turn and a short stream."""
     pytest.importorskip("fbgemm_gpu")
-    before = torch.get_num_threads()
     monkeypatch.setattr(lookup, "set_num_threads", lambda _: torch.set_num_threads(1))
     monkeypatch.setattr(lookup, "steps_of_turn", lambda _: 2)
     monkeypatch.setattr(InThisProcess, "made", ())
@@ -50,8 +49,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(lookup, "_STREAM_FLOATS", 1 << 10)
     # A worker may freeze its garbage; the process of the tests must not.
     monkeypatch.setattr(lookup, "freeze_garbage", lambda: None)
-    yield InThisProcess
-    torch.set_num_threads(before)
+    return InThisProcess
 
 
 def cells(rows):

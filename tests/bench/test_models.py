@@ -17,13 +17,10 @@ from recsys.errors import ConfigError
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     pytest.importorskip("torchrec", exc_type=ImportError)
-    before = torch.get_num_threads()
     monkeypatch.setattr(models, "steps_of_turn", lambda _: 1)
     # What a process of its own does to its garbage is not to be done to this one, which has much.
     monkeypatch.setattr(harness, "gc", MagicMock(**{"get_freeze_count.return_value": 1}))
     monkeypatch.setattr(models, "in_own_process", lambda function, *args: function(*args))
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_case_has_its_times_and_ratios():

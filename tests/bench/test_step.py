@@ -8,13 +8,6 @@ from recsys.config import ModelConfig, TrainConfig
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
 
 
-@pytest.fixture(autouse=True)
-def threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def short_turns(monkeypatch):
     """An untimed step before a timed one, where a small mini-batch has sixteen; in this process."""

@@ -14,10 +14,7 @@ def one_thread(monkeypatch):
     """The program leaves the threads and the allocator of this process as they are."""
     monkeypatch.setattr(run, "set_num_threads", lambda _: None)
     monkeypatch.setattr(run, "tune_allocator", lambda: True)
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -50,11 +50,9 @@ def lookups(draw):
 @pytest.fixture(params=[1, *(pytest.param(more, marks=pytest.mark.threads) for more in (2, 3))])
 def threads(request, monkeypatch):
     """That many of them take part, however few lookups there are, and in several blocks."""
-    before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(counting, "_MIN_SHARED_LOOKUPS", 0)
-    yield request.param
-    torch.set_num_threads(before)
+    return request.param
 
 
 @pytest.mark.in_ci("1-", "2-uint32")

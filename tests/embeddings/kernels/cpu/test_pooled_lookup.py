@@ -19,13 +19,6 @@ from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
 SIZES = [3, 7, 40]
 
 
-@pytest.fixture(autouse=True)
-def threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def make_case(seed, dim, batch_size, longest, dtype):
     """Four lookups of three features in three tables; the third feature is looked up twice."""
     generator = torch.Generator().manual_seed(seed)

@@ -36,13 +36,6 @@ each_optimizer = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def make_tables(dim, generator, dtype=torch.float64):
     return [torch.randn(size, dim, generator=generator, dtype=dtype) for size in SIZES]
 

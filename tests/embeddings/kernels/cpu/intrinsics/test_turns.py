@@ -17,13 +17,6 @@ def take_all(turns, num_tasks, num_parts, taken):
             taken[part, task] += 1
 
 
-@pytest.fixture(autouse=True)
-def threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.threads
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_every_task_is_taken_by_one_thread_once(num_threads):
