@@ -1,46 +1,28 @@
 """Two processes that write to one place at a time: one does its work, and the place is whole."""
 
 import json
-import subprocess
 import sys
 
 from safetensors.torch import load_file
 
+from recsys.cli import main
 from recsys.datasets.store import Store
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
-
-# Imports take seconds, so both processes wait after them, and begin together.
-START = """
-import sys
-import recsys.datasets.criteo.kaggle, recsys.train.exports.export, recsys.train.trainer
-from recsys.cli import main
-
-print(flush=True)
-sys.stdin.readline()
-sys.exit(main(sys.argv[1:]))
-"""
+from tests.forks import Fork, server_of_forks
 
 
 def run_both(*commands):
     """The exit statuses of two commands that begin together, and what they say on stderr."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", START, *map(str, command)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command in commands
-    ]
-    for process in processes:
-        process.stdout.readline()
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    errors = [process.communicate()[1] for process in processes]
-    return [process.returncode for process in processes], errors
+    together = server_of_forks().Barrier(len(commands))
+    forks = [Fork(main_after, together, [*map(str, command)]) for command in commands]
+    errors = [fork.end()[1] for fork in forks]
+    return [fork.process.exitcode for fork in forks], errors
+
+
+def main_after(barrier, words):
+    barrier.wait()
+    sys.exit(main(words))
 
 
 def test_of_two_that_prepare_one_store_one_is_refused(raw_line, tmp_path):
