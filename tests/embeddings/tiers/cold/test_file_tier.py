@@ -4,8 +4,6 @@ import copy
 import gc
 import json
 import os
-import subprocess
-import sys
 import time
 import weakref
 from functools import partial
@@ -33,6 +31,7 @@ from recsys.errors import (
     TiersFailed,
 )
 from recsys.train.loop.tier_report import describe_tiers
+from tests.forks import Fork
 
 TABLES = [
     TableConfig(name="users/all", num_embeddings=300, embedding_dim=4, feature_names=("users",)),
@@ -552,18 +551,25 @@ def test_a_folder_left_in_the_middle_of_training_is_refused(tmp_path):
         in_files(SGD(lr=0.5), tmp_path)
 
 
-def test_the_end_of_a_process_leaves_the_folder_whole(tmp_path):
-    program = f"""
-import torch
-from recsys.embeddings import HotColdEmbeddingBag, SGD
+def train_a_hundred_rows(folder):
+    bag = HotColdEmbeddingBag(
+        NUM_ROWS,
+        DIM,
+        _weight=torch.zeros(NUM_ROWS, DIM),
+        mode="sum",
+        optimizer=SGD(lr=1.0),
+        budget=8000,
+        cold_tier="file",
+        cold_path=folder,
+    )
+    bag(torch.arange(100)[None]).sum().backward()
+    train_a_hundred_rows.bag = bag  # until the process ends
 
-bag = HotColdEmbeddingBag(
-    {NUM_ROWS}, {DIM}, _weight=torch.zeros({NUM_ROWS}, {DIM}), mode="sum", optimizer=SGD(lr=1.0),
-    budget=8000, cold_tier="file", cold_path={str(tmp_path / "rows")!r},
-)
-bag(torch.arange(100)[None]).sum().backward()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+def test_the_end_of_a_process_leaves_the_folder_whole(tmp_path):
+    fork = Fork(train_a_hundred_rows, tmp_path / "rows")
+    _, said = fork.end()
+    assert (fork.process.exitcode, said) == (0, "")
 
     rows = bag_in_files(tmp_path, optimizer=SGD(lr=1.0)).weight.detach()
 

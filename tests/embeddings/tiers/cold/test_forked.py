@@ -1,7 +1,6 @@
 """A forked process leaves the files of its parent alone, and can train on rows in memory."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,8 +12,10 @@ import torch
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.errors import ColdTierError, TiersFailed
+from tests.forks import Fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -96,33 +97,27 @@ def test_rows_in_memory_are_a_copy_that_may_be_trained():
 
 
 def test_a_fork_that_ends_deletes_and_writes_nothing(tmp_path):
-    program = f"""
-import os, sys, torch
-from pathlib import Path
-from tests.embeddings.tiers.cold.test_forked import make, train
-from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    fork = Fork(end_a_fork, tmp_path)
+    _, said = fork.end()
 
-folder = Path({str(tmp_path)!r})
-bag = make(folder / "rows")
-files = ColdFiles(folder / "new", {{"t": ((10, 4), torch.float32)}})
-train(bag, range(20))
+    assert (fork.process.exitcode, said) == (0, "")
 
-def found():
-    return {{path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}}
 
-before = found()
-assert b'"is_dirty": true' in before[folder / "rows" / "arrays.json"]
-if not os.fork():
-    del files
-    sys.exit()  # and not os._exit: what is to be done at the end is done
-assert os.wait()[1] == 0
-assert found() == before
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+def end_a_fork(folder):
+    bag = make(folder / "rows")
+    files = ColdFiles(folder / "new", {"t": ((10, 4), torch.float32)})
+    train(bag, range(20))
 
-    assert (found.returncode, found.stderr) == (0, "")
+    def found():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = found()
+    assert b'"is_dirty": true' in before[folder / "rows" / "arrays.json"]
+    if not os.fork():
+        del files
+        sys.exit()  # and not os._exit: what is to be done at the end is done
+    assert os.wait()[1] == 0
+    assert found() == before
 
 
 def test_a_fork_does_not_keep_the_folder_locked(tmp_path):
