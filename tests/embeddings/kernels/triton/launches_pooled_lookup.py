@@ -24,7 +24,7 @@ def launches(is_all):
             how = ", 16 bytes" if dim * dtype.itemsize % 16 == 0 and name != "dots" else ""
             yield f"{name} {dtype}, D={dim}{how}", launch
     for number, batch_size in enumerate((8, 1, 37)):
-        for name, launch in launches_of(torch.float32, 32, batch_size, shift=number % 2):
+        for name, launch in launches_of(torch.float32, 128, batch_size, shift=number % 2):
             yield f"{name}, each mini-batch", launch
 
 

@@ -75,5 +75,5 @@ def launches(is_all):
     for is_one_hot in (True, False):
         for number, batch_size in enumerate((8, 1, 37)):
             how = {"is_one_hot": is_one_hot, "batch_size": batch_size, "shift": number % 2}
-            launch = update(torch.float32, 32, Adam(lr=0.1), **how)
+            launch = update(torch.float32, 64, Adam(lr=0.1), **how)
             yield f"row_update, {is_one_hot=}, each mini-batch", launch
