@@ -1,6 +1,7 @@
 import json
 import re
 import runpy
+from functools import cache
 from itertools import chain, product
 from statistics import mean, stdev
 
@@ -21,10 +22,15 @@ from recsys.embeddings.tiers.counts import TierCounts
 from recsys.train.trainer import train
 
 
-def test_tables_are_what_their_json_makes_them(pytestconfig):
-    folder = pytestconfig.rootpath / "docs" / "benchmarks"
-    tables = runpy.run_path(str(folder / "tables.py"))
+@pytest.fixture(scope="module")
+def tables(pytestconfig):
+    """The names of tables.py; each of its tables is made once."""
+    found = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    found["TABLES"].update({name: cache(make) for name, make in found["TABLES"].items()})
+    return found
 
+
+def test_tables_are_what_their_json_makes_them(pytestconfig, tables):
     for name in tables["DOCUMENTS"]:
         text = (pytestconfig.rootpath / name).read_text()
         assert tables["with_tables"](text) == text
@@ -38,8 +44,7 @@ def has_record(table):
     return True
 
 
-def test_every_table_stands_between_whole_marks_and_once_in_the_docs(pytestconfig):
-    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+def test_every_table_stands_between_whole_marks_and_once_in_the_docs(pytestconfig, tables):
     placed = {}
 
     for name in tables["DOCUMENTS"]:
