@@ -22,7 +22,46 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.ticket import Ticket
 
-__all__ = ["Call", "KeptInput", "copy_input"]
+__all__ = ["BagArguments", "Call", "KeptInput"]
+
+
+class BagArguments(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        ids: As for `pool_one_table`.
+        offsets: As for `pool_one_table`.
+        weights: A factor for each id, of the shape of the ids; None for 1.
+        left_out: A row that bags leave out; None for none.
+        num_bags: B.
+        is_mean: Whether a bag is averaged.
+    """
+
+    ids: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    left_out: int | None
+    num_bags: int
+    is_mean: bool
+
+    def copied(self) -> Bags | None:
+        """A copy; None if offsets do not ascend from 0 to N, or a weight is nan."""
+        values, num_bags = self.ids.numpy().flatten(), self.num_bags
+        factors = None if self.weights is None else self.weights.detach().numpy().flatten()
+        if factors is not None and np.isnan(factors).any():
+            return None
+        bounds: NDArray[Any] | None = None
+        if self.offsets is not None:
+            bounds = np.full(num_bags + 1, len(values), values.dtype)
+            bounds[: len(self.offsets)] = self.offsets.numpy()
+            if not are_bounds(bounds, len(values)):
+                return None
+            if len(values) == num_bags and counts_up(bounds):
+                bounds = None
+        elif len(values) != num_bags:
+            bounds = np.arange(0, len(values) + 1, len(values) // num_bags, dtype=values.dtype)
+        bags = Bags(values, bounds, factors, num_bags, self.is_mean and bounds is not None)
+        return bags if self.left_out is None else bags.without_row(self.left_out)
 
 
 class KeptInput(NamedTuple):
@@ -88,43 +127,3 @@ class Call(NamedTuple):
                 "inplace operation: the ids, offsets or weights of a lookup in a table; give it a "
                 "clone of them"
             )
-
-
-def copy_input(
-    ids: Tensor,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    left_out: int | None,
-    num_bags: int,
-    *,
-    is_mean: bool,
-) -> Bags | None:
-    """A copy of the input of a call.
-
-    Args:
-        ids: As for `pool_one_table`.
-        offsets: As for `pool_one_table`.
-        weights: A factor for each id, of the same shape; None for 1.
-        left_out: A row that bags leave out.
-        num_bags: B.
-        is_mean: Whether a bag is averaged.
-
-    Returns:
-        None if offsets do not ascend from 0 to N, or a weight is nan.
-    """
-    values = ids.numpy().flatten()
-    factors = None if weights is None else weights.detach().numpy().flatten()
-    if factors is not None and np.isnan(factors).any():
-        return None
-    bounds: NDArray[Any] | None = None
-    if offsets is not None:
-        bounds = np.full(num_bags + 1, len(values), values.dtype)
-        bounds[: len(offsets)] = offsets.numpy()
-        if not are_bounds(bounds, len(values)):
-            return None
-        if len(values) == num_bags and counts_up(bounds):
-            bounds = None
-    elif len(values) != num_bags:
-        bounds = np.arange(0, len(values) + 1, len(values) // num_bags, dtype=values.dtype)
-    bags = Bags(values, bounds, factors, num_bags, is_mean and bounds is not None)
-    return bags if left_out is None else bags.without_row(left_out)

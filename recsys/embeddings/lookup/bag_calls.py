@@ -44,7 +44,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
-from recsys.embeddings.lookup.bag_call import Call, KeptInput, copy_input
+from recsys.embeddings.lookup.bag_call import BagArguments, Call, KeptInput
 from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
 from recsys.embeddings.rows.ledger import next_lookup
@@ -141,23 +141,16 @@ class BagCalls:
             return None
         if weights is not None and not _are_plain_weights(weights, ids, dtype):
             return None
-        is_simple = weights is None and left_out is None
+        if weights is not None or left_out is not None:
+            memory = None  # its kernel knows neither
         # Often a column of a matrix, x[:, i], which is not contiguous.
         flat = ids if ids.is_contiguous() else ids.contiguous()
+        given = BagArguments(flat, offsets, weights, left_out, num_bags, is_mean)
         with DisableTorchFunctionSubclass():  # internal read of a table
             needs_grad = is_grad_enabled() and plain_requires_grad(table)
-        if not needs_grad and memory is not None and is_simple:
-            result = _empty((num_bags, memory.dim), dtype)
-            kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
-            return None if kind == REFUSED else result.view(*bags, memory.dim)
         if not needs_grad:
-            if active_ddp_module() is not None:
-                return None
-            copied = copy_input(flat, offsets, weights, left_out, num_bags, is_mean=is_mean)
-            result = _empty((num_bags, group.dim), dtype)
-            if copied is None or _read(group, lookups, copied, result) >= 0:
-                return None
-            return result.view(*bags, group.dim)
+            pooled = _read(group, lookups, memory, given, dtype)
+            return None if pooled is None else pooled.view(*bags, group.dim)
         if (
             current_pass() != NO_PASS
             # Checkpointing counts saved tensors when it recomputes; this node saves none.
@@ -166,24 +159,21 @@ class BagCalls:
         ):
             return None
         found: _Pooled | None
-        if memory is not None and is_simple:
-            found = self._pool_in_table(memory, flat, offsets, num_bags, is_mean)
+        if memory is not None:
+            found = self._pool_in_table(memory, given)
         else:
-            copied = copy_input(flat, offsets, weights, left_out, num_bags, is_mean=is_mean)
-            if copied is None:
-                return None
-            found = self._pool_copied(group, lookups, copied)
+            found = self._pool_copied(group, lookups, given)
         if found is None:
             return None
         (node, output, result), kept, ticket, rows = found
-        given = [each for each in (ids, offsets, weights) if each is not None]
+        watched = [each for each in (ids, offsets, weights) if each is not None]
         node.calls[output] = Call(
             lookups,
             kept,
             padding_idx,
             ticket,
-            given,
-            list(map(version_of, given)),
+            watched,
+            list(map(version_of, watched)),
             table,
             rows,
             group.tables,
@@ -193,15 +183,9 @@ class BagCalls:
         # gradient.
         return result.view(*bags, group.dim)
 
-    def _pool_in_table(
-        self,
-        memory: TableMemory,
-        ids: Tensor,
-        offsets: Tensor | None,
-        num_bags: int,
-        is_mean: bool,
-    ) -> _Pooled | None:
-        """Pool resident rows into the next output; returns a copy of the input, too."""
+    def _pool_in_table(self, memory: TableMemory, given: BagArguments) -> _Pooled | None:
+        """Pool resident rows into the next output."""
+        ids, offsets, _, _, num_bags, is_mean = given
         output = self._next_output((num_bags, memory.dim), memory.dtype)
         kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
         kind = pool_one_table(memory, ids, offsets, num_bags, output.result, kept, is_mean=is_mean)
@@ -211,8 +195,13 @@ class BagCalls:
         assert self._memories_of is not None
         return _Pooled(output, copied, None, self._memories_of.tables)
 
-    def _pool_copied(self, group: TableGroup, lookups: Lookups, bags: Bags) -> _Pooled | None:
+    def _pool_copied(
+        self, group: TableGroup, lookups: Lookups, given: BagArguments
+    ) -> _Pooled | None:
         """Pool rows into the next output; those in two tiers from their slots, into a new one."""
+        bags = given.copied()
+        if bags is None:
+            return None
         try:
             with DisableTorchFunctionSubclass():  # internal read of tables
                 [found] = group.resolve(lookups, bags)
@@ -417,13 +406,29 @@ def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
     return offsets.dtype is ids.dtype and offsets.is_cpu and offsets.is_contiguous()
 
 
-def _read(group: TableGroup, lookups: Lookups, bags: Bags, result: Tensor) -> int:
-    """Pool rows without backward, where they are; the first position that is no row, or -1."""
+def _read(
+    group: TableGroup,
+    lookups: Lookups,
+    memory: TableMemory | None,
+    given: BagArguments,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Pool rows where they are, without backward; None if the call needs `fused_lookup`."""
+    ids, offsets, _, _, num_bags, is_mean = given
+    result = _empty((num_bags, group.dim), dtype)
+    if memory is not None:
+        kind = pool_one_table(memory, ids, offsets, num_bags, result, None, is_mean=is_mean)
+        return None if kind == REFUSED else result
+    bags = given.copied()
+    if bags is None or active_ddp_module() is not None:
+        return None
     with DisableTorchFunctionSubclass():  # internal read of tables
         space = group.space()
         if group.tiers is not None:
-            return group.tiers.look_up(space, lookups, bags, result)
-        return group.kernels.pooled_lookup(space, lookups, bags, result)
+            bad = group.tiers.look_up(space, lookups, bags, result)
+        else:
+            bad = group.kernels.pooled_lookup(space, lookups, bags, result)
+    return None if bad >= 0 else result
 
 
 def _dtype_here(group: TableGroup) -> torch.dtype | None:
