@@ -129,7 +129,7 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         space.dim,
         line,
         lookups.placed_in(space),
-        bags.values,
+        np.ascontiguousarray(bags.values),
         _offsets_of(bags),
         bags.weights is not None,
         space.nothing if bags.weights is None else bags.weights,

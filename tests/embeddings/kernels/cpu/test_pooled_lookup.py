@@ -254,3 +254,19 @@ def test_rows_of_16_bits_are_pooled_as_the_same_rows_in_float32(
     (pooled, dots), (expected_pooled, expected_dots) = results
     assert torch.equal(pooled, expected_pooled)
     assert torch.equal(dots, expected_dots)
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("step", [0, 2, -1])
+def test_ids_of_bags_may_lie_apart(step, has_weights):
+    table = torch.randn(9, 16)
+    ids = np.array([3, 8, 1, 5, 0, 7])
+    apart = np.lib.stride_tricks.as_strided(ids, (3,), (0,)) if step == 0 else ids[::step][:3]
+    weights = np.array([0.5, -1.0, 2.0], np.float32) if has_weights else None
+    results = [torch.empty(2, 16) for _ in range(2)]
+
+    for values, result in zip((apart, apart.copy()), results, strict=True):
+        bags = Bags(values, np.array([0, 2, 3]), weights, 2, is_mean=False)
+        assert pooled_lookup(RowSpace([table]), Lookups.one(0, 16), bags, result) == -1
+
+    assert torch.equal(*results)

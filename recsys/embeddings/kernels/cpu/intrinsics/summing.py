@@ -58,7 +58,12 @@ def _adding(num_columns: int) -> Any:
             first: The first id.
             end: The end of the ids.
         """
-        has_factors = isinstance(factors, types.Array)
+        has_factors = not isinstance(factors, types.NoneType)
+        arrays = [sums, flat, ids, *([factors] if has_factors else [])]
+        if not all(isinstance(each, types.Array) and each.layout == "C" for each in arrays):
+            return None
+        if any(each.dtype != sums.dtype for each in arrays if each is not ids):
+            return None
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             def pointer_to(array: int, index: Any) -> Any:
