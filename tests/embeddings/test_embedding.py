@@ -17,7 +17,7 @@ import recsys
 from recsys.embeddings import SGD, Adagrad, Adam, HotColdEmbedding
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.tiers.residency import Residency
-from recsys.errors import IdOutOfRange, MalformedBags
+from recsys.errors import BudgetTooSmall, IdOutOfRange, MalformedBags
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 
 NUM_ROWS, NUM_USED = 30, 7
@@ -203,6 +203,17 @@ def test_a_row_that_is_padding_in_one_of_two_embeddings_is_trained_by_the_other(
         assert torch.equal(own.history(ids), own.item(ids))
 
     torch.testing.assert_close(own.item.weight.detach(), plain.item.weight.detach())
+
+
+def test_scores_of_all_items_with_a_budget_are_refused_with_ways_out():
+    model = nn.Sequential(nn.Embedding(300, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer, budget=300 * 4 + 100 * 20)
+
+    (model(torch.tensor([1, 2])) @ model[0].weight.T).sum().backward()
+
+    with pytest.raises(BudgetTooSmall, match=r"at least 300 rows.*weight\.T\).*weight\.detach"):
+        optimizer.step()
 
 
 def saved_tensors_hooks(is_on):

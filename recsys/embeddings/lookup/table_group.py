@@ -416,8 +416,10 @@ class TableGroup:
             return entries
         raise BudgetTooSmall(
             f"budget: weight.grad of tables of embedding_dim {self.dim}, with the gradients of "
-            f"lookups, needs at least {num_needed} rows in fast memory at once; give a larger "
-            "budget, or set a sparse weight.grad with fewer rows"
+            f"lookups, needs at least {num_needed} rows in fast memory at once. A weight that is "
+            "read as a matrix (scores = hidden @ weight.T) has a gradient for every row: leave the "
+            "budget out, look up the rows of sampled items instead, or read weight.detach(). A "
+            "weight.grad of your own needs a larger budget, or to be sparse with fewer rows"
         )
 
     def _entry(self, number: int, gradient: Tensor) -> LedgerEntry:
