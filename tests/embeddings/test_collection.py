@@ -570,3 +570,20 @@ def test_features_of_nothing_lack_every_feature():
 
     with pytest.raises(KeyError, match=r"\['user', 'friend', 'item'\] are missing"):
         module(torchrec.KeyedJaggedTensor.empty())
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_ids_of_bags_may_be_a_column_of_a_matrix(is_trained):
+    table = TableConfig(name="t", num_embeddings=50, embedding_dim=16, feature_names=("f",))
+    collection = HotColdEmbeddingBagCollection([table], optimizer=SGD(lr=1.0))
+    column, offsets = torch.randint(0, 50, (60, 3))[:, 1], torch.arange(0, 61, 3)
+    rows = collection.embedding_bags["t"].weight.detach().clone()
+
+    with torch.set_grad_enabled(is_trained):
+        found = collection(JaggedIds(["f"], column, offsets)).values()
+
+    torch.testing.assert_close(found, rows[column].view(20, 3, 16).sum(1))
+    if is_trained:
+        found.sum().backward()
+        expected = rows - torch.bincount(column, minlength=50).unsqueeze(1)
+        torch.testing.assert_close(collection.embedding_bags["t"].weight.detach(), expected)
