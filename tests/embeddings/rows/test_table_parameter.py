@@ -257,7 +257,7 @@ def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():
     goods.grad = torch.ones_like(goods)
 
     for _ in range(2):
-        with pytest.raises(BudgetTooSmall, match="larger budget, or set a sparse weight"):
+        with pytest.raises(BudgetTooSmall, match="larger budget, or to be sparse"):
             module.row_optimizer.step()
     goods.grad = None
     module.row_optimizer.step()
