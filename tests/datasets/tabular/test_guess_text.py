@@ -103,6 +103,81 @@ def test_numbers_named_like_times_are_pointed_out(tmp_path, name, is_told):
     assert ("named like times: to split by it" in guess.reasons[name]) is is_told
 
 
+def test_of_several_columns_of_times_the_finest_is_taken_and_the_others_are_named(tmp_path):
+    days = [f"2024-01-{1 + row % 5:02}" for row in range(30)]
+    times = [f"2025-01-15 10:{row:02}:00" for row in range(30)]
+    columns = clicks("signed_up", days) | {"seen": times, "born": days}
+
+    guess = guess_schema([write_csv(tmp_path, columns)])
+
+    assert guess.schema.timestamp == "seen"
+    others = "times; other columns of times: 'signed_up', 'born'"
+    assert guess.role_reasons["timestamp"] == others
+
+
+@pytest.mark.parametrize("kind", ["time64", "duration"])
+def test_times_of_a_day_and_durations_are_no_timestamp(tmp_path, kind):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values = pa.array(range(30), pa.int64()).cast(getattr(pa, kind)("us"))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(clicks("took", values)), path)
+
+    guess = guess_schema([path])
+
+    assert guess.schema.timestamp == ""
+    assert guess.reasons["took"].startswith("its type is neither")
+    assert sum(batch.num_rows for batch in TableFiles([path], guess.schema).batches()) == 30
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_told"),
+    [(["['a', 'b']", "['b']"], True), (['{"a": 1}', "{}"], True), (["[a],b", "b"], False)],
+)
+def test_lists_as_python_writes_them_are_pointed_out_and_not_split(tmp_path, texts, is_told):
+    path = tmp_path / "a.csv"
+    path.write_text("click;tags\n" + "".join(f"{row % 2};{texts[row % 2]}\n" for row in range(30)))
+
+    guess = guess_schema([path])
+
+    assert ("write their values as a|b|c, or as lists" in guess.reasons["tags"]) is is_told
+    assert list(guess.schema.categorical if is_told else guess.schema.multi) == ["tags"]
+
+
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        ("click, ad\n1, a\n0, b\n", " ad"),
+        ("click,ad\n1, a\n0, b\n", "ad"),
+        ("click,ad\n1,a\n0, b\n", ""),
+        ("click,ad,x\n1, a,u\n0, b,v\n", ""),
+    ],
+)
+def test_spaces_after_delimiters_are_warned_of(tmp_path, text, column):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+
+    warned = " ".join(guess_schema([path]).warnings)
+
+    told = f"in {path} a space follows delimiters, as in column {column!r}, and is read"
+    assert warned.startswith(told) if column else not warned
+
+
+def test_a_group_of_text_in_parts_that_repeat_is_not_split(tmp_path):
+    names = [f"{'AB'[row % 2]} {'CDE'[row % 3]}" for row in range(30)]
+
+    guess = guess_schema([write_csv(tmp_path, clicks("user_id", names))])
+
+    assert guess.schema.group == "user_id"
+    assert list(guess.schema.categorical) == ["ad", "user_id"]
+
+
+@pytest.mark.parametrize("name", ["User-ID", "user id", " USER_ID ", "userId"])
+def test_known_names_may_be_written_with_spaces_and_hyphens(tmp_path, name):
+    guess = guess_schema([write_csv(tmp_path, clicks(name, list(range(10)) * 3))])
+
+    assert guess.schema.group == name
+
+
 def prices(*odd):
     return [f"{row}.5" for row in range(30 - len(odd))] + list(odd)
 

@@ -17,6 +17,11 @@ __all__ = ["ColumnFacts", "measure_column"]
 _SEPARATORS = "|;, "
 _DECIMAL_COMMA = r"^[+-]?([0-9]+|[0-9]{1,3}([. ][0-9]{3})+)(,[0-9]+)?$"
 _WITH_CURRENCY = r"^[+-]?(\p{Sc}\s?[+-]?[0-9][0-9.,]*|[0-9][0-9.,]*\s?\p{Sc})$"
+_IN_BRACKETS = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
+_LISTS = (
+    "looks like lists as Python or JSON writes them: write their values as a|b|c, or as lists of "
+    "Parquet, to have a bag of values"
+)
 _NUMBER = r"^[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN])$"
 _LAST_SECONDS = 1_990_010_100  # in 2033; the digits are those of a date
 
@@ -45,8 +50,8 @@ class ColumnFacts:
         separator: The character that splits most of the text into repeated parts; else "".
         num_parts: Mean number of values of a list, or of parts of the text.
         element_kind: For lists and split text: "integer" or "text", or "other".
-        number_form: How numbers are written that text probably is: "a decimal comma" or "a currency
-            sign"; else "".
+        form_hint: What text looks like that has a form which no key of a schema reads, and how to
+            write it; else "".
     """
 
     name: str
@@ -67,7 +72,7 @@ class ColumnFacts:
     separator: str = ""
     num_parts: float = 0.0
     element_kind: str = ""
-    number_form: str = ""
+    form_hint: str = ""
 
 
 def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
@@ -112,6 +117,8 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         texts = [str(each) for each in counts.field("values").to_pylist()]
         facts["few_texts"] = tuple(sorted(texts))
         facts["few_values"] = tuple(sorted(text.lower() for text in texts))
+    if types.is_time(kind) or types.is_duration(kind):
+        return ColumnFacts(kind="other", **facts)
     if types.is_temporal(kind):
         return ColumnFacts(kind="time", time_format="", **facts)
     if types.is_boolean(kind):
@@ -119,7 +126,8 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     if types.is_string(kind):
         facts["time_format"], facts["time_doubt"] = text_form(array)
         if facts["time_format"] is None and not facts["time_doubt"]:
-            facts |= {"number_form": _number_form(array), **_split_facts(array)}
+            facts["form_hint"] = _form_hint(array)
+            facts |= {} if facts["form_hint"] == _LISTS else _split_facts(array)
         return ColumnFacts(kind="text", **facts)
     numbers = array.cast(arrow.float64(), safe=False)
     facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
@@ -190,16 +198,23 @@ def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     return None
 
 
-def _number_form(array: pa.Array) -> str:
-    """How at least 9 of 10 texts write numbers; a comma is in half of them if it is decimal."""
+def _form_hint(array: pa.Array) -> str:
+    """The form of at least 9 of 10 texts; a comma is in half of them if it is decimal."""
     import pyarrow.compute as pc
 
     def share(pattern: str) -> float:
         return float(pc.mean(pc.match_substring_regex(array, pattern)).as_py())
 
+    if share(_IN_BRACKETS) >= 0.9:
+        return _LISTS
     if share(_WITH_CURRENCY) >= 0.9:
-        return "a currency sign"
-    return "a decimal comma" if share(_DECIMAL_COMMA) >= 0.9 and share(",") >= 0.5 else ""
+        return _numbers_with("a currency sign")
+    is_decimal = share(_DECIMAL_COMMA) >= 0.9 and share(",") >= 0.5
+    return _numbers_with("a decimal comma") if is_decimal else ""
+
+
+def _numbers_with(what: str) -> str:
+    return f"looks like numbers with {what}: write them as 9.87 to have a dense feature"
 
 
 def _split_facts(array: pa.Array) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import tomli_w
 
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.guessing.column_facts import ColumnFacts, measure_column
-from recsys.datasets.tabular.guessing.header_hint import header_hint
+from recsys.datasets.tabular.guessing.header_hint import header_hint, space_hint
 from recsys.datasets.tabular.guessing.label_hints import (
     LABEL_NAMES,
     guess_positive,
     is_binary,
     likely_labels,
     no_label_note,
+    plain_name,
     shown_values,
 )
 from recsys.datasets.tabular.reading.columns import import_pyarrow
@@ -147,9 +148,7 @@ def guess_schema(
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
     draft = _Draft(table.num_rows)
-    hint = header_hint(file, table)
-    if hint:
-        draft.warnings.append(hint)
+    draft.warnings += filter(None, (header_hint(file, table), space_hint(file, table)))
     if delimiter:
         draft.tree["delimiter"] = delimiter
     if quote != '"':
@@ -254,14 +253,7 @@ class _Draft:
         weight = _first(facts, _WEIGHTS, lambda each: each.kind == "number" and each.least >= 0)
         if weight is not None:
             self._take("weight", weight, "by its name")
-        for each in facts.values():
-            if each.time_format is None or self.reasons[each.name] or "timestamp" in self.tree:
-                continue
-            is_sure = each.kind in ("time", "text")
-            if is_sure or _name_words(each.name) & _TIME_WORDS:
-                self._take("timestamp", each, _times_words(each.time_format))
-                if each.time_format:
-                    self.tree["timestamp_format"] = each.time_format
+        self._take_timestamp([each for each in facts.values() if not self.reasons[each.name]])
         session = _first(facts, _SESSIONS, _is_id)
         user = _first(facts, _USERS, _is_id)
         if session is not None:
@@ -272,6 +264,24 @@ class _Draft:
         if "label" not in self.tree:
             free = [each for each in facts.values() if not self.reasons[each.name]]
             self._likely_labels = likely_labels(free)
+
+    def _take_timestamp(self, facts: Sequence[ColumnFacts]) -> None:
+        """Take the column of times with the most different values, and name the others."""
+        times = [
+            each
+            for each in facts
+            if each.time_format is not None
+            and (each.kind in ("time", "text") or _name_words(each.name) & _TIME_WORDS)
+        ]
+        if not times:
+            return
+        chosen = max(times, key=lambda each: each.num_distinct)
+        others = ", ".join(repr(each.name) for each in times if each is not chosen)
+        form = chosen.time_format or ""
+        why = _times_words(form) + (f"; other columns of times: {others}" if others else "")
+        self._take("timestamp", chosen, why)
+        if form:
+            self.tree["timestamp_format"] = form
 
     def give_kind(self, each: ColumnFacts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group."""
@@ -290,7 +300,7 @@ class _Draft:
                 f'{each.time_doubt}; to split by it, set timestamp = "{each.name}" and '
                 "timestamp_format, or write ISO text"
             )
-        elif each.kind == "list" or each.separator:
+        elif each.kind == "list" or (each.separator and each.name != self.tree.get("group")):
             self._add_bag(each, keys, missing)
         elif each.time_format is not None and each.kind in ("time", "text"):
             self.reasons[each.name] = "times; one column of times is read"
@@ -303,17 +313,14 @@ class _Draft:
         elif each.num_distinct > 0.98 * self.num_rows > 100 and each.name != self.tree.get("group"):
             self.reasons[each.name] = f"a number or name of the row: {facts}"
         elif is_integer and each.kind == "integer":
-            is_id = each.name.lower() in (*_USERS, *_ITEMS) or "id" in _name_words(each.name)
+            is_id = plain_name(each.name) in (*_USERS, *_ITEMS) or "id" in _name_words(each.name)
             advice = "" if is_id else "; dense if they are amounts"
             self._add("categorical", each, keys, f"integers, {facts}{advice}")
         else:
             what = "true (1) or false (0)" if each.kind == "bool" else "text"
             self._add("categorical", each, keys, f"{what}, {facts}")
-        if each.number_form:
-            self.reasons[each.name] += (
-                f"; looks like numbers with {each.number_form}: write them as 9.87 to have a dense "
-                "feature"
-            )
+        if each.form_hint:
+            self.reasons[each.name] += f"; {each.form_hint}"
         is_unread_time = each.time_format is None and not each.time_doubt
         if is_unread_time and _name_words(each.name) & _TIME_NAMES and "timestamp" not in self.tree:
             self.reasons[each.name] += (
@@ -350,7 +357,7 @@ class _Draft:
         """
         tree, categorical = self.tree, self.tree.get("categorical", {})
         if "label" not in tree:
-            item = next((name for name in categorical if name.lower() in _ITEMS), "")
+            item = next((name for name in categorical if plain_name(name) in _ITEMS), "")
             if "group" not in tree or not item:
                 named = [f"{name!r} has {what}" for name, what in self._likely_labels.items()]
                 raise ConfigError(
@@ -360,7 +367,7 @@ class _Draft:
                 )
             self.warnings.append(no_label_note(self._likely_labels))
             tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}
-            if "timestamp" in tree or tree["group"].lower() in _SESSIONS:
+            if "timestamp" in tree or plain_name(tree["group"]) in _SESSIONS:
                 tree["history"] = {"recent": {"of": item, "max_length": _HISTORY_LENGTH}}
                 tree.setdefault("split", {"by": "last_one_out"})
         if "split" not in tree and "timestamp" in tree:
@@ -429,7 +436,7 @@ class _Draft:
 
 def _first(facts: dict[str, ColumnFacts], names: Sequence[str], fits: Any) -> ColumnFacts | None:
     """The column whose name is the earliest of `names`, and that fits."""
-    by_name = {name.lower(): each for name, each in reversed(facts.items())}
+    by_name = {plain_name(name): each for name, each in reversed(facts.items())}
     return next((by_name[name] for name in names if name in by_name and fits(by_name[name])), None)
 
 

@@ -1,4 +1,7 @@
-"""Suspects that the first line of a text file is data rather than the names of columns."""
+"""Suspects that a text file is written otherwise than it is read.
+
+Its first line may be data rather than names, and spaces may stand around its delimiters.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.tabular.reading.files import ParquetFile
 
-__all__ = ["header_hint"]
+__all__ = ["header_hint", "space_hint"]
 
 _MOST_SHOWN = 5
 
@@ -41,6 +44,33 @@ def header_hint(file: TextFile | ParquetFile, table: pa.Table) -> str:
     return (
         f"the first line of {file.path} looks like data rather than names of columns ({shown}); if "
         "it is, add a line with the names above it"
+    )
+
+
+def space_hint(file: TextFile | ParquetFile, table: pa.Table) -> str:
+    """A sentence if half of the names, or most values of half of the columns, begin with a space.
+
+    A space after a delimiter belongs to the field. It makes text of numbers and of quoted fields.
+
+    Args:
+        file: The file.
+        table: Its first rows, as text.
+    """
+    import pyarrow.compute as pc
+
+    if not isinstance(file, TextFile):
+        return ""
+    shares = [pc.mean(pc.starts_with(column, " ")).as_py() for column in table.columns]
+    spaced = [
+        name
+        for name, share in zip(file.column_names, shares, strict=True)
+        if name.startswith(" ") or (share or 0.0) > 0.5
+    ]
+    if 2 * len(spaced) < len(shares):
+        return ""
+    return (
+        f"in {file.path} a space follows delimiters, as in column {spaced[0]!r}, and is read as "
+        "part of the field, so that numbers and quoted fields are text; write the file without it"
     )
 
 

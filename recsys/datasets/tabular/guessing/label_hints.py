@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from recsys.datasets.tabular.schemas.schema_parts import PositiveRule
@@ -18,6 +19,7 @@ __all__ = [
     "is_binary",
     "likely_labels",
     "no_label_note",
+    "plain_name",
     "shown_values",
 ]
 
@@ -27,6 +29,11 @@ _MOST_LETTERS = 20
 _YES_OR_NO = ({"yes", "no"}, {"y", "n"}, {"t", "f"})
 _YES = {"yes", "y", "t", "true", "pos", "positive", "click", "clicked", "converted"}
 _TWO_VALUES = ({"0", "1"}, {"0.0", "1.0"}, {"false", "true"}, *_YES_OR_NO)
+
+
+def plain_name(name: str) -> str:
+    """A column's name as the lists of known names have it: `user_id` for "User-ID"."""
+    return re.sub(r"[\s_.-]+", "_", name.strip().lower())
 
 
 def is_binary(each: ColumnFacts) -> bool:
@@ -71,7 +78,7 @@ def likely_labels(facts: Iterable[ColumnFacts]) -> dict[str, str]:
     A column may be the label by its name, or because it has the two values 0 and 1, or yes and no.
     """
     columns = [each for each in facts if each.kind not in ("empty", "list", "time", "other")]
-    by_name = [each for each in columns if each.name.lower() in LABEL_NAMES]
+    by_name = [each for each in columns if plain_name(each.name) in LABEL_NAMES]
     by_values = [each for each in columns if set(each.few_values) in _TWO_VALUES]
     return {each.name: shown_values(each) for each in [*by_name, *by_values]}
 
