@@ -16,6 +16,7 @@ __all__ = [
     "NO_METRICS",
     "format_auc_error",
     "format_best_auc",
+    "format_little_learned",
     "format_metric",
     "format_metrics",
     "format_processes",
@@ -169,16 +170,24 @@ def _describe_model(model: Mapping[str, Any]) -> str:
     return str(model["name"]) + (f", {interaction}" if interaction != "dot" else "")
 
 
-def _little_learned(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
-    """A hint, if predictions are hardly better than the mean label for every sample."""
+def format_little_learned(
+    metrics: Mapping[str, Mapping[str, Any] | None], optimizer: str
+) -> list[str]:
+    """A hint, if predictions are hardly better than the mean label for every sample.
+
+    Args:
+        metrics: By part of the data.
+        optimizer: Name of the optimizer that was used.
+    """
     test = metrics.get("test") or {}
     entropy = test.get("normalized_entropy")
     if entropy is None or entropy < _LEARNED_LITTLE:
         return []
+    other = "--set optimizer.name=adagrad --set optimizer.lr=0.03"
     return [
         "",
         "Predictions are hardly better than the mean label for all (normalized entropy near 1).",
-        "Try --set optimizer.name=adagrad --set optimizer.lr=0.03, or more epochs.",
+        f"Try {other if optimizer == 'sgd' else 'another optimizer.lr'}, or more epochs.",
     ]
 
 
@@ -207,7 +216,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         lines += [*format_stopped_early(record["stopped_early"]), ""]
     lines += [
         format_metrics(record["metrics"]),
-        *_little_learned(record["metrics"]),
+        *format_little_learned(record["metrics"], optimizer["name"]),
         *format_best_auc(record["data"]),
         "",
         f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",

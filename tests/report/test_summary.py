@@ -1,7 +1,12 @@
 import numpy as np
 import pytest
 
-from recsys.report.summary import format_metrics, tabulate_hits, tabulate_tiers
+from recsys.report.summary import (
+    format_little_learned,
+    format_metrics,
+    tabulate_hits,
+    tabulate_tiers,
+)
 from recsys.train.metrics.metrics import evaluate_logits
 
 TIERS = {
@@ -58,3 +63,19 @@ def test_one_label_is_no_fault_where_items_are_ranked():
     values = evaluate_logits(np.ones(4, np.float32), np.ones(4)).as_dict()
 
     assert "labels are" not in format_metrics({"test": values | {"recall_at_k": 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("entropy", "optimizer", "advice"),
+    [
+        (0.995, "sgd", "Try --set optimizer.name=adagrad --set optimizer.lr=0.03, or more epochs."),
+        (0.995, "adagrad", "Try another optimizer.lr, or more epochs."),
+        (0.9, "sgd", None),
+    ],
+)
+def test_a_run_that_learned_nothing_is_not_advised_to_use_its_own_optimizer(
+    entropy, optimizer, advice
+):
+    lines = format_little_learned({"test": {"normalized_entropy": entropy}}, optimizer)
+
+    assert lines[-1:] == ([advice] if advice else [])
