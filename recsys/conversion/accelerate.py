@@ -102,7 +102,9 @@ def accelerate(
             `GradScaler`, clipping and accumulation continue to work. `step` clears gradients of
             rows, as `zero_grad` does, so what looks for them later, such as the averagers of
             `torch.distributed.algorithms.model_averaging`, leaves tables out. A module
-            with tables of none of them is not replaced.
+            with tables of none of them is not replaced. An optimizer that is made later gets
+            gradients of whole tables, and is no faster than before: call `restore`, and
+            `accelerate` with it.
             A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward.
             None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
             `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its

@@ -158,6 +158,10 @@ def verify(
     time; recsys adds their sum. If a batch looks a row up hundreds of times, a number near 0 may
     therefore differ by more than `atol`. A run in float64 shows whether that is the only cause.
 
+    A gradient that is zero but for rounding, such as that of a bias before a `BatchNorm`, makes a
+    visible step in Adagrad and Adam, which divide it by its own size. In float64, where whole runs
+    are compared, such a parameter may differ by some 1e-8.
+
     With `scale_grad_by_freq` on the CPU, the two differ where torch divides a row's gradient by the
     count of another row. `notes` of the result says so.
 

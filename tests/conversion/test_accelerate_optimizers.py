@@ -146,6 +146,22 @@ def test_tables_with_dense_gradients_train_as_plain_ones(optimizer, settings, bu
     assert_equal(model, plain)
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("budget", [None, 1000])
+def test_an_optimizer_that_is_made_later_updates_rows_as_in_plain_pytorch(budget, sparse):
+    model, plain = both(sparse=sparse)
+    recsys.accelerate(
+        model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1), budget=budget
+    )
+
+    for each in (model, plain):
+        later = torch.optim.Adagrad(each.parameters(), lr=0.2)
+        train(each, [later])
+        assert all((later.state[table]["sum"] > 0).any() for table in each.tables())
+
+    assert_equal(model, plain)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_lazy_adam_moves_rows_as_sparse_adam_and_says_so(kind, sparse):

@@ -318,7 +318,7 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(options, kind
 def test_a_plan_needs_something_that_moves_rows():
     model = bags(*SIZES.values())
 
-    with pytest.raises(ValueError, match="give optimizer=, too"):
+    with pytest.raises(ValueError, match=r"give optimizer=, too: .* the model's torch optimizer"):
         recsys.accelerate(model, plan=planned(profile(), "1MiB", **SIZES))
 
 

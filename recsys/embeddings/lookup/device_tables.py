@@ -192,7 +192,7 @@ class AbstractTables(nn.Module, ABC):
                 "module are fixed while a recsys optimizer updates them; call "
                 "recsys.restore(model) first, then replace the Parameter and accelerate again "
                 "(copy values in place to keep the Parameter: weight.data.copy_, load_state_dict "
-                "without assign=True)"
+                "without assign=True; leave tables out of what torch.func.functional_call replaces)"
             )
         self._known_tables = [group.tables[number] for group, number in self._places]
 
@@ -316,8 +316,8 @@ class AbstractTables(nn.Module, ABC):
             if found.device.type not in ("cpu", "cuda") or found.dtype != dtype:
                 raise ValueError(
                     f"rows in two tiers must stay {dtype}, on the CPU or on CUDA, and cannot "
-                    f"become {found.dtype} on '{found.device}'; build the module so, or without "
-                    "budget="
+                    f"become {found.dtype} on '{found.device}'; call recsys.restore on an "
+                    "accelerated model first, or build the module so, or without budget="
                 )
         if found.is_cpu and found.is_shared():  # type: ignore[no-untyped-call]
             warnings.warn(

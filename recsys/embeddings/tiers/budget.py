@@ -38,8 +38,9 @@ __all__ = [
 ]
 
 NEEDS_OPTIMIZER = (
-    "budget= (or plan=) keeps some rows in slow memory, where torch optimizers cannot update them; "
-    "give optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
+    "budget= (or plan=) keeps some rows in slow memory, and recsys must update them; give "
+    "optimizer=, too: a formula (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...), or, to "
+    "recsys.accelerate and recsys.estimate, the model's torch optimizer"
 )
 
 

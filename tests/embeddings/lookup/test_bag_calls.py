@@ -204,7 +204,7 @@ def test_other_rows_by_functional_call_are_refused_and_the_models_own_go_on(budg
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
 
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"'bags\.0': its Parameter was replaced"):
+        with pytest.raises(ValueError, match=r"'bags\.0': .*; leave tables out of what"):
             torch.func.functional_call(model, weights, batch(1))
         train(model, optimizer, 1)
 
