@@ -103,7 +103,8 @@ def _not_prepared(path: Path) -> StoreError:
         f"`recsys prepare table {path} --schema schema.toml --out STORE`"
     )
     if suffixes & _TABLE_SUFFIXES:
-        kind, way_out = "a table", of_table
+        of_new_rows = f"`recsys prepare table {path} --like ITS_STORE --out STORE`"
+        kind, way_out = "a table", f"{of_table}; for a model that is trained, by {of_new_rows}"
     elif ".npz" in suffixes:
         kind, way_out = "an npz archive", f"`recsys prepare classic-npz {path} --out STORE`"
     else:

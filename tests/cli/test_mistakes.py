@@ -38,6 +38,8 @@ MISTAKES = {
     "train --run nosuch --resume": "nosuch has no run to continue",
     "train --run full --resume --set optimizer.lr=fast": "optimizer.lr must be a number",
     "evaluate nosuch": "nosuch is not a run",
+    "evaluate model --data clicks.csv": "for a model that is trained, by `recsys prepare table "
+    "clicks.csv --like ITS_STORE --out STORE`",
     "evaluate full": "full has no model.safetensors",
     "predict nosuch clicks.csv --out scores.parquet": "nosuch is not a run",
     "predict model nosuch.csv --out scores.parquet": "table input nosuch.csv must be a file",
