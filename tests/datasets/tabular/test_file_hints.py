@@ -51,6 +51,21 @@ def test_a_file_whose_delimiter_is_right_is_not_told_of_the_key(tmp_path, header
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [("7.0", r'by \.astype\("Int64"\) before to_csv'), ("7.5", "change the schema")],
+)
+def test_integers_that_pandas_wrote_as_floats_are_told_how_to_become_integers(
+    tmp_path, value, hint
+):
+    path = tmp_path / "a.csv"
+    path.write_text(f"c,y\n3,1\n{value},0\n")
+    integers = {"categorical": {"c": {"values": "integer"}}}
+
+    with pytest.raises(DatasetFormatError, match=rf"line 3, column 'c': .* '{value}'; .*{hint}"):
+        read(path, **integers)
+
+
 @pytest.mark.parametrize("text", ["c,y\nu,1\nü,0\n", "c,y,ü\nu,1,2\n"])
 def test_a_latin_1_file_is_told_how_to_become_utf_8(tmp_path, text):
     path = tmp_path / "a.csv"

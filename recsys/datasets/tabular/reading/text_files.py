@@ -242,6 +242,11 @@ class TextFile:
         if value:
             rule = "a number" if value[1] == "double" else "a signed integer of 64 bits"
             way_out = "correct it, name it in missing_values, or change the schema"
+            if value[1] != "double" and re.fullmatch(r"[+-]?[0-9]+\.0", value[2]):
+                way_out = (
+                    "pandas writes integers of a column with missing values so; convert the column "
+                    'by .astype("Int64") before to_csv'
+                )
             text = f"must be {rule}, got {value[2][:60]!r}; {way_out}"
         elif "invalid UTF8" in text:
             text = f"the text is not UTF-8; {_UTF8_WAY_OUT}"
