@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     plain_grad,
@@ -158,10 +159,11 @@ class TableGroup:
             and (self._has_updater or space.are_alike(tables))
         ):
             return space
-        if self.tiers is not None and self.tiers.are_reached:
-            for weight in tables:
-                move_to_own_pages(weight)
-        space = self.make_space(tables)
+        with lasting_tensors():
+            if self.tiers is not None and self.tiers.are_reached:
+                for weight in tables:
+                    move_to_own_pages(weight)
+            space = self.make_space(tables)
         if space.dim != self.dim:
             raise ValueError(
                 f"tables of embedding_dim {self.dim} were replaced by tables of embedding_dim "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.interrupts import interrupts_held_back
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
@@ -102,6 +103,7 @@ class Tiers(AbstractInTurn):
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
         self._layers = LookupLayers()
 
+    @lasting_tensors()
     def _make(self, made_of: Recipe, kept: KeptParts | None = None) -> None:
         """Make empty slots, and the residency that moves rows.
 

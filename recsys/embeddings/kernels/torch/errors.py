@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys.errors import MalformedBags, NonFiniteGradient
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class DeferredErrors:
             Kernels lower it; without an error it is larger than any.
     """
 
+    @lasting_tensors()
     def __init__(self, device: torch.device) -> None:
         self.first = torch.full((), _NONE, dtype=torch.int64, device=device)
         self._reports: deque[_Report] = deque()
@@ -133,6 +135,7 @@ class DeferredErrors:
         self._reports.clear()  # their memory may still be written to, so it is no spare
         self.first.fill_(_NONE)
 
+    @lasting_tensors()
     def _place(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """Host memory for a number, and the event after its copy."""
         is_cuda = self.first.is_cuda

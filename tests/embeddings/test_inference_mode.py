@@ -1,0 +1,66 @@
+"""An evaluation under `torch.inference_mode` may be the first to look rows up."""
+
+import pytest
+import torch
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.kernels import choice
+from recsys.embeddings.kernels.torch import errors
+from recsys.embeddings.optimizer import SGD, Adagrad
+from tests.host_copies import HOST_COPIES, reach_host
+
+FEW, MANY = torch.tensor([[0, 7]]), torch.arange(100).view(50, 2)
+
+
+@pytest.fixture(params=["cpu", "device", "device that copies rows itself"])
+def on_device(request, monkeypatch):
+    """The CPU as itself, and in place of a device, on which nothing was looked up before."""
+    if request.param != "cpu":
+        monkeypatch.setattr(choice, "_BY_TORCH", {"cuda", "cpu"})
+    reach_host(monkeypatch, HOST_COPIES if "itself" in request.param else None)
+    errors._errors_on.cache_clear()
+    yield
+    errors._errors_on.cache_clear()
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("kind", [HotColdEmbedding, HotColdEmbeddingBag])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adagrad(lr=0.5)])
+@pytest.mark.parametrize("budget", [None, 6000])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(kind, optimizer, budget):
+    def build():
+        torch.manual_seed(0)
+        return kind(400, 4, optimizer=optimizer, budget=budget)
+
+    evaluated, other = build(), build()
+    with torch.inference_mode():
+        seen = [evaluated(ids).clone() for ids in (FEW, MANY)]
+
+    assert all(torch.equal(each, other(ids)) for each, ids in zip(seen, (FEW, MANY), strict=True))
+    for module in (evaluated, other):
+        for ids in (FEW, MANY, FEW):
+            module(ids).square().sum().backward()
+    assert torch.equal(evaluated.weight.detach(), other.weight.detach())
+    with torch.inference_mode():
+        assert torch.equal(evaluated(FEW), other(FEW))
+
+
+def test_training_goes_on_after_an_evaluation_made_room_in_inference_mode(on_device):
+    torch.manual_seed(0)
+    module = HotColdEmbedding(400, 4, optimizer=SGD(lr=0.5), budget=5000)
+    before = module.weight.detach().clone()
+    module(FEW).sum().backward()
+    [tiers] = module.tiers()
+    num_slots = tiers.hot.num_slots
+    with torch.inference_mode():
+        tiers.resize(num_slots // 2)
+        module(MANY)
+        tiers.resize(num_slots)
+
+    module(MANY).sum().backward()
+
+    expected = before.clone()
+    expected[FEW.flatten()] -= 0.5
+    expected[MANY.flatten()] -= 0.5
+    assert torch.equal(module.weight.detach(), expected)
