@@ -423,7 +423,7 @@ def _read(
     if bags is None or active_ddp_module() is not None:
         return None
     with DisableTorchFunctionSubclass():  # internal read of tables
-        space = group.space()
+        space = group.space(lookups.distinct_tables)
         if group.tiers is not None:
             bad = group.tiers.look_up(space, lookups, bags, result)
         else:

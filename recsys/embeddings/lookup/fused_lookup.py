@@ -175,7 +175,8 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         try:
             for group, lookups, bags in parts:
                 assert group.tiers is not None
-                tickets += group.tiers.claim_ahead(group.space(), lookups, bags)
+                space = group.space(lookups.distinct_tables)
+                tickets += group.tiers.claim_ahead(space, lookups, bags)
         except BaseException as error:
             for ticket in tickets:
                 ticket.release()
@@ -244,7 +245,8 @@ def _look_up_where_rows_are(
     result = empty_result(dtype, group.device, bags, lookups, num_stacked)
     for group, lookups, bags in parts:
         assert group.tiers is not None
-        bad = group.tiers.look_up(group.space(), lookups, bags, result.flatten(1))
+        space = group.space(lookups.distinct_tables)
+        bad = group.tiers.look_up(space, lookups, bags, result.flatten(1))
         if bad >= 0:
             raise explain(bad)
     if errors is not None:

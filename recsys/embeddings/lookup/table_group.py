@@ -35,7 +35,7 @@ from recsys.embeddings.lookup.sparse_gradients import (
 )
 from recsys.embeddings.rows.ledger import LedgerEntry, add_in_order
 from recsys.embeddings.rows.lookups import Lookups
-from recsys.embeddings.rows.row_space import RowSpace, address_of, compute_dtype
+from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
 from recsys.embeddings.rows.table_parameter import (
     LedgerParameter,
     bind_table,
@@ -145,8 +145,12 @@ class TableGroup:
         self.tables = []
         self._reset()
 
-    def space(self) -> RowSpace:
+    def space(self, used: Sequence[int] | None = None) -> RowSpace:
         """The current memory of the tables.
+
+        Args:
+            used: Numbers of the tables that are used now; None for all. With hundreds of tables,
+                looking at each of them would take longer than a lookup in one.
 
         Raises:
             ValueError: kernels cannot work on it, or a table has changed its shape or dtype.
@@ -155,8 +159,8 @@ class TableGroup:
         # A `LedgerParameter` reports that it got other memory, but not that its storage has moved.
         if (
             space is not None
-            and space.addresses == list(map(address_of, tables))
-            and (self._has_updater or space.are_alike(tables))
+            and space.holds(tables, used)
+            and (self._has_updater or space.are_alike(tables, used))
         ):
             return space
         with lasting_tensors():
@@ -208,7 +212,7 @@ class TableGroup:
             NoSuchRow: with tiers, an id is not a row of its table.
             NotEnoughSlots: with tiers, there are too few slots for the rows.
         """
-        space, tiers, kernels = self.space(), self.tiers, self.kernels
+        space, tiers, kernels = self.space(lookups.distinct_tables), self.tiers, self.kernels
         if tiers is None:
             return (ResolvedLookup(self, kernels, lookups, rows, space, rows, space.tables, None),)
         return [

@@ -141,13 +141,22 @@ class AbstractRowSpace:
                     "weight.contiguous()"
                 )
 
-    def holds(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables have the same addresses as before; checked at every step."""
-        return list(map(address_of, tables)) == self.addresses
+    def holds(self, tables: Sequence[Tensor], used: Sequence[int] | None = None) -> bool:
+        """Whether the tables have the same addresses as before; checked at every step.
 
-    def are_alike(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables have the same shapes and dtypes as before."""
-        return list(map(_kind, tables)) == self._kinds
+        Args:
+            tables: All tables.
+            used: Numbers of those that count; None for all.
+        """
+        if used is None or len(used) == len(tables):
+            return list(map(address_of, tables)) == self.addresses
+        return all(address_of(tables[number]) == self.addresses[number] for number in used)
+
+    def are_alike(self, tables: Sequence[Tensor], used: Sequence[int] | None = None) -> bool:
+        """Whether the tables have the same shapes and dtypes; arguments as for `holds`."""
+        if used is None or len(used) == len(tables):
+            return list(map(_kind, tables)) == self._kinds
+        return all(_kind(tables[number]) == self._kinds[number] for number in used)
 
 
 class RowSpace(AbstractRowSpace):

@@ -42,6 +42,7 @@ class TableVersions:
         self._places: list[Written] = []
         self._tensors: list[Tensor] = []
         self._known: list[int] = []
+        self._of_table: dict[int, list[int]] = {}  # positions in these lists
 
     def watch(self, tables: RowSpace, states: Mapping[str, RowSpace]) -> None:
         """Watch tables and their state from now on; their present versions count as known.
@@ -64,11 +65,24 @@ class TableVersions:
                 del self._data[number]
         self._places = [place for place, _ in found]
         self._tensors = [tensor for _, tensor in found]
+        self._of_table = {number: [] for number in range(len(tables.tables))}
+        for position, place in enumerate(self._places):
+            self._of_table[place.table].append(position)
         self.accept()
 
-    def have_changed(self) -> bool:
-        """Whether any watched tensor was written to since its version was accepted."""
-        return self._now() != self._known
+    def have_changed(self, tables: Collection[int] | None = None) -> bool:
+        """Whether a watched tensor was written to since its version was accepted.
+
+        Args:
+            tables: Numbers of the tables that count, with their states; None for all.
+        """
+        if tables is None or len(tables) == len(self._of_table):
+            return self._now() != self._known
+        return any(
+            version_of(self._tensors[position]) != self._known[position]
+            for table in tables
+            for position in self._of_table[table]
+        )
 
     def written(self) -> list[Written]:
         """The tables and states that were written to since their versions were accepted."""
@@ -101,6 +115,7 @@ class TableVersions:
         known = self._data.get(table)
         if known is None or known.data_ptr() != weight.data_ptr() or known.shape != weight.shape:
             known = self._data[table] = weight.data
+            self._of_table.setdefault(table, []).append(len(self._places))
             self._places.append(Written(table, None))
             self._tensors.append(known)
             self._known.append(version_of(known))

@@ -169,7 +169,7 @@ class Tiers(AbstractInTurn):
         """
         with interrupts_held_back():
             self._require_owner()
-            self.reload_if_tables_changed(tables)
+            self.reload_if_tables_changed(tables, lookups.distinct_tables)
             tickets = []
             for layer in self._layers.of(lookups):
                 taken = self.ahead.take(layer, bags) if self.ahead.waiting else None
@@ -198,7 +198,7 @@ class Tiers(AbstractInTurn):
         with interrupts_held_back():
             is_exposed = self.is_exposed
             self._require_owner()
-            self.reload_if_tables_changed(tables)
+            self.reload_if_tables_changed(tables, lookups.distinct_tables)
             # Code that has a reference to the tables may still write to them before the lookup.
             self.is_exposed = is_exposed
             ids, tickets = InputIds.copy(bags), []
@@ -236,7 +236,7 @@ class Tiers(AbstractInTurn):
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
         """Pool rows from their slots or from the tables; see `Residency.look_up`."""
-        self.reload_if_tables_changed(tables)
+        self.reload_if_tables_changed(tables, lookups.distinct_tables)
         if self.files is not None:
             self.files.expect(lookups=True)
         return self.residency.look_up(tables, lookups, bags, result)
@@ -284,11 +284,12 @@ class Tiers(AbstractInTurn):
             self._make(before, kept)
             raise
 
-    def reload_if_tables_changed(self, tables: RowSpace) -> None:
+    def reload_if_tables_changed(self, tables: RowSpace, used: Sequence[int] | None = None) -> None:
         """Fetch rows again if tables were replaced, or they or their state may have been written.
 
         Args:
             tables: The tables of the cold store.
+            used: Numbers of the tables that are used now; None for all. A step looks at all.
 
         Raises:
             ColdTierError: a table is not in its file any more.
@@ -297,7 +298,7 @@ class Tiers(AbstractInTurn):
         """
         self.residency.queue.require_intact()
         is_same = tables is self._tables
-        if is_same and not self.is_exposed and not self._versions.have_changed():
+        if is_same and not self.is_exposed and not self._versions.have_changed(used):
             return
         if self.files is not None and not is_same:
             arrays_of(self.files, tables.tables)  # raises now instead of in a transfer

@@ -11,7 +11,9 @@ import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.lookup import bag_call
 from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.rows import row_space, table_versions
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers import recipe as tiers_module
 from recsys.errors import ConflictingWrite
@@ -410,3 +412,75 @@ def test_two_parameters_on_one_memory_are_refused_with_a_budget():
         recsys.accelerate(model, optimizer=SGD(lr=0.5), budget=6000)
 
     assert type(model[0]) is nn.EmbeddingBag
+
+
+def many_bags(num_tables, budget):
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True) for _ in range(num_tables))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("budget", ["80KiB", "80MiB"])
+@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.filterwarnings("ignore:budget=")
+def test_a_lookup_in_one_of_many_tables_looks_at_no_other(monkeypatch, is_evaluated, budget):
+    model, optimizer = many_bags(30, budget)
+    ids = torch.arange(12).view(4, 3)
+    sum(bag(ids).sum() for bag in model).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model[0](ids)
+    seen = []
+    for name in ("address_of", "_kind"):
+        monkeypatch.setattr(row_space, name, noting(getattr(row_space, name), seen))
+    for module in (table_versions, bag_call):
+        monkeypatch.setattr(module, "version_of", noting(module.version_of, seen))
+
+    with torch.set_grad_enabled(not is_evaluated):
+        model[3](ids)
+        model[3](ids.flatten(), torch.tensor([0, 5]))
+
+    assert len(seen) < 10
+
+
+def noting(function, seen):
+    def noted(given):
+        seen.append(given)
+        return function(given)
+
+    return noted
+
+
+@each_kept
+def test_a_write_to_one_table_is_found_by_its_lookups_and_by_steps(keep):
+    model, optimizer = many_bags(2, "10KiB")
+    ids = torch.arange(12).view(4, 3)
+    kept = keep(model[0])
+    for _ in range(2):
+        sum(bag(ids).sum() for bag in model).backward()
+        optimizer.step()
+    kept.clamp_(-0.1, 0.1)
+
+    model[1](ids).sum().backward()  # has nothing to do with it
+    for use in (lambda: model[0](ids), optimizer.step, model.state_dict):
+        with pytest.raises(ConflictingWrite, match=r"^table '0': its rows were written to"):
+            use()
+
+
+@each_kept
+def test_a_write_to_a_table_without_newer_rows_is_seen_by_its_next_lookup(keep):
+    model, optimizer = many_bags(2, "10KiB")
+    ids = torch.arange(8, 20).view(4, 3)
+    sum(bag(ids).sum() for bag in model).backward()
+    optimizer.step()
+    kept = keep(model[0])
+    model[0](ids)
+
+    model[1](ids).sum().backward()
+    kept.fill_(0.25)
+    model[1](ids)
+    optimizer.step()
+
+    assert model[0](ids).eq(0.25).all()
