@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -66,8 +67,8 @@ class Inputs:
         self._has_warned = False
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
-        self._times = [tiers.residency.times for tiers in self.tiers()]
-        self._queues = [tiers.ahead for tiers in self.tiers()]
+        self._known_tiers = self.tiers()
+        self._times = [tiers.residency.times for tiers in self._known_tiers]
 
     def __bool__(self) -> bool:
         """Whether there are rows to fetch ahead; the same on all processes."""
@@ -134,19 +135,21 @@ class Inputs:
             Exception: any error of a module about its input, or of `ids`; nothing is claimed then.
         """
         claims: list[Prefetched] = []
-        for queue in self._queues:
-            queue.begin_batch()
-        try:
-            unknown: list[str] = []
-            for prefetch, arguments in self._prefetches(batch, unknown):
-                claims.append(prefetch(*arguments))
-                if not claims[-1].has_room:
-                    cancel(claims)
-                    return None
-            self._warn_of(unknown)
-        except BaseException:
-            cancel(claims)
-            raise
+        with ExitStack() as stack:
+            for tiers in self._known_tiers:
+                tiers.ahead.begin_batch()
+                stack.enter_context(tiers.residency.queue.together())
+            try:
+                unknown: list[str] = []
+                for prefetch, arguments in self._prefetches(batch, unknown):
+                    claims.append(prefetch(*arguments))
+                    if not claims[-1].has_room:
+                        cancel(claims)
+                        return None
+                self._warn_of(unknown)
+            except BaseException:
+                cancel(claims)
+                raise
         return claims
 
     def parts(self, batch: Any, batch_size: int, setting: str) -> list[Part]:

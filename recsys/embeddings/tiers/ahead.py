@@ -13,6 +13,8 @@ Letters: B samples, F features, N values; M samples chosen.
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from recsys._support.torch_compat import base_of, version_of
 from recsys.batch import places_of_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -182,20 +184,25 @@ def _tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:
 
 
 class AheadQueue:
-    """The tickets of one table group that wait for their lookups, in the order they were made.
-
-    Attributes:
-        waiting: The tickets, some of which may have been released.
-    """
+    """The tickets of one table group that wait for their lookups."""
 
     def __init__(self) -> None:
-        self.waiting: list[Ticket] = []
+        # By the tables that are looked up, because a model may have hundreds of separate bags;
+        # each list in the order its tickets were made. Some may have been released.
+        self._of_tables: dict[tuple[int, ...], list[Ticket]] = {}
+        self._num_made = 0
         self._batch: int | None = None
 
     def __bool__(self) -> bool:
-        """Whether a ticket is waiting; removes released tickets."""
-        self.waiting = [ticket for ticket in self.waiting if ticket.is_held]
-        return bool(self.waiting)
+        """Whether a ticket is waiting."""
+        if any(ticket.is_held for ticket in self._all()):
+            return True
+        self._of_tables.clear()
+        return False
+
+    def waiting(self) -> list[Ticket]:
+        """The tickets that wait, in the order they were made."""
+        return sorted((each for each in self._all() if each.is_held), key=attrgetter("number"))
 
     def begin_batch(self) -> None:
         """Count the tickets from now on as those of one more mini-batch.
@@ -206,28 +213,28 @@ class AheadQueue:
 
     def num_before(self, lookups: Lookups) -> int:
         """For how many mini-batches before the current one tickets for these lookups wait."""
-        found = [each for each in self.waiting if each.is_held and each.lookups is lookups]
+        found = [each for each in self._held_of(lookups) if each.lookups is lookups]
         if self._batch is None:
             return len(found)
         return len({each.batch for each in found} - {self._batch})
 
     def num_claims(self) -> int:
         """How many claims the waiting tickets are of; parts of a split ticket have one together."""
-        return len({id(each.held) for each in self.waiting if each.is_held})
+        return len({id(each.held) for each in self._all() if each.is_held})
 
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""
         for ticket in tickets:
             ticket.ids, ticket.queue, ticket.batch = ids, self, self._batch
-        if self:  # removes released tickets
-            self.waiting += tickets
-        else:
-            self.waiting = list(tickets)
+            ticket.number = self._num_made
+            self._num_made += 1
+            self._keep(ticket.lookups, [*self._held_of(ticket.lookups), ticket])
 
     def replace(self, whole: Ticket, parts: Sequence[Ticket]) -> None:
         """Queue the parts of a ticket in its place."""
-        place = self.waiting.index(whole)
-        self.waiting[place : place + 1] = parts
+        found = self._held_of(whole.lookups)
+        place = found.index(whole)
+        self._keep(whole.lookups, [*found[:place], *parts, *found[place + 1 :]])
 
     def take(self, lookups: Lookups, bags: Bags) -> Ticket | None:
         """Take the ticket that was made ahead for a lookup; None if there is none.
@@ -236,23 +243,42 @@ class AheadQueue:
             lookups: Which features are looked up in which tables.
             bags: The input.
         """
+        found = self._held_of(lookups)
         for compares in (False, True):  # on a device, comparing waits
-            for ticket in self.waiting:
-                if ticket.is_held and ticket.is_for(lookups, bags, compares=compares):
+            for ticket in found:
+                if ticket.is_for(lookups, bags, compares=compares):
+                    self._keep(lookups, [each for each in found if each is not ticket])
                     return ticket.take(bags)
         return None
 
     def give_up_last(self) -> bool:
         """Release the last ticket; False if there is none."""
-        if not self:
-            return False
-        self.waiting.pop().release()
-        return True
+        found = self.waiting()
+        if found:
+            found[-1].release()
+        return bool(found)
 
     def give_up_all(self) -> None:
         """Release every ticket."""
-        while self.give_up_last():
-            pass
+        for ticket in self._all():
+            ticket.release()
+        self._of_tables.clear()
+
+    def _all(self) -> Iterator[Ticket]:
+        return chain.from_iterable(self._of_tables.values())
+
+    def _held_of(self, lookups: Lookups) -> list[Ticket]:
+        """The waiting tickets for lookups in these tables."""
+        found = self._of_tables.get(tuple(lookups.distinct_tables), ())
+        return [each for each in found if each.is_held]
+
+    def _keep(self, lookups: Lookups, tickets: list[Ticket]) -> None:
+        """Let only these tickets wait for lookups in these tables."""
+        tables = tuple(lookups.distinct_tables)
+        if tickets:
+            self._of_tables[tables] = tickets
+        else:
+            self._of_tables.pop(tables, None)
 
 
 class Prefetched:

@@ -23,6 +23,8 @@ class LookupLayers:
 
         All lookups of a table are in one group, in their order.
         """
+        if len(lookups.distinct_tables) == 1:
+            return [lookups]
         if lookups not in self._layers:
             features_of: dict[int, set[int]] = {}
             for table, position in zip(

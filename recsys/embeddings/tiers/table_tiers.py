@@ -172,7 +172,7 @@ class Tiers(AbstractInTurn):
             self.reload_if_tables_changed(tables, lookups.distinct_tables)
             tickets = []
             for layer in self._layers.of(lookups):
-                taken = self.ahead.take(layer, bags) if self.ahead.waiting else None
+                taken = self.ahead.take(layer, bags)
                 tickets.append(taken or self._claim_now(layer, bags))
         for ticket in tickets:
             ticket.wait()
@@ -223,7 +223,7 @@ class Tiers(AbstractInTurn):
     def _claim_now(self, lookups: Lookups, bags: Bags) -> Ticket:
         """Claim slots; if too few are free, release tickets made ahead, then unpin rows."""
         while True:
-            has_others = bool(self.ahead.waiting)
+            has_others = bool(self.ahead)
             try:
                 ticket = self.residency.claim(lookups, bags, may_unpin=not has_others)
             except NotEnoughSlots:

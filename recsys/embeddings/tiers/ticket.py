@@ -73,6 +73,7 @@ class Ticket:
         bags: The input of the lookup with slots in place of rows; None until the lookup.
         ids: For a ticket made ahead, a copy of the ids of its lookup.
         queue: For a ticket made ahead, the queue in which it waits for its lookup.
+        number: For a ticket made ahead, the queue's number of it; parts have that of the whole.
         batch: For a ticket made ahead, the queue's number of its mini-batch; None for none.
         is_taken: Whether its slots were passed on, to a ticket of the lookup or to parts.
     """
@@ -90,6 +91,7 @@ class Ticket:
         self.bags: Any = None
         self.ids: InputIds | None = None
         self.queue: AheadQueue | None = None
+        self.number = 0
         self.batch: int | None = None
         self.is_taken = False
         self._hold: Hold | None = hold

@@ -44,6 +44,8 @@ class TransferQueue:
         self._changed = threading.Condition()
         self._queued: deque[Callable[[], None]] = deque()
         self._num_put = self._num_done = 0
+        self._num_untold = 0  # of the queued transfers, those that the thread is yet to be told of
+        self._is_together = False
         self._failure = ""  # why no transfer can run any more
         self._cause: BaseException | None = None  # the exception, until `require_intact` raises
         self._thread: ThreadPoolExecutor | None = None
@@ -75,8 +77,10 @@ class TransferQueue:
         if in_background or self._num_done < self._num_put:
             with self._changed:
                 self._num_put += 1
+                self._num_untold += 1
                 self._queued.append(run)
-            self._wake_thread()
+            if not self._is_together:
+                self._wake_thread()
             return
         begin = perf_counter()
         with interrupts_held_back():
@@ -85,6 +89,19 @@ class TransferQueue:
         self._tell("wait", begin)  # the caller has waited for it
         self.require_intact()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the thread begin when this context ends, because waking it takes a while.
+
+        Waiting for a transfer lets it begin earlier.
+        """
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = False
+            self._wake_thread()
+
     def wait(self, number: int) -> None:
         """Wait until a transfer and all before it have run.
 
@@ -92,6 +109,7 @@ class TransferQueue:
             TiersFailed: a transfer has failed.
         """
         self._notice_fork()
+        self._wake_thread()
         if self._num_done < number and not self._failure:
             begin = perf_counter()
             with self._changed:
@@ -103,6 +121,7 @@ class TransferQueue:
     def settle(self) -> None:
         """Wait until all queued transfers have run, or one has failed."""
         self._notice_fork()
+        self._wake_thread()
         with self._changed:
             while self._num_done < self._num_put and not self._failure:
                 self._changed.wait()
@@ -123,6 +142,7 @@ class TransferQueue:
         if os.getpid() == self._process:
             return
         self._process, self._thread, self._changed = os.getpid(), None, threading.Condition()
+        self._num_untold = 0
         if self._num_done < self._num_put and not self._failure:
             self._failure = (
                 "this process was forked while rows were moved; call settle() of the module, or "
@@ -131,23 +151,28 @@ class TransferQueue:
             self._queued.clear()
 
     def _wake_thread(self) -> None:
-        """Tell the queue's thread to run one more transfer."""
+        """Tell the queue's thread to run the transfers that it was not told of."""
+        with self._changed:
+            count, self._num_untold = self._num_untold, 0
+        if not count:
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="recsys-transfers", initializer=work_alone
             )
         try:
-            self._thread.submit(self._run_next)
+            self._thread.submit(self._run_next, count)
         except RuntimeError:  # the process is ending and starts no more threads
-            self._run_next()
+            self._run_next(count)
 
-    def _run_next(self) -> None:
-        """In the queue's thread: run the first transfer, unless one has failed."""
-        if self._failure:
-            return
-        begin = perf_counter()
-        self._run(self._queued.popleft())
-        self._tell("move", begin)
+    def _run_next(self, count: int) -> None:
+        """In the queue's thread: run the first transfers, until one has failed."""
+        for _ in range(count):
+            if self._failure:
+                return
+            begin = perf_counter()
+            self._run(self._queued.popleft())
+            self._tell("move", begin)
 
     def _run(self, run: Callable[[], None]) -> None:
         failure: BaseException | None = None

@@ -293,7 +293,7 @@ def test_memory_that_a_claim_reads_or_makes_is_kept_for_the_other_stream(cuda, i
     run.bag.prefetch(ids)
 
     own = run.hot._stream._stream
-    [ticket] = run.tiers.ahead.waiting
+    [ticket] = run.tiers.ahead.waiting()
     copied = ticket.ids.values.data_ptr()
     assert copied != ids.data_ptr()  # the caller may overwrite its own
     assert run.claimed == [copied]

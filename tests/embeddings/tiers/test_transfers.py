@@ -1,6 +1,7 @@
 """The queue of transfers, and how long transfers are waited for."""
 
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -68,6 +69,49 @@ def test_transfers_run_in_the_order_in_which_they_were_put_in():
 
     assert found == list(range(20))
     assert queue.last == 0
+
+
+def test_transfers_put_in_together_begin_at_the_end_or_when_one_is_waited_for():
+    queue, found = TransferQueue(), []
+
+    with queue.together():
+        for number in range(3):
+            queue.put(lambda number=number: found.append(number), in_background=True)
+        queue.wait(2)
+        assert found[:2] == [0, 1]
+        queue.settle()
+        for number in range(3, 6):
+            queue.put(lambda number=number: found.append(number), in_background=number < 5)
+        assert found == [0, 1, 2]
+        assert queue.last == 6
+    queue.wait(6)
+
+    assert found == list(range(6))
+
+
+def test_transfers_put_in_together_run_after_an_error_of_the_caller():
+    queue, found = TransferQueue(), []
+
+    with suppress(ValueError), queue.together():
+        queue.put(lambda: found.append(0), in_background=True)
+        raise ValueError
+    queue.settle()
+
+    assert found == [0]
+
+
+def test_of_transfers_put_in_together_none_runs_after_one_that_fails():
+    queue, found = TransferQueue(), []
+
+    with queue.together():
+        queue.put(lambda: found.append(0), in_background=True)
+        queue.put(lambda: 1 / 0, in_background=True)
+        queue.put(lambda: found.append(2), in_background=True)
+    queue.settle()
+
+    with pytest.raises(TiersFailed, match="ZeroDivisionError"):
+        queue.require_intact()
+    assert found == [0]
 
 
 def test_after_a_failure_no_transfer_runs_and_every_use_names_the_first_one():
