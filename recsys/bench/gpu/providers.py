@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import nullcontext
 from math import isfinite
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -81,6 +82,7 @@ class Turn(NamedTuple):
     Attributes:
         seconds: Mean seconds of a timed step.
         num_steps: Timed steps.
+        host_seconds: Of these, until the host had queued the step.
         beside_bytes: The most memory of the device during them, beyond what was in use when they
             began: activations, gradients, and lists of rows.
         counts: Counts of the tiers over the timed steps.
@@ -88,6 +90,7 @@ class Turn(NamedTuple):
 
     seconds: float
     num_steps: int
+    host_seconds: float
     beside_bytes: int
     counts: TierCounts = TierCounts()
 
@@ -137,9 +140,13 @@ class AbstractProvider(ABC):
         for _ in range(steps.num_warm - num_warm):
             self.step()
         losses: list[Tensor] = []
+        queued = begin = 0.0
 
         def timed() -> None:
+            nonlocal begin, queued
+            begin = perf_counter()
             losses[:] = [self.step() for _ in range(steps.num_timed)]
+            queued = perf_counter()
 
         before, held = self._counts(), allocated_bytes(device)
         reset_peak(device)
@@ -149,7 +156,7 @@ class AbstractProvider(ABC):
         self._leave()
         if not isfinite(losses[-1].item()):
             raise RuntimeError(f"the loss is {losses[-1].item()}")
-        return Turn(seconds, steps.num_timed, beside, counts)
+        return Turn(seconds, steps.num_timed, (queued - begin) / steps.num_timed, beside, counts)
 
     @abstractmethod
     def step(self) -> Tensor:

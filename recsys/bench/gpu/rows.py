@@ -1,6 +1,8 @@
 """Rows of `recsys bench gpu`: what the turns of one case say.
 
 time, throughput            of a step
+host                        time until the host had queued a step; where it is nearly the step's
+                            time, the host sets the speed
 share_of_resident_speed     beside recsys with every row on the device, in the same rounds
 exposed                     time of a step minus that of the resident tables
 floor, floor_share          the least time by measured limits, and its share of the step
@@ -121,6 +123,7 @@ def _rows_of_provider(
     rows = [
         row_of(metric="time", unit="ms", values=[1e3 * each for each in seconds]),
         row_of(metric="throughput", unit="samples/s", values=[size / each for each in seconds]),
+        row_of(metric="host", unit="ms", values=[1e3 * turn.host_seconds for turn in found.turns]),
     ]
     if found.provider != RESIDENT:
         rows += [
@@ -182,12 +185,14 @@ def table_of_case(rows: Sequence[Row]) -> str:
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         cells.setdefault((row.case, row.provider), {})[row.metric] = row.median
-    lines = ["  provider              ms/step   samples/s  of resident  exposed ms  PCIe B/sample"]
+    lines = [
+        "  provider             ms/step  host ms   samples/s  of resident  exposed ms PCIe B/sample"
+    ]
     lines += [
-        f"  {_label(case, provider):<20}"
-        f"{of['time']:9.2f}{of['throughput']:12,.0f}"
+        f"  {_label(case, provider):<19}"
+        f"{of['time']:9.2f}{of['host']:9.2f}{of['throughput']:12,.0f}"
         f"{of.get('share_of_resident_speed', 1):13.1%}{of.get('exposed', 0):12.2f}"
-        f"{of['pcie_per_sample']:15,.0f}"
+        f"{of['pcie_per_sample']:14,.0f}"
         for (case, provider), of in cells.items()
     ]
     return "\n".join(lines)

@@ -29,8 +29,8 @@ def test_rows_say_what_the_turns_say():
         num_fetched=10,
         num_written_back=6,
     )
-    resident = [Turn(0.010, 2, 300)] * 6
-    ours = [Turn(0.012, 2, 500, counts)] * 6
+    resident = [Turn(0.010, 2, 0.004, 300)] * 6
+    ours = [Turn(0.012, 2, 0.011, 500, counts)] * 6
     measured = [
         Measured("resident", "", resident, 5000, None, 0, 0),
         Measured("recsys", "lookahead-2", ours, 700, 800, mean_depth=2.0),
@@ -46,6 +46,7 @@ def test_rows_say_what_the_turns_say():
     assert found["recsys", "throughput"] == pytest.approx(1000 / 0.012)
     assert found["recsys", "share_of_resident_speed"] == pytest.approx(10 / 12)
     assert found["recsys", "exposed"] == pytest.approx(2)
+    assert found["recsys", "host"] == pytest.approx(11)
     assert found["recsys", "floor"] == pytest.approx(3)
     assert found["recsys", "floor_share"] == pytest.approx(3 / 12)
     assert found["recsys", "pcie_per_sample"] == pytest.approx(6 * 16 * 512 / (12 * 1000))
@@ -61,6 +62,7 @@ def test_rows_say_what_the_turns_say():
     told = table_of_case(rows).splitlines()
     assert len(told) == 3
     assert told[2].split()[:2] == ["recsys", "lookahead-2"]
+    assert told[2].split()[2:4] == ["12.00", "11.00"]
     assert "83.3%" in told[2]
 
 

@@ -15,7 +15,7 @@ from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.errors import ConfigError
 from tests.fake_graphs import capture_on_cpu
 
-OF_STEP = {"time", "throughput", "floor", "floor_share"}
+OF_STEP = {"time", "throughput", "host", "floor", "floor_share"}
 OF_BYTES = {"pcie_per_sample", "distinct_per_sample", "hot_memory", "peak_memory"}
 OF_OTHERS = {"share_of_resident_speed", "exposed"}
 OF_TIERS = {
