@@ -78,6 +78,8 @@ def accelerate(
     - `backward(inputs=...)` and `torch.autograd.grad` compute no gradients of rows.
     - If a row's gradient contains nan or inf, `step` raises `NonFiniteGradient`. Such rows are not
       updated, all other rows are, and the optimizer's other parameters are not.
+    - A step without lookups in a table is no step of that table. In plain PyTorch it is one after
+      `zero_grad(set_to_none=False)`, which SparseAdam and `lr_decay` of Adagrad count.
     - `nn.Parameter(weight)` and `from_pretrained(weight)` need `weight.detach()`.
     - A hook for the gradient of a table is refused. Step hooks that are registered later see a
       closure.
