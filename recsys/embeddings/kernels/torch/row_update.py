@@ -89,6 +89,8 @@ def row_update(
     space.errors.note(BAD_GRADIENT, (is_row & ~sums_UD.isfinite().all(1)).any().view(1))
     is_updated = (is_row & space.errors.is_clear()).unsqueeze(1)
     tables = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
+    # If all ids are padding, no row is updated, but one is read: of a table that has state.
+    rows_U = torch.where(is_row, rows_U, space.first_rows[tables[0]])
     rate, eps = _rates(space, rates_T2, tables, rows_U)
     places = [state.translate(rows_U, space, tables) for state in states]
     before = [state.rows.index_select(0, at) for state, at in zip(states, places, strict=True)]
