@@ -18,7 +18,7 @@ try:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.datasets.utils import Batch
     from torchrec.models.dlrm import DLRM, DLRMTrain
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: FBGEMM for another torch
     raise SystemExit(f"this example needs TorchRec: pip install '.[torchrec]' ({error})") from error
 
 import recsys

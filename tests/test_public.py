@@ -2,8 +2,10 @@ import importlib
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 
 def test_public_names_are_these_and_no_others():
@@ -255,3 +257,19 @@ def test_the_wheel_holds_every_module_and_trains_without_torchrec_and_fbgemm(
     assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in ended.stderr
     assert "samples/s" in plain
     assert plain.endswith("plain: 0\n")
+
+
+def test_the_extra_torchrec_bounds_the_three_packages_that_go_together(pytestconfig):
+    project = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["project"]
+    lock = (pytestconfig.rootpath / "requirements" / "cpu.txt").read_text()
+    locked = dict(line.split("==") for line in lock.splitlines() if "==" in line)
+    locked["fbgemm-gpu"] = locked["fbgemm-gpu-cpu"]
+    bounds = {
+        bound.name: bound.specifier
+        for bound in map(Requirement, project["optional-dependencies"]["torchrec"])
+    }
+
+    assert bounds.keys() == {"torch", "torchrec", "fbgemm-gpu"}
+    for name, releases in bounds.items():
+        assert "999" not in releases, f"{name} has no upper bound"
+        assert locked[name] in releases

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.batch.bags_of_samples import (
     places_of_bags,
     places_of_samples,
     require_all_in_bags,
     require_one_batch_size,
 )
-from recsys.errors import MalformedBags, MissingDependency
+from recsys.errors import MalformedBags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -345,14 +346,12 @@ class JaggedIds:
         """The same tensors as a `torchrec.KeyedJaggedTensor`; nothing is copied.
 
         Raises:
-            MissingDependency: TorchRec is not installed.
+            MissingDependency: TorchRec is not installed, or does not fit this torch.
         """
         try:
             from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        except ImportError as error:
-            raise MissingDependency(
-                "JaggedIds.to_torchrec needs TorchRec; pip install torchrec"
-            ) from error
+        except (ImportError, OSError) as error:
+            raise cannot_import_torchrec("JaggedIds.to_torchrec", error) from error
         return KeyedJaggedTensor(
             keys=self._keys, values=self._values, offsets=self._offsets, weights=self._weights
         )

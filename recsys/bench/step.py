@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from recsys._support.machine import set_num_threads, tune_allocator
 from recsys._support.torch_compat import onednn_has_bf16
+from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.bench.parts.bare_kernels import BareKernels, bags_of
 from recsys.bench.parts.harness import (
     Row,
@@ -52,7 +53,6 @@ from recsys.bench.parts.harness import (
 )
 from recsys.config import TrainConfig, load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.errors import MissingDependency
 from recsys.models.dlrm import DenseArch, OverArch
 from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
@@ -98,7 +98,7 @@ def bench_step(
         table_sizes: Rows per table; Kaggle's if empty.
 
     Raises:
-        MissingDependency: TorchRec or FBGEMM is not installed.
+        MissingDependency: TorchRec or FBGEMM is not installed, or does not fit this torch.
     """
     set_num_threads(0)  # as in the processes, for the environment in the record
     num_processes = min(num_processes, num_rounds)
@@ -344,10 +344,8 @@ def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None
     """Dense steps of the default model: of recsys, and of TorchRec's modules in eager mode."""
     try:
         from torchrec.models import dlrm as torchrec_dlrm
-    except ImportError as error:
-        raise MissingDependency(
-            "bench step also measures TorchRec's modules; pip install torchrec"
-        ) from error
+    except (ImportError, OSError) as error:
+        raise cannot_import_torchrec("bench step", error) from error
     model = TrainConfig().model
     over_in = _over_in(model)
     eager = _DenseStep(

@@ -20,13 +20,10 @@ it, in slots and a cold store of its own, and updates them at the end of backwar
 
 try:
     import torchrec  # noqa: F401
-except ImportError as error:
-    from recsys.errors import MissingDependency
+except (ImportError, OSError) as error:
+    from recsys._support.torchrec_errors import cannot_import_torchrec
 
-    raise MissingDependency(
-        "recsys.distributed needs TorchRec, which is not installed; install it by "
-        "pip install 'recsys[torchrec]'"
-    ) from error
+    raise cannot_import_torchrec("recsys.distributed", error) from error
 
 from recsys.distributed.agreement import OtherRankFailed
 from recsys.distributed.planner import HotPlanStorageEstimator

@@ -117,7 +117,7 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
 
     Raises:
         ConfigError: FBGEMM does not support such a table or optimizer.
-        MissingDependency: FBGEMM is not installed.
+        MissingDependency: FBGEMM is not installed, or was built for another torch.
     """
 
     def __init__(self, tables: Sequence[TableConfig], optimizer: OptimizerConfig) -> None:
@@ -133,7 +133,7 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
                 ComputeDevice,
                 SplitTableBatchedEmbeddingBagsCodegen,
             )
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # OSError: built for another torch
             raise MissingDependency(
                 "embeddings 'fbgemm' needs fbgemm-gpu-cpu (or fbgemm-gpu) that was built for this "
                 f"torch ({error}); install it, or choose embeddings 'torch'"

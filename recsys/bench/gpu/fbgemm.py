@@ -54,7 +54,7 @@ class ManagedBags(nn.Module):
                 ComputeDevice,
                 SplitTableBatchedEmbeddingBagsCodegen,
             )
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # OSError: built for another torch
             raise MissingDependency(
                 f"fbgemm-gpu for this torch is not installed ({error}); install it to compare"
             ) from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recsys.errors import MissingDependency
+from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.models.dlrm import OverArch
 from recsys.models.tbsm import TimeSeriesLayer, Tower
 
@@ -130,10 +130,8 @@ def _as_features(ids: list[Tensor], lengths: list[Tensor]) -> Any:
 def _torchrec() -> Any:
     try:
         import torchrec  # importing it takes seconds
-    except ImportError as error:
-        raise MissingDependency(
-            "bench models also measures TorchRec's collection; pip install torchrec"
-        ) from error
+    except (ImportError, OSError) as error:
+        raise cannot_import_torchrec("bench models", error) from error
     return torchrec
 
 

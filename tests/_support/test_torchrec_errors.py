@@ -1,0 +1,87 @@
+"""What is said if TorchRec or FBGEMM is not installed, or was built for another torch."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.bench import step
+from recsys.bench.parts import plain_models
+from recsys.config import OptimizerConfig
+from recsys.embeddings import TableConfig
+from recsys.embeddings.baselines import FbgemmEmbeddingBags
+from recsys.errors import MissingDependency
+
+PACKAGES = ("torchrec", "fbgemm_gpu")
+TABLE = TableConfig(name="a", num_embeddings=4, embedding_dim=4, feature_names=("a",))
+USERS = {
+    "recsys.distributed": lambda: importlib.import_module("recsys.distributed"),
+    "JaggedIds.to_torchrec": lambda: JaggedIds(
+        ["a"], torch.tensor([1]), torch.tensor([0, 1])
+    ).to_torchrec(),
+    "bench step": lambda: step._dense_steps(2, "fp32"),
+    "bench models": plain_models._torchrec,
+}
+
+
+class Raising:
+    """Refuses to import TorchRec and FBGEMM."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in PACKAGES:
+            raise self.error
+
+
+@pytest.fixture
+def imports_raise(monkeypatch):
+    """Makes imports of TorchRec and FBGEMM, which nothing has imported yet, raise an error."""
+
+    def make(error):
+        for name in list(sys.modules):
+            if name.startswith(("torchrec", "fbgemm_gpu", "recsys.distributed")):
+                monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [Raising(error), *sys.meta_path])
+
+    return make
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_without_torchrec_an_error_says_how_to_install_it(imports_raise, user):
+    imports_raise(ModuleNotFoundError("No module named 'torchrec'"))
+
+    with pytest.raises(MissingDependency) as caught:
+        USERS[user]()
+
+    assert str(caught.value) == (
+        f"{user} needs TorchRec, which is not installed (No module named 'torchrec'); install it "
+        "by pip install 'recsys[torchrec]'"
+    )
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_an_fbgemm_for_another_torch_is_named_with_the_way_out(imports_raise, user):
+    imports_raise(OSError("Could not load this library: fbgemm_gpu_py.so"))
+
+    with pytest.raises(MissingDependency) as caught:
+        USERS[user]()
+
+    assert str(caught.value) == (
+        f"{user} needs TorchRec, and its FBGEMM does not load beside torch {torch.__version__} "
+        "(Could not load this library: fbgemm_gpu_py.so); install releases of torch, torchrec and "
+        "fbgemm-gpu that belong together: README, 'Installing'"
+    )
+
+
+@pytest.mark.parametrize("error", [ImportError("no fbgemm"), OSError("no fbgemm")])
+def test_embeddings_of_fbgemm_say_which_fbgemm_they_need(imports_raise, error):
+    imports_raise(error)
+
+    with pytest.raises(
+        MissingDependency, match=r"built for this torch \(no fbgemm\); install it, or choose"
+    ):
+        FbgemmEmbeddingBags([TABLE], OptimizerConfig())
