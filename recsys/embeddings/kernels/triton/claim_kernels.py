@@ -62,7 +62,7 @@ _MOST_USES = Constant(255)
 @triton.jit
 def _unmarked(found):
     """What the row map holds outside of a claim; see the top of this module."""
-    return tl.where(found < _NOWHERE, _MARK - found, found)
+    return tl.where(found < _NOWHERE, -found + _MARK, found)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def mark_kernel(
     known = _unmarked(found)
     # All lanes write the same mark, and exactly one gets the unmarked number back: it owns the row.
     is_tried = is_row & (found >= _NOWHERE)
-    before = tl.atomic_xchg(slot_of_row + rows, _MARK - known, is_tried, sem="relaxed")
+    before = tl.atomic_xchg(slot_of_row + rows, -known + _MARK, is_tried, sem="relaxed")
     is_first = is_tried & (before >= _NOWHERE)
     is_missing, is_held = is_first & (known < 0), is_first & (known >= 0)
 
@@ -365,7 +365,8 @@ def resolve_kernel(
         slots = tl.full([BLOCK], _NOWHERE, tl.int32)
 
     # The previous launch has filled the places of missing rows, if there were slots for them.
-    is_left = is_place & ~(is_missing & has_enough)
+    # In Triton's interpreter `has_enough & is_missing` would be a mask of int32, which 3.9 refuses.
+    is_left = is_place & (places >= tl.where(has_enough, num_missing, 0))
     is_fetched = (known >= _AWAITED) & has_enough
     tl.store(held_U + places, slots, is_left)
     tl.store(fetched_rows_U + places, tl.where(is_fetched, rows.to(tl.int32), _NOWHERE), is_left)

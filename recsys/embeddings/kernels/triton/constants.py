@@ -14,6 +14,9 @@ class Constant(tl.constexpr):  # type: ignore[misc]  # triton has no types
 
     Each launch asks of each constant whether its value is still that of the compilation. The answer
     of `tl.constexpr` is a `tl.constexpr`, and takes five times as long as a bool.
+
+    In a sum or difference with a tensor the tensor comes first. In Triton's interpreter a constant
+    that comes first makes the result a constant, which Triton 3.8 and later refuse as a tensor.
     """
 
     def __ne__(self, other: object) -> Any:

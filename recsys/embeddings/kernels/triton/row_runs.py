@@ -382,8 +382,9 @@ def _list_kernel(
     # A chunk ends where the next one begins; the end of the last one is found.
     tl.store(chunks + (num_lookups + numbers - 1), places, is_chunk & (numbers > 0))
     last = tl.max(tl.where(is_chunk, places, -1), 0)
-    following = last + tl.arange(0, CHUNK_SIZE)
-    is_following = (last >= 0) & (following < num_lookups)
+    # In Triton's interpreter a scalar bool in a mask makes it int32, which Triton 3.9 refuses.
+    following = tl.where(last >= 0, last, num_lookups) + tl.arange(0, CHUNK_SIZE)
+    is_following = following < num_lookups
     of_last = tl.load(rows_N + last, last >= 0, -1)
     is_same = tl.load(rows_N + following, is_following, -1) == of_last
     end = last + tl.sum((is_following & is_same).to(tl.int32), 0)
