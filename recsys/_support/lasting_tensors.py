@@ -15,10 +15,10 @@ __all__ = ["lasting_tensors"]
 
 @contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Make tensors that may be changed later; no operation in this context is differentiated.
+    """Make tensors that may be changed later, in any mode; no operation here is differentiated.
 
-    torch refuses to change one that was made under `torch.inference_mode`. An evaluation may be the
-    first to need what training changes.
+    torch refuses to change a tensor that was made under `torch.inference_mode`, and an evaluation
+    may be the first to need what training changes.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield

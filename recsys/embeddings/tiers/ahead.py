@@ -194,7 +194,7 @@ class AheadQueue:
         self._batch: int | None = None
 
     def __bool__(self) -> bool:
-        """Whether a ticket is waiting."""
+        """Whether a ticket is waiting; forgets released tickets if none is."""
         if any(ticket.is_held for ticket in self._all()):
             return True
         self._of_tables.clear()

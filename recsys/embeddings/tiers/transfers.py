@@ -44,7 +44,7 @@ class TransferQueue:
         self._changed = threading.Condition()
         self._queued: deque[Callable[[], None]] = deque()
         self._num_put = self._num_done = 0
-        self._num_untold = 0  # of the queued transfers, those that the thread is yet to be told of
+        self._num_unannounced = 0  # of the queued ones: the thread is yet to be told of them
         self._is_together = False
         self._failure = ""  # why no transfer can run any more
         self._cause: BaseException | None = None  # the exception, until `require_intact` raises
@@ -77,7 +77,7 @@ class TransferQueue:
         if in_background or self._num_done < self._num_put:
             with self._changed:
                 self._num_put += 1
-                self._num_untold += 1
+                self._num_unannounced += 1
                 self._queued.append(run)
             if not self._is_together:
                 self._wake_thread()
@@ -93,7 +93,7 @@ class TransferQueue:
     def together(self) -> Iterator[None]:
         """Let the thread begin when this context ends, because waking it takes a while.
 
-        Waiting for a transfer lets it begin earlier.
+        It begins earlier if a transfer is waited for. Contexts do not nest.
         """
         self._is_together = True
         try:
@@ -108,7 +108,6 @@ class TransferQueue:
         Raises:
             TiersFailed: a transfer has failed.
         """
-        self._notice_fork()
         self._wake_thread()
         if self._num_done < number and not self._failure:
             begin = perf_counter()
@@ -120,7 +119,6 @@ class TransferQueue:
 
     def settle(self) -> None:
         """Wait until all queued transfers have run, or one has failed."""
-        self._notice_fork()
         self._wake_thread()
         with self._changed:
             while self._num_done < self._num_put and not self._failure:
@@ -142,7 +140,7 @@ class TransferQueue:
         if os.getpid() == self._process:
             return
         self._process, self._thread, self._changed = os.getpid(), None, threading.Condition()
-        self._num_untold = 0
+        self._num_unannounced, self._is_together = 0, False
         if self._num_done < self._num_put and not self._failure:
             self._failure = (
                 "this process was forked while rows were moved; call settle() of the module, or "
@@ -152,20 +150,22 @@ class TransferQueue:
 
     def _wake_thread(self) -> None:
         """Tell the queue's thread to run the transfers that it was not told of."""
-        with self._changed:
-            count, self._num_untold = self._num_untold, 0
-        if not count:
+        self._notice_fork()
+        if not self._num_unannounced:
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="recsys-transfers", initializer=work_alone
-            )
-        try:
-            self._thread.submit(self._run_next, count)
-        except RuntimeError:  # the process is ending and starts no more threads
-            self._run_next(count)
+        # Neither a signal nor another thread comes between the count and what it says.
+        with interrupts_held_back(), self._changed:
+            count, self._num_unannounced = self._num_unannounced, 0
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(
+                    1, thread_name_prefix="recsys-transfers", initializer=work_alone
+                )
+            try:
+                self._thread.submit(self._run_first, count)
+            except RuntimeError:  # the process is ending and starts no more threads
+                self._run_first(count)
 
-    def _run_next(self, count: int) -> None:
+    def _run_first(self, count: int) -> None:
         """In the queue's thread: run the first transfers, until one has failed."""
         for _ in range(count):
             if self._failure:

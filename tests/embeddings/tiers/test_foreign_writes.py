@@ -416,7 +416,10 @@ def test_two_parameters_on_one_memory_are_refused_with_a_budget():
 
 def many_bags(num_tables, budget):
     torch.manual_seed(0)
-    model = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True) for _ in range(num_tables))
+    model = nn.ModuleList(
+        nn.EmbeddingBag(NUM_ROWS, DIM, padding_idx=NUM_ROWS - 1, sparse=True)
+        for _ in range(num_tables)
+    )
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
     recsys.accelerate(model, optimizer=optimizer, budget=budget)
     return model, optimizer
@@ -484,3 +487,23 @@ def test_a_write_to_a_table_without_newer_rows_is_seen_by_its_next_lookup(keep):
     optimizer.step()
 
     assert model[0](ids).eq(0.25).all()
+
+
+@pytest.mark.parametrize("budget", ["10KiB", "10MiB"])
+@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.filterwarnings("ignore:budget=", "ignore:.*shared with other processes")
+def test_a_table_whose_memory_has_moved_is_found_by_its_next_lookup(budget, is_evaluated):
+    model, optimizer = many_bags(2, budget)
+    ids = torch.arange(8, 20)
+    offsets = torch.arange(0, 12, 3)
+    sum(bag(ids, offsets).sum() for bag in model).backward()
+    optimizer.step()
+    other = model[1](ids, offsets).detach().clone()
+
+    model[0].weight.share_memory_()
+    with torch.no_grad():
+        assert torch.equal(model[1](ids, offsets), other)
+        model[0].weight.fill_(0.25)
+    with torch.set_grad_enabled(not is_evaluated):
+        assert model[0](ids, offsets).eq(0.25).all()
+        assert torch.equal(model[1](ids, offsets), other)

@@ -1,5 +1,6 @@
 """The queue of transfers, and how long transfers are waited for."""
 
+import signal
 import threading
 from contextlib import suppress
 
@@ -87,6 +88,57 @@ def test_transfers_put_in_together_begin_at_the_end_or_when_one_is_waited_for():
     queue.wait(6)
 
     assert found == list(range(6))
+
+
+def test_transfers_put_in_together_begin_without_being_waited_for():
+    queue, has_run = TransferQueue(), threading.Event()
+
+    with queue.together():
+        queue.put(has_run.set, in_background=True)
+        assert not has_run.is_set()
+
+    assert has_run.wait(60)
+
+
+def test_a_signal_while_the_thread_is_told_loses_no_transfer(monkeypatch):
+    class Executor(transfers.ThreadPoolExecutor):
+        def submit(self, *arguments):
+            signal.raise_signal(signal.SIGINT)
+            return super().submit(*arguments)
+
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Executor)
+    queue, has_run = TransferQueue(), threading.Event()
+
+    with suppress(KeyboardInterrupt), queue.together():
+        queue.put(has_run.set, in_background=True)
+
+    assert has_run.wait(60)
+
+
+def test_two_threads_that_wake_the_queue_make_one_thread_of_it(monkeypatch):
+    made, is_making, goes_on = [], threading.Event(), threading.Event()
+
+    class Executor(transfers.ThreadPoolExecutor):
+        def __init__(self, *arguments, **options):
+            made.append(self)
+            is_making.set()
+            goes_on.wait(0.2)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", Executor)
+    queue, found = TransferQueue(), []
+    with queue.together():
+        queue.put(lambda: found.append(0), in_background=True)
+        other = threading.Thread(target=queue.settle)
+        other.start()
+        is_making.wait(60)
+        queue.put(lambda: found.append(1), in_background=True)
+    goes_on.set()
+    other.join()
+    queue.settle()
+
+    assert len(made) == 1
+    assert found == [0, 1]
 
 
 def test_transfers_put_in_together_run_after_an_error_of_the_caller():
