@@ -93,7 +93,7 @@ class Delays:
                 (TransferQueue, "put"),
                 (TransferQueue, "wait"),
                 (TransferQueue, "_wake_thread"),
-                (TransferQueue, "_run_next"),
+                (TransferQueue, "_run_first"),
                 (FileStore, "_move"),
                 (ReadAhead, "_read_group"),
                 (Window, "fill"),
