@@ -51,30 +51,29 @@ def imports_raise(monkeypatch):
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_without_torchrec_an_error_says_how_to_install_it(imports_raise, user):
-    imports_raise(ModuleNotFoundError("No module named 'torchrec'"))
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            ModuleNotFoundError("No module named 'torchrec'"),
+            "which is not installed (No module named 'torchrec'); install it by pip install "
+            "'recsys[torchrec]'",
+        ),
+        (
+            OSError("Could not load this library: fbgemm_gpu_py.so"),
+            f"and its FBGEMM does not load beside torch {torch.__version__} (Could not load this "
+            "library: fbgemm_gpu_py.so); install releases of torch, torchrec and fbgemm-gpu that "
+            "belong together: README, 'Installing'",
+        ),
+    ],
+)
+def test_what_needs_torchrec_names_the_way_out(imports_raise, user, error, told):
+    imports_raise(error)
 
     with pytest.raises(MissingDependency) as caught:
         USERS[user]()
 
-    assert str(caught.value) == (
-        f"{user} needs TorchRec, which is not installed (No module named 'torchrec'); install it "
-        "by pip install 'recsys[torchrec]'"
-    )
-
-
-@pytest.mark.parametrize("user", USERS)
-def test_an_fbgemm_for_another_torch_is_named_with_the_way_out(imports_raise, user):
-    imports_raise(OSError("Could not load this library: fbgemm_gpu_py.so"))
-
-    with pytest.raises(MissingDependency) as caught:
-        USERS[user]()
-
-    assert str(caught.value) == (
-        f"{user} needs TorchRec, and its FBGEMM does not load beside torch {torch.__version__} "
-        "(Could not load this library: fbgemm_gpu_py.so); install releases of torch, torchrec and "
-        "fbgemm-gpu that belong together: README, 'Installing'"
-    )
+    assert str(caught.value) == f"{user} needs TorchRec, {told}"
 
 
 @pytest.mark.parametrize("error", [ImportError("no fbgemm"), OSError("no fbgemm")])
