@@ -62,6 +62,7 @@ def resident(request):
     return request.param, losses, numbers
 
 
+@pytest.mark.in_ci("seq-floor", "ahead-half", "ahead-everything")
 @pytest.mark.parametrize("budget", ["floor", "half", "everything"])
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(depth=2)], ids=["seq", "ahead"])
 def test_tiers_and_looking_ahead_change_no_bit(resident, schedule, budget):

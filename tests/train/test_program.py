@@ -53,6 +53,7 @@ def about(file):
     return json.loads(extra["recsys.json"])
 
 
+@pytest.mark.in_ci("dlrm", "masked_transformer", "tbsm")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
     run = trained(MODELS[name], str(table_store(has_weights=False)), tmp_path / "run")

@@ -58,7 +58,7 @@ def device(request, monkeypatch):
     errors_on(found).forget()
 
 
-@pytest.mark.in_ci("numba-resident", "numba-file", "torch-host", "cuda")
+@pytest.mark.in_ci("numba-file", "torch-host", "cuda")
 @pytest.mark.parametrize(("tier", "num_toys"), [("resident", 40), ("host", 20), ("file", 20)])
 def test_policy_equals_the_oracle(tier, num_toys, device, tmp_path):
     seen = dict.fromkeys(("drops", "does not converge", "drops unseen rows", "has no sample"), 0)

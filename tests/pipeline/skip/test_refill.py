@@ -395,6 +395,7 @@ def test_samples_that_cannot_be_joined_are_left_out():
     assert maker.position == Position(1, 2, 2, 10, 4, 0, 0, 4)
 
 
+@pytest.mark.in_ci("2")
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_interrupt_anywhere_loses_at_most_one_mini_batch(depth):
     is_chosen = np.array([True, True, False] * 8)

@@ -93,11 +93,9 @@ def test_one_hot_gradients_are_added_in_the_order_of_the_kernel_for_the_cpu(make
         assert torch.equal(ours, theirs)
 
 
-@given(
-    seed=st.integers(-(2**40), 2**40),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-    is_by_chance=st.booleans(),
-)
+@pytest.mark.in_ci("bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@given(seed=st.integers(-(2**40), 2**40), is_by_chance=st.booleans())
 def test_rows_of_16_bits_are_rounded_as_by_the_kernel_for_the_cpu(
     make_case, seed, dtype, is_by_chance
 ):
