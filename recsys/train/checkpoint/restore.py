@@ -15,7 +15,7 @@ from recsys._support.files import read_together
 from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError, WeightsError
 from recsys.train.checkpoint.blocks import check_block, read_block
-from recsys.train.checkpoint.contents import Contents, TableArrays
+from recsys.train.checkpoint.contents import Contents
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
     from recsys.train.checkpoint.manifest import Manifest, Part
 
-__all__ = ["require_same_arrays", "require_whole", "restore"]
+__all__ = [
+    "OtherArrays",
+    "names_in_tables",
+    "require_same_arrays",
+    "require_whole",
+    "restore",
+]
 
 
 def restore(
@@ -63,13 +69,28 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
     require_same_arrays(manifest, contents)
     contents.require_tree(manifest.state)
     with contents.tables.restoring():
-        targets = _Targets(manifest, contents)
+        names = names_in_tables(manifest)
+        tables = {table.key: table for table in contents.tables.tables}
+        others = OtherArrays(manifest, contents)
+        for array_name, (key, name) in names.items():
+            if name != "weight":
+                array = manifest.arrays[array_name]
+                made = tables[key].make_array(name, array.shape, DTYPES[array.dtype])
+                others.tensors[array_name] = made
         for piece in manifest.pieces:
             for block in piece.blocks:
                 tensors = read_block(folder, piece, block, manifest.arrays)
                 for part in block.parts:
-                    targets.write(part, tensors)
-        return contents.restore_tree(manifest.state, targets.array)
+                    if part.array not in names:
+                        others.write(part, tensors)
+                        continue
+                    key, name = names[part.array]
+                    if part.rows:
+                        rows = tensors[part.rows].numpy()
+                        tables[key].scatter(name, rows, tensors[part.array])
+                    else:
+                        tables[key].write(name, part.begin, tensors[part.array])
+        return contents.restore_tree(manifest.state, others.array)
 
 
 def require_whole(folder: Path, manifest: Manifest) -> None:
@@ -147,66 +168,59 @@ def require_same_arrays(manifest: Manifest, contents: Contents) -> None:
                 raise CheckpointError(f"checkpoint {manifest.number}: {error}") from error
 
 
-class _Targets:
-    """Where the rows of each array go.
+def names_in_tables(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """For each array of a table: the table's key, and the array's name in the table."""
+    return {
+        name: (key, name.rpartition("/")[2] if place else "weight")
+        for key, names in manifest.tables.items()
+        for place, name in enumerate(names)
+    }
 
-    Arrays of the model are written in place, also those of the tables' state. All others are made
-    here. Their size is known to be in the files, so a damaged manifest cannot make them huge.
+
+class OtherArrays:
+    """The arrays besides those of tables: the model's are written in place, and others are made.
+
+    Their size is known to be in the files, so a damaged manifest cannot make them huge.
+
+    Args:
+        manifest: The checkpoint.
+        contents: The model.
+
+    Attributes:
+        tensors: The arrays so far, by name. State of tables that the tree refers to may be added.
     """
 
     def __init__(self, manifest: Manifest, contents: Contents) -> None:
-        # Numbers of last changes are for exports; they are not read.
+        of_tables = names_in_tables(manifest)
         self._arrays = {
             name: array
             for name, array in manifest.arrays.items()
-            if not name.startswith("changed/")
+            # Numbers of last changes are for exports; they are not read.
+            if name not in of_tables and not name.startswith("changed/")
         }
-        self._tables: dict[str, tuple[TableArrays, str]] = {}
-        self._tensors = contents.model_tensors()
-        for table in contents.tables.tables:
-            names: Mapping[str, str] = {
-                name.rpartition("/")[2] if place else "weight": name
-                for place, name in enumerate(manifest.tables[table.key])
-            }
-            arrays = TableArrays(table, names)
-            for own, name in names.items():
-                self._tables[name] = arrays, own
-                if own != "weight":
-                    array = manifest.arrays[name]
-                    self._tensors[name] = table.make_array(own, array.shape, DTYPES[array.dtype])
+        self.tensors = contents.model_tensors()
 
     def write(self, part: Part, tensors: Mapping[str, Tensor]) -> None:
         """Write the rows of one part."""
         if part.array not in self._arrays:
             return
-        values = tensors[part.array]
-        if part.array in self._tables:
-            arrays, own = self._tables[part.array]
-            if part.rows:
-                arrays.table.scatter(own, tensors[part.rows].numpy(), values)
-            else:
-                arrays.table.write(own, part.begin, values)
-            return
-        target = self._target(part.array)
+        target = self.array(part.array)
         with torch.no_grad():
             rows = target if target.dim() else target.reshape(1)
-            rows.detach()[part.begin : part.end].copy_(values)
+            rows.detach()[part.begin : part.end].copy_(tensors[part.array])
 
     def array(self, name: str) -> Tensor:
-        """An array that the tree refers to.
+        """An array, such as one that the tree refers to.
 
         Raises:
             CheckpointError: the checkpoint has no such array.
         """
-        if name not in self._arrays:
-            raise CheckpointError(f"its state names an array {name!r} that it does not have")
-        return self._target(name)
-
-    def _target(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            array = self._arrays[name]
-            self._tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
-        return self._tensors[name]
+        if name not in self.tensors:
+            array = self._arrays.get(name)
+            if array is None:
+                raise CheckpointError(f"its state names an array {name!r} that it does not have")
+            self.tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
+        return self.tensors[name]
 
 
 def _shape_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:

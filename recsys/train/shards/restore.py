@@ -17,7 +17,7 @@ from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block
 from recsys.train.checkpoint.contents import Contents, errors_of_state
 from recsys.train.checkpoint.manifest import read_manifest
-from recsys.train.checkpoint.restore import require_whole
+from recsys.train.checkpoint.restore import OtherArrays, names_in_tables, require_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,10 +75,11 @@ def restore_shards(
                 raise CheckpointError(f"checkpoint {number}: {error}; {way_out}") from error
         stack.enter_context(contents.tables.restoring())
         targets = _Rows(contents.tables.tables, own, manifests)
-        dense = _Dense(manifests[0], contents)
+        dense = OtherArrays(manifests[0], contents)
+        _require_same_shapes(manifests[0], dense.tensors)
         for rank in needed:
             folder, manifest = shards.folders[rank], manifests[rank]
-            names = _names_of_tables(manifest)
+            names = names_in_tables(manifest)
             for piece in manifest.pieces:
                 for block in piece.blocks:
                     tensors = read_block(folder, piece, block, manifest.arrays)
@@ -133,13 +134,26 @@ def _has_any(shards: Shards, rank: int, own: Mapping[str, tuple[int, int]]) -> b
     )
 
 
-def _names_of_tables(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """For each array of a table: the table's key, and the array's name in the table."""
-    return {
-        name: (key, name.rpartition("/")[2] if place else "weight")
-        for key, names in manifest.tables.items()
-        for place, name in enumerate(names)
+def _require_same_shapes(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Check that the tensors of the model besides tables have their shapes in the checkpoint.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    of_tables = names_in_tables(manifest)
+    saved = {
+        name: array.shape
+        for name, array in manifest.arrays.items()
+        if name.startswith("model/") and name not in of_tables
     }
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(own | saved):
+        if own.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"checkpoint {manifest.number} is of another model: "
+                f"{name.removeprefix('model/')} has shape {saved.get(name)} there and "
+                f"{own.get(name)} here; build the model as for the run that was saved"
+            )
 
 
 class _Rows:
@@ -161,7 +175,7 @@ class _Rows:
         self._own = own
         made = set()
         for manifest in manifests:
-            for array_name, (key, name) in _names_of_tables(manifest).items():
+            for array_name, (key, name) in names_in_tables(manifest).items():
                 table = self._tables.get(key)
                 if table is not None and name != "weight" and (key, name) not in made:
                     array = manifest.arrays[array_name]
@@ -201,57 +215,3 @@ class _Rows:
         here = slice(max(begin - first, 0), min(end, there[1]) - first)
         if here.start < min(here.stop, len(values)):
             table.write(name, first + here.start - begin, values[here])
-
-
-class _Dense:
-    """Where all other arrays go: the model's are written in place, and others are made.
-
-    Args:
-        manifest: The checkpoint of the first process.
-        contents: The model of this process.
-
-    Raises:
-        CheckpointError: the arrays of the model are not those of the checkpoint.
-    """
-
-    def __init__(self, manifest: Manifest, contents: Contents) -> None:
-        of_tables = _names_of_tables(manifest)
-        self._arrays = {
-            name: array
-            for name, array in manifest.arrays.items()
-            if name not in of_tables and not name.startswith("changed/")
-        }
-        self._tensors = contents.model_tensors()
-        saved = {
-            name: array.shape for name, array in self._arrays.items() if name.startswith("model/")
-        }
-        own = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        for name in sorted(own | saved):
-            if own.get(name) != saved.get(name):
-                raise CheckpointError(
-                    f"checkpoint {manifest.number} is of another model: "
-                    f"{name.removeprefix('model/')} has shape {saved.get(name)} there and "
-                    f"{own.get(name)} here; build the model as for the run that was saved"
-                )
-
-    def write(self, part: Part, tensors: Mapping[str, Tensor]) -> None:
-        """Write the rows of one part."""
-        if part.array not in self._arrays:
-            return
-        target = self.array(part.array)
-        with torch.no_grad():
-            rows = target if target.dim() else target.reshape(1)
-            rows.detach()[part.begin : part.end].copy_(tensors[part.array])
-
-    def array(self, name: str) -> Tensor:
-        """An array that the state refers to.
-
-        Raises:
-            CheckpointError: the checkpoint has no such array.
-        """
-        array = self._arrays.get(name)
-        if array is None:
-            raise CheckpointError(f"its state names an array {name!r} that it does not have")
-        if name not in self._tensors:
-            self._tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
-        return self._tensors[name]
