@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
-    from recsys.train.callbacks import Callback
+    from recsys.train.callbacks.callback import Callback
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
     from recsys.train.loop.run_checkpoints import RunCheckpoints

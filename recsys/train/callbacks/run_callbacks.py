@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from recsys._support.states import SavedState
 from recsys._support.user_classes import current_folder_last, import_class
 from recsys.errors import CallbackFailed, ConfigError
-from recsys.train.callbacks import MLflow, TensorBoard, WeightsAndBiases
 from recsys.train.callbacks.callback import Callback
 from recsys.train.callbacks.early_stopping import EarlyStopping
+from recsys.train.callbacks.mlflow import MLflow
+from recsys.train.callbacks.tensorboard import TensorBoard
+from recsys.train.callbacks.wandb import WeightsAndBiases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
