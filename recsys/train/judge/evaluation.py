@@ -32,7 +32,7 @@ from recsys.train.parts.build import autocast, build_model, open_source, require
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -48,9 +48,9 @@ __all__ = [
     "evaluate_run",
     "evaluate_split",
     "evaluation_config",
-    "finite_scores",
     "nonzero_counts",
     "open_saved_model",
+    "scores_of",
     "unknown_values",
     "with_ranking",
 ]
@@ -107,10 +107,14 @@ def evaluate_split(
     with _evaluating(model):
         for batch in loader:
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
-            scores, labels = _scores(model, batch)
+            scores, labels = scores_of(model, batch)
             if processes is not None:
                 scores, labels = processes.gather_scores(scores, labels)
-            _require_finite(scores, split)
+            num_bad = int((~np.isfinite(scores)).sum())
+            if num_bad:
+                raise TrainingDiverged(
+                    f"{split}: {num_bad} of {len(scores)} logits are not finite; {LOWER_LR}"
+                )
             accumulator.add(scores[:wanted], labels[:wanted])
             if groups is not None or times is not None:
                 kept.append((scores[:wanted].copy(), labels[:wanted] == 1))
@@ -181,46 +185,10 @@ def with_ranking(
     return replace(found, ranking=ranking)
 
 
-def finite_scores(
-    model: nn.Module,
-    batch: Batch,
-    place: str,
-    explain: Callable[[int], Exception] | None = None,
-) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Logits and labels of a mini-batch, on the CPU.
-
-    Args:
-        model: Maps a batch to (loss, (loss, logits, labels)).
-        batch: The mini-batch, on any device.
-        place: Where the samples come from, for the error.
-        explain: Makes another error, given the place in the mini-batch of the first sample whose
-            logit is not finite.
-
-    Raises:
-        TrainingDiverged: a logit is not finite.
-    """
-    scores, labels = _scores(model, batch)
-    _require_finite(scores, place, explain)
-    return scores, labels
-
-
-def _scores(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Logits and labels of a mini-batch, on the CPU."""
+def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Logits and labels of a mini-batch on any device, on the CPU."""
     _, (_, logits, labels) = model(batch.to(device_of(model)))
     return logits.float().cpu().numpy(), labels.cpu().numpy()
-
-
-def _require_finite(
-    scores: NDArray[np.float32], place: str, explain: Callable[[int], Exception] | None = None
-) -> None:
-    """Check logits; arguments and errors as for `finite_scores`."""
-    is_bad = ~np.isfinite(scores)
-    if is_bad.any():
-        if explain is not None:
-            raise explain(int(np.argmax(is_bad)))
-        raise TrainingDiverged(
-            f"{place}: {int(is_bad.sum())} of {len(scores)} logits are not finite; {LOWER_LR}"
-        )
 
 
 def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel:

@@ -16,7 +16,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from recsys.datasets.tabular.encoding.row_encoder import NO_LABEL
 from recsys.datasets.tabular.reading.columns import import_pyarrow
 from recsys.embeddings.lookup.device_tables import check_input
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.train.judge.evaluation import finite_scores, nonzero_counts, open_saved_model
+from recsys.train.judge.evaluation import nonzero_counts, open_saved_model, scores_of
 from recsys.train.parts.build import autocast
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -263,8 +262,10 @@ def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path)
 
         with torch.no_grad(), autocast(saved.config):
             for batch in samples.batches():
-                explain = partial(_unscored, samples, batch, num_samples)
-                logits, labels = finite_scores(saved.model, batch, "predict", explain)
+                logits, labels = scores_of(saved.model, batch)
+                is_bad = ~np.isfinite(logits)
+                if is_bad.any():
+                    raise _unscored(samples, batch, num_samples, int(np.argmax(is_bad)))
                 kept.append((_sigmoid(logits), labels.astype(np.int8)))
                 num_samples += len(logits)
                 if num_samples - num_written >= _WRITTEN_ROWS:
