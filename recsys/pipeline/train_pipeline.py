@@ -406,11 +406,11 @@ class TrainPipeline:
             return []
         # Rows without a claim would need slots while the first part holds its slots.
         claims = None if self._inputs.has_unknown_inputs else current.claims
-        sides = self.popular_split.choose(current.batch, claims, self._model, self._compute)
-        if not sides or claims is None:
+        parts = self.popular_split.choose(current.batch, claims, self._model, self._compute)
+        if not parts or claims is None:
             return []
         with interrupts_held_back():  # an interrupt in between would lose claims
-            parts = self.popular_split.split(sides, claims)
+            parts = self.popular_split.split(parts, claims)
             current.claims = [claim for part in parts for claim in part.claims]
         return parts
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.pipeline.schedule import Hotline
 
-__all__ = ["MicroBatch", "PopularSplit", "Side"]
+__all__ = ["MicroBatch", "PopularSplit"]
 
 _NUM_SIZES = 16  # different sizes that a part can have
 # Device types for which the host waits before each split. Tests add "cpu".
@@ -42,36 +42,22 @@ _COUNTERS = (
 )
 
 
-class Side(NamedTuple):
-    """A part of a mini-batch before its claims are divided.
+class MicroBatch(NamedTuple):
+    """A part of a mini-batch.
 
     Attributes:
         batch: The part, of the mini-batch's type.
         samples: Numbers of its samples in the mini-batch, (M,) int64.
         weight: Weight of its loss: M / B if the loss is a mean over samples, 1 if it is a sum.
         was_missing: Whether a row had to be fetched.
+        claims: Its claims; empty until `PopularSplit.split` divides those of the mini-batch.
     """
 
     batch: Any
     samples: Tensor
     weight: float
     was_missing: bool
-
-
-class MicroBatch(NamedTuple):
-    """A part of a mini-batch.
-
-    Attributes:
-        batch: As for `Side`.
-        samples: As for `Side`.
-        weight: As for `Side`.
-        claims: Its claims.
-    """
-
-    batch: Any
-    samples: Tensor
-    weight: float
-    claims: list[Prefetched]
+    claims: Sequence[Prefetched] = ()
 
 
 class PopularSplit:
@@ -113,7 +99,7 @@ class PopularSplit:
         claims: Sequence[Prefetched] | None,
         model: nn.Module,
         compute: Callable[[Any], tuple[Tensor, Any]],
-    ) -> list[Side]:
+    ) -> list[MicroBatch]:
         """Divide a mini-batch into popular samples and the others; empty if it stays whole.
 
         Args:
@@ -153,29 +139,33 @@ class PopularSplit:
             if self.is_loss_a_sum is None or any(claim.is_given_up for claim in claims):
                 return []
         return [
-            Side(part, samples, 1.0 if self.is_loss_a_sum else len(samples) / batch_size, missing)
-            for part, samples, missing in zip(batches, parts, (False, True), strict=True)
+            MicroBatch(
+                part, samples, 1.0 if self.is_loss_a_sum else len(samples) / batch_size, was_missing
+            )
+            for part, samples, was_missing in zip(batches, parts, (False, True), strict=True)
         ]
 
-    def split(self, sides: Sequence[Side], claims: Sequence[Prefetched]) -> list[MicroBatch]:
+    def split(self, parts: Sequence[MicroBatch], claims: Sequence[Prefetched]) -> list[MicroBatch]:
         """Divide the claims of a mini-batch among its parts.
 
         Args:
-            sides: What `choose` returned.
+            parts: What `choose` returned.
             claims: The claims of the mini-batch; the parts own them afterwards.
         """
         self.num_split += 1
-        parts = [(side.samples, side.was_missing) for side in sides]
+        of_parts = [(part.samples, part.was_missing) for part in parts]
         of_claims: list[list[Prefetched]] = []
         try:
-            of_claims.extend(claim.split(parts) for claim in claims)  # keeps those before an error
+            of_claims.extend(
+                claim.split(of_parts) for claim in claims
+            )  # keeps those before an error
         except BaseException:
             for claimed in of_claims:
                 cancel(claimed)
             raise
         return [
-            MicroBatch(side.batch, side.samples, side.weight, [each[number] for each in of_claims])
-            for number, side in enumerate(sides)
+            part._replace(claims=[each[number] for each in of_claims])
+            for number, part in enumerate(parts)
         ]
 
     def learn(self) -> None:
