@@ -291,42 +291,37 @@ def _write(
     """Write the model of a checkpoint: all rows, or those that changed after `since`."""
     require_new(file)
     require_whole(folder, manifest)
-    chosen = {
-        key: None if since is None else np.flatnonzero(_is_changed(folder, manifest, key, since))
-        for key in manifest.tables
+    changed: dict[str, NDArray[np.int64]] = {}
+    if since is not None:
+        for key in manifest.tables:
+            changed[key] = np.flatnonzero(_is_changed(folder, manifest, key, since))
+    arrays = {
+        name.removeprefix("model/"): array
+        for name, array in manifest.arrays.items()
+        if name.startswith("model/")
     }
-    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    keys = {name.removeprefix("model/") for name in manifest.arrays if name.startswith("model/")}
-    taken = keys & {"__metadata__", *(key + _ROWS for key in chosen)}
+    taken = arrays.keys() & {"__metadata__", *(key + _ROWS for key in manifest.tables)}
     if taken:
         raise CheckpointError(f"{folder}: a tensor named {min(taken)!r} cannot be exported")
-    tables = {f"model/{key}": key for key in manifest.tables}
-    for key, rows in chosen.items():
-        if rows is not None:
-            kinds[key + _ROWS] = ("I64", (len(rows),), rows.nbytes)
-    for name, array in manifest.arrays.items():
-        if name.startswith("model/"):
-            key = name.removeprefix("model/")
-            rows = chosen.get(key)
-            shape = array.shape if rows is None else (len(rows), *array.shape[1:])
-            kinds[key] = (array.dtype, shape, array.row_bytes * (shape[0] if shape else 1))
+    row_numbers = {key + _ROWS: rows for key, rows in changed.items()}
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {
+        name: ("I64", rows.shape, rows.nbytes) for name, rows in row_numbers.items()
+    }
+    for key, array in arrays.items():
+        shape = (len(changed[key]), *array.shape[1:]) if key in changed else array.shape
+        tensors[key] = array.dtype, shape, array.row_bytes * (shape[0] if shape else 1)
     # Tensors with large numbers first, so that each begins at a multiple of its numbers' size.
-    in_order = sorted(kinds, key=lambda key: -DTYPES[kinds[key][0]].itemsize)
+    in_order = sorted(tensors, key=lambda name: -DTYPES[tensors[name][0]].itemsize)
     with appearing_whole(file) as partial, partial.open("wb") as opened:
-        header = {key: kinds[key] for key in in_order}
-        opened.write(safetensors_header(header, metadata))
-        for key in in_order:
-            if key in kinds and key.removesuffix(_ROWS) in chosen and key not in chosen:
-                numbers = chosen[key.removesuffix(_ROWS)]
-                assert numbers is not None
-                opened.write(numbers.astype("<i8").data)
+        opened.write(safetensors_header({name: tensors[name] for name in in_order}, metadata))
+        for name in in_order:
+            if name in row_numbers:
+                opened.write(row_numbers[name].astype("<i8").data)
                 continue
-            is_table = f"model/{key}" in tables
-            for begin, values in _rows_of(folder, manifest, f"model/{key}", is_table=is_table):
-                rows = chosen.get(key)
-                if rows is None:
-                    kept = values
-                else:
+            for begin, values in _rows_of(folder, manifest, name):
+                kept = values
+                if name in changed:
+                    rows = changed[name]
                     first, last = np.searchsorted(rows, [begin, begin + len(values)])
                     kept = values[torch.from_numpy(rows[first:last] - begin)]
                 opened.write(kept.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -335,13 +330,12 @@ def _write(
     return file
 
 
-def _rows_of(
-    folder: Path, manifest: Manifest, name: str, *, is_table: bool
-) -> Iterator[tuple[int, Tensor]]:
-    """The rows of an array in order, range by range: the first row, and the rows."""
+def _rows_of(folder: Path, manifest: Manifest, key: str) -> Iterator[tuple[int, Tensor]]:
+    """The rows of a tensor of the model in order, range by range: the first row, and the rows."""
+    name, is_table = f"model/{key}", key in manifest.tables
     # Whole arrays are in the last delta; a merge without deltas has them in the full piece.
     pieces = manifest.pieces[:1] if is_table else manifest.pieces[-1:]
-    changes = delta_rows(folder, manifest, name.removeprefix("model/")) if is_table else []
+    changes = delta_rows(folder, manifest, key) if is_table else []
     num_done = 0
     for piece in pieces:
         for block in piece.blocks:
