@@ -23,7 +23,7 @@ from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from recsys.batch import Features
     from recsys.embeddings.lookup.fused_lookup import Part
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["Inputs", "cancel", "cancel_left", "is_torchrec"]
+__all__ = ["Inputs", "cancel", "cancel_left", "is_torchrec", "items_of"]
 
 _MOST_NESTED = 4
 
@@ -63,7 +63,7 @@ class Inputs:
             if isinstance(each, AbstractDividedTables) and each.has_tiers
         ]
         self._names = {name: _features_of(each) for name, each in self._whole.items()}
-        self._updated = {name for name, each in self._whole.items() if each.row_updater is not None}
+        self._updated = {name: each for name, each in self._whole.items() if each.row_updater}
         self._has_warned = False
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
@@ -171,11 +171,10 @@ class Inputs:
         self._require_same_modules(setting)
         found: list[Part] = []
         unknown: list[str] = []
-        updated = {name: self._whole[name] for name in self._whole if name in self._updated}
-        for module, arguments in self._calls(batch, updated, unknown):
+        for module, arguments in self._calls(batch, self._updated, unknown):
             of_module = module.parts(*arguments)
             if any(part.bags.batch_size != batch_size for part in of_module):
-                name = next(name for name, each in updated.items() if each is module)
+                name = next(name for name, each in self._updated.items() if each is module)
                 raise ValueError(
                     f"{setting}: {name!r} looks up {of_module[0].bags.batch_size} bags for a "
                     f"mini-batch of {batch_size} samples, so it is not known which bag belongs to "
@@ -184,12 +183,7 @@ class Inputs:
                 )
             found += of_module
         if unknown:
-            more = f" and {len(unknown) - 1} more modules" if len(unknown) > 1 else ""
-            raise ValueError(
-                f"{setting}: it is not known which ids {unknown[0]!r}{more} will look up; give "
-                "TrainPipeline(..., ids=fn), where fn(batch) returns the modules' inputs by name: "
-                f"{{{unknown[0]!r}: (input, offsets), ...}}"
-            )
+            raise ValueError(_unknown_ids(setting, unknown))
         return found
 
     def require_same_tiers(self) -> None:
@@ -202,8 +196,7 @@ class Inputs:
             self._require_same_modules("schedule")
 
     def _require_same_modules(self, setting: str) -> None:
-        for name in self._updated:
-            module = self._whole[name]
+        for name, module in self._updated.items():
             try:
                 is_same = self._model.get_submodule(name) is module
             except AttributeError:
@@ -284,14 +277,18 @@ class Inputs:
         if not unknown or self._has_warned:
             return
         self._has_warned = True
-        more = f" and {len(unknown) - 1} more modules" if len(unknown) > 1 else ""
-        warnings.warn(
-            f"schedule: it is not known which ids {unknown[0]!r}{more} will look up, so their rows "
-            "are fetched only when they are needed; give TrainPipeline(..., ids=fn), where "
-            f"fn(batch) returns the modules' inputs by name: {{{unknown[0]!r}: (input, offsets), "
-            "...}",
-            stacklevel=2,
-        )
+        result = ", so their rows are fetched only when they are needed"
+        warnings.warn(_unknown_ids("schedule", unknown, result), stacklevel=2)
+
+
+def _unknown_ids(setting: str, names: Sequence[str], result: str = "") -> str:
+    """What to say if the input of modules with these names is not known."""
+    more = f" and {len(names) - 1} more modules" if len(names) > 1 else ""
+    return (
+        f"{setting}: it is not known which ids {names[0]!r}{more} will look up{result}; give "
+        "TrainPipeline(..., ids=fn), where fn(batch) returns the modules' inputs by name: "
+        f"{{{names[0]!r}: (input, offsets), ...}}"
+    )
 
 
 def cancel(claims: Sequence[Prefetched] | None) -> None:
@@ -327,17 +324,23 @@ def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:
     if isinstance(value, JaggedIds) or is_torchrec(value):
         yield cast("Features", value)
         return
-    if depth == _MOST_NESTED or isinstance(value, Tensor | nn.Module | str | bytes):
-        return
-    parts: Any = ()
+    if not isinstance(value, Tensor | nn.Module | str | bytes):
+        for part in items_of(value, depth):
+            yield from _features_in(part, depth + 1)
+
+
+def items_of(value: Any, depth: int) -> Iterable[Any]:
+    """The items of a container, or the attributes of an object, that is in `depth` others.
+
+    There are none where mini-batches are nested too deeply to be looked through.
+    """
+    if depth == _MOST_NESTED:
+        return ()
     if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for part in parts:
-        yield from _features_in(part, depth + 1)
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def is_torchrec(value: Any) -> bool:

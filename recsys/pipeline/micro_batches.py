@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recsys.batch import JaggedIds
-from recsys.pipeline.inputs import is_torchrec
+from recsys.pipeline.inputs import is_torchrec, items_of
 
 __all__ = [
     "concatenate",
@@ -24,8 +24,6 @@ __all__ = [
     "share_of_whole",
     "sizes_in",
 ]
-
-_MOST_NESTED = 4
 
 
 def count_samples(batch: Any) -> int | None:
@@ -88,14 +86,7 @@ def sizes_in(value: Any, depth: int = 0) -> Iterator[int]:
     if hasattr(value, "select") and hasattr(value, "__len__"):
         yield len(value)
         return
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for part in parts if depth < _MOST_NESTED else ():
+    for part in items_of(value, depth):
         yield from sizes_in(part, depth + 1)
 
 
