@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.device_tables import AbstractTables, tables_in
 from recsys.embeddings.tiers.transfers import MoveSeconds
 from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.pipeline.stalls import Moved
@@ -51,11 +51,7 @@ class Inputs:
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
         self._model, self._ids = model, ids
-        found = {
-            name: each for name, each in model.named_modules() if isinstance(each, AbstractTables)
-        }
-        parts = {part for each in found.values() for part in each.modules() if part is not each}
-        self._whole = {name: each for name, each in found.items() if each not in parts}
+        self._whole = dict(tables_in(model))
         self.modules = {name: each for name, each in self._whole.items() if each.tiers()}
         self.divided = [
             each

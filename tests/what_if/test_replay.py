@@ -6,9 +6,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recsys.config import load_config
+from recsys.embeddings.lookup.device_tables import tiers_of
 from recsys.errors import BudgetTooSmall
 from recsys.pipeline.stalls import StageClock
-from recsys.train.loop.tier_report import describe_transfers, tiers_of
+from recsys.train.loop.tier_report import describe_transfers
 from recsys.train.parts.build import build_loader, build_model, build_pipeline, open_source
 from recsys.what_if.replay import Replay
 

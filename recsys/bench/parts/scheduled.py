@@ -17,10 +17,10 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from recsys.embeddings.lookup.device_tables import tiers_of
 from recsys.embeddings.tiers.counts import TierCounts
 from recsys.errors import ConfigError
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
-from recsys.train.loop.tier_report import tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

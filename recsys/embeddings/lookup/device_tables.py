@@ -46,6 +46,8 @@ __all__ = [
     "require_rows",
     "require_same_device",
     "slot_device",
+    "tables_in",
+    "tiers_of",
 ]
 
 _COPY = "_copy"  # in a pickle: the updater, the tables' places in it, and their state
@@ -339,6 +341,24 @@ class AbstractTables(nn.Module, ABC):
             return tensor if is_left else fn(tensor)
 
         return move
+
+
+def tables_in(*models: nn.Module) -> list[tuple[str, AbstractTables]]:
+    """The recsys modules of models, with their names, but those that are parts of another one."""
+    found = [
+        (name, each)
+        for model in models
+        for name, each in model.named_modules()
+        if isinstance(each, AbstractTables)
+    ]
+    parts = {part for _, each in found for part in each.modules() if part is not each}
+    return [(name, each) for name, each in found if each not in parts]
+
+
+def tiers_of(model: nn.Module) -> list[Tiers]:
+    """The tiers of a model's recsys modules, each once; none where every row is resident."""
+    modules = [each for each in model.modules() if isinstance(each, AbstractTables)]
+    return list(dict.fromkeys(tiers for each in modules for tiers in each.tiers()))
 
 
 def check_input(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.device_tables import tables_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,21 +24,14 @@ def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
         ValueError: there is no recsys module, or one has no recsys optimizer; also if its tables
             are not trained.
     """
-    found = {
-        name: each
-        for model in models
-        for name, each in model.named_modules()
-        if isinstance(each, AbstractTables)
-    }
-    parts = {part for each in found.values() for part in each.modules() if part is not each}
-    whole = {name: each for name, each in found.items() if each not in parts}
+    whole = tables_in(*models)
     if not whole:
         raise ValueError(
             "the model has no module of recsys.embeddings, so no row can be followed; use "
             "recsys.accelerate(model, optimizer=...) first"
         )
     updaters: dict[RowUpdater, None] = {}
-    for name, module in whole.items():
+    for name, module in whole:
         if module.row_updater is None:
             tables = dict(module.named_parameters(prefix=name))
             if not any(weight.requires_grad for weight in tables.values()):

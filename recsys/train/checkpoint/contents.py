@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.device_tables import tiers_of
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
@@ -267,7 +267,7 @@ class Contents:
     def _model_state(self) -> dict[str, Any]:
         """The model's state dict without the tables; rows in slots stay where they are."""
         with ExitStack() as stack:
-            for tiers in _tiers_of(self._model):
+            for tiers in tiers_of(self._model):
                 stack.enter_context(tiers.only_read())
             state = self._model.state_dict()
         tables = {id(table.weight) for table in self.tables.tables}
@@ -392,8 +392,3 @@ def _array_of(tensor: Tensor, name: str) -> Array:
             "so that its first dimension is longer"
         )
     return array
-
-
-def _tiers_of(model: nn.Module) -> list[Any]:
-    modules = [module for module in model.modules() if isinstance(module, AbstractTables)]
-    return list(dict.fromkeys(tiers for module in modules for tiers in module.tiers()))

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.device_tables import tiers_of
 from recsys.embeddings.tiers.counts import HitRates
 from recsys.embeddings.tiers.transfers import MoveSeconds
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from recsys.embeddings.tiers.table_tiers import Tiers
-
-__all__ = ["describe_tiers", "describe_transfers", "tiers_of"]
-
-
-def tiers_of(model: nn.Module) -> list[Tiers]:
-    """The tiers of a model's modules of recsys, each once; none where every row is resident."""
-    found: dict[Tiers, None] = {}
-    for module in model.modules():
-        if isinstance(module, AbstractTables):
-            found |= dict.fromkeys(module.tiers())
-    return list(found)
+__all__ = ["describe_tiers", "describe_transfers"]
 
 
 def describe_tiers(model: nn.Module) -> dict[str, Any] | None:

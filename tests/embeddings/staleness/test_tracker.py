@@ -585,6 +585,21 @@ def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():
     assert (last["num_inputs"], last["stale_share"]) == (16 * WINDOW, 0.5)
 
 
+def test_all_of_several_modules_are_followed():
+    bags = [HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0)) for _ in range(2)]
+    settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
+    tracker = StalenessTracker(bags, settings)
+    ids = torch.arange(8)[:, None]
+    for number in range(2 * WINDOW):
+        tracker.begin_step(number)
+        sum((0 * bag(ids)).sum() for bag in bags).backward()
+        tracker.end_step(8 * number + 8)
+    tracker.use_flags_of(2 * WINDOW + LEAD)
+
+    stale = {name: rows.tolist() for name, rows in tracker.stale_rows().items()}
+    assert stale == {"0.weight": list(range(8)), "1.weight": list(range(8))}
+
+
 def test_a_closed_tracker_says_nothing_of_the_rows_of_the_next_one():
     bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
     settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
