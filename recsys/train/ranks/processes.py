@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.datasets.loader import BatchLoader
@@ -22,7 +22,7 @@ from recsys.train.shards.folder import remove_older
 from recsys.train.shards.restore import restore_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import numpy as np
@@ -71,8 +71,7 @@ class AbstractProcesses(ABC):
     own_dir: Path
 
     @abstractmethod
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """If one process raises in the `with` block, all raise at its end. A collective.
 
         There may be no collective in the block.
@@ -82,8 +81,7 @@ class AbstractProcesses(ABC):
         """
 
     @abstractmethod
-    @contextmanager
-    def said_once(self) -> Iterator[None]:
+    def said_once(self) -> AbstractContextManager[None]:
         """Warnings in the `with` block are the same on all processes: only the first warns."""
 
     @abstractmethod
@@ -99,13 +97,13 @@ class AbstractProcesses(ABC):
         """
 
     @abstractmethod
-    @contextmanager
-    def cold_folder(self, config: TrainConfig) -> Iterator[str]:
+    def cold_folder(self, config: TrainConfig) -> AbstractContextManager[str]:
         """The folder for rows in files; see `cold_folder` of `recsys.train.loop.cold_folder`."""
 
     @abstractmethod
-    @contextmanager
-    def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
+    def reopened(
+        self, config: TrainConfig, number: int | None
+    ) -> AbstractContextManager[Reopened | None]:
         """Open the run to continue; see `reopened` of `recsys.train.loop.resume`. A collective."""
 
     @abstractmethod
@@ -200,15 +198,13 @@ class OneProcess(AbstractProcesses):
     def __init__(self, run_dir: Path) -> None:
         self.own_dir = run_dir
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Nothing to agree on."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def said_once(self) -> Iterator[None]:
+    def said_once(self) -> AbstractContextManager[None]:
         """This process warns."""
-        yield
+        return nullcontext()
 
     def num_threads(self, config: TrainConfig) -> int:
         """Those of the configuration."""
@@ -218,17 +214,15 @@ class OneProcess(AbstractProcesses):
         """Check the budget."""
         require_budget(config, source)
 
-    @contextmanager
-    def cold_folder(self, config: TrainConfig) -> Iterator[str]:
+    def cold_folder(self, config: TrainConfig) -> AbstractContextManager[str]:
         """A folder beside that of the run."""
-        with cold_folder(config, self.own_dir) as path:
-            yield path
+        return cold_folder(config, self.own_dir)
 
-    @contextmanager
-    def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
+    def reopened(
+        self, config: TrainConfig, number: int | None
+    ) -> AbstractContextManager[Reopened | None]:
         """Open the run to continue."""
-        with reopened(config, self.own_dir, number) as earlier:
-            yield earlier
+        return reopened(config, self.own_dir, number)
 
     def train_loader(
         self, config: TrainConfig, source: SampleSource, plan: HotPlan | None

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from recsys._support.machine import num_cores
 from recsys.datasets.loader import BatchLoader
-from recsys.distributed.agreement import OtherRankFailed, on_every_rank
+from recsys.distributed.agreement import Agreement, OtherRankFailed
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import RecsysError, TrainingDiverged
 from recsys.pipeline.non_finite import explain_loss
@@ -147,7 +147,7 @@ class Ranks(AbstractProcesses):
             yield
         except Exception as raised:
             error = raised
-        on_every_rank(partial(_raise, error), None, None)
+        Agreement(error, None, None).wait()
 
     @contextmanager
     def said_once(self) -> Iterator[None]:
@@ -356,8 +356,3 @@ class Ranks(AbstractProcesses):
         if not self.rank:
             folder = self._folder
             remove_older(folder.checkpoints_folder, folder.shards_folder, shards)
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
