@@ -54,6 +54,10 @@ class RunCheckpoints:
         newest_of_all: With several processes, which save together: the number of the newest
             complete checkpoint that all have, or None. A collective. None for one process.
         when_complete: Is called once there is a checkpoint in `folder` that all processes have.
+
+    Attributes:
+        has_saved: Whether a checkpoint of this run was written, by this process or an earlier one.
+            With several processes, whether they have tried to: it is the same on all.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class RunCheckpoints:
         self._number = self._known = numbers_after if after is None else after
         self._saved_at: dict[str, int] = {}  # position of the last `save`
         self._complete: list[dict[str, int]] = []
-        self._has_saved = after is not None or numbers_after > 0
+        self.has_saved = after is not None or numbers_after > 0
         self._newest_of_all, self._when_complete = newest_of_all, when_complete
         self._is_complete = False
         self._waited = 0.0  # seconds
@@ -82,14 +86,6 @@ class RunCheckpoints:
         self._described: dict[str, Any] | None = None
         if after is not None:
             self._made = self._make(after)
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether a checkpoint of this run was written, by this process or an earlier one.
-
-        With several processes, whether they have tried to: it is the same on all.
-        """
-        return self._has_saved
 
     def start(self) -> None:
         """Count the time to the next checkpoint from now on."""
@@ -129,7 +125,7 @@ class RunCheckpoints:
             made.save(state=state, number=number)
         progress = state["progress"]
         self._saved_at = {"step": progress["num_steps"], "num_samples": progress["num_samples"]}
-        self._has_saved |= made is not None or are_several
+        self.has_saved |= made is not None or are_several
         self._has_failed = False
         self.start()
 
@@ -167,7 +163,7 @@ class RunCheckpoints:
 
     def end(self) -> None:
         """Wait until the last checkpoint of every process is written, and end. A collective."""
-        if self._has_saved:
+        if self.has_saved:
             self.wait_for_all()
         self.close()
 
@@ -175,7 +171,7 @@ class RunCheckpoints:
         """Wait until the last checkpoint is written, and end."""
         if self._made is None:
             return
-        if not self._has_saved:  # the first one is prepared, but was not due yet
+        if not self.has_saved:  # the first one is prepared, but was not due yet
             self.give_up()
             return
         self._made.wait()
