@@ -1,6 +1,6 @@
 """One training run, from a configuration to a folder of results.
 
-`train` builds the parts and saves the results. `_fit` is the training loop.
+`_prepare` builds the parts of a run, `_train` saves the results, and `_fit` is the training loop.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim.lr_scheduler import LambdaLR
 
-    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
     from recsys.train.loop.resume import Reopened
     from recsys.train.loop.run_checkpoints import RunCheckpoints
     from recsys.train.metrics.metrics import Metrics
-    from recsys.train.ranks.processes import AbstractProcesses
+    from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
 
 __all__ = ["train"]
 
@@ -124,20 +123,151 @@ def train(
             earlier = stack.enter_context(processes.reopened(config, checkpoint))
         if earlier is not None and earlier.record is not None:
             return earlier.record
-        show_progress = show_progress and not processes.rank
-        return _train(config, processes, earlier, stack, callbacks, show_progress=show_progress)
+        show = show_progress and not processes.rank
+        # In no variable here: the model is gone when contexts end, before its files are deleted.
+        return _train(_prepare(config, processes, earlier, stack, callbacks, show), stack)
 
 
-def _train(
+def _train(run: _Run, stack: ExitStack) -> dict[str, Any]:
+    """Train, save and evaluate the model of a run, and write its record; see `train`.
+
+    Args:
+        run: The run.
+        stack: Is closed after the run.
+    """
+    config, processes = run.config, run.processes
+    folder, progress, pipeline = run.folder, run.progress, run.pipeline
+    callbacks, checkpoints, clock = run.callbacks, run.checkpoints, run.pipeline.clock
+    metrics: dict[str, Any] = {"test": None, "validation": None}
+    record: dict[str, Any] = {
+        "status": "failed",
+        "config": describe_config(config),
+        "environment": describe_environment(),
+        "data": describe_source(run.loader.source),
+        "metrics": metrics,
+        "throughput": progress.throughput(),
+        "resumed": run.state.resumed,
+    }
+    stack.push(lambda _, error, __: callbacks.end(record, error))
+    try:
+        with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
+            callbacks.start(folder.path, record)
+            with progress:
+                _fit(run, interrupted)
+            record["transfers"] = describe_transfers(run.built.saved)
+            metrics[config.eval.split] = progress.last_evaluation
+            is_whole = progress.num_samples == run.num_samples or callbacks.stopped is not None
+            is_finished = is_whole
+            if checkpoints is not None and not is_whole:
+                checkpoints.wait()
+            if config.save_model:
+                processes.save_model(folder, run.built)
+            else:
+                folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
+            if is_whole:
+                clock.start()
+                is_finished = _evaluate_at_end(run, metrics, interrupted)
+                clock.mark("evaluate")
+                if is_finished:
+                    folder.append_history({**progress.position(), **metrics})
+            if checkpoints is not None:
+                checkpoints.end()
+                callbacks.checkpoints(checkpoints.newly_complete())
+            record["status"] = "finished" if is_finished else "interrupted"
+    except KeyboardInterrupt:
+        metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
+        record["status"] = "interrupted"
+        if checkpoints is not None:
+            checkpoints.give_up()
+        raise
+    except TrainingDiverged:
+        metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged
+        record["status"] = "diverged"
+        raise
+    finally:
+        try:
+            if checkpoints is not None and record["status"] in ("failed", "diverged"):
+                checkpoints.close()
+        finally:
+            record |= {
+                "throughput": progress.throughput(),
+                "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
+                "schedule": describe_schedule(pipeline, run.loader),
+                "processes": processes.describe(),
+                "tiers": describe_tiers(run.built.saved),
+                "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
+                "checkpoints": None if checkpoints is None else checkpoints.describe(),
+                "stopped_early": callbacks.stopped,
+                "peak_memory_bytes": progress.peak_memory_bytes,
+            }
+            if run.timeline is not None:
+                run.timeline.write(folder.timeline_file)
+            folder.write_record(record)
+    plot_curves(folder)
+    if run.timeline is not None:
+        plot_timeline(folder, run.timeline)
+    return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The parts of a run that trains."""
+
+    config: TrainConfig
+    processes: AbstractProcesses
+    folder: RunFolder
+    loader: BatchLoader | HotColdLoader
+    built: BuiltModel
+    pipeline: TrainPipeline
+    schedulers: Sequence[LambdaLR]
+    full_steps: FullSteps
+    num_samples: int
+    progress: Progress
+    state: RunState
+    checkpoints: RunCheckpoints | None
+    callbacks: RunCallbacks
+    timeline: Timeline | None
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it has written a checkpoint."""
+        return self.checkpoints is not None and self.checkpoints.has_saved
+
+    def evaluate(self, split: str) -> Metrics:
+        """An evaluation during training."""
+        keys = self.config.eval
+        with autocast(self.config):
+            return evaluate_split(
+                self.built.train_model,
+                self.loader.source,
+                split,
+                keys.batch_size,
+                keys.max_samples,
+                processes=self.processes,
+            )
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint, if the run writes any and its losses are finite.
+
+        Raises:
+            TrainingDiverged: a loss since the last report is not finite.
+        """
+        if self.checkpoints is not None:
+            self.pipeline.clock.mark("other")
+            self.progress.require_finite()
+            self.checkpoints.save(self.state.state_dict())
+            self.pipeline.clock.mark("checkpoint")
+
+
+def _prepare(
     config: TrainConfig,
     processes: AbstractProcesses,
     earlier: Reopened | None,
     stack: ExitStack,
     given: Sequence[Callback],
-    *,
     show_progress: bool,
-) -> dict[str, Any]:
-    """See `train`.
+) -> _Run:
+    """Build the parts of a run, make its folder, and restore the run to continue.
 
     Args:
         config: The configuration.
@@ -168,9 +298,7 @@ def _train(
     plan = choose_plan(config, source)
     loader = processes.train_loader(config, source, plan)
     built = processes.build_model(replace(config, cold_path=cold_path), source, plan)
-    model, saved, optimizers = built
     full_steps = FullSteps(loader, config.epochs)
-    num_steps, num_samples = full_steps.num_steps, config.epochs * len(source.splits["train"])
     compile_kernels(config, source)
     with processes.together():
         if earlier is None:
@@ -188,9 +316,12 @@ def _train(
         warn_of_no_effect(config, full_steps)
         warn_of_unread_keys(config, source)
         callbacks.warn_of_no_effect(full_steps.num_evaluations(config.eval.every_steps))
-        pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes)
+        pipeline = build_pipeline(
+            built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
+        )
     pipeline.forecast_budget()
-    schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
+    schedulers = build_schedulers(config.lr_schedule, built.optimizers, full_steps.num_steps)
+    num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(
         folder,
         clock,
@@ -211,124 +342,22 @@ def _train(
     checkpoints = processes.checkpoints(config, folder, built, earlier)
     timeline = Timeline() if config.timeline_steps > progress.num_steps else None
     pipeline.record(timeline)
-    metrics: dict[str, Any] = {"test": None, "validation": None}
-    record: dict[str, Any] = {
-        "status": "failed",
-        "config": describe_config(config),
-        "environment": describe_environment(),
-        "data": describe_source(source),
-        "metrics": metrics,
-        "throughput": progress.throughput(),
-        "resumed": state.resumed,
-    }
-    stack.push(lambda _, error, __: callbacks.end(record, error))
-    run = _Run(
-        config,
-        processes,
-        pipeline,
-        model,
-        loader,
-        schedulers,
-        progress,
-        full_steps,
-        state,
-        checkpoints,
-        callbacks,
+    return _Run(
+        config=config,
+        processes=processes,
+        folder=folder,
+        loader=loader,
+        built=built,
+        pipeline=pipeline,
+        schedulers=schedulers,
+        full_steps=full_steps,
+        num_samples=num_samples,
+        progress=progress,
+        state=state,
+        checkpoints=checkpoints,
+        callbacks=callbacks,
+        timeline=timeline,
     )
-    try:
-        with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
-            callbacks.start(folder.path, record)
-            with progress:
-                _fit(run, interrupted)
-            record["transfers"] = describe_transfers(saved)
-            metrics[config.eval.split] = progress.last_evaluation
-            is_whole = progress.num_samples == num_samples or callbacks.stopped is not None
-            is_finished = is_whole
-            if checkpoints is not None and not is_whole:
-                checkpoints.wait()
-            if config.save_model:
-                processes.save_model(folder, built)
-            else:
-                folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
-            if is_whole:
-                clock.start()
-                is_finished = _evaluate_at_end(
-                    model, source, config, metrics, interrupted, processes
-                )
-                clock.mark("evaluate")
-                if is_finished:
-                    folder.append_history({**progress.position(), **metrics})
-            if checkpoints is not None:
-                checkpoints.end()
-                callbacks.checkpoints(checkpoints.newly_complete())
-            record["status"] = "finished" if is_finished else "interrupted"
-    except KeyboardInterrupt:
-        metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
-        record["status"] = "interrupted"
-        if checkpoints is not None:
-            checkpoints.give_up()
-        raise
-    except TrainingDiverged:
-        metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged
-        record["status"] = "diverged"
-        raise
-    finally:
-        try:
-            if checkpoints is not None and record["status"] in ("failed", "diverged"):
-                checkpoints.close()
-        finally:
-            record |= {
-                "throughput": progress.throughput(),
-                "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
-                "schedule": describe_schedule(pipeline, loader),
-                "processes": processes.describe(),
-                "tiers": describe_tiers(saved),
-                "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
-                "checkpoints": None if checkpoints is None else checkpoints.describe(),
-                "stopped_early": callbacks.stopped,
-                "peak_memory_bytes": progress.peak_memory_bytes,
-            }
-            if timeline is not None:
-                timeline.write(folder.timeline_file)
-            folder.write_record(record)
-    plot_curves(folder)
-    if timeline is not None:
-        plot_timeline(folder, timeline)
-    return record
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The parts of a run that trains."""
-
-    config: TrainConfig
-    processes: AbstractProcesses
-    pipeline: TrainPipeline
-    model: nn.Module
-    loader: BatchLoader | HotColdLoader
-    schedulers: Sequence[LambdaLR]
-    progress: Progress
-    full_steps: FullSteps
-    state: RunState
-    checkpoints: RunCheckpoints | None
-    callbacks: RunCallbacks
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether it has written a checkpoint."""
-        return self.checkpoints is not None and self.checkpoints.has_saved
-
-    def save_checkpoint(self) -> None:
-        """Save a checkpoint, if the run writes any and its losses are finite.
-
-        Raises:
-            TrainingDiverged: a loss since the last report is not finite.
-        """
-        if self.checkpoints is not None:
-            self.pipeline.clock.mark("other")
-            self.progress.require_finite()
-            self.checkpoints.save(self.state.state_dict())
-            self.pipeline.clock.mark("checkpoint")
 
 
 def _fit(run: _Run, interrupted: threading.Event) -> None:
@@ -340,10 +369,10 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
         TrainingDiverged: the loss is no longer finite.
     """
     config, pipeline, loader, progress = run.config, run.pipeline, run.loader, run.progress
-    clock, full_steps, processes = pipeline.clock, run.full_steps, run.processes
+    clock, full_steps = pipeline.clock, run.full_steps
     if run.callbacks.stopped is not None:  # killed after its last step
         return
-    run.model.train()
+    run.built.train_model.train()
     clock.start()
     if run.checkpoints is not None:
         run.checkpoints.start()
@@ -371,15 +400,9 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                 loader.finish_reading()
                 clock.mark("load")
                 if isinstance(loader, HotColdLoader) and wants_loss:
-                    loss_after_turn = _evaluate(
-                        run.model, loader.source, "validation", config, processes
-                    )
-                    loader.observe(loss_after_turn.logloss)
+                    loader.observe(run.evaluate("validation").logloss)
                 if is_due:
-                    metrics = _evaluate(
-                        run.model, loader.source, config.eval.split, config, processes
-                    )
-                    progress.add_evaluation(metrics)
+                    progress.add_evaluation(run.evaluate(config.eval.split))
                 clock.mark("evaluate")
             if full_steps.has_passed_one_of(_REPORTS_PER_RUN):
                 progress.report(epoch)
@@ -387,7 +410,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
             if run.checkpoints is not None:
                 is_checkpoint_due = not is_last and run.checkpoints.is_due(step)
                 run.callbacks.checkpoints(run.checkpoints.newly_complete())
-            is_interrupted, is_checkpoint_due, is_stopped = processes.any_of(
+            is_interrupted, is_checkpoint_due, is_stopped = run.processes.any_of(
                 interrupted.is_set(), is_checkpoint_due, run.callbacks.wants_stop
             )
             if is_stopped:
@@ -441,57 +464,35 @@ def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestio
     return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 
 
-def _evaluate(
-    model: nn.Module,
-    source: SampleSource,
-    split: str,
-    config: TrainConfig,
-    processes: AbstractProcesses,
-) -> Metrics:
-    """An evaluation during training."""
-    batch_size, most = config.eval.batch_size, config.eval.max_samples
-    with autocast(config):
-        return evaluate_split(model, source, split, batch_size, most, processes=processes)
-
-
-def _evaluate_at_end(
-    model: nn.Module,
-    source: SampleSource,
-    config: TrainConfig,
-    metrics: dict[str, Any],
-    interrupted: Interrupted,
-    processes: AbstractProcesses,
-) -> bool:
+def _evaluate_at_end(run: _Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
     """Evaluate the whole test and validation splits.
 
     Args:
-        model: The model.
-        source: The data.
-        config: The configuration.
+        run: The run.
         metrics: Gets the metrics of each split as soon as they are known, as the run record holds
             them.
         interrupted: Once it is set, no further split is evaluated. A signal from before does not
             count: the training that it ended is over.
-        processes: Those that train together.
 
     Returns:
         Whether both splits were evaluated.
     """
-    share, batch_size = config.eval.popular_share, config.eval.batch_size
-    popular = PopularSamples(source, share) if share else None
+    model, source, processes = run.built.train_model, run.loader.source, run.processes
+    keys = run.config.eval
+    popular = PopularSamples(source, keys.popular_share) if keys.popular_share else None
     interrupted.clear()
     interrupted.ends_after = "the metrics of this split"
-    with autocast(config):
+    with autocast(run.config):
         for split in ("test", "validation"):
             if any(processes.any_of(interrupted.is_set())):
                 return False
             parts = popular if split == "test" else None
             found = evaluate_split(
-                model, source, split, batch_size, parts=parts, processes=processes
+                model, source, split, keys.batch_size, parts=parts, processes=processes
             )
             metrics[split] = found.as_dict()
             if parts is not None:
                 metrics.update(parts.results())
             # A ranking may take minutes, and a second Ctrl-C may end it.
-            metrics[split] = with_ranking(found, model, source, split, config.eval).as_dict()
+            metrics[split] = with_ranking(found, model, source, split, keys).as_dict()
     return True
