@@ -28,7 +28,7 @@ from recsys.train.checkpoint.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -140,9 +140,7 @@ class PieceWriter:
         return Piece(self.path.name, self._number, tuple(self._blocks))
 
 
-def write_safetensors(
-    file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> int:
+def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> int:
     """Write a safetensors file straight from the tensors' memory.
 
     `safetensors.torch.save` would copy all tensors while it holds the interpreter's lock, so that
@@ -151,7 +149,6 @@ def write_safetensors(
     Args:
         file: Is written to.
         tensors: CPU tensors by name.
-        metadata: Further texts in the header.
 
     Returns:
         The CRC-32 of everything written.
@@ -160,8 +157,7 @@ def write_safetensors(
         {
             name: (dtype_name(each.dtype, name), tuple(each.shape), each.nbytes)
             for name, each in tensors.items()
-        },
-        metadata,
+        }
     )
     file.write(header)
     crc32 = zlib.crc32(header)
@@ -229,7 +225,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             begin = 8 + int.from_bytes(file.read(8), "little")
             if begin > min(num_bytes, _MAX_HEADER_BYTES):
                 raise ValueError(f"its header has {begin} bytes")  # noqa: TRY301
-            content = json.loads(file.read(begin - 8), object_pairs_hook=_without_twins)
+            content = json.loads(file.read(begin - 8), object_pairs_hook=_with_distinct_names)
         metadata = content.pop("__metadata__", {})
         if not all(isinstance(each, str) for each in metadata.values()):
             raise TypeError("its metadata must be texts")  # noqa: TRY301
@@ -261,7 +257,7 @@ def _stored(entry: dict[str, Any], data_begin: int) -> Stored:
     return Stored(entry["dtype"], shape, data_begin + begin, end - begin)
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_distinct_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("its header has a name twice")
@@ -274,17 +270,8 @@ def check_block(folder: Path, piece: Piece, block: Block) -> None:
     Raises:
         CheckpointError: the file is missing, cut off or changed.
     """
-    path = folder / piece.folder / block.file
-    crc32 = 0
-    try:
-        _require_length(folder, path, block)
-        with path.open("rb") as file:
-            while content := file.read(_READ_BYTES):
-                crc32 = zlib.crc32(content, crc32)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if crc32 != block.crc32:
-        raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
+    for _ in _read(folder, piece, block, _READ_BYTES):
+        pass
 
 
 def read_block(
@@ -306,13 +293,7 @@ def read_block(
             says.
     """
     path = folder / piece.folder / block.file
-    try:
-        _require_length(folder, path, block)
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if zlib.crc32(content) != block.crc32:
-        raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
+    content = b"".join(_read(folder, piece, block, block.num_bytes))
     try:
         tensors: dict[str, Tensor] = load_safetensors(content)
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -321,12 +302,25 @@ def read_block(
     return tensors
 
 
-def _require_length(folder: Path, path: Path, block: Block) -> None:
-    """Check the length of a file before it is read, and that no link leads out of the folder."""
-    require_own(folder, path)
-    found = path.stat().st_size
-    if found != block.num_bytes:
-        raise CheckpointError(f"{path}: must have {block.num_bytes} bytes, has {found}")
+def _read(folder: Path, piece: Piece, block: Block, num_bytes: int) -> Iterator[bytes]:
+    """The content of a block file, so many bytes at a time; errors as for `check_block`.
+
+    The length of the file is checked first, and that no link leads out of the folder.
+    """
+    path, crc32 = folder / piece.folder / block.file, 0
+    try:
+        require_own(folder, path)
+        found = path.stat().st_size
+        if found != block.num_bytes:
+            raise CheckpointError(f"{path}: must have {block.num_bytes} bytes, has {found}")
+        with path.open("rb") as file:
+            while content := file.read(num_bytes):
+                crc32 = zlib.crc32(content, crc32)
+                yield content
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if crc32 != block.crc32:
+        raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
 
 
 def _require_parts(
