@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Coverage", "coverages_by_level", "format_coverages"]
+__all__ = ["Coverage", "coverages_by_level", "format_coverages", "text_table"]
 
 _BLOCK_ROWS = 1 << 20
 
@@ -113,8 +113,13 @@ def format_coverages(coverages: Sequence[Coverage], num_rows_seen: int) -> str:
         )
         for found in coverages
     ]
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    return text_table([header, *lines])
+
+
+def text_table(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in (header, *lines)
+        for line in lines
     )

@@ -302,14 +302,9 @@ class HotPlan:
         Raises:
             BudgetTooSmall, ConfigError: see `plan_hot_rows`.
         """
-        return HotPlan(
-            self.profile.of_rows(rows),
-            {name: self.tables[name] for name in rows},
-            self.budget_bytes if budget is None else parse_bytes(budget, "budget"),
-            self.ranking,
-            self.window_lookups,
-            self.small_share,
-        )
+        tables = {name: self.tables[name] for name in rows}
+        wanted = self.budget_bytes if budget is None else budget
+        return self._again(self.profile.of_rows(rows), tables, wanted)
 
     def of_bag(
         self, num_embeddings: int, embedding_dim: int, budget: int | str | None = None
@@ -352,14 +347,7 @@ class HotPlan:
         Raises:
             BudgetTooSmall, ConfigError: see `plan_hot_rows`.
         """
-        return HotPlan(
-            self.profile,
-            self.tables,
-            parse_bytes(budget, "budget"),
-            self.ranking,
-            self.window_lookups,
-            self.small_share,
-        )
+        return self._again(self.profile, self.tables, budget)
 
     def save(self, file: str | Path) -> None:
         """Write `file`, which appears when it is complete; it can be loaded as a profile, too."""
@@ -407,6 +395,13 @@ class HotPlan:
             f"HotPlan(budget_bytes={self.budget_bytes}, num_pinned={self.num_pinned}, "
             f"num_rows={len(self._is_pinned)}, ranking={self.ranking!r})"
         )
+
+    def _again(
+        self, profile: PopularityProfile, tables: Mapping[str, PlannedTable], budget: int | str
+    ) -> HotPlan:
+        """A plan with the other arguments of this one."""
+        arguments = self.ranking, self.window_lookups, self.small_share
+        return HotPlan(profile, tables, parse_bytes(budget, "budget"), *arguments)
 
     def _shared(self) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
         """How many slots the window needs in each row space, and the bytes of each slot."""

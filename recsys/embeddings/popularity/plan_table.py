@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written
+from recsys.embeddings.popularity.coverage import text_table
 
 if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
@@ -32,12 +33,7 @@ def format_budgets(plan: HotPlan) -> str:
                 f"{found.num_distinct_hot_rows / found.num_distinct_rows:.1%}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = (
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-    return "\n".join(rows)
+    return text_table(lines)
 
 
 def _written(budget: int) -> str:
