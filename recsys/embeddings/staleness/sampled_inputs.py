@@ -1,9 +1,8 @@
 """Inputs sampled to find the threshold: which rows each of them looks up.
 
 The level of an input is the greatest level of its rows; that of an input without rows is infinite.
-If a share of the inputs is to be stale,
-the threshold is the level at that rank: a quantile. The authors of Slipstream find it by bisection;
-the quantile is exact, and the levels are known anyway.
+If a share of the inputs is to be stale, the threshold is the level at that rank: a quantile. The
+authors of Slipstream find it by bisection; the quantile is exact, and the levels are known anyway.
 
 Letters: G groups, S inputs, V their rows, M followed rows.
 """

@@ -328,17 +328,15 @@ class StalenessTracker:
         num_steps, num_seen = found.whole("num_steps"), found.whole("num_seen")
         frozen_until = found.whole("frozen_until", most=num_steps)
         threshold = None if found["threshold"] is None else found.number("threshold")
-        windows = read_windows(found, "windows", self.staleness.window, num_steps)
+        windows = read_windows(found, self.staleness.window, num_steps)
         sizes = [sum(followed.marks.sizes) for followed in self._followed]
-        indices, inputs = read_inputs_state(
-            "staleness state: inputs", found["inputs"], sizes, num_seen
-        )
+        indices, inputs = read_inputs_state(found["inputs"], sizes, num_seen)
         max_rows = [followed.max_rows for followed in self._followed]
-        flag_sets = self._flag_sets.read(found, "flag_sets", num_steps, max_rows)
+        flag_sets = self._flag_sets.read(found, num_steps, max_rows)
         if not isinstance(found["groups"], list) or len(found["groups"]) != len(self._followed):
             raise found.error("groups", f"a list of {len(self._followed)} states")
         groups = [
-            read_group_state("staleness state: groups", entries, followed)
+            read_group_state(entries, followed)
             for entries, followed in zip(found["groups"], self._followed, strict=True)
         ]
         self.reset()

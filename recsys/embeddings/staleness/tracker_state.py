@@ -74,11 +74,10 @@ def group_state(followed: FollowedRows) -> dict[str, Any]:
     }
 
 
-def read_group_state(place: str, entries: Any, followed: FollowedRows) -> GroupState:
+def read_group_state(entries: Any, followed: FollowedRows) -> GroupState:
     """Check the state of a group.
 
     Args:
-        place: The owner of the state, for errors.
         entries: What `group_state` returned once.
         followed: The rows that will continue with it.
 
@@ -87,7 +86,7 @@ def read_group_state(place: str, entries: Any, followed: FollowedRows) -> GroupS
     """
     if isinstance(entries, dict):  # earlier versions saved `since`, which nothing reads
         entries = {key: value for key, value in entries.items() if key != "since"}
-    found = SavedState(place, entries, _GROUP_KEYS)
+    found = SavedState("staleness state: groups", entries, _GROUP_KEYS)
     if found["sizes"] != followed.marks.sizes:
         raise found.error("sizes", f"{followed.marks.sizes}, the rows of each table")
     num_rows = sum(followed.marks.sizes)
@@ -128,7 +127,7 @@ def read_group_state(place: str, entries: Any, followed: FollowedRows) -> GroupS
 def with_frozen_until(state: Any) -> Any:
     """A tracker's state with the key `frozen_until`, which earlier versions did not save.
 
-    They took it that each step had left out stale rows.
+    They assumed that each step had left out stale rows.
     """
     if isinstance(state, dict) and "num_steps" in state:
         return {"frozen_until": state["num_steps"], **state}
@@ -146,12 +145,11 @@ def inputs_state(inputs: SampledInputs, num_seen: int) -> dict[str, Any]:
 
 
 def read_inputs_state(
-    place: str, entries: Any, num_rows: Sequence[int], num_seen: int
+    entries: Any, num_rows: Sequence[int], num_seen: int
 ) -> tuple[NDArray[np.int64], list[InputRows]]:
     """Check the state of sampled inputs.
 
     Args:
-        place: The owner of the state, for errors.
         entries: What `inputs_state` returned once.
         num_rows: The number of rows of each group.
         num_seen: Raw samples used up.
@@ -162,6 +160,7 @@ def read_inputs_state(
     Raises:
         ConfigError: `entries` is no such state.
     """
+    place = "staleness state: inputs"
     found = SavedState(place, entries, ("indices", "rows", "bounds"))
     indices = read_rows(found, "indices", num_seen, MOST_INPUTS)
     for key in ("rows", "bounds"):

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.staleness.followed_rows import Decision
 
-__all__ = ["MOST_WINDOWS", "WINDOW_KEYS", "by_decile", "read_windows", "thin_windows"]
+__all__ = ["MOST_WINDOWS", "by_decile", "read_windows", "thin_windows"]
 
 MOST_WINDOWS = 256
 _NUM_DECILES = 10
-WINDOW_KEYS = (
+_WINDOW_KEYS = (
     "step",
     "threshold",
     "stale_rows",
@@ -64,25 +64,23 @@ def by_decile(decisions: Sequence[Decision]) -> list[float | None]:
     return [None if each is None or not np.isfinite(each) else each for each in found]
 
 
-def read_windows(
-    found: SavedState, key: str, window_steps: int, num_steps: int
-) -> list[dict[str, Any]]:
-    """An entry that is the `windows` of a tracker's report.
+def read_windows(found: SavedState, window_steps: int, num_steps: int) -> list[dict[str, Any]]:
+    """The entry `windows` of a tracker's state: those of its report.
 
     Args:
-        found: Has the entry.
-        key: Its key.
+        found: The state.
         window_steps: Steps per window.
         num_steps: Steps so far.
 
     Raises:
         ConfigError: it is not.
     """
-    if not isinstance(found[key], list) or len(found[key]) > MOST_WINDOWS:
-        raise found.error(key, f"a list of at most {MOST_WINDOWS} windows")
+    entries = found["windows"]
+    if not isinstance(entries, list) or len(entries) > MOST_WINDOWS:
+        raise found.error("windows", f"a list of at most {MOST_WINDOWS} windows")
     windows: list[dict[str, Any]] = []
-    for entries in found[key]:
-        window = SavedState(f"staleness state: {key}", entries, WINDOW_KEYS)
+    for each in entries:
+        window = SavedState("staleness state: windows", each, _WINDOW_KEYS)
         last = windows[-1]["step"] if windows else 0
         if window.whole("step", most=num_steps) % window_steps or window["step"] <= last:
             raise window.error("step", f"a multiple of {window_steps} above {last}")
@@ -99,7 +97,7 @@ def read_windows(
         )
         if not isinstance(deciles, list):
             raise window.error("drift_by_decile", "a list")
-        known = {"of": [each for each in deciles if each is not None]}
+        known = {"of": [drift for drift in deciles if drift is not None]}
         SavedState("staleness state: drift_by_decile", known, ["of"]).numbers("of", range(11))
-        windows.append(dict(entries))
+        windows.append(dict(each))
     return windows
