@@ -49,7 +49,10 @@ class LedgerCutter:
         first_words: NDArray[np.uint64],
         sizes: NDArray[np.uint64],
     ) -> list[LedgerEntry]:
-        """The entries without lookups of stale rows; see `RowMarks.without_stale`.
+        """The entries without lookups of stale rows.
+
+        The gradients of other rows stay as they are: a mean is still divided by the length of the
+        whole bag. An entry of stale rows only is left out.
 
         Args:
             ledger: The entries.

@@ -87,11 +87,6 @@ class RowMarks:
     def lookups(self, counts: tuple[int, int]) -> None:
         self._cutter.num_lookups, self._cutter.num_left_out = counts
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all bits and counts."""
-        return self._stale.nbytes + self._counts.nbytes + self._is_counted.nbytes
-
     def before_update(self, ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
         """Called by an update with its ledger; returns the ledger to update by.
 
@@ -99,7 +94,7 @@ class RowMarks:
         because its tickets hold the slots.
         """
         if self.is_freezing and self.num_stale:
-            ledger = self.without_stale(ledger)
+            ledger = self._cutter.cut(ledger, self._stale, self._first_words, self._sizes)
         elif self.is_noting:
             self._cutter.count_whole(ledger)
         if self.is_counting:
@@ -210,16 +205,6 @@ class RowMarks:
         """The stale rows of a table, (M,) ascending."""
         begin, end = self._first_words[table : table + 2].astype(np.int64).tolist()
         return rows_of(self._stale[begin:end])
-
-    def without_stale(self, ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
-        """The part of a ledger that is not of stale rows.
-
-        The gradients of other rows stay as they are: a mean is still divided by the length of the
-        whole bag. An entry of stale rows only is left out.
-        """
-        if not self.num_stale:
-            return ledger
-        return self._cutter.cut(ledger, self._stale, self._first_words, self._sizes)
 
     def all_stale(
         self,

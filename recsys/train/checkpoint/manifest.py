@@ -147,7 +147,7 @@ class Piece:
     """Some blocks that were written together.
 
     Attributes:
-        folder: The name of their folder.
+        folder: The name of their folder; "full-..." if they have every row of every table.
         number: Number of the checkpoint that they were written for.
         blocks: The blocks.
     """
@@ -155,11 +155,6 @@ class Piece:
     folder: str
     number: int
     blocks: tuple[Block, ...]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has every row of every table."""
-        return self.folder.startswith("full")
 
     @property
     def num_bytes(self) -> int:

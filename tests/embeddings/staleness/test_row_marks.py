@@ -214,11 +214,12 @@ def contributions(entry, kept):
 @given(st.lists(entries() | entries(padding=PADDING), max_size=3), some_rows)
 def test_without_stale_rows_the_other_rows_keep_their_gradients(ledger, stale):
     marks, every = RowMarks(SIZES), set(range(sum(SIZES)))
+    marks.is_freezing = True
     marks.set_stale(array(stale), True)
     ledger = [entry for entry, _ in ledger]
     expected = [each for entry in ledger for each in contributions(entry, every - stale)]
 
-    found = marks.without_stale(ledger)
+    found = marks.before_update(ledger)
 
     assert [each for entry in found for each in contributions(entry, every)] == expected
     assert all(entry.is_cut or any(entry is each for each in ledger) for entry in found)
@@ -227,12 +228,14 @@ def test_without_stale_rows_the_other_rows_keep_their_gradients(ledger, stale):
 def test_a_ledger_without_stale_rows_is_not_copied():
     marks, bags = RowMarks([5]), Bags(np.array([1, 2]), None, None, 2, is_mean=False)
     entry = LedgerEntry(Lookups.one(0, DIM), bags, torch.empty(2, DIM))
-    ledger = [entry]
-    assert marks.without_stale(ledger) is ledger
+    ledger, marks.is_freezing = [entry], True
+    assert marks.before_update(ledger) is ledger
     marks.set_stale(np.array([4]), True)
-    assert marks.without_stale(ledger)[0] is entry
+    assert marks.before_update(ledger)[0] is entry
 
 
 @given(st.lists(st.integers(0, 200), min_size=1))
 def test_bytes_are_those_allocated(sizes):
-    assert RowMarks(sizes).num_bytes == marks_bytes(sizes)
+    marks = RowMarks(sizes)
+    arrays = marks._stale, marks._counts, marks._is_counted
+    assert sum(array.nbytes for array in arrays) == marks_bytes(sizes)
