@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,17 +90,9 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
     if not config.data.startswith(SYNTHETIC_PREFIX):
         source = Store(config.data)
     elif config.data == f"{SYNTHETIC_PREFIX}criteo-kaggle":
-        source = SyntheticCriteo(
-            num_samples=config.synthetic.num_samples,
-            seed=config.synthetic.seed,
-            table_sizes=config.synthetic.table_sizes or KAGGLE_TABLE_SIZES,
-            drift=config.synthetic.drift,
-            preference_changes=config.synthetic.preference_changes,
-            preference_share=config.synthetic.preference_share,
-            split=config.synthetic.split,
-            test_samples=config.synthetic.test_samples,
-            samples_per_day=config.synthetic.samples_per_day,
-        )
+        keys = asdict(config.synthetic)
+        keys["table_sizes"] = config.synthetic.table_sizes or KAGGLE_TABLE_SIZES
+        source = SyntheticCriteo(**keys)
     else:
         assert config.data == f"{SYNTHETIC_PREFIX}taobao"  # the configuration checks it
         source = _open_taobao(config.synthetic)

@@ -108,7 +108,11 @@ def build_embeddings(
         module = TorchEmbeddingBags(tables, device)
         return module, module.make_optimizer(optimizer)
     if provider == "fbgemm":
-        _require_cpu(provider, device)
+        if device is not None and device.type != "cpu":
+            raise ConfigError(
+                f"embeddings 'fbgemm' runs on device 'cpu' here, got {device.type!r}; choose "
+                "embeddings 'torch'"
+            )
         fused = FbgemmEmbeddingBags(tables, optimizer)
         return fused, fused.optimizer
     raise ConfigError(f"embeddings must be one of ('recsys', 'torch', 'fbgemm'), got {provider!r}")
@@ -174,11 +178,3 @@ def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
         return kind(lr=config.lr, eps=config.eps)
     kind_of_adam = Adam if config.name == "adam" else PartialRowWiseAdam
     return kind_of_adam(lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
-
-
-def _require_cpu(provider: str, device: torch.device | None) -> None:
-    if device is not None and device.type != "cpu":
-        raise ConfigError(
-            f"embeddings {provider!r} runs on device 'cpu' here, got {device.type!r}; "
-            "choose embeddings 'torch'"
-        )
