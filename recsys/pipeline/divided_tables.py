@@ -1,7 +1,7 @@
 """Tables whose rows are divided among processes, as a pipeline that looks ahead sees them.
 
     send        ids travel to the processes that have their rows: a collective
-    prefetch    each process claims slots for its rows and fetches them: its own affair
+    prefetch    each process claims slots for its rows and fetches them: no collective
     forward     finds the ids that were sent, and the rows in slots
 
 Whether a process has room for the rows of a mini-batch is known to that process alone. So nothing
@@ -38,7 +38,7 @@ class AbstractDividedTables(nn.Module, ABC):
 
     @abstractmethod
     def send(self, features: JaggedIds) -> None:
-        """Let the ids of a later mini-batch travel, and return while they do. A collective.
+        """Start to send the ids of a later mini-batch, and do not wait for them. A collective.
 
         Args:
             features: The input of a later `forward`, the very object.

@@ -109,7 +109,7 @@ class Inputs:
         return depth + 1 if depth and self.divided else depth
 
     def send(self, batch: Any) -> None:
-        """Let the ids of a mini-batch travel to the processes that have their rows. A collective.
+        """Start to send the ids of a mini-batch to the processes with their rows. A collective.
 
         Raises:
             Exception: the ids of a process are invalid; every process raises.

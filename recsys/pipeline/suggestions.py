@@ -2,8 +2,8 @@
 
     budget           twice the budget: a forecast counts the rows that would then not have been
                      fetched or written back, and transfers are shorter by their share
-    schedule         a larger look-ahead depth: an upper bound, because transfers can hide only
-                     behind computing
+    schedule         a larger look-ahead depth: an upper bound, because transfers are hidden only
+                     while something else is computed
     prefetch         more mini-batches read ahead: an upper bound for the same reason
 
 Fewer transfers save at most the time that was waited for them. This is counted step by step. A step

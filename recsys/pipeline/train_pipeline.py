@@ -172,7 +172,7 @@ class TrainPipeline:
 
     @property
     def num_untold(self) -> int:
-        """Mini-batches that wait, although their iterator, without `num_waiting`, is not told."""
+        """Mini-batches taken ahead that their iterator, without `num_waiting`, counts as used."""
         return self._windows.num_untold
 
     def forecast_budget(self) -> None:

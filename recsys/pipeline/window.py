@@ -134,7 +134,7 @@ class Window:
         raise StopIteration
 
     def send(self, current: MiniBatch, inputs: Inputs) -> None:
-        """Let the ids of mini-batches travel, where rows are divided among processes. A collective.
+        """Start to send the ids of mini-batches, if rows are divided among processes. A collective.
 
         Args:
             current: The mini-batch that was taken out of the window last.
@@ -200,7 +200,7 @@ class Windows:
     references, such as that of a list, stays alive as long as its window.
 
     Attributes:
-        num_untold: That of the window which was trained from last, also after it was dropped.
+        num_untold: That of the window of the last training step, also after it was dropped.
     """
 
     def __init__(self) -> None:

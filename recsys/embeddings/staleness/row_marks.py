@@ -60,13 +60,14 @@ class RowMarks:
         first_rows: Where each table's rows begin, (T + 1,) uint64.
         is_counting: Whether the next updates are counted.
         is_freezing: Whether updates leave out stale rows.
-        is_noting: Whether the lookups of updates are counted, and those that are left out.
+        is_counting_lookups: Whether the lookups of updates are counted, and those that are left
+            out.
         num_stale: Number of stale rows.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self.is_counting = self.is_freezing = self.is_noting = False
+        self.is_counting = self.is_freezing = self.is_counting_lookups = False
         self.num_stale = 0
         self._sizes = np.array(self.sizes, np.uint64)
         self.first_rows = np.cumsum([0, *self.sizes]).astype(np.uint64)
@@ -95,7 +96,7 @@ class RowMarks:
         """
         if self.is_freezing and self.num_stale:
             ledger = self._cutter.cut(ledger, self._stale, self._first_words, self._sizes)
-        elif self.is_noting:
+        elif self.is_counting_lookups:
             self._cutter.count_whole(ledger)
         if self.is_counting:
             self.count(ledger)

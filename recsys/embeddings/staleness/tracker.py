@@ -159,7 +159,7 @@ class StalenessTracker:
         for followed in self._followed:
             followed.marks.is_counting = number % self.staleness.count_every == 0
             followed.marks.is_freezing = self.freezes_rows and freezes
-            followed.marks.is_noting = self.freezes_rows
+            followed.marks.is_counting_lookups = self.freezes_rows
 
     def end_step(self, num_seen: int) -> None:
         """Called after the step; at a window's end it decides which rows are stale.
@@ -187,7 +187,7 @@ class StalenessTracker:
         """Called instead of `end_step` after a step that raised; the next one has its number."""
         for followed in self._followed:
             marks = followed.marks
-            marks.is_counting = marks.is_freezing = marks.is_noting = False
+            marks.is_counting = marks.is_freezing = marks.is_counting_lookups = False
 
     def use_flags_of(self, number: int) -> None:
         """Mark as stale the rows that count as stale for mini-batch `number`.
@@ -364,29 +364,29 @@ class StalenessTracker:
         self._flag_sets.clear()
 
     def close(self) -> None:
-        """Let go of the rows, and give the budget back to the slots; this can be called again.
+        """Stop following rows, and give the budget back to the slots; this can be called again.
 
         Raises:
-            BudgetTooSmall: slots are in use; the rows are let go, but their budget is not larger.
+            BudgetTooSmall: slots are in use; no row is followed, but the budget is not given back.
         """
-        self._let_go()
+        self._stop_following()
         give_back(self._updaters)
 
     def drop(self) -> None:
-        """Let go of the rows, but make no slots now, as a destructor must not.
+        """Stop following rows, but make no slots now, as a destructor must not.
 
         A destructor may run in any thread at any time. The slots get the tracker's memory when the
         budget is next divided.
         """
-        self._let_go()
+        self._stop_following()
         give_back_later(self._updaters)
 
     def __del__(self) -> None:
-        """Let go of the rows of a tracker that was dropped."""
+        """Stop following rows when the tracker is deleted."""
         if hasattr(self, "_followed") and not sys.is_finalizing():  # `__init__` has begun
             self.drop()
 
-    def _let_go(self) -> None:
+    def _stop_following(self) -> None:
         for group, followed in zip(self._groups, self._followed, strict=False):
             if group.group.staleness is followed.marks:
                 group.group.staleness = None

@@ -98,7 +98,7 @@ class PaperClassifier:
         self._epoch, self._is_decided = 0, False
 
     def close(self) -> None:
-        """Follow no rows any more."""
+        """Stop following rows."""
         for group, rows in self._hot_rows.items():
             if group.staleness is rows.marks:
                 group.staleness = None

@@ -213,7 +213,7 @@ class Skipping:
             )
         is_continued = self._refill is not None and self._refill.is_continued_by(iterator)
         if position.offset and not (self._is_loaded or is_continued):
-            # Its samples are dropped, as mini-batches that wait are if their iterator is.
+            # The samples that wait are dropped, as mini-batches are with their iterator.
             position = position._replace(offset=0, num_raw=position.num_raw + 1)
         self._is_loaded = False
         if isinstance(iterator, BatchIterator):
@@ -267,7 +267,7 @@ class Skipping:
             self.tracker.cancel_step()
 
     def close(self) -> None:
-        """Let go of the rows, and give the tracker's budget back; later training steps raise."""
+        """Stop following rows, and give the tracker's budget back; later training steps raise."""
         self._is_closed = True
         for each in (self.tracker, self.paper):
             if each is not None:
@@ -275,7 +275,7 @@ class Skipping:
                     each.close()
 
     def drop(self) -> None:
-        """Let go of the rows in a destructor; see `StalenessTracker.drop`."""
+        """Stop following rows, in a destructor; see `StalenessTracker.drop`."""
         if self.tracker is not None:
             self.tracker.drop()
         if self.paper is not None:

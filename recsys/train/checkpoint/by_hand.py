@@ -137,8 +137,8 @@ def load_checkpoint(
 def _load_scheduler(scheduler: Any, state: Any) -> None:
     """Load the state of a scheduler.
 
-    Most of torch's take any state as their attributes, so a damaged one would be noticed much
-    later.
+    Most schedulers of torch copy a state into their attributes unchecked, so a damaged one would
+    raise much later.
 
     Raises:
         TypeError, AttributeError: it is not a state of such a scheduler.

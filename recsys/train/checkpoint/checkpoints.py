@@ -94,7 +94,7 @@ class Checkpoints:
         numbers_after: int = 0,
     ) -> None:
         self._folder = Path(folder)
-        _require_own(self._folder)
+        _require_only_checkpoints(self._folder)
         self._contents = Contents(model, listed(optimizers))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = BackgroundWriter(self._folder, buffer_bytes)
@@ -452,7 +452,7 @@ class _Cut:
         self.manifest: Manifest | None = None
 
 
-def _require_own(folder: Path) -> None:
+def _require_only_checkpoints(folder: Path) -> None:
     """Refuse a folder that holds something else.
 
     Raises:

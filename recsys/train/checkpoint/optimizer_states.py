@@ -1,6 +1,6 @@
 """Checks the state of an optimizer from a file before the optimizer takes it.
 
-torch takes nearly any state. A fused kernel then writes out of bounds if an array is too small.
+torch accepts nearly any state. If an array is too small, a fused kernel then writes out of bounds.
 """
 
 from __future__ import annotations

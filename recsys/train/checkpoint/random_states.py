@@ -1,7 +1,7 @@
 """The states of the random generators of Python, numpy and torch.
 
-numpy and torch take some states that they then read out of bounds with. So a state from a file is
-checked here.
+numpy and torch accept some damaged states, and then read out of bounds. So a state from a file is
+checked here first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run takes of memory and disk, told before its tables are built."""
+"""Says what memory and disk a run takes, before its tables are built."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class RankTables(AbstractDividedTables):
         return found
 
     def send(self, features: JaggedIds) -> None:
-        """Let ids travel; returns when all processes know how many they will get."""
+        """Start to send ids; returns when all processes know how many they will get."""
         context = self.collection.create_context()
         self._sent[features] = context, self.collection.input_dist(context, _keyed(features)).wait()
 

@@ -180,7 +180,7 @@ def test_what_is_left_out_is_counted(small, kinds, is_one_hot):
     model = small.make_model(**kinds)
     [updated] = model.row_updater.groups
     marks = updated.group.staleness = RowMarks(small.SIZES)
-    marks.is_noting = True
+    marks.is_counting_lookups = True
     batches = [small.make_batch(number, is_one_hot=is_one_hot) for number in range(5)]
     num_lookups = num_left_out = 0
     for number, batch in enumerate(batches):
@@ -200,7 +200,7 @@ def test_what_is_left_out_is_counted(small, kinds, is_one_hot):
 @pytest.mark.parametrize("num_stale", [0, 1])
 def test_padding_is_no_lookup(num_stale):
     marks = RowMarks([9])
-    marks.is_freezing = marks.is_noting = True
+    marks.is_freezing = marks.is_counting_lookups = True
     marks.set_stale(torch.arange(num_stale).numpy(), True)
     numbers = torch.zeros(1).numpy().astype("uint64")
     lookups = Lookups(tables=numbers, positions=numbers, columns=numbers, width=4)
