@@ -264,11 +264,10 @@ def _require_common(policy: Any) -> None:
             f"{name}: share must be a number in (0, 1), got {policy.share!r}; to skip nothing, use "
             "skip=None"
         )
-    if not isinstance(getattr(policy, "staleness", Staleness()), Staleness):
-        raise ConfigError(
-            f"{name}: staleness must be a Staleness, got {type(policy.staleness).__name__}"
-        )
-    threshold = getattr(policy, "staleness", Staleness()).threshold
+    staleness = getattr(policy, "staleness", Staleness())
+    if not isinstance(staleness, Staleness):
+        raise ConfigError(f"{name}: staleness must be a Staleness, got {type(staleness).__name__}")
+    threshold = staleness.threshold
     if threshold is not None and policy.share != type(policy).share:
         raise ConfigError(
             f"{name}: share means nothing with staleness.threshold, because a threshold is found "
@@ -277,20 +276,18 @@ def _require_common(policy: Any) -> None:
         )
     guard = getattr(policy, "guard", None)
     if not isinstance(guard, Guard | None):
-        raise ConfigError(f"{name}: guard must be a Guard or None, got {policy.guard!r}")
+        raise ConfigError(f"{name}: guard must be a Guard or None, got {guard!r}")
     if guard is not None and threshold is not None:
         raise ConfigError(
             f"{name}: a guard lowers share, which means nothing with staleness.threshold; set "
             f"guard=None, or drop the threshold {threshold!r}"
         )
-    if guard is not None and hasattr(policy, "staleness"):
-        window = policy.staleness.window
-        if guard.every < window:
-            raise ConfigError(
-                f"{name}: guard.every must be at least staleness.window, because a lowered share "
-                f"holds from the next window of staleness on; got every {guard.every} and window "
-                f"{window}"
-            )
+    if guard is not None and hasattr(policy, "staleness") and guard.every < staleness.window:
+        raise ConfigError(
+            f"{name}: guard.every must be at least staleness.window, because a lowered share holds "
+            f"from the next window of staleness on; got every {guard.every} and window "
+            f"{staleness.window}"
+        )
     seed = getattr(policy, "seed", 0)
     if type(seed) is not int or not 0 <= seed <= _MOST_SEED:
         raise ConfigError(f"{name}: seed must be a whole number in [0, 2**63), got {seed!r}")

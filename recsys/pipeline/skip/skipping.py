@@ -117,9 +117,12 @@ class Skipping:
         self.guard: QualityGuard | None = None
         self.paper: PaperClassifier | None = None
         self.importance: ImportanceSampler | None = None
-        if isinstance(policy, Paper):
+        self._choose: Callable[[RawBatch], Chosen]
+        if isinstance(policy, Paper):  # `attach` makes its choice, by iterator
             self.paper = PaperClassifier(policy, model, inputs, self._setting, max_depth)
-        elif not isinstance(policy, RandomDrop):
+        elif isinstance(policy, RandomDrop):
+            self._choose = SampleChoice(policy, inputs, None, None, self._setting)
+        else:
             if max_depth >= LEAD:
                 raise ValueError(
                     f"{self._setting}: a schedule may make at most {LEAD - 1} mini-batches ahead, "
@@ -130,6 +133,7 @@ class Skipping:
                 self.guard = QualityGuard(policy.guard)
             if isinstance(policy, Importance):
                 self.importance = ImportanceSampler(policy, inputs, self.guard, self._setting)
+                self._choose = self.importance
             else:
                 self.tracker = StalenessTracker(
                     model,
@@ -137,18 +141,18 @@ class Skipping:
                     share=stale_share(policy),
                     freezes_rows=isinstance(policy, FreezeRows),
                 )
-        if self.importance is not None:
-            self._choose: Callable[[RawBatch], Chosen] = self.importance
-        elif not isinstance(policy, Importance | Paper):
-            self._choose = SampleChoice(policy, inputs, self.tracker, self.guard, self._setting)
+                self._choose = SampleChoice(policy, inputs, self.tracker, self.guard, self._setting)
+        self._forget_samples()
+        self._warned_of: set[str] = set()
+        self._is_closed = False
+
+    def _forget_samples(self) -> None:
         self._refill: Refill | None = None
         self._position = Position()  # without a refill
         self._is_loaded = False  # so the next iterator begins at the position, whatever it is
         self._num_seen = 0  # after the last step that began
         self._shares: list[list[int]] = []
         self._steps_per_share = _STEPS_PER_SHARE
-        self._warned_of: set[str] = set()
-        self._is_closed = False
 
     @property
     def position(self) -> Position:
@@ -367,9 +371,7 @@ class Skipping:
         self._set_share()
         if self._refill is not None:
             self._refill.close()
-        self._refill, self._position, self._is_loaded = None, Position(), False
-        self._num_seen = 0
-        self._shares, self._steps_per_share = [], _STEPS_PER_SHARE
+        self._forget_samples()
 
     def _load_parts(self, found: SavedState, position: Position) -> None:
         """Load tracker, guard, paper and importance.
