@@ -22,7 +22,7 @@ from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import ConfigError, MalformedBags
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LookupBlock",
     "block_of",
-    "blocks_of_batches",
     "blocks_of_source",
     "choose_samples",
     "chosen_of",
@@ -100,12 +99,6 @@ def blocks_of_source(
             yield _block_of_columns(features, rows[begin:end])
         else:
             yield block_of(source.read(np.arange(begin, end)))
-
-
-def blocks_of_batches(batches: Iterable[Batch | Features]) -> Iterator[LookupBlock]:
-    """One block for each mini-batch, given whole or as its sparse features."""
-    for batch in batches:
-        yield block_of(batch)
 
 
 def block_of(batch: Batch | Features) -> LookupBlock:

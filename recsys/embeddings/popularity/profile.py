@@ -26,7 +26,6 @@ from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.coverage import Coverage, coverages_by_level
 from recsys.embeddings.popularity.lookup_blocks import (
     block_of,
-    blocks_of_batches,
     blocks_of_source,
     choose_samples,
     chosen_of,
@@ -344,7 +343,7 @@ class PopularityProfile:
             part = samples_of(source, samples)
             first, blocks = part.start, blocks_of_source(source, part)
         else:
-            blocks = blocks_of_batches(cast("Iterable[Batch | Features]", on))
+            blocks = map(block_of, cast("Iterable[Batch | Features]", on))
         measured = RowCounts(self._rows.table_sizes, self._rows.features)
         num_samples = np.zeros(num_levels + 1, np.int64)
         for block in blocks:
