@@ -16,7 +16,7 @@ from recsys.distributed.collection import (
     ShardedHotColdEmbeddingBagCollection,
     ShardedHotColdEmbeddingCollection,
 )
-from recsys.distributed.exchange.exchange_choice import DEFAULT, ROWS, require_exchange
+from recsys.distributed.exchange.exchange_choice import ROWS, require_exchange
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.table import data_type_of
 
@@ -152,7 +152,7 @@ class HotColdEmbeddingBagCollectionSharder(AbstractHotColdSharder, EmbeddingBagC
 
     def __init__(self, fused_params: Mapping[str, Any] | None = None, **options: Any) -> None:
         settings = dict(fused_params or {})
-        self._exchange = require_exchange(settings.pop("row_wise_exchange", DEFAULT))
+        self._exchange = require_exchange(settings.pop("row_wise_exchange", ROWS))
         super().__init__(settings, **options)
 
     @property

@@ -15,7 +15,7 @@ are grouped by that ratio.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from recsys._support.sizes import format_bytes
 from recsys.embeddings.tiers.forecast import Forecast
@@ -133,15 +133,15 @@ def of_schedule(
     """
     if not tiers:
         return None
-    key, value = "schedule.name", cast("int | str", "lookahead")
+    setting: tuple[str, int | str] = "schedule.name", "lookahead"
     if isinstance(schedule, LookAhead):
         if mean_depth < _ENOUGH_ROOM * schedule.depth:
             return None
-        key, value = "schedule.depth", 2 * schedule.depth
+        setting = "schedule.depth", 2 * schedule.depth
     # A group's transfers run one after the other, so a run is at least as long as these.
     busy = max(each.residency.times.busy.total for each in tiers)
     saved = min(clock.waited_seconds, clock.train_seconds - busy)
-    return Suggestion(key, value, max(0.0, saved), is_upper_bound=True)
+    return Suggestion(*setting, max(0.0, saved), is_upper_bound=True)
 
 
 def of_load(clock: StageClock, num_ahead: int) -> Suggestion:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO",
-    "DEFAULT",
     "POOLED",
     "ROWS",
     "cheaper_exchange",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 ROWS, POOLED, AUTO = _EXCHANGES = "rows", "pooled", "auto"
-DEFAULT = ROWS
 _FLOAT_BYTES = 4
 
 
