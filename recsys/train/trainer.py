@@ -311,7 +311,7 @@ def _prepare(
     if not processes.rank:
         warn_of_full_disk(config, source, run_dir)
     clock = StageClock()
-    with processes.said_once():
+    with processes.warnings_once():
         warn_of_threads(config.num_threads)
         warn_of_no_effect(config, full_steps)
         warn_of_unread_keys(config, source)

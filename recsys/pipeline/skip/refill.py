@@ -283,7 +283,7 @@ class Refill:
         with interrupts_held_back():
             while len(self._positions) > 1 + num_batches:
                 self._positions.popleft()
-            self._tell(iterator)
+            self._write_num_waiting(iterator)
             if self._positions[0].offset and isinstance(iterator, BatchIterator):
                 self._place = ref(iterator.loader), iterator.position
 
@@ -381,7 +381,7 @@ class Refill:
             max(taken.full_size, size),
         )
         self._num_raw += is_new
-        self._tell(iterator)
+        self._write_num_waiting(iterator)
 
     def _hand_out(self) -> Refilled:
         size = left = min(self._num_waiting, self._taken.full_size)
@@ -430,7 +430,7 @@ class Refill:
         self._positions.append(position)
         return Refilled(made.batch, number, num_raw, made.is_stale, made.weights)
 
-    def _tell(self, iterator: Any) -> None:
+    def _write_num_waiting(self, iterator: Any) -> None:
         if hasattr(iterator, "num_waiting"):
             iterator.num_waiting = self.num_raw_waiting
 

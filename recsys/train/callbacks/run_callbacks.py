@@ -99,7 +99,7 @@ class RunCallbacks:
         self._epochs = epochs
         self._states: dict[str, Any] = {}  # to load
         self._started: list[str] = []
-        self._wish: dict[str, Any] | None = None
+        self._stop_request: dict[str, Any] | None = None
         self.stopped: dict[str, Any] | None = None
 
     def require(self, config: TrainConfig, source: SampleSource) -> None:
@@ -145,19 +145,19 @@ class RunCallbacks:
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         """After an evaluation during training."""
         for name, callback in self._callbacks.items():
-            if self._call(name, "on_evaluation", entry) and self._wish is None:
-                self._wish = {"step": entry["step"], "callback": name}
+            if self._call(name, "on_evaluation", entry) and self._stop_request is None:
+                self._stop_request = {"step": entry["step"], "callback": name}
                 if isinstance(callback, EarlyStopping):
-                    self._wish |= callback.describe()
+                    self._stop_request |= callback.describe()
 
     @property
     def wants_stop(self) -> bool:
         """Whether a callback asks that training ends after this step."""
-        return self._wish is not None
+        return self._stop_request is not None
 
     def stop(self, step: int) -> None:
         """Training ends after this step, because a callback of some process has asked for it."""
-        self.stopped = self._wish or {"step": step, "callback": None}
+        self.stopped = self._stop_request or {"step": step, "callback": None}
 
     def checkpoints(self, complete: Iterable[Mapping[str, Any]]) -> None:
         """After checkpoints were found complete."""

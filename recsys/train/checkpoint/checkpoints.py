@@ -191,7 +191,7 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {number} must have a higher number than "
                 f"{self._number}, which the folder has already; begin a new folder"
             )
-        _require_told(pipeline, loader)
+        _require_trained_position(pipeline, loader)
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
@@ -479,7 +479,7 @@ def _state_of(argument: str, value: Any) -> Any:
     return value.state_dict()
 
 
-def _require_told(pipeline: Any, loader: Any) -> None:
+def _require_trained_position(pipeline: Any, loader: Any) -> None:
     """Check that the loader's position does not count mini-batches that wait in the pipeline.
 
     Raises:

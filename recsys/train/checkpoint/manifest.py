@@ -240,7 +240,7 @@ def newest(folder: Path) -> int | None:
     if not _MANIFEST_NAME.fullmatch(name):
         raise CheckpointError(
             f"{file}: must be the name of a manifest such as 00000012.json, got {name!r}; "
-            f"{_others(folder, None)}"
+            f"{_advice(folder, None)}"
         )
     return int(name.removesuffix(".json"))
 
@@ -310,7 +310,7 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
         number = newest(folder)
     if number is None:
         raise CheckpointError(
-            f"{folder}: has no complete checkpoint (no file LAST); {_others(folder, None)}"
+            f"{folder}: has no complete checkpoint (no file LAST); {_advice(folder, None)}"
         )
     file = folder / f"{number:08}.json"
     try:
@@ -324,14 +324,14 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
             raise ValueError(f"it is the manifest of checkpoint {found.number}")  # noqa: TRY301
     except FileNotFoundError:
         raise CheckpointError(
-            f"{file}: there is no checkpoint {number}; {_others(folder, number)}"
+            f"{file}: there is no checkpoint {number}; {_advice(folder, number)}"
         ) from None
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: is not a manifest that this version of recsys can read "
-            f"({type(error).__name__}: {str(error)[:500]}); {_others(folder, number)}"
+            f"({type(error).__name__}: {str(error)[:500]}); {_advice(folder, number)}"
         ) from error
     return found
 
@@ -349,7 +349,7 @@ def require_own(folder: Path, file: Path) -> None:
         raise CheckpointError(f"{file}: leads out of {folder}; a checkpoint has no links")
 
 
-def _others(folder: Path, number: int | None) -> str:
+def _advice(folder: Path, number: int | None) -> str:
     """The way out: which other checkpoints there are."""
     others = [str(each) for each in manifest_numbers(folder) if each != number]
     if not others:

@@ -64,7 +64,7 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
         require_whole(folder, manifest)
     except CheckpointError as error:
         raise CheckpointError(
-            f"checkpoint {manifest.number}: {error}; {_whole_ones(folder, manifest.number)}"
+            f"checkpoint {manifest.number}: {error}; {_advice(folder, manifest.number)}"
         ) from error
     require_same_arrays(manifest, contents)
     contents.require_tree(manifest.state)
@@ -115,7 +115,7 @@ def require_whole(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _whole_ones(folder: Path, number: int) -> str:
+def _advice(folder: Path, number: int) -> str:
     """The way out: the newest other checkpoint whose files are whole."""
     for other in reversed(manifest_numbers(folder)):
         if other != number:
@@ -147,7 +147,7 @@ def require_same_arrays(manifest: Manifest, contents: Contents) -> None:
         if expected.get(name) != saved.get(name):
             raise CheckpointError(
                 f"checkpoint {manifest.number} is of another model: {name.removeprefix('model/')} "
-                f"is {_words(saved.get(name))} there and {_words(expected.get(name))} in this "
+                f"is {_shown(saved.get(name))} there and {_shown(expected.get(name))} in this "
                 "model; build the model as for the run that was saved"
             )
     own = {table.key for table in contents.tables.tables}
@@ -227,5 +227,5 @@ def _shape_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def _words(found: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+def _shown(found: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "absent" if found is None else f"{found[0]} of shape {found[1]}"

@@ -81,7 +81,7 @@ class AbstractProcesses(ABC):
         """
 
     @abstractmethod
-    def said_once(self) -> AbstractContextManager[None]:
+    def warnings_once(self) -> AbstractContextManager[None]:
         """Warnings in the `with` block are the same on all processes: only the first warns."""
 
     @abstractmethod
@@ -202,7 +202,7 @@ class OneProcess(AbstractProcesses):
         """Nothing to agree on."""
         return nullcontext()
 
-    def said_once(self) -> AbstractContextManager[None]:
+    def warnings_once(self) -> AbstractContextManager[None]:
         """This process warns."""
         return nullcontext()
 

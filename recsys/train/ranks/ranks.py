@@ -150,7 +150,7 @@ class Ranks(AbstractProcesses):
         Agreement(error, None, None).wait()
 
     @contextmanager
-    def said_once(self) -> Iterator[None]:
+    def warnings_once(self) -> Iterator[None]:
         """Only the first process warns."""
         with warnings.catch_warnings():
             if self.rank:
