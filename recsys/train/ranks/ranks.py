@@ -191,14 +191,11 @@ class Ranks(AbstractProcesses):
             before, *rest = found[0]
             yield Reopened(RunFolder.create(self.own_dir, before), before, *rest)
             return
-        opened = reopened(config, self._folder.path, number)
-        with self.together():
-            earlier = opened.__enter__()
-        try:
+        with ExitStack() as stack:
+            with self.together():
+                earlier = stack.enter_context(reopened(config, self._folder.path, number))
             dist.broadcast_object_list([None if earlier is None else tuple(earlier)[1:]])
             yield earlier
-        finally:
-            opened.__exit__(None, None, None)
 
     def train_loader(
         self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
