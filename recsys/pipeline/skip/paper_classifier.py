@@ -191,15 +191,15 @@ class PaperClassifier:
 
         Between the snapshots it has the first one; afterwards it has the stale rows.
         """
-        each = self._hot_rows.values()
-        snapshots = [rows.before for rows in each if rows.before is not None]
+        hot_rows = self._hot_rows.values()
+        snapshots = [rows.before for rows in hot_rows if rows.before is not None]
         return {
             "epoch": self._epoch,
             "is_decided": self._is_decided,
             "hot_rows": self._digest(),
             "snapshots": [snapshot.flatten() for snapshot in snapshots],
-            "updated": [torch.from_numpy(rows.marks.counted()[0]) for rows in each],
-            "stale": [torch.from_numpy(rows.stale_rows()) for rows in each],
+            "updated": [torch.from_numpy(rows.marks.counted()[0]) for rows in hot_rows],
+            "stale": [torch.from_numpy(rows.stale_rows()) for rows in hot_rows],
             "decisions": [dict(decision) for decision in self.decisions],
         }
 
@@ -210,27 +210,27 @@ class PaperClassifier:
             ConfigError: other rows are hot, or `state` is no state of a classifier.
         """
         found = SavedState(f"{self._setting} state", state, _STATE_KEYS)
-        each = list(self._hot_rows.values())
+        hot_rows = list(self._hot_rows.values())
         if found["hot_rows"] != self._digest():
             raise ConfigError(
                 f"{self._setting}: the hot rows differ from those of the checkpoint, so it would "
                 "drop other samples; continue with the budget and the plan of the run"
             )
         epoch, is_decided = found.whole("epoch"), found.flag("is_decided")
-        snapshots = _tensors(found, "snapshots", (0, len(each)))
-        updated = _tensors(found, "updated", (len(each),))
-        stale = _tensors(found, "stale", (len(each),))
+        snapshots = _tensors(found, "snapshots", (0, len(hot_rows)))
+        updated = _tensors(found, "updated", (len(hot_rows),))
+        stale = _tensors(found, "stale", (len(hot_rows),))
         decisions = found["decisions"]
         if not isinstance(decisions, list) or not all(isinstance(one, dict) for one in decisions):
             raise found.error("decisions", "a list of dictionaries")
-        for rows, of_updated, of_stale in zip(each, updated, stale, strict=True):
+        for rows, of_updated, of_stale in zip(hot_rows, updated, stale, strict=True):
             for key, values in (("updated", of_updated), ("stale", of_stale)):
                 if not rows.has_rows(values):
                     raise found.error(key, "rows of the tables, ascending")
-        for rows, snapshot in zip(each, snapshots, strict=False):
+        for rows, snapshot in zip(hot_rows, snapshots, strict=False):
             if not rows.fits(snapshot):
                 raise found.error("snapshots", "a number for each column of each hot row")
-        for number, rows in enumerate(each):
+        for number, rows in enumerate(hot_rows):
             rows.restore(snapshots[number] if snapshots else None, updated[number], stale[number])
         self._epoch, self._is_decided = epoch, is_decided
         self.decisions = [dict(decision) for decision in decisions]
