@@ -260,19 +260,21 @@ class OneProcess(AbstractProcesses):
         """All rows, in the folder `checkpoints`."""
         if not writes_checkpoints(config):
             return None
-        saved = None if earlier is None else earlier.saved
-        is_elsewhere = saved is not None and saved.shards is not None
-        if saved is not None and is_elsewhere:
-            older = newest(folder.checkpoints_folder)
-            if older is not None and older < saved.number:  # maybe removed in part
-                shutil.rmtree(folder.checkpoints_folder)
+        after, numbers_after = None, 0
+        if earlier is not None and earlier.saved is not None:
+            after = earlier.saved.number
+            if earlier.saved.shards is not None:  # in another folder
+                older = newest(folder.checkpoints_folder)
+                if older is not None and older < after:  # maybe removed in part
+                    shutil.rmtree(folder.checkpoints_folder)
+                after, numbers_after = None, earlier.last_number
         return RunCheckpoints(
             config.checkpoint,
             folder.checkpoints_folder,
             model.saved,
             model.optimizers,
-            None if saved is None or is_elsewhere else saved.number,
-            earlier.last_number if earlier is not None and is_elsewhere else 0,
+            after,
+            numbers_after,
             # Once there is one, those that several processes wrote are older.
             when_complete=lambda: remove_older(
                 folder.checkpoints_folder, folder.shards_folder, None
