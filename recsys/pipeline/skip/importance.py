@@ -214,13 +214,13 @@ class ImportanceSampler:
     def _read_predictor(self, found: SavedState) -> tuple[Predictor, int]:
         policy = self._policy
         sizes = range(2**policy.bits, 2**policy.bits + 1)
-        dense = _read_array(found, "dense_weights", np.float32, range(1, 2**31))
+        dense = _read_array(found, "dense_weights", range(1, 2**31))
         lengths = range(len(dense), len(dense) + 1)
         predictor = Predictor(policy.bits, policy.lr, len(dense) - 1)
-        predictor.weights = Weights(_read_array(found, "weights", np.float32, sizes), dense)
+        predictor.weights = Weights(_read_array(found, "weights", sizes), dense)
         predictor.sums = Weights(
-            _read_array(found, "sums", np.float32, sizes, least=1),
-            _read_array(found, "dense_sums", np.float32, lengths, least=1),
+            _read_array(found, "sums", sizes, least=1),
+            _read_array(found, "dense_sums", lengths, least=1),
         )
         return predictor, len(dense) - 1
 
@@ -237,10 +237,8 @@ class ImportanceSampler:
             least = versions[-1].first_number + 1 if versions else LEAD
             first_number = of_version.whole("first_number", least=least, most=num_batches + LEAD)
             weights = Weights(
-                _read_array(of_version, "weights", np.float32, rows),
-                _read_array(
-                    of_version, "dense_weights", np.float32, range(num_dense + 1, num_dense + 2)
-                ),
+                _read_array(of_version, "weights", rows),
+                _read_array(of_version, "dense_weights", range(num_dense + 1, num_dense + 2)),
             )
             versions.append(_Version(first_number, weights))
         return versions
@@ -363,16 +361,15 @@ def _to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def _read_array(
-    found: SavedState, key: str, dtype: type, lengths: range, least: float = -np.inf
-) -> NDArray[Any]:
-    """A copy of an array (n,) of finite numbers of at least `least`; n is one of `lengths`.
+    found: SavedState, key: str, lengths: range, least: float = -np.inf
+) -> NDArray[np.float32]:
+    """A copy of a float32 array (n,) of finite numbers of at least `least`; n is one of `lengths`.
 
     Raises:
         ConfigError: the entry is none.
     """
     array = found.tensor(key).detach().cpu().numpy()
-    if array.dtype != dtype or len(array) not in lengths or (array < least).any():
-        raise found.error(
-            key, f"{np.dtype(dtype).name} of length {lengths[0]} to {lengths[-1]}, each >= {least}"
-        )
-    return array.copy()
+    if array.dtype != np.float32 or len(array) not in lengths or (array < least).any():
+        raise found.error(key, f"float32 of length {lengths[0]} to {lengths[-1]}, each >= {least}")
+    copied: NDArray[np.float32] = array.copy()
+    return copied
