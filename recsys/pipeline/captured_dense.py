@@ -72,7 +72,7 @@ class CapturedDense:
         self._num_misfits = 0  # steps in a row that were not replayed
         obstacle = _obstacle(model)
         if obstacle:
-            self._give_up(f"has no effect: {obstacle}")
+            self._give_up(obstacle)
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
@@ -122,12 +122,13 @@ class CapturedDense:
         if self._graphs is None:
             obstacle = _obstacle(self._model)  # such as a hook that is newer than the pipeline
             if obstacle:
-                self._give_up(f"has no effect: {obstacle}")
+                self._give_up(obstacle)
         elif self._graphs.state != _state(self._model):
             self._graphs = None
             self._give_up(
-                "has no effect any more: hooks, parameters, requires_grad or modes of the dense "
-                "part are others than in its first step; build a new TrainPipeline to capture it"
+                "hooks, parameters, requires_grad or modes of the dense part are others than in "
+                "its first step; build a new TrainPipeline to capture it",
+                "has no effect any more",
             )
         return not self.reason
 
@@ -176,13 +177,12 @@ class CapturedDense:
             return _captured(self._model, inputs, self.pool)
         except Exception as error:  # torch's, the GPU's, or the model's; without graphs it may work
             [line, *_] = [*str(error).splitlines(), ""]
-            self._give_up(f"has no effect: capturing failed with {type(error).__name__}: {line}")
+            self._give_up(f"capturing failed with {type(error).__name__}: {line}")
             return None
 
-    def _give_up(self, what: str) -> None:
-        self.reason = what.partition(": ")[2]
-        self._has_warned = False
-        self._warn(what)
+    def _give_up(self, reason: str, effect: str = "has no effect") -> None:
+        self.reason, self._has_warned = reason, False
+        self._warn(f"{effect}: {reason}")
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:
