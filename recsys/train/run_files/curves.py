@@ -152,9 +152,10 @@ def draw_policies(
     with picture_style():
         figure = Figure(figsize=(10, 4.5), layout="constrained")
         handles = {}
-        for axis, metric, band in zip(
+        for axis, metric, name, band in zip(
             figure.subplots(1, 2),
             ("auc", "calibration"),
+            ("test AUC", "calibration"),
             (auc_band, calibration_band),
             strict=True,
         ):
@@ -174,8 +175,6 @@ def draw_policies(
                     *zip(*means, strict=True), **styles[policy], marker="o", markersize=4, alpha=0.8
                 )
             axis.set_xlabel("times faster than without skipping")
-        names = {"auc": "test AUC", "calibration": "calibration"}
-        for axis, name in zip(figure.axes, names.values(), strict=True):
             axis.set_ylabel(f"{name}, less that without skipping")
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6)
         return as_png(figure)
