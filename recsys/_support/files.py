@@ -21,7 +21,7 @@ __all__ = [
     "describe_taken",
     "existing",
     "flush_to_disk",
-    "lock_unless_read",
+    "lock_if_free",
     "read_together",
     "require_files",
     "require_new",
@@ -239,22 +239,10 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
     Raises:
         ConfigError: another process, or another `with` block, holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    with lock_if_free(folder) as is_locked:
+        if not is_locked:
+            raise ConfigError(f"another `{command}` is at work in {folder}; wait for it to end")
         yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another `{command}` is at work in {folder}; wait for it to end"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -302,7 +290,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 @contextmanager
 def read_together(folder: Path) -> Iterator[None]:
-    """Hold a shared lock on a folder while its files are read; see `lock_unless_read`.
+    """Hold a shared lock on a folder while its files are read; see `lock_if_free`.
 
     A folder that does not exist is not locked, and nothing is locked on Windows.
     """
@@ -321,11 +309,11 @@ def read_together(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock_unless_read(folder: Path) -> Iterator[bool]:
-    """Try to lock a folder, to delete files that others may be reading by `read_together`.
+def lock_if_free(folder: Path) -> Iterator[bool]:
+    """Hold an exclusive lock on a folder, unless another holds a lock on it, as `read_together`.
 
     Yields:
-        Whether the folder is locked, so that files may be deleted. Always true on Windows.
+        Whether the folder is locked. Always true on Windows.
     """
     try:
         import fcntl
@@ -333,12 +321,12 @@ def lock_unless_read(folder: Path) -> Iterator[bool]:
         yield True
         return
     descriptor = os.open(folder, os.O_RDONLY)
+    is_locked = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
-        else:
-            yield True
+            is_locked = False
+        yield is_locked
     finally:
         os.close(descriptor)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recsys._support.files import lock_unless_read
+from recsys._support.files import lock_if_free
 from recsys._support.machine import lower_thread_priority
 from recsys._support.sizes import format_bytes
 from recsys.errors import CheckpointError
@@ -317,7 +317,7 @@ def remove_unneeded(
         unfinished: Names of pieces that are being written; their files stay.
         pinned: Number of another checkpoint that stays, if it exists.
     """
-    with suppress(OSError, CheckpointError), lock_unless_read(folder) as is_locked:
+    with suppress(OSError, CheckpointError), lock_if_free(folder) as is_locked:
         if not is_locked:  # the next checkpoint deletes them
             return
         last = newest(folder)
