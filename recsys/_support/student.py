@@ -9,19 +9,19 @@ normal distribution.
 
 from __future__ import annotations
 
-from math import atan, cos, exp, inf, log, pi, sin, sqrt, tan
+from math import cos, exp, inf, log, pi, sin, sqrt, tan
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["interval_of_mean", "interval_of_ratios", "t_quantile", "within_t"]
+__all__ = ["interval_of_mean", "interval_of_ratios", "t_quantile"]
+
+_CONFIDENCE = 0.95
 
 
-def interval_of_mean(
-    values: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float | None, float | None]:
+def interval_of_mean(values: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The mean of some measurements and the ends of its interval.
 
     The ends are None for one measurement: nothing is known about its spread.
@@ -34,13 +34,11 @@ def interval_of_mean(
     mean = fmean(values)
     if len(values) < 2:
         return mean, None, None
-    half = t_quantile(confidence, len(values) - 1) * stdev(values) / sqrt(len(values))
+    half = t_quantile(_CONFIDENCE, len(values) - 1) * stdev(values) / sqrt(len(values))
     return mean, mean - half, mean + half
 
 
-def interval_of_ratios(
-    ratios: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float | None, float | None]:
+def interval_of_ratios(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The geometric mean of some ratios and the ends of its interval.
 
     It is the interval of the mean of their logarithms. So the interval of a / b is that of b / a,
@@ -51,7 +49,7 @@ def interval_of_ratios(
     """
     if not all(0 < ratio < inf for ratio in ratios):
         raise ValueError(f"ratios must be above 0 and finite, got {list(ratios)}")
-    mean, low, high = interval_of_mean([log(ratio) for ratio in ratios], confidence)
+    mean, low, high = interval_of_mean([log(ratio) for ratio in ratios])
     return exp(mean), None if low is None else exp(low), None if high is None else exp(high)
 
 
@@ -76,18 +74,13 @@ def t_quantile(confidence: float, num_free: int) -> float:
     return sqrt(num_free) * tan(low)
 
 
-def within_t(t: float, num_free: int) -> float:
-    """The probability that Student's t lies in [-t, t].
+def _within(angle: float, num_free: int) -> float:
+    """The probability that Student's t lies in [-t, t], for t = sqrt(num_free) * tan(angle).
 
     References:
         Abramowitz and Stegun (1964), "Handbook of Mathematical Functions", 26.7.3 and 26.7.4: a
         finite sum for a whole number of degrees of freedom.
     """
-    return _within(atan(t / sqrt(num_free)), num_free)
-
-
-def _within(angle: float, num_free: int) -> float:
-    """`within_t` of t = sqrt(num_free) * tan(angle)."""
     is_odd = num_free % 2
     term = cos(angle) if is_odd else 1.0
     total = 0.0
