@@ -71,7 +71,6 @@ __all__ = [
     "queue_callback",
     "set_plain_data",
     "set_plain_grad",
-    "set_plain_requires_grad",
     "top_saved_tensors_hooks",
     "tracing_state",
     "version_of",
@@ -96,7 +95,6 @@ set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 plain_data: Callable[[Tensor], Tensor] = _DATA.__get__
 set_plain_data: Callable[[Tensor, Tensor], None] = _DATA.__set__
 plain_requires_grad: Callable[[Tensor], bool] = _REQUIRES_GRAD.__get__
-set_plain_requires_grad: Callable[[Tensor, bool], None] = _REQUIRES_GRAD.__set__
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
