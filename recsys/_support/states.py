@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recsys._support.untrusted import is_finite_number, is_int
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class SavedState:
     def whole(self, key: str, *, least: int = 0, most: int = _MOST) -> int:
         """A whole number in [least, most]."""
         value = self._entries[key]
-        if not _is_whole(value, least, most):
+        if not is_int(value, least, most):
             raise self.error(key, f"a whole number in [{least}, {most}]")
         return int(value)
 
@@ -65,7 +66,7 @@ class SavedState:
         if (
             not isinstance(values, list | tuple)
             or len(values) != length
-            or not all(_is_whole(value, 0, _MOST) for value in values)
+            or not all(is_int(value, 0) for value in values)
         ):
             raise self.error(key, f"a list of {length} whole numbers of at least 0")
         return list(values)
@@ -73,7 +74,7 @@ class SavedState:
     def number(self, key: str, *, least: float = 0.0, most: float = inf) -> float:
         """A finite number in [least, most]."""
         value = self._entries[key]
-        if not _is_number(value, least, most):
+        if not (is_finite_number(value) and least <= value <= most):
             raise self.error(key, f"a finite number in [{least:g}, {most:g}]")
         return float(value)
 
@@ -83,7 +84,7 @@ class SavedState:
         if (
             not isinstance(values, list | tuple)
             or len(values) not in lengths
-            or not all(_is_number(value, 0.0, inf) for value in values)
+            or not all(is_finite_number(value) and value >= 0 for value in values)
         ):
             lengths_in_words = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else lengths[0]
             raise self.error(key, f"a list of {lengths_in_words} finite numbers of at least 0")
@@ -134,14 +135,3 @@ class SavedState:
             f"{self._place}: {key} must be {rule}, got {reprlib.repr(self._entries[key])}; pass "
             "the result of state_dict()"
         )
-
-
-def _is_whole(value: Any, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_number(value: Any, least: float, most: float) -> bool:
-    # Integers beyond the range of floats raise OverflowError in `isfinite`.
-    if type(value) is int and abs(value) > _MOST:
-        return False
-    return type(value) in (int, float) and isfinite(value) and least <= value <= most
