@@ -31,7 +31,7 @@ from recsys.report.summary import (
     tabulate_metrics,
     tabulate_tiers,
 )
-from recsys.report.texts import as_base64, flat
+from recsys.report.texts import as_base64, flat_texts
 from recsys.train.run_files.curves import draw_run
 from recsys.train.run_files.run_folder import RunFolder, read_json
 from recsys.train.run_files.skipping_picture import draw_skipping
@@ -93,7 +93,7 @@ def _template() -> Template:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["flat"] = lambda tree: list(flat(tree))
+    environment.filters["flat"] = lambda tree: list(flat_texts(tree))
     environment.filters["chosen"] = _chosen
     return environment.from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
 
@@ -154,5 +154,5 @@ def _chosen(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """
     defaults = describe_config(TrainConfig())
     defaults["dense_optimizer"] |= config.get("optimizer", {})
-    known = set(flat(defaults))
-    return [pair for pair in flat(config) if pair not in known]
+    known = set(flat_texts(defaults))
+    return [pair for pair in flat_texts(config) if pair not in known]

@@ -6,12 +6,13 @@ import json
 from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.nested_keys import flat
 from recsys._support.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["as_base64", "as_text", "flat"]
+__all__ = ["as_base64", "as_text", "flat_texts"]
 
 
 def as_base64(png: bytes | None) -> str:
@@ -19,15 +20,13 @@ def as_base64(png: bytes | None) -> str:
     return b64encode(png or b"").decode()
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_texts(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Nested keys as pairs of a dotted key and a text."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        elif key.endswith("_bytes") and isinstance(value, int):
-            yield f"{prefix}{key.removesuffix('_bytes')}", format_bytes(value)
+    for key, value in flat(tree).items():
+        if key.endswith("_bytes") and isinstance(value, int):
+            yield key.removesuffix("_bytes"), format_bytes(value)
         else:
-            yield f"{prefix}{key}", as_text(value)
+            yield key, as_text(value)
 
 
 def as_text(value: Any) -> str:
