@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recsys._support.config_fields import check_fields, key
+from recsys._support.config_fields import check_fields, key, keys_set
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,13 +40,11 @@ class EarlyStoppingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not self.patience and value != each.default:
-                raise ConfigError(
-                    f"{each.name} means nothing with patience 0, got {value!r}; set patience, or "
-                    "drop the key"
-                )
+        if not self.patience and (unused := keys_set(self)):
+            raise ConfigError(
+                f"{unused[0]} means nothing with patience 0, got {getattr(self, unused[0])!r}; set "
+                "patience, or drop the key"
+            )
 
 
 def check_callbacks(names: Sequence[str]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from recsys._support.config_fields import check_fields, key
+from recsys._support.config_fields import check_fields, key, keys_set
 from recsys.errors import ConfigError
 
 __all__ = ["ScheduleConfig"]
@@ -74,13 +74,10 @@ class ScheduleConfig:
                 "permutation_seed means nothing without permute_within_batch, got "
                 f"{self.permutation_seed}; set that to true, or drop the key"
             )
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in ("name", *_KEYS_OF[self.name]) and value != each.default:
-                names = [
-                    repr(name) for name, keys in _KEYS_OF.items() if name and each.name in keys
-                ]
+        for key_set in keys_set(self):
+            if key_set not in ("name", *_KEYS_OF[self.name]):
+                names = [repr(name) for name, keys in _KEYS_OF.items() if name and key_set in keys]
                 raise ConfigError(
-                    f"{each.name} means nothing with name {self.name!r}, got {value}; set name to "
-                    f"{names[0]}, or drop the key"
+                    f"{key_set} means nothing with name {self.name!r}, got "
+                    f"{getattr(self, key_set)}; set name to {names[0]}, or drop the key"
                 )

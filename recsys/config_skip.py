@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, is_dataclass
 
-from recsys._support.config_fields import check_fields, key
+from recsys._support.config_fields import check_fields, key, keys_set
 from recsys.embeddings.staleness.drift import MEASURES
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
@@ -87,7 +86,7 @@ class GuardConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.every == 0:
-            for name in set(_keys_set(self)) - {"every"}:
+            for name in set(keys_set(self)) - {"every"}:
                 raise ConfigError(
                     f"{name} means nothing with every 0, got {getattr(self, name)}; set every "
                     "above 0, or drop the key"
@@ -190,7 +189,7 @@ class SkipConfig:
                 "share must be at most 1 - keep: with subsample, a share of 1 - keep of the stale "
                 f"samples is left out; got share {self.share} and keep {self.keep}"
             )
-        if self.needs_stale_rows and self.staleness.threshold and "share" in _keys_set(self):
+        if self.needs_stale_rows and self.staleness.threshold and "share" in keys_set(self):
             raise ConfigError(
                 "share means nothing with staleness.threshold, because a threshold is found from "
                 f"the share or given; got share {self.share} and threshold "
@@ -213,11 +212,11 @@ class SkipConfig:
                 "share must be at most 1 - importance.least: every sample is kept with at least "
                 f"this probability; got share {self.share} and least {self.importance.least}"
             )
-        for name in _keys_set(self):
+        for name in keys_set(self):
             if name == "policy" or name in _KEYS_OF[self.policy]:
                 continue
             value = getattr(self, name)
-            inner = f".{_keys_set(value)[0]}" if is_dataclass(value) else ""
+            inner = f".{keys_set(value)[0]}" if is_dataclass(value) else ""
             fitting = " or ".join(repr(each) for each, keys in _KEYS_OF.items() if name in keys)
             instead = "set paper.target" if (self.policy, name) == ("paper", "share") else ""
             raise ConfigError(
@@ -244,12 +243,3 @@ class SkipConfig:
     def needs_rows(self) -> bool:
         """Whether the policy follows rows, or learns from row numbers."""
         return self.needs_stale_rows or self.policy == "importance"
-
-
-def _keys_set(config: Any) -> list[str]:
-    """The keys of a configuration that differ from their defaults."""
-    return [each.name for each in fields(config) if getattr(config, each.name) != _default(each)]
-
-
-def _default(key: Field[Any]) -> Any:
-    return key.default if key.default_factory is MISSING else key.default_factory()

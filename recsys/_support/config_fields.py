@@ -20,8 +20,9 @@ from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from dataclasses import Field
 
-__all__ = ["Key", "Range", "build", "check_fields", "format_keys", "key", "walk_keys"]
+__all__ = ["build", "check_fields", "format_keys", "key", "keys_set", "walk_keys"]
 
 _T = TypeVar("_T")
 _MOST_MEANT = 3  # keys that the error for an unknown one names
@@ -37,6 +38,12 @@ _TYPE_NAMES: dict[Any, str] = {
     tuple[str, ...]: "list of texts",
     dict[str, int]: "integers by name",
     dict[str, str]: "texts by name",
+}
+# The types that items of a list may have; they become the first one.
+_ITEM_TYPES: dict[Any, tuple[type, ...]] = {
+    tuple[int, ...]: (int,),
+    tuple[float, ...]: (float, int),
+    tuple[str, ...]: (str,),
 }
 
 
@@ -111,6 +118,16 @@ def check_fields(config: Any) -> None:
         if interval is not None and value not in interval:
             finite = "finite and " if isinstance(value, float) and interval.most == inf else ""
             raise ConfigError(f"{entry.name} must be {finite}{interval}, got {value}")
+
+
+def keys_set(config: Any) -> list[str]:
+    """The keys of a configuration dataclass that differ from their defaults."""
+    return [each.name for each in fields(config) if getattr(config, each.name) != _default(each)]
+
+
+def _default(entry: Field[Any]) -> Any:
+    made = entry.default_factory
+    return entry.default if made is dataclasses.MISSING else made()
 
 
 def build(kind: type[_T], tree: Any, prefix: str) -> _T:
@@ -190,18 +207,11 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
             )
     if kind in (float, str) and type(value) in (int, float):  # text: `budget=135050380`, in bytes
         return kind(value)
-    if kind == tuple[int, ...]:
-        if isinstance(value, list | tuple) and all(type(size) is int for size in value):
-            return tuple(value)
-        raise ConfigError(f"{name} must be a list of integers, got {value!r}")
-    if kind == tuple[float, ...]:
-        if isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value):
-            return tuple(float(v) for v in value)
-        raise ConfigError(f"{name} must be a list of numbers, got {value!r}")
-    if kind == tuple[str, ...]:
-        if isinstance(value, list | tuple) and all(type(v) is str for v in value):
-            return tuple(value)
-        raise ConfigError(f"{name} must be a list of texts, got {value!r}")
+    if kind in _ITEM_TYPES:
+        allowed = _ITEM_TYPES[kind]
+        if not isinstance(value, list | tuple) or any(type(each) not in allowed for each in value):
+            raise ConfigError(f"{name} must be a {_TYPE_NAMES[kind]}, got {value!r}")
+        return tuple(map(allowed[0], value))
     if kind in (dict[str, int], dict[str, str]):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} must be a table of {_TYPE_NAMES[kind]}, got {value!r}")
@@ -243,9 +253,7 @@ def walk_keys(kind: type, prefix: str = "", group: str = "run") -> Iterator[Key]
         accepts = _TYPE_NAMES[types[entry.name]] + (f" {interval}" if interval else "")
         if choices:
             accepts = f"one of {', '.join(filter(None, choices))}"
-        default = entry.metadata["derived"] or entry.default
-        if entry.default_factory is not dataclasses.MISSING:
-            default = entry.default_factory()
+        default = entry.metadata["derived"] or _default(entry)
         if prefix == "dense_optimizer.":
             default = "as in optimizer"
         yield Key(
