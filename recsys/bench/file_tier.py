@@ -27,7 +27,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from recsys._support.sizes import format_bytes
 from recsys.bench.parts.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
 from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.parts.harness import Row, in_own_process, take_turns
+from recsys.bench.parts.process_memory import process_memory
 from recsys.bench.parts.scheduled import (
     ScheduledSteps,
     Turn,
@@ -63,6 +63,7 @@ from recsys.train.parts.tables import table_configs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from recsys.batch import Batch
     from recsys.bench.parts.scheduled import TurnSteps
@@ -371,21 +372,13 @@ class _AnonymousMemory:
     """
 
     def __init__(self) -> None:
-        self.at_start = self.peak = _anonymous_bytes()
+        self.at_start = self.peak = process_memory()["RssAnon"]
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
         while True:
-            self.peak = max(self.peak, _anonymous_bytes())
+            self.peak = max(self.peak, process_memory()["RssAnon"])
             time.sleep(0.01)
-
-
-def _anonymous_bytes() -> float:
-    """Anonymous memory of this process; NaN if the system does not report it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return float("nan")
 
 
 def default_table_bytes(times_memory: float) -> int:

@@ -116,19 +116,17 @@ def gemm_seconds(model: Model, num_sparse: int, device: torch.device) -> float:
 
     over_in = model.dim + num_vectors * (num_vectors - 1) // 2
     layers = [
-        (randn(size, num_in), randn(num_out, num_in), randn(size, num_out), number > 0)
+        (randn(size, num_in), randn(num_out, num_in), randn(size, num_out))
         for sizes in ([13, *model.dense_arch], [over_in, *model.over_arch])
-        for number, (num_in, num_out) in enumerate(pairwise(sizes))
+        for num_in, num_out in pairwise(sizes)
     ]
-    # The first layer of the top MLP has a gradient of its input, that of the bottom MLP has none.
-    layers[len(model.dense_arch)] = (*layers[len(model.dense_arch)][:3], True)
     vectors = randn(size, num_vectors, model.dim)
 
     def multiply() -> None:
-        for inputs, weight, outputs, has_input_gradient in layers:
+        for number, (inputs, weight, outputs) in enumerate(layers):
             torch.mm(inputs, weight.t())
             torch.mm(outputs.t(), inputs)
-            if has_input_gradient:
+            if number:  # the dense features need no gradient
                 torch.mm(outputs, weight)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         torch.bmm(products, vectors)

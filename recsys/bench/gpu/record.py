@@ -22,6 +22,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,7 +125,7 @@ class Record:
             return
         found = {
             "command": shlex.join(["recsys", *sys.argv[1:]]),
-            "environment": self._environment(),
+            "environment": self._environment,
             "device": self.device,
             "checks": [asdict(check) for check in self.checks],
             **self.details,
@@ -137,16 +138,13 @@ class Record:
         }
         write_json(self.file, found)
 
+    @cached_property
     def _environment(self) -> dict[str, Any]:
-        if "environment" not in self.__dict__:
-            found = describe_environment() | {"cuda": torch.version.cuda}
-            if self.device == "cuda":
-                found["gpu_memory_bytes"] = torch.cuda.get_device_properties(
-                    torch.cuda.current_device()
-                ).total_memory
-            self.__dict__["environment"] = found
-        environment: dict[str, Any] = self.__dict__["environment"]
-        return environment
+        found = describe_environment() | {"cuda": torch.version.cuda}
+        if self.device == "cuda":
+            device = torch.cuda.get_device_properties(torch.cuda.current_device())
+            found["gpu_memory_bytes"] = device.total_memory
+        return found
 
     def _end_case(self, case: Case, status: str, reason: str) -> None:
         self.cases.append({"name": case.name, "status": status, "reason": reason})

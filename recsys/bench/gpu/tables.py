@@ -96,6 +96,8 @@ class Tables:
 
     def __init__(self, stream: Stream, dim: int, device: torch.device) -> None:
         self._sizes, self._dim, self.device = stream.table_sizes, dim, device
+        self._managed: ManagedBags | None = None
+        self._tiered: tuple[str, TieredTables] | None = None  # with their share
         self.configs = [
             TableConfig(name=key, num_embeddings=size, embedding_dim=dim)
             for key, size in zip(stream.keys, stream.table_sizes, strict=True)
@@ -136,7 +138,8 @@ class Tables:
         if share != FLOOR:
             return int(float(share) * self.everything)
         num_slots = min(batches.most_distinct, sum(self._sizes))
-        return floor_bytes(sum(self._sizes), [(num_slots, self._slot_bytes)])
+        of_slot = slot_bytes(self._dim, torch.float32, {})
+        return floor_bytes(sum(self._sizes), [(num_slots, of_slot)])
 
     def tiered(self, share: str, batches: MiniBatches) -> TieredTables:
         """Tables in two tiers, filled; kept until another share is asked for.
@@ -187,13 +190,6 @@ class Tables:
             self._managed = ManagedBags(self.configs, float(share), self.device)
             fill(self._managed, batches, batches.batch_size, 2**31)
         return self._managed
-
-    _managed: ManagedBags | None = None
-    _tiered: tuple[str, TieredTables] | None = None
-
-    @property
-    def _slot_bytes(self) -> int:
-        return slot_bytes(self._dim, torch.float32, {})
 
 
 def fill(module: nn.Module, batches: MiniBatches, num_samples: int, most: int) -> None:
