@@ -74,12 +74,12 @@ def bench_checkpoints(
     case = f"D=128,cold_tier=file,bytes={file_tier_bytes}"
     return rows + [
         summarize(
-            bench="checkpoints",
-            case=case,
-            provider="recsys",
-            metric=metric,
-            unit="s" if metric.endswith("time") else "bytes",
-            values=[value],
+            "checkpoints",
+            case,
+            "recsys",
+            metric,
+            "s" if metric.endswith("time") else "bytes",
+            [value],
         )
         for metric, value in memory.items()
     ]
@@ -102,54 +102,31 @@ def _time_rows(
         )
         time_after = saving.call("finish")
         described = saving.call("describe")
-    row_of = partial(summarize, bench="checkpoints", case=case)
+    row_of = partial(summarize, "checkpoints", case)
     seconds = {name: [turn["seconds"] for turn in found] for name, found in turns.items()}
     saved = turns["recsys"]
     total = {name: sum(each) for name, each in seconds.items()}
-    rows = [
-        row_of(provider=name, metric="time", unit="s", values=each)
-        for name, each in seconds.items()
-    ]
-    rows += [
-        row_of(
-            provider="recsys",
-            metric="overhead_in_all",
-            unit="ratio",
-            values=[(total["recsys"] + time_after) / total["plain"] - 1],
-        ),
+    overhead = (total["recsys"] + time_after) / total["plain"] - 1
+    return [
+        *(row_of(name, "time", "s", each) for name, each in seconds.items()),
+        row_of("recsys", "overhead_in_all", "ratio", [overhead]),
         ratio(
-            bench="checkpoints",
-            case=case,
-            provider="plain",
-            metric="time_over_plain",
+            "checkpoints",
+            case,
+            "plain",
+            "time_over_plain",
             values=seconds["plain"],
             baseline=seconds["recsys"],
             is_by_round=True,
         ),
-        row_of(
-            provider="recsys",
-            metric="exposed_time",
-            unit="s",
-            values=[turn["exposed"] for turn in saved],
-        ),
-        row_of(
-            provider="recsys",
-            metric="time_after_training",
-            unit="s",
-            values=[time_after],
-        ),
-        row_of(
-            provider="recsys",
-            metric="delta",
-            unit="bytes",
-            values=[turn["bytes"] for turn in saved],
+        row_of("recsys", "exposed_time", "s", [turn["exposed"] for turn in saved]),
+        row_of("recsys", "time_after_training", "s", [time_after]),
+        row_of("recsys", "delta", "bytes", [turn["bytes"] for turn in saved]),
+        *(
+            row_of("recsys", name, "bytes", [described[name]])
+            for name in ("memory_bytes", "disk_bytes")
         ),
     ]
-    rows += [
-        row_of(provider="recsys", metric=name, unit="bytes", values=[described[name]])
-        for name in ("memory_bytes", "disk_bytes")
-    ]
-    return rows
 
 
 def _turn(worker: Worker, num_steps: int) -> dict[str, float]:

@@ -102,19 +102,14 @@ def _measure(
         {name: timed(call) for name, call in calls.items()}, num_rounds, num_warm_up_rounds=1
     )
     rates = {name: [num_lookups / s for s in spent] for name, spent in seconds.items()}
-    named: dict[str, Any] = {"bench": "count", "case": case}
-    rows = rows_by_provider(**named, metric="throughput", unit="lookups/s", values=rates)
-    for other in ("numpy", "torch"):
-        rows.append(
-            ratio(
-                **named,
-                provider="recsys",
-                metric=f"speed_over_{other}",
-                values=seconds["recsys"],
-                baseline=seconds[other],
-            )
-        )
-    return rows
+    rows, ours = (
+        rows_by_provider("count", case, "throughput", "lookups/s", rates),
+        seconds["recsys"],
+    )
+    return rows + [
+        ratio("count", case, "recsys", f"speed_over_{other}", values=ours, baseline=seconds[other])
+        for other in ("numpy", "torch")
+    ]
 
 
 def _numpy_store(store: Store) -> list[NDArray[Any]]:

@@ -176,14 +176,7 @@ def _measure(
         for provider, number in of_plan.items():
             rows += _rows_of_collectives(name, provider, counted[number])
             rows += [
-                summarize(
-                    bench=_BENCH,
-                    case=name,
-                    provider=provider,
-                    metric="loopback_sent",
-                    unit="bytes",
-                    values=[sent],
-                )
+                summarize(_BENCH, name, provider, "loopback_sent", "bytes", [sent])
                 for sent in on_loopback[number]
             ]
             if number in budgets:
@@ -209,17 +202,11 @@ def _rows_of_times(case: str, turns: Mapping[str, list[list[RankTurn]]]) -> list
         name: [float(np.mean([turn.loss for turn in rounds[-1]]))] for name, rounds in turns.items()
     }
     times = {name: [1e3 * each for each in spent] for name, spent in seconds.items()}
-    rows = rows_by_provider(bench=_BENCH, case=case, metric="time", unit="ms", values=times)
-    rows += rows_by_provider(bench=_BENCH, case=case, metric="loss", unit="nats", values=losses)
+    rows = rows_by_provider(_BENCH, case, "time", "ms", times)
+    rows += rows_by_provider(_BENCH, case, "loss", "nats", losses)
+    metric = f"speed_over_{TORCHREC}"
     return rows + [
-        ratio(
-            bench=_BENCH,
-            case=case,
-            provider=name,
-            metric=f"speed_over_{TORCHREC}",
-            values=spent,
-            baseline=seconds[TORCHREC],
-        )
+        ratio(_BENCH, case, name, metric, values=spent, baseline=seconds[TORCHREC])
         for name, spent in seconds.items()
         if name != TORCHREC and TORCHREC in seconds
     ]
@@ -249,9 +236,7 @@ def _rows_of_collectives(
                     ):
                         values[name, metric, unit][step] += value / len(counted)
     return [
-        summarize(
-            bench=_BENCH, case=name, provider=provider, metric=metric, unit=unit, values=by_step
-        )
+        summarize(_BENCH, name, provider, metric, unit, by_step)
         for (name, metric, unit), by_step in values.items()
     ]
 
@@ -259,10 +244,9 @@ def _rows_of_collectives(
 def _rows_of_budget(case: str, provider: str, budgets: Sequence[tuple[float, float]]) -> list[Row]:
     """The fast memory of a rank and the hit rate of its lookups; the mean over the ranks."""
     num_bytes, hit_rate = np.mean(budgets, axis=0).tolist()
-    row_of = partial(summarize, bench=_BENCH, case=case, provider=provider)
     return [
-        row_of(metric="budget", unit="bytes", values=[num_bytes]),
-        row_of(metric="lookup_hit_rate", unit="ratio", values=[hit_rate]),
+        summarize(_BENCH, case, provider, "budget", "bytes", [num_bytes]),
+        summarize(_BENCH, case, provider, "lookup_hit_rate", "ratio", [hit_rate]),
     ]
 
 
@@ -284,16 +268,11 @@ def _modelled_rows(
         found = [traffic_of(ids, sizes, world_size, dim) for ids in batches]
         for design in found[0]:
             traffics = [by_design[design] for by_design in found]
-            row_of = partial(modelled, bench=_BENCH, provider=design)
             sent = [each.bytes_sent for each in traffics]
-            rows.append(row_of(case=case, metric="bytes_sent", unit="bytes", values=sent))
+            rows.append(modelled(_BENCH, case, design, "bytes_sent", "bytes", sent))
             for link, speed in LINKS.items():
+                times = [1e3 * each.seconds(speed) for each in traffics]
                 rows.append(
-                    row_of(
-                        case=f"{case},link={link}",
-                        metric="link_time",
-                        unit="ms",
-                        values=[1e3 * each.seconds(speed) for each in traffics],
-                    )
+                    modelled(_BENCH, f"{case},link={link}", design, "link_time", "ms", times)
                 )
     return rows

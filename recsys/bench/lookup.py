@@ -128,13 +128,7 @@ def bench_lookup(
                     pairs[batch_size, ours, other].append((found[ours], found[other]))
             rows += _peak_memory_rows(workers, f"D={dim},optimizer={optimizer}")
     return rows + [
-        median_of_ratios(
-            bench="lookup",
-            case=f"B={batch_size}",
-            provider=ours,
-            metric=f"speed_over_{other}",
-            pairs=of_cases,
-        )
+        median_of_ratios("lookup", f"B={batch_size}", ours, f"speed_over_{other}", pairs=of_cases)
         for (batch_size, ours, other), of_cases in pairs.items()
     ]
 
@@ -233,13 +227,13 @@ def _rows_of_case(
     """Rows of the times and of the ratios between providers."""
     times = {name: [1e3 * s for s in found[name]] for name in (*_OURS, *others)}
     return [
-        *rows_by_provider(bench="lookup", case=case, metric="time", unit="ms", values=times),
+        *rows_by_provider("lookup", case, "time", "ms", times),
         *(
             ratio(
-                bench="lookup",
-                case=case,
-                provider=ours,
-                metric=f"speed_over_{other}",
+                "lookup",
+                case,
+                ours,
+                f"speed_over_{other}",
                 values=found[ours],
                 baseline=found[other],
             )
@@ -266,11 +260,10 @@ def _bandwidth_rows(
             strict=True,
         )
     ]
-    row_of = partial(summarize, bench="lookup", case=case)
     gigabytes = [rate / 1e9 for rate in found["stream"]]
     return [
-        row_of(provider="stream", metric="bandwidth", unit="GB/s", values=gigabytes),
-        row_of(provider="recsys", metric="bandwidth_share", unit="ratio", values=shares),
+        summarize("lookup", case, "stream", "bandwidth", "GB/s", gigabytes),
+        summarize("lookup", case, "recsys", "bandwidth_share", "ratio", shares),
     ]
 
 
@@ -280,9 +273,7 @@ def _peak_memory_rows(workers: Mapping[str, Worker], case: str) -> list[Row]:
         for name, worker in workers.items()
         if name != "stream"
     }
-    return rows_by_provider(
-        bench="lookup", case=case, metric="peak_memory", unit="bytes", values=peaks
-    )
+    return rows_by_provider("lookup", case, "peak_memory", "bytes", peaks)
 
 
 class _Provider:

@@ -182,37 +182,20 @@ def bench_models(
             pairs.setdefault(case.kind, []).append((seconds["recsys"], seconds["torch"]))
     return rows + [
         median_of_ratios(
-            bench="models",
-            case=f"model={kind},D={DIM}",
-            provider="recsys",
-            metric="speed_over_torch",
-            pairs=of_kind,
+            "models", f"model={kind},D={DIM}", "recsys", "speed_over_torch", pairs=of_kind
         )
         for kind, of_kind in pairs.items()
     ]
 
 
 def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
-    bench, name = "models", str(case)
-    ratio_of = partial(ratio, bench=bench, case=name, provider="recsys")
-    rows = rows_by_provider(
-        bench=bench,
-        case=name,
-        metric="time",
-        unit="ms",
-        values={provider: [1e3 * each for each in spent] for provider, spent in seconds.items()},
-    )
+    ratio_of = partial(ratio, "models", str(case))
+    times = {provider: [1e3 * each for each in spent] for provider, spent in seconds.items()}
+    rows = rows_by_provider("models", str(case), "time", "ms", times)
     ours, plain = seconds["recsys"], seconds["torch"]
-    rows.append(ratio_of(metric="speed_over_torch", values=ours, baseline=plain))
-    if case.share:
-        rows.append(
-            ratio_of(
-                provider="in_slots",
-                metric="speed_over_torch",
-                values=seconds["in_slots"],
-                baseline=plain,
-            )
-        )
+    for provider in ("recsys", *(["in_slots"] if case.share else [])):
+        values = seconds[provider]
+        rows.append(ratio_of(provider, "speed_over_torch", values=values, baseline=plain))
     if case.kind in WHOLE_KINDS:
         without = seconds["no_tables"]
         plain_tables, our_tables = (
@@ -221,7 +204,7 @@ def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
         )
         # `ratio` divides the baseline by the values.
         metric = "table_time_over_torch"
-        rows.append(ratio_of(metric=metric, values=plain_tables, baseline=our_tables))
+        rows.append(ratio_of("recsys", metric, values=plain_tables, baseline=our_tables))
     return rows
 
 

@@ -23,7 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys.bench.parts.harness import Row, in_own_process, ratio, rows_by_provider, take_turns
+from recsys.bench.parts.harness import (
+    Row,
+    in_own_process,
+    ratio,
+    rows_by_provider,
+    summarize,
+    take_turns,
+)
 from recsys.bench.parts.process_memory import peak_of_anonymous_memory
 from recsys.bench.synthetic import write_store
 from recsys.config import load_config
@@ -96,23 +103,16 @@ def _measure(case: str, folder: Path, config: dict[str, Any], num_rounds: int) -
     seconds = {
         name: [turn["seconds_per_sample"] for turn in found] for name, found in turns.items()
     }
-    rows_of = partial(rows_by_provider, bench="predict", case=case)
+    rates = {name: [1 / each for each in spent] for name, spent in seconds.items()}
+    peaks = [turn["peak_memory_bytes"] for turn in turns["predict"]]
     return [
-        *rows_of(
-            metric="throughput",
-            unit="samples/s",
-            values={name: [1 / each for each in spent] for name, spent in seconds.items()},
-        ),
-        *rows_of(
-            metric="peak_memory",
-            unit="bytes",
-            values={"predict": [turn["peak_memory_bytes"] for turn in turns["predict"]]},
-        ),
+        *rows_by_provider("predict", case, "throughput", "samples/s", rates),
+        summarize("predict", case, "predict", "peak_memory", "bytes", peaks),
         ratio(
-            bench="predict",
-            case=case,
-            provider="predict",
-            metric="speed_over_training",
+            "predict",
+            case,
+            "predict",
+            "speed_over_training",
             values=seconds["predict"],
             baseline=seconds["train"],
         ),

@@ -74,11 +74,9 @@ def bench_rand_em(
                 inside = [each.low <= truth <= each.high for each in found]
                 rows.append(_share(case, method, inside))
                 errors = [abs(each.num_rows - truth) / truth for each in found if truth]
-                named: dict[str, Any] = {"bench": "rand-em", "case": case, "provider": method}
                 if errors:
-                    rows.append(
-                        summarize(**named, metric="relative_error", unit="share", values=errors)
-                    )
+                    row = summarize("rand-em", case, method, "relative_error", "share", errors)
+                    rows.append(row)
     return rows
 
 

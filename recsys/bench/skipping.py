@@ -92,15 +92,13 @@ def bench_skipping(
             name: np.reshape(turns, (num_rounds, _TURNS_PER_WINDOW)).sum(1).tolist()
             for name, turns in seconds.items()
         }
-        rows += rows_by_provider(
-            bench="skipping", case=case, metric="time", unit="s", values=windows
-        )
+        rows += rows_by_provider("skipping", case, "time", "s", windows)
         rows += [
             ratio(
-                bench="skipping",
-                case=case,
-                provider=name,
-                metric="time_over_plain",
+                "skipping",
+                case,
+                name,
+                "time_over_plain",
                 values=windows["plain"],
                 baseline=windows[name],
                 is_by_round=True,

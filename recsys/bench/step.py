@@ -173,13 +173,8 @@ def _rows_of_batch_size(
         dim = TrainConfig().model.embedding_dim
         case = f"B={batch_size},D={dim},optimizer=sgd,precision={precision}"
         found = {provider: spent for (of, provider), spent in seconds.items() if of == precision}
-        rows += rows_by_provider(
-            bench="step",
-            case=case,
-            metric="time",
-            unit="ms",
-            values={provider: [1e3 * s for s in spent] for provider, spent in found.items()},
-        )
+        times = {provider: [1e3 * s for s in spent] for provider, spent in found.items()}
+        rows += rows_by_provider("step", case, "time", "ms", times)
         # (provider, metric, values, baseline, rounds per block)
         ratios = [("dense", "speed_over_dense_eager", found["dense"], found["dense_eager"], 1)]
         if precision != "fp32" and "fp32" in precisions:
@@ -196,10 +191,10 @@ def _rows_of_batch_size(
             ratios.append((provider, "time_over_dense", *pair, per_block))
         rows += [
             ratio(
-                bench="step",
-                case=case,
-                provider=provider,
-                metric=metric,
+                "step",
+                case,
+                provider,
+                metric,
                 values=values,
                 baseline=baseline,
                 is_by_round=True,

@@ -78,22 +78,12 @@ def bench_synthetic(
     case = f"B={_BATCH_SIZE},samples={num_samples},tables={len(table_sizes)}"
     num_read = len(plain.splits["train"])
     rates = {name: [num_read / s for s in spent] for name, spent in seconds.items()}
-    rows = rows_by_provider(
-        bench="synthetic", case=case, metric="throughput", unit="samples/s", values=rates
-    )
-    store_seconds = seconds.pop("store")
-    for name, spent in seconds.items():
-        rows.append(
-            ratio(
-                bench="synthetic",
-                case=case,
-                provider=name,
-                metric="speed_over_store",
-                values=spent,
-                baseline=store_seconds,
-            )
-        )
-    return rows
+    rows = rows_by_provider("synthetic", case, "throughput", "samples/s", rates)
+    baseline = seconds.pop("store")
+    return rows + [
+        ratio("synthetic", case, name, "speed_over_store", values=spent, baseline=baseline)
+        for name, spent in seconds.items()
+    ]
 
 
 def _read_epoch(loader: BatchLoader) -> None:

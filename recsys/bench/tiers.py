@@ -43,7 +43,7 @@ from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import build_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from recsys.batch import Batch
     from recsys.models.dlrm import DLRM
@@ -148,12 +148,12 @@ def _rows_of_tiers(
     return [
         *_rows_of_times(case, found),
         summarize(
-            bench="tiers",
-            case=case,
-            provider="recsys",
-            metric="exposed_fetch",
-            unit="ms",
-            values=[1e3 * turn.exposed_seconds for turn in found["recsys"]],
+            "tiers",
+            case,
+            "recsys",
+            "exposed_fetch",
+            "ms",
+            [1e3 * turn.exposed_seconds for turn in found["recsys"]],
         ),
         *_rows_of_values(
             case,
@@ -183,29 +183,17 @@ def _take_turns(scheduled: Worker, resident: Worker, num_rounds: int) -> dict[st
 
 def _rows_of_times(case: str, found: Mapping[str, Sequence[Turn]]) -> list[Row]:
     seconds = {name: [turn.seconds for turn in turns] for name, turns in found.items()}
+    times = {name: [1e3 * s for s in spent] for name, spent in seconds.items()}
+    ours, baseline = seconds["recsys"], seconds["resident"]
     return [
-        *rows_by_provider(
-            bench="tiers",
-            case=case,
-            metric="time",
-            unit="ms",
-            values={name: [1e3 * s for s in spent] for name, spent in seconds.items()},
-        ),
-        ratio(
-            bench="tiers",
-            case=case,
-            provider="recsys",
-            metric="share_of_resident_speed",
-            values=seconds["recsys"],
-            baseline=seconds["resident"],
-        ),
+        *rows_by_provider("tiers", case, "time", "ms", times),
+        ratio("tiers", case, "recsys", "share_of_resident_speed", values=ours, baseline=baseline),
     ]
 
 
 def _rows_of_values(case: str, values: Mapping[tuple[str, str], float]) -> list[Row]:
-    row_of: Callable[..., Row] = partial(summarize, bench="tiers", case=case, provider="recsys")
     return [
-        row_of(metric=metric, unit=unit, values=[float(value)])
+        summarize("tiers", case, "recsys", metric, unit, [float(value)])
         for (metric, unit), value in values.items()
     ]
 

@@ -71,11 +71,8 @@ def _row(
     if not values:
         numbers = ("median", "p20", "p80", "low", "high", "mean", "std", "min", "max")
         return {**head, **dict.fromkeys(numbers), "num_runs": 0}
-    row = summarize(
-        bench="ablate", case=case, provider=provider, metric=metric, unit=unit, values=values
-    )
     return {
-        **asdict(row),
+        **asdict(summarize("ablate", case, provider, metric, unit, values)),
         "mean": mean(values),
         "std": stdev(values) if len(values) > 1 else None,
         "min": min(values),

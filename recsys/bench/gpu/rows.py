@@ -15,7 +15,6 @@ peak_memory                 hot_memory and everything else that a step allocates
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from recsys.bench.lookup import step_bytes
@@ -23,7 +22,7 @@ from recsys.bench.parts.harness import modelled, ratio, summarize
 from recsys.bench.parts.scheduled import sum_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from recsys.bench.gpu.cases import Case
     from recsys.bench.gpu.clock import Limits
@@ -119,27 +118,17 @@ def _rows_of_provider(
 ) -> list[Row]:
     name = f"{case.name},schedule={found.schedule}" if found.schedule else case.name
     size, seconds = case.model.batch_size, [turn.seconds for turn in found.turns]
-    row_of: Callable[..., Row] = partial(summarize, bench="gpu", case=name, provider=found.provider)
+    about = "gpu", name, found.provider
     rows = [
-        row_of(metric="time", unit="ms", values=[1e3 * each for each in seconds]),
-        row_of(metric="throughput", unit="samples/s", values=[size / each for each in seconds]),
-        row_of(metric="host", unit="ms", values=[1e3 * turn.host_seconds for turn in found.turns]),
+        summarize(*about, "time", "ms", [1e3 * each for each in seconds]),
+        summarize(*about, "throughput", "samples/s", [size / each for each in seconds]),
+        summarize(*about, "host", "ms", [1e3 * turn.host_seconds for turn in found.turns]),
     ]
     if found.provider != RESIDENT:
+        exposed = [1e3 * (a - b) for a, b in zip(seconds, resident, strict=True)]
         rows += [
-            ratio(
-                bench="gpu",
-                case=name,
-                provider=found.provider,
-                metric="share_of_resident_speed",
-                values=seconds,
-                baseline=resident,
-            ),
-            row_of(
-                metric="exposed",
-                unit="ms",
-                values=[1e3 * (a - b) for a, b in zip(seconds, resident, strict=True)],
-            ),
+            ratio(*about, "share_of_resident_speed", values=seconds, baseline=resident),
+            summarize(*about, "exposed", "ms", exposed),
         ]
     counts = sum_counts(turn.counts for turn in found.turns)
     num_steps = sum(turn.num_steps for turn in found.turns)
@@ -149,13 +138,8 @@ def _rows_of_provider(
         to_host = counts.num_written_back * row_bytes / num_steps
     least = floor.seconds(case.model.dim, to_device, to_host)
     rows += [
-        modelled(
-            bench="gpu", case=name, provider=found.provider, metric=metric, unit=unit, values=values
-        )
-        for metric, unit, values in (
-            ("floor", "ms", [1e3 * least]),
-            ("floor_share", "ratio", [least / each for each in seconds]),
-        )
+        modelled(*about, "floor", "ms", [1e3 * least]),
+        modelled(*about, "floor_share", "ratio", [least / each for each in seconds]),
     ]
     values: dict[tuple[str, str], float] = {
         ("pcie_per_sample", "bytes"): (to_device + to_host) / size,
@@ -174,8 +158,7 @@ def _rows_of_provider(
             ("mean_depth", "mini-batches"): found.mean_depth,
         }
     rows += [
-        row_of(metric=metric, unit=unit, values=[float(value)])
-        for (metric, unit), value in values.items()
+        summarize(*about, metric, unit, [float(value)]) for (metric, unit), value in values.items()
     ]
     return rows
 

@@ -133,12 +133,12 @@ def rows_of_empty_cache(case: str, found: Mapping[tuple[str, int], list[float]])
     """The result of `read_empty_cache` as rows."""
     return [
         summarize(
-            bench="tiers",
-            case=f"{case},threads={num_threads}",
-            provider="disk",
-            metric=f"{how}_reads_of_empty_cache",
-            unit="reads/s",
-            values=reads,
+            "tiers",
+            f"{case},threads={num_threads}",
+            "disk",
+            f"{how}_reads_of_empty_cache",
+            "reads/s",
+            reads,
         )
         for (how, num_threads), reads in found.items()
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,7 @@ def rows_of_file_tier(
         turns: Results of the turns.
         memory: Bytes of memory, by provider.
     """
-    row_of = partial(summarize, bench="tiers", case=case)
+    row_of = partial(summarize, "tiers", case)
     mmap = [turn.seconds for turn in turns.mmap]
     hits = sum_counts(turn.counts for turn in turns.of_hits)
     once: dict[tuple[str, str, str], float] = {
@@ -68,21 +68,11 @@ def rows_of_file_tier(
         once[provider, "anonymous_memory_at_start", "bytes"] = each["anonymous_at_start"]
         once[provider, "peak_anonymous_memory", "bytes"] = each["peak_anonymous"]
     rows = [
-        row_of(
-            provider="mmap",
-            metric="speed",
-            unit="samples/s",
-            values=[batch_size / seconds for seconds in mmap],
-        ),
-        row_of(provider="disk", metric="random_reads_of_4096", unit="reads/s", values=turns.reads),
-        row_of(
-            provider="recsys",
-            metric="compute_floor",
-            unit="ms",
-            values=[1e3 * turn.seconds for turn in turns.of_hits],
-        ),
+        row_of("mmap", "speed", "samples/s", [batch_size / seconds for seconds in mmap]),
+        row_of("disk", "random_reads_of_4096", "reads/s", turns.reads),
+        row_of("recsys", "compute_floor", "ms", [1e3 * turn.seconds for turn in turns.of_hits]),
         *(
-            row_of(provider=provider, metric=metric, unit=unit, values=[float(value)])
+            row_of(provider, metric, unit, [float(value)])
             for (provider, metric, unit), value in once.items()
         ),
     ]
@@ -103,8 +93,8 @@ def _rows_of_schedule(
     num_timed_steps: int,
     pages_of_row: int,
 ) -> list[Row]:
-    row_of: Any = partial(summarize, bench="tiers", case=case, provider="recsys")
-    ratio_of: Any = partial(ratio, bench="tiers", case=case, provider="recsys")
+    row_of = partial(summarize, "tiers", case, "recsys")
+    ratio_of = partial(ratio, "tiers", case, "recsys")
     own = turns.of_schedules[name]
     seconds = [turn.seconds for turn in own]
     counts = sum_counts(turn.counts for turn in own)
@@ -122,38 +112,23 @@ def _rows_of_schedule(
     if np.isnan(pages_read):
         del floors["disk_floor_of_reads"], limits["share_of_limit_of_reads"]
     rows = [
-        row_of(metric="speed", unit="samples/s", values=[batch_size / spent for spent in seconds]),
-        row_of(metric="time", unit="ms", values=[1e3 * spent for spent in seconds]),
-        row_of(
-            metric="exposed_fetch",
-            unit="ms",
-            values=[1e3 * turn.exposed_seconds for turn in own],
-        ),
-        row_of(metric="fetched_rows_per_sample", unit="rows", values=[fetched / batch_size]),
-        row_of(metric="mean_depth", unit="mini-batches", values=[own[-1].mean_depth]),
-        row_of(
-            metric="lookup_hit_rate",
-            unit="ratio",
-            values=[counts.num_hits / max(1, counts.num_lookups)],
-        ),
+        row_of("speed", "samples/s", [batch_size / spent for spent in seconds]),
+        row_of("time", "ms", [1e3 * spent for spent in seconds]),
+        row_of("exposed_fetch", "ms", [1e3 * turn.exposed_seconds for turn in own]),
+        row_of("fetched_rows_per_sample", "rows", [fetched / batch_size]),
+        row_of("mean_depth", "mini-batches", [own[-1].mean_depth]),
+        row_of("lookup_hit_rate", "ratio", [counts.num_hits / max(1, counts.num_lookups)]),
         *(
-            row_of(metric=metric, unit="ms", values=[1e3 * spent for spent in values])
+            row_of(metric, "ms", [1e3 * spent for spent in values])
             for metric, values in floors.items()
         ),
         # The share of the limit's speed is the limit's time divided by the step's.
-        *(
-            ratio_of(metric=metric, values=seconds, baseline=limit)
-            for metric, limit in limits.items()
-        ),
-        ratio_of(
-            metric="speed_over_mmap",
-            values=seconds,
-            baseline=[turn.seconds for turn in turns.mmap],
-        ),
+        *(ratio_of(metric, values=seconds, baseline=limit) for metric, limit in limits.items()),
+        ratio_of("speed_over_mmap", values=seconds, baseline=[turn.seconds for turn in turns.mmap]),
     ]
     if name != "sequential" and "sequential" in turns.of_schedules:
         sequential = [turn.seconds for turn in turns.of_schedules["sequential"]]
-        rows.append(ratio_of(metric="speedup_over_sequential", values=seconds, baseline=sequential))
+        rows.append(ratio_of("speedup_over_sequential", values=seconds, baseline=sequential))
     return rows
 
 

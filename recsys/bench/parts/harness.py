@@ -9,7 +9,6 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -164,7 +163,7 @@ def timed(
 
 
 def summarize(
-    *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
+    bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
 ) -> Row:
     """Summarize the values of several runs as a row."""
     p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
@@ -174,29 +173,28 @@ def summarize(
 
 
 def modelled(
-    *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
+    bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
 ) -> ModelledRow:
     """Summarize the values that a model computes from several inputs as a row."""
-    row = summarize(
-        bench=bench, case=case, provider=provider, metric=metric, unit=unit, values=values
-    )
-    return ModelledRow(**asdict(row))
+    return ModelledRow(**asdict(summarize(bench, case, provider, metric, unit, values)))
 
 
 def rows_by_provider(
-    *, bench: str, case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]
+    bench: str, case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]
 ) -> list[Row]:
     """Summarize the runs of several providers, one row each."""
-    row_of = partial(summarize, bench=bench, case=case, metric=metric, unit=unit)
-    return [row_of(provider=name, values=of_provider) for name, of_provider in values.items()]
+    return [
+        summarize(bench, case, name, metric, unit, of_provider)
+        for name, of_provider in values.items()
+    ]
 
 
 def ratio(
-    *,
     bench: str,
     case: str,
     provider: str,
     metric: str,
+    *,
     values: Sequence[float],
     baseline: Sequence[float],
     is_by_round: bool = False,
@@ -238,11 +236,11 @@ def ratio(
 
 
 def median_of_ratios(
-    *,
     bench: str,
     case: str,
     provider: str,
     metric: str,
+    *,
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
 ) -> Row:
     """The median over several cases of the ratios that `ratio` computes.
