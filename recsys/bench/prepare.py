@@ -28,13 +28,13 @@ from recsys.datasets.criteo.parse import NUM_FIELDS, NUM_INTEGERS, parse_lines
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from recsys.datasets.criteo.parse import ParsedLines
 
-__all__ = ["SIZES", "Size", "bench_prepare", "prepare_with_pandas", "write_long_text"]
+__all__ = ["SIZES", "Size", "bench_prepare", "measure_runs", "prepare_with_pandas"]
 
 _PANDAS_CHUNK_LINES = 200_000
 _HEX_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
@@ -81,31 +81,49 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
         text = Path(folder) / "train.txt"
         num_bytes, num_lines = write_long_text(raw, text, size)
-        done = take_turns(
-            {
-                name: partial(in_own_process, _measure, prepare, text)
-                for name, prepare in _PROVIDERS.items()
-            },
-            size.num_runs,
-            num_warm_up_rounds=0,  # each process warms up itself
-        )
-    found = {run.num_ids for runs in done.values() for run in runs}
-    assert len(found) == 1, f"the providers disagree on the number of ids: {found}"
-    case = f"bytes={num_bytes},lines={num_lines},ids={found.pop()}"
+        short = Path(folder) / "short.txt"
+        with text.open("rb") as file:
+            short.write_bytes(file.readline())
+        providers = {name: (prepare, short, text) for name, prepare in _PROVIDERS.items()}
+        case = f"bytes={num_bytes},lines={num_lines},ids="
+        return measure_runs("prepare", case, num_bytes, providers, size.num_runs)
+
+
+def measure_runs(
+    bench: str,
+    case: str,
+    num_bytes: int,
+    providers: Mapping[str, tuple[Callable[[Path, Path], int], Path, Path]],
+    num_runs: int,
+) -> list[Row]:
+    """Let providers take turns, each run in its own process; compare them with "pandas".
+
+    Args:
+        bench: As in `Row`.
+        case: As in `Row`, up to the number of distinct values, which all providers must find.
+        num_bytes: Bytes of text that a run reads.
+        providers: By name: writes a file to a folder and returns the number of distinct values; a
+            short file, with which it compiles its kernels; the file to measure.
+        num_runs: Runs of each provider.
+    """
+    done = take_turns(
+        {name: partial(in_own_process, _measure, *each) for name, each in providers.items()},
+        num_runs,
+        num_warm_up_rounds=0,  # each process warms up itself
+    )
+    found = {run.num_values for runs in done.values() for run in runs}
+    assert len(found) == 1, f"the providers disagree on the number of values: {found}"
+    case += str(found.pop())
     seconds = {name: [run.seconds for run in runs] for name, runs in done.items()}
     rates = {name: [num_bytes / 1e6 / s for s in spent] for name, spent in seconds.items()}
     peaks = {name: [run.peak_memory_bytes for run in runs] for name, runs in done.items()}
-    rows_of = partial(rows_by_provider, bench="prepare", case=case)
+    baseline = seconds.pop("pandas")
     return [
-        *rows_of(metric="throughput", unit="MB/s", values=rates),
-        *rows_of(metric="peak_memory", unit="bytes", values=peaks),
-        ratio(
-            bench="prepare",
-            case=case,
-            provider="recsys",
-            metric="speed_over_pandas",
-            values=seconds["recsys"],
-            baseline=seconds["pandas"],
+        *rows_by_provider(bench, case, "throughput", "MB/s", rates),
+        *rows_by_provider(bench, case, "peak_memory", "bytes", peaks),
+        *(
+            ratio(bench, case, name, "speed_over_pandas", values=spent, baseline=baseline)
+            for name, spent in seconds.items()
         ),
     ]
 
@@ -213,20 +231,17 @@ _PROVIDERS = {"recsys": _prepare_with_recsys, "pandas": prepare_with_pandas}
 class _Run:
     seconds: float
     peak_memory_bytes: float
-    num_ids: int
+    num_values: int
 
 
-def _measure(prepare: Callable[[Path, Path], int], text: Path) -> _Run:
+def _measure(prepare: Callable[[Path, Path], int], short: Path, text: Path) -> _Run:
     """Measure one run, in the folder of the text, after kernels are compiled."""
     with tempfile.TemporaryDirectory(dir=text.parent) as folder:
-        short = Path(folder) / "short.txt"
-        with text.open("rb") as file:
-            short.write_bytes(file.readline())
         prepare(short, Path(folder) / "short")
         begin = time.perf_counter()
-        num_ids = prepare(text, Path(folder) / "out")
+        num_values = prepare(text, Path(folder) / "out")
         seconds = time.perf_counter() - begin
-    return _Run(seconds, float(peak_memory_bytes() or "nan"), num_ids)
+    return _Run(seconds, float(peak_memory_bytes() or "nan"), num_values)
 
 
 def _other_ids(ids: NDArray[np.uint64], repetition: int) -> NDArray[np.uint64]:

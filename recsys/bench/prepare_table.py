@@ -10,17 +10,15 @@ providers take a turn in each round. Throughput is in bytes of CSV, for Parquet 
 from __future__ import annotations
 
 import tempfile
-import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from recsys._support.machine import peak_memory_bytes
-from recsys.bench.parts.harness import Row, in_own_process, ratio, rows_by_provider, take_turns
+from recsys.bench.parts.harness import in_own_process
+from recsys.bench.prepare import measure_runs
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.columns import import_pyarrow
 from recsys.datasets.tabular.schemas.schema import Schema
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import pyarrow as pa
+
+    from recsys.bench.parts.harness import Row
 
 __all__ = ["TABLE_SIZES", "TableSize", "bench_prepare_table", "write_table_files"]
 
@@ -74,36 +74,12 @@ def bench_prepare_table(size: TableSize) -> list[Row]:
         in_own_process(write_table_files, folder, "short", 10)
         in_own_process(write_table_files, folder, "long", size.num_rows)
         num_bytes = (folder / "long.csv").stat().st_size
-        done = take_turns(
-            {
-                name: partial(in_own_process, _measure, prepare, folder, suffix)
-                for name, (prepare, suffix) in _PROVIDERS.items()
-            },
-            size.num_runs,
-            num_warm_up_rounds=0,  # each process warms up itself
-        )
-    found = {run.num_values for runs in done.values() for run in runs}
-    assert len(found) == 1, f"the providers disagree on the number of values: {found}"
-    case = f"bytes={num_bytes},rows={size.num_rows},columns=20,values={found.pop()}"
-    seconds = {name: [run.seconds for run in runs] for name, runs in done.items()}
-    rates = {name: [num_bytes / 1e6 / s for s in spent] for name, spent in seconds.items()}
-    peaks = {name: [run.peak_memory_bytes for run in runs] for name, runs in done.items()}
-    rows_of = partial(rows_by_provider, bench="prepare-table", case=case)
-    return [
-        *rows_of(metric="throughput", unit="MB/s", values=rates),
-        *rows_of(metric="peak_memory", unit="bytes", values=peaks),
-        *(
-            ratio(
-                bench="prepare-table",
-                case=case,
-                provider=provider,
-                metric="speed_over_pandas",
-                values=seconds[provider],
-                baseline=seconds["pandas"],
-            )
-            for provider in ("recsys", "recsys-parquet")
-        ),
-    ]
+        case = f"bytes={num_bytes},rows={size.num_rows},columns=20,values="
+        providers = {
+            name: (prepare, folder / f"short{suffix}", folder / f"long{suffix}")
+            for name, (prepare, suffix) in _PROVIDERS.items()
+        }
+        return measure_runs("prepare-table", case, num_bytes, providers, size.num_runs)
 
 
 def write_table_files(folder: Path, name: str, num_rows: int) -> None:
@@ -198,20 +174,3 @@ _PROVIDERS: dict[str, tuple[Callable[[Path, Path], int], str]] = {
     "recsys-parquet": (_prepare_with_recsys, ".parquet"),
     "pandas": (prepare_table_with_pandas, ".csv"),
 }
-
-
-@dataclass(frozen=True)
-class _Run:
-    seconds: float
-    peak_memory_bytes: float
-    num_values: int
-
-
-def _measure(prepare: Callable[[Path, Path], int], folder: Path, suffix: str) -> _Run:
-    """Measure one run on the long table, after one on the short table compiled the kernels."""
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        prepare(folder / f"short{suffix}", Path(out) / "short")
-        begin = time.perf_counter()
-        num_values = prepare(folder / f"long{suffix}", Path(out) / "long")
-        seconds = time.perf_counter() - begin
-    return _Run(seconds, float(peak_memory_bytes() or "nan"), num_values)
