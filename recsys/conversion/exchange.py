@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEPT",
-    "RecsysModule",
     "counterpart",
     "exchange",
     "find_of_other_classes",
@@ -33,13 +32,6 @@ __all__ = [
     "tables_in",
     "tables_of",
 ]
-
-RecsysModule = (
-    HotColdEmbeddingBag
-    | HotColdEmbedding
-    | HotColdEmbeddingBagCollection
-    | HotColdEmbeddingCollection
-)
 
 KEPT = "_accelerated_from"  # attribute of a recsys module: the module that it replaced
 
@@ -134,9 +126,9 @@ def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
         yield NamedTable(place, key, prefix, weight, name, table, features, is_sparse)
 
 
-def counterpart(module: nn.Module) -> RecsysModule:
+def counterpart(module: nn.Module) -> AbstractTables:
     """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
-    ours: RecsysModule
+    ours: AbstractTables
     if isinstance(module, nn.EmbeddingBag):
         ours = HotColdEmbeddingBag._on_weight_of(module)
     elif isinstance(module, nn.Embedding):

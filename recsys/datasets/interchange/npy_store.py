@@ -5,7 +5,8 @@ The other program numbered the rows, so these stores have no raw ids.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["append_samples", "finish_numbered"]
 
 
-class _Check(Protocol):
-    """Converts a block of an array to the store's numbers, or raises `DatasetFormatError`."""
-
-    def __call__(self, name: str, block: NDArray[Any], first_sample: int) -> NDArray[Any]:
-        """Convert the block of array `name` that begins at sample `first_sample`."""
+# Converts a block of an array to the store's numbers, or raises `DatasetFormatError`; given the
+# array's name, the block, and the number of its first sample.
+_Check = Callable[[str, "NDArray[Any]", int], "NDArray[Any]"]
 
 
 def append_samples(
