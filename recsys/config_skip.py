@@ -37,7 +37,7 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessConfig:
-    """When a row counts as stale; see `recsys.embeddings.staleness.Staleness`."""
+    """When a row counts as stale; see `recsys.embeddings.Staleness`."""
 
     window: int = key(1000, "steps over which rows' drift is measured", least=33)
     measure: str = key("mean_change", "how drift is measured", choices=tuple(MEASURES))

@@ -190,7 +190,7 @@ class NpzFile:
 
         Raises:
             ValueError: the array is damaged, encrypted, or compressed in another way than deflate.
-        UnfitArray: see `open_array`.
+            UnfitArray: see `open_array`.
         """
         with damage_as_value_error():
             about = self._archive.getinfo(f"{name}.npy")

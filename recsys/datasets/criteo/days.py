@@ -1,9 +1,9 @@
 """Prepare Criteo 1TB day files as a store, day by day; an interrupted run can be resumed.
 
 The data are treated as by facebookresearch/dlrm with `--data-set=terabyte`: the `classic`
-convention of `recsys.datasets.criteo`, with ids taken modulo `max_ind_range` (if given) before they
-are numbered. All days but the last are for training. The first half of the last day (rounded up) is
-the test part, the second half the validation part. A single day is split by `classic_splits`. One
+convention of `kaggle`, with ids taken modulo `max_ind_range` (if given) before they are numbered.
+All days but the last are for training. The first half of the last day (rounded up) is the test
+part, the second half the validation part. A single day is split by `classic_splits`. One
 difference: a line without a label is an error here.
 
 While it grows, a store lies in a folder beside its final name:

@@ -5,7 +5,7 @@
     writer (1 thread)   samples -> store, in order
 
 At most four blocks are in memory at a time, so memory use is that of the hash tables of ids. The
-callers, `criteo` and `criteo_days`, choose the conventions for the numbers and the splits.
+callers, `kaggle` and `days`, choose the conventions for the numbers and the splits.
 """
 
 from __future__ import annotations

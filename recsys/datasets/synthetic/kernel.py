@@ -1,4 +1,4 @@
-"""The kernel that generates the samples of `recsys.datasets.synthetic`.
+"""The kernel that generates the samples of `SyntheticCriteo`.
 
 Every random number is a hash of (seed, purpose, time or row), so a sample depends on no other
 sample and on no state. A sample's time is its place in the sequence. Its lookups and the effects

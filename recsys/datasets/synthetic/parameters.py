@@ -1,6 +1,6 @@
 """The parameters of synthetic samples: popularity curves, planted effects, gain and bias.
 
-`recsys.datasets.synthetic` describes the model; this module computes its numbers for the kernel.
+`samples` describes the model; this module computes its numbers for the kernel.
 
 Shape letters: B samples, F categorical features, P column pairs.
 """
