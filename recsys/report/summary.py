@@ -23,7 +23,6 @@ __all__ = [
     "format_run",
     "format_skipping",
     "format_stopped_early",
-    "format_tiers",
     "format_unknown",
     "tabulate_hits",
     "tabulate_metrics",
@@ -206,6 +205,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     peak = record["peak_memory_bytes"]
     files = sorted(file.name for file in run_dir.iterdir())
     skipped = record.get("skipped")
+    tiers = tabulate_tiers(record["tiers"], config.get("budget", ""))
     lines = []
     if record["status"] != "finished":
         lines.append(f"{record['status']} at step {throughput['num_steps']:,}")
@@ -230,7 +230,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
-        *format_tiers(record["tiers"], config.get("budget", "")),
+        *(f"{title:<20}{text}" for title, text in tiers),
         *format_skipping(skipped),
         f"peak memory         {'-' if peak is None else format_bytes(peak)}",
         f"saved               {run_dir}/: {', '.join(files)}",
@@ -271,11 +271,6 @@ def format_processes(processes: Mapping[str, Any] | None) -> list[str]:
         f"{processes['num_ranks']}; {num_divided} of {len(placement)} tables are divided by rows; "
         "tiers, checkpoints and memory are those of the first process"
     ]
-
-
-def format_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[str]:
-    """The lines of `tabulate_tiers` as text."""
-    return [f"{title:<20}{text}" for title, text in tabulate_tiers(tiers, budget)]
 
 
 def tabulate_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[tuple[str, str]]:

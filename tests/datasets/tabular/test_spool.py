@@ -60,6 +60,6 @@ def test_files_are_closed_before_they_are_read(tmp_path):
 
         assert len(spool._files) == 3
         assert all(file.closed for file in spool._files.values())
-        (block,) = spool.blocks(["a", "b"])
+        (block,) = spool.blocks(["a", "b"], np.ones(spool.num_rows, bool))
         assert block.columns["a"].tolist() == [7, 8]
         assert block.columns["b"].values.tolist() == [0, 1, 2]

@@ -8,7 +8,7 @@ from typing import Any, Final
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError
 
-__all__ = ["NAMED_SCHEMAS", "find_schema", "named_schema"]
+__all__ = ["NAMED_SCHEMAS", "find_schema"]
 
 _CODE: Final[dict[str, Any]] = {"values": "integer"}
 _TEXT: Final[dict[str, Any]] = {}
@@ -70,18 +70,6 @@ NAMED_SCHEMAS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def named_schema(name: str) -> Schema:
-    """A schema by its name.
-
-    Raises:
-        ConfigError: no schema has this name.
-    """
-    if name not in NAMED_SCHEMAS:
-        known = ", ".join(NAMED_SCHEMAS)
-        raise ConfigError(f"a named schema must be one of {known}; got {name!r}")
-    return Schema.from_dict(NAMED_SCHEMAS[name])
-
-
 def find_schema(name_or_file: str) -> Schema:
     """A schema by its name, or from a TOML file.
 
@@ -92,7 +80,7 @@ def find_schema(name_or_file: str) -> Schema:
         ConfigError: it is neither, or the file holds no valid schema.
     """
     if name_or_file in NAMED_SCHEMAS:
-        return named_schema(name_or_file)
+        return Schema.from_dict(NAMED_SCHEMAS[name_or_file])
     if not Path(name_or_file).exists():
         known = ", ".join(NAMED_SCHEMAS)
         raise ConfigError(

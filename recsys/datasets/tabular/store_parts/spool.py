@@ -104,14 +104,12 @@ class Spool:
         (path,) = self._paths_of(name)
         return np.fromfile(path, self._dtypes[name])
 
-    def blocks(
-        self, names: Sequence[str], wanted: NDArray[np.bool_] | None = None
-    ) -> Iterator[Block]:
+    def blocks(self, names: Sequence[str], wanted: NDArray[np.bool_]) -> Iterator[Block]:
         """Some columns of the wanted rows, block by block, in file order.
 
         Args:
             names: The columns.
-            wanted: Whether each row is wanted, (num_rows,); by default all rows are.
+            wanted: Whether each row is wanted, (num_rows,).
 
         Yields:
             Blocks of 1 to `BLOCK_ROWS` rows.
@@ -123,9 +121,7 @@ class Spool:
             }
             for start in range(0, self.num_rows, BLOCK_ROWS):
                 num_rows = min(BLOCK_ROWS, self.num_rows - start)
-                rows = np.arange(num_rows)
-                if wanted is not None:
-                    rows = np.flatnonzero(wanted[start : start + num_rows])
+                rows = np.flatnonzero(wanted[start : start + num_rows])
                 columns: Columns = {}
                 for name, (values_file, *lengths_file) in files.items():
                     dtype = self._dtypes[name]
