@@ -20,7 +20,7 @@ import pandas as pd
 from recsys.bench.parts.harness import in_own_process
 from recsys.bench.prepare import measure_runs
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.reading.columns import import_pyarrow
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.schemas.schema import Schema
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.encoding.file_encoder import read_schema
 from recsys.datasets.tabular.prepare import columns_for_split, write_table
-from recsys.datasets.tabular.reading.columns import conform, import_pyarrow
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.schemas.named import find_schema
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
@@ -117,6 +117,8 @@ class _FrameBatches:
         ]
 
     def _conformed(self, batch: pa.RecordBatch, name: str, first: int) -> pa.RecordBatch:
+        from recsys.datasets.tabular.reading.columns import conform
+
         batch = conform(batch, self._schema, lambda row: f"{name}, row {first + row} (from 0)")
         self._hash.add(batch)
         return batch

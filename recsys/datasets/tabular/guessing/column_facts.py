@@ -1,16 +1,19 @@
-"""Facts about one column of a sample of rows, from which its meaning is guessed."""
+"""Facts about one column of a sample of rows, from which its meaning is guessed.
+
+This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recsys.datasets.tabular.reading.columns import import_pyarrow, plain
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.datasets.tabular.reading.columns import plain
 from recsys.datasets.tabular.reading.date_forms import FIRST_SECONDS, date_form, text_form
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 __all__ = ["ColumnFacts", "measure_column"]
 
@@ -82,11 +85,8 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         name: Its name.
         column: Its values in the sample; text from text files.
     """
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    types = arrow.types
-    array = plain(arrow.concat_arrays(column.chunks)) if column.num_chunks else arrow.nulls(0)
+    types = pa.types
+    array = plain(pa.concat_arrays(column.chunks)) if column.num_chunks else pa.nulls(0)
     array = _as_text_if_unsigned(array)
     facts: dict[str, Any] = {"name": name, "num_rows": len(array), "num_missing": array.null_count}
     by_row, array = array, array.drop_null()
@@ -102,7 +102,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
             return ColumnFacts(kind="empty", **facts | {"num_missing": len(by_row)})
     if types.is_floating(array.type) and _is_whole_id(name, array):
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
-        array, odd = text if text is not None else array.cast(arrow.int64()), {}
+        array, odd = text if text is not None else array.cast(pa.int64()), {}
     facts |= {"num_missing": len(by_row) - len(array) - odd.get("num_odd", 0), **odd}
     kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -129,7 +129,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
             facts["form_hint"] = _form_hint(array)
             facts |= {} if facts["form_hint"] == _LISTS else _split_facts(array)
         return ColumnFacts(kind="text", **facts)
-    numbers = array.cast(arrow.float64(), safe=False)
+    numbers = array.cast(pa.float64(), safe=False)
     facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
     facts["median"] = pc.quantile(numbers)[0].as_py()
     facts["time_format"] = _time_format(array, facts["least"], facts["most"])
@@ -138,26 +138,20 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
 
 def _as_text_if_unsigned(array: pa.Array) -> pa.Array:
     """Integers beyond 2^63 - 1, such as hashes, as text: `values = "integer"` refuses them."""
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    if arrow.types.is_uint64(array.type) and (pc.max(array).as_py() or 0) >= 2**63:
-        return array.cast(arrow.string())
+    if pa.types.is_uint64(array.type) and (pc.max(array).as_py() or 0) >= 2**63:
+        return array.cast(pa.string())
     return array
 
 
 def _parse_numbers(array: pa.Array) -> pa.Array:
     """Text that is integers or numbers throughout, as these; else the text."""
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    for kind in (arrow.int64(), arrow.float64()):
+    for kind in (pa.int64(), pa.float64()):
         try:
             numbers = array.cast(kind)
-        except arrow.ArrowInvalid:
+        except pa.ArrowInvalid:
             continue
         # Integers beyond 64 bits, and numbers with leading zeros, are names rather than amounts.
-        too_long = "" if kind == arrow.int64() else "|[0-9]{16,}"
+        too_long = "" if kind == pa.int64() else "|[0-9]{16,}"
         is_name = pc.match_substring_regex(array, f"^-?(0[0-9]+{too_long})$")
         if pc.any(is_name).as_py():
             return array
@@ -167,23 +161,19 @@ def _parse_numbers(array: pa.Array) -> pa.Array:
 
 def _parse_most_numbers(array: pa.Array) -> tuple[pa.Array, dict[str, Any]]:
     """The numbers of text of which at least 9 of 10 are, and facts on the others; else the text."""
-    import pyarrow.compute as pc
-
     is_number = pc.match_substring_regex(array, _NUMBER)
     num_odd = pc.sum(pc.invert(is_number)).as_py()
     text = array.drop_null()
     if 10 * num_odd > len(text):
         return text, {}
     numbers = _parse_numbers(array.filter(is_number))
-    if import_pyarrow().types.is_string(numbers.type):
+    if pa.types.is_string(numbers.type):
         return text, {}
     row = pc.index(is_number, False).as_py()
     return numbers, {"num_odd": num_odd, "odd_text": array[row].as_py(), "odd_row": row}
 
 
 def _is_whole_id(name: str, array: pa.Array) -> bool:
-    import pyarrow.compute as pc
-
     is_id = bool(re.search(r"(^|_|[a-z])(id|Id|ID)$", name))
     return is_id and bool(pc.all(pc.equal(pc.floor(array), array)).as_py())
 
@@ -193,14 +183,13 @@ def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     for form, per_second in (("", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
         if FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
             return form
-    if import_pyarrow().types.is_integer(array.type):
+    if pa.types.is_integer(array.type):
         return date_form(array) or None
     return None
 
 
 def _form_hint(array: pa.Array) -> str:
     """The form of at least 9 of 10 texts; a comma is in half of them if it is decimal."""
-    import pyarrow.compute as pc
 
     def share(pattern: str) -> float:
         return float(pc.mean(pc.match_substring_regex(array, pattern)).as_py())
@@ -223,8 +212,6 @@ def _split_facts(array: pa.Array) -> dict[str, Any]:
     At least a fifth of the values must contain it. The parts must be far fewer than they would be
     if each were new; and a space must not split text that another character splits.
     """
-    import pyarrow.compute as pc
-
     num_distinct = len(array.unique())
     for separator in _SEPARATORS:
         has_it = pc.match_substring(array, separator)
@@ -242,8 +229,7 @@ def _split_facts(array: pa.Array) -> dict[str, Any]:
 
 
 def _element_kind(parts: pa.Array) -> str:
-    arrow = import_pyarrow()
-    if arrow.types.is_string(parts.type):
+    if pa.types.is_string(parts.type):
         parts = _parse_numbers(parts) if len(parts) else parts
-        return "integer" if arrow.types.is_integer(parts.type) else "text"
-    return "integer" if arrow.types.is_integer(parts.type) else "other"
+        return "integer" if pa.types.is_integer(parts.type) else "text"
+    return "integer" if pa.types.is_integer(parts.type) else "other"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from recsys._support.untrusted import is_text
-from recsys.datasets.tabular.guessing.column_facts import ColumnFacts, measure_column
 from recsys.datasets.tabular.guessing.header_hint import header_hint, space_hint
 from recsys.datasets.tabular.guessing.label_hints import (
     LABEL_NAMES,
@@ -21,8 +20,8 @@ from recsys.datasets.tabular.guessing.label_hints import (
     plain_name,
     shown_values,
 )
-from recsys.datasets.tabular.reading.columns import import_pyarrow
 from recsys.datasets.tabular.reading.files import ParquetFile, open_file
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.reading.paths import find_files
 from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
+
+    from recsys.datasets.tabular.guessing.column_facts import ColumnFacts
 
 __all__ = ["Guess", "guess_schema"]
 
@@ -147,6 +148,9 @@ def guess_schema(
     table, place = _sample(file, files[1:], delimiter, quote)
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
+
+    from recsys.datasets.tabular.guessing.column_facts import measure_column
+
     draft = _Draft(table.num_rows)
     draft.warnings += filter(None, (header_hint(file, table), space_hint(file, table)))
     if delimiter:

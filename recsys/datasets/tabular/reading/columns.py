@@ -17,6 +17,8 @@ categorical one, and no nulls. Empty text and nan are missing. Booleans are inte
 They are no text, because text files write them in several ways; only the column of the split takes
 them as true and false. Files and frames both pass through `conform`, so the same values give the
 same batch.
+
+This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys.datasets.tabular.reading.date_forms import date_form
 from recsys.datasets.tabular.schemas.schema_parts import (
@@ -34,36 +38,20 @@ from recsys.datasets.tabular.schemas.schema_parts import (
     DenseColumn,
     PositiveRule,
 )
-from recsys.errors import DatasetFormatError, MissingDependency
+from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from recsys.datasets.tabular.schemas.schema import Schema
 
-__all__ = ["conform", "import_pyarrow", "plain"]
+__all__ = ["conform", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
 _GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
 _SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
-
-
-def import_pyarrow() -> Any:
-    """The package pyarrow.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise MissingDependency(
-            "tables need pyarrow, which is not installed; pip install pyarrow"
-        ) from error
-    return pyarrow
 
 
 def conform(
@@ -88,13 +76,12 @@ def conform(
         DatasetFormatError: a column has a type, or a value, that its meaning does not accept. The
             message names row, column, rule, value and way out.
     """
-    arrow = import_pyarrow()
     found = set(batch.schema.names)
     names = [name for name in schema.columns if name in found]
     arrays = [
         _conform_column(batch, name, schema, place, may_be_null=name in optional) for name in names
     ]
-    return arrow.RecordBatch.from_arrays(arrays, names=names)
+    return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
 class _Fault(Exception):
@@ -154,12 +141,12 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         return _weight(array)
     if name == schema.group:
         # Unsigned integers, such as hashes, may be too large for `_integers`.
-        is_signed = _is_integer(array.type) and not import_pyarrow().types.is_uint64(array.type)
+        is_signed = _is_integer(array.type) and not pa.types.is_uint64(array.type)
         array = _integers(array) if is_signed else _strings(array)
         _require_valid(array, _GROUP_WAY_OUT)
         return array
-    if import_pyarrow().types.is_boolean(array.type):
-        array = array.cast(import_pyarrow().string())
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.string())
     array = _strings(array)
     if not may_be_null:
         _require_valid(array, _SPLIT_WAY_OUT)
@@ -168,29 +155,26 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
 
 def plain(array: pa.Array) -> pa.Array:
     """Without dictionary encoding or a large or view type; nulls for empty text and nan."""
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
     kind = array.type
-    if arrow.types.is_dictionary(kind):
+    if pa.types.is_dictionary(kind):
         return plain(array.dictionary_decode())
-    if arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind):
-        array, kind = array.cast(arrow.string()), arrow.string()
-    if arrow.types.is_string(kind):
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        array, kind = array.cast(pa.string()), pa.string()
+    if pa.types.is_string(kind):
         is_empty = pc.equal(pc.binary_length(array), 0)
         if pc.any(is_empty).as_py():
-            array = pc.if_else(is_empty, arrow.scalar(None, kind), array)
-    elif arrow.types.is_floating(kind):
+            array = pc.if_else(is_empty, pa.scalar(None, kind), array)
+    elif pa.types.is_floating(kind):
         is_nan = pc.is_nan(array)
         if pc.any(is_nan).as_py():
-            array = pc.if_else(is_nan, arrow.scalar(None, kind), array)
-    elif arrow.types.is_null(kind):
-        array = array.cast(arrow.string())
+            array = pc.if_else(is_nan, pa.scalar(None, kind), array)
+    elif pa.types.is_null(kind):
+        array = array.cast(pa.string())
     return array
 
 
 def _is_integer(kind: pa.DataType) -> bool:
-    return bool(import_pyarrow().types.is_integer(kind))
+    return bool(pa.types.is_integer(kind))
 
 
 def _require_valid(array: pa.Array, way_out: str) -> None:
@@ -201,8 +185,6 @@ def _require_valid(array: pa.Array, way_out: str) -> None:
 
 def _require(is_right: pa.Array, rule: str, way_out: str) -> None:
     """Raise for the first row whose `is_right` is False; null is right."""
-    import pyarrow.compute as pc
-
     if not pc.all(is_right, min_count=0).as_py():
         row = int(np.flatnonzero(pc.equal(is_right, False).fill_null(False).to_numpy(False))[0])
         raise _Fault(row, rule, way_out)
@@ -210,33 +192,29 @@ def _require(is_right: pa.Array, rule: str, way_out: str) -> None:
 
 def _cast(array: pa.Array, kind: pa.DataType, rule: str, way_out: str) -> pa.Array:
     """Cast, or name the first row that cannot be cast. Integers become the nearest floats."""
-    arrow = import_pyarrow()
-    is_rounded = arrow.types.is_floating(kind) and _is_integer(array.type)
+    is_rounded = pa.types.is_floating(kind) and _is_integer(array.type)
     try:
         return array.cast(kind, safe=not is_rounded)
-    except arrow.ArrowNotImplementedError:
+    except pa.ArrowNotImplementedError:
         raise _Fault(None, rule, way_out) from None
-    except arrow.ArrowInvalid:
+    except pa.ArrowInvalid:
         low, high = 0, len(array)  # the first bad row is in [low, high)
         while high - low > 1:
             middle = (low + high) // 2
             try:
                 array[low:middle].cast(kind)
                 low = middle
-            except arrow.ArrowInvalid:
+            except pa.ArrowInvalid:
                 high = middle
         raise _Fault(low, rule, way_out) from None
 
 
 def _dense(array: pa.Array, column: DenseColumn) -> pa.Array:
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    if arrow.types.is_temporal(array.type):
+    if pa.types.is_temporal(array.type):
         raise _Fault(None, "must be numbers", "convert it, or leave it out of dense")
-    if not arrow.types.is_float64(array.type):
+    if not pa.types.is_float64(array.type):
         way_out = "correct it, name it in missing_values, or make the column categorical"
-        array = plain(_cast(array, arrow.float64(), "must be a number", way_out))
+        array = plain(_cast(array, pa.float64(), "must be a number", way_out))
     _require(pc.is_finite(array), "must be finite", "correct it, or leave the value out")
     if column.missing == "error":
         _require_valid(array, 'fill it in, or set missing to a number or "mean"')
@@ -248,23 +226,21 @@ def _values(array: pa.Array, values: str) -> pa.Array:
 
 
 def _integers(array: pa.Array) -> pa.Array:
-    arrow = import_pyarrow()
-    if arrow.types.is_temporal(array.type):
+    if pa.types.is_temporal(array.type):
         raise _Fault(None, "must be integers", "convert it to integers")
     way_out = 'correct it, or set values to "string"'
-    return _cast(array, arrow.int64(), "must be a signed integer of 64 bits", way_out)
+    return _cast(array, pa.int64(), "must be a signed integer of 64 bits", way_out)
 
 
 def _strings(array: pa.Array) -> pa.Array:
-    arrow = import_pyarrow()
     kind = array.type
-    if arrow.types.is_string(kind):
+    if pa.types.is_string(kind):
         return array
     if _is_integer(kind):
-        return array.cast(arrow.string())
-    if arrow.types.is_floating(kind) and array.null_count == len(array):
-        return arrow.nulls(len(array), arrow.string())  # an empty column of a frame
-    if arrow.types.is_boolean(kind):  # text files write True, or true
+        return array.cast(pa.string())
+    if pa.types.is_floating(kind) and array.null_count == len(array):
+        return pa.nulls(len(array), pa.string())  # an empty column of a frame
+    if pa.types.is_boolean(kind):  # text files write True, or true
         way_out = 'set values to "integer", which takes true as 1, or convert it to text'
         raise _Fault(None, "must be text or integers", way_out)
     raise _Fault(None, "must be text or integers", "convert it to text")
@@ -281,18 +257,15 @@ def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, 
 
 def _weights(array: pa.Array, weighted: pa.Array, name: str, schema: Schema) -> pa.Array:
     """Lists of weights: one for each element that `_lists` keeps of the weighted column."""
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
     column: Any = schema.value_columns[name]
     way_out = "correct it, or leave the row out"
     flat, own_ends = _elements(
         array, column.split, schema.missing_values, f"give it a list for each row, as {name!r} has"
     )
     num_weights = np.diff(own_ends, prepend=0)
-    if arrow.types.is_string(weighted.type) and schema.missing_values:
+    if pa.types.is_string(weighted.type) and schema.missing_values:
         # A missing cell with one weight is one missing value, which the reader made null.
-        is_one = pc.and_(weighted.is_null(), arrow.array(num_weights == 1))
+        is_one = pc.and_(weighted.is_null(), pa.array(num_weights == 1))
         weighted = pc.if_else(is_one, schema.missing_values[0], weighted)
     values, ends = _elements(weighted, column.split, schema.missing_values, way_out)
     lengths = np.diff(ends, prepend=0)
@@ -304,7 +277,7 @@ def _weights(array: pa.Array, weighted: pa.Array, name: str, schema: Schema) -> 
     flat, ends = _kept(flat, values, ends)
     with _naming_rows(ends):
         _require(flat.is_valid(), f"must have a number for each value of {name!r}", way_out)
-        flat = _cast(flat, arrow.float64(), "must be numbers", way_out).cast(arrow.float32())
+        flat = _cast(flat, pa.float64(), "must be numbers", way_out).cast(pa.float32())
         _require(pc.is_finite(flat), "weights must be finite in float32", way_out)
     return _as_lists(flat, ends)
 
@@ -316,10 +289,7 @@ def _elements(
 
     `way_out` is for a column that has neither lists nor text.
     """
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    types = arrow.types
+    types = pa.types
     is_text = types.is_string(array.type)
     if is_text:
         if not split and array.null_count < len(array):
@@ -334,8 +304,8 @@ def _elements(
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     flat = plain(array.flatten())  # leaves out what null lists hold
     if is_text and missing_values:
-        is_missing = pc.is_in(flat, value_set=arrow.array(missing_values, arrow.string()))
-        flat = pc.if_else(is_missing, arrow.scalar(None, flat.type), flat)
+        is_missing = pc.is_in(flat, value_set=pa.array(missing_values, pa.string()))
+        flat = pc.if_else(is_missing, pa.scalar(None, flat.type), flat)
     return flat, np.cumsum(lengths, dtype=np.int64)
 
 
@@ -351,9 +321,8 @@ def _kept(
 
 
 def _as_lists(flat: pa.Array, ends: NDArray[np.int64], is_null: pa.Array | None = None) -> pa.Array:
-    arrow = import_pyarrow()
     offsets = np.concatenate([[0], ends]).astype(np.int32)
-    return arrow.ListArray.from_arrays(arrow.array(offsets), flat, mask=is_null)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=is_null)
 
 
 @contextmanager
@@ -368,13 +337,10 @@ def _naming_rows(ends: NDArray[np.int64]) -> Iterator[None]:
 
 
 def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
     if rule is not None and rule.text:
         if array.null_count == len(array):
-            return arrow.nulls(len(array), arrow.int8())
-        if not arrow.types.is_string(array.type):
+            return pa.nulls(len(array), pa.int8())
+        if not pa.types.is_string(array.type):
             rule_of_text = f"must be text, as positive is {f'== {rule.text}'!r}"
             raise _Fault(
                 None,
@@ -382,10 +348,10 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
                 "leave out positive for 0, 1, true and false, or set "
                 'it to a rule for numbers, such as ">= 4"',
             )
-        return pc.equal(array, rule.text).cast(arrow.int8())
+        return pc.equal(array, rule.text).cast(pa.int8())
     if rule is not None:
         way_out = "correct it, or leave the row out"
-        number = _cast(array, arrow.float64(), "must be a number", way_out)
+        number = _cast(array, pa.float64(), "must be a number", way_out)
         compare = {
             "==": pc.equal,
             ">=": pc.greater_equal,
@@ -393,13 +359,13 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
             "<=": pc.less_equal,
             "<": pc.less,
         }[rule.comparison]
-        return compare(number, rule.number).cast(arrow.int8())
-    if arrow.types.is_boolean(array.type):
-        return array.cast(arrow.int8())
+        return compare(number, rule.number).cast(pa.int8())
+    if pa.types.is_boolean(array.type):
+        return array.cast(pa.int8())
     found = array.dictionary_encode()
     known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
     numbers = [known.get(str(each).lower(), -1) for each in found.dictionary.to_pylist()]
-    label = arrow.array(numbers, arrow.int8()).take(found.indices)
+    label = pa.array(numbers, pa.int8()).take(found.indices)
     _require(
         pc.greater_equal(label, 0),
         "a label must be 0, 1, true or false",
@@ -409,46 +375,40 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
 
 
 def _weight(array: pa.Array) -> pa.Array:
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
     way_out = "correct it, or leave the row out"
     _require_valid(array, way_out)
-    array = _cast(array, arrow.float32(), "must be a number", way_out)
+    array = _cast(array, pa.float32(), "must be a number", way_out)
     is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
     _require(is_right, "a weight must be finite and at least 0", way_out)
     return array
 
 
 def _seconds(array: pa.Array, form: str) -> pa.Array:
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    types, way_out = arrow.types, "correct it, or leave the row out"
+    types, way_out = pa.types, "correct it, or leave the row out"
     _require_valid(array, way_out)
     if "%" in form:
         text = _strings(array)
         read = pc.strptime(text, format=form, unit="s", error_is_null=True)
         _require(read.is_valid(), f"a time must have the form {form!r}", "correct it")
-        return read.cast(arrow.int64())
+        return read.cast(pa.int64())
     if types.is_string(array.type):
         array = _parse_times(array)
     if types.is_date(array.type):
-        array = array.cast(arrow.timestamp("s"))
+        array = array.cast(pa.timestamp("s"))
     if types.is_timestamp(array.type):
         per_second = TIME_UNITS.get(array.type.unit, 1)
-        return arrow.array(array.cast(arrow.int64()).to_numpy() // per_second)
+        return pa.array(array.cast(pa.int64()).to_numpy() // per_second)
     if types.is_floating(array.type):
         _require(pc.is_finite(array), "a time must be finite", way_out)
         array = pc.floor(array)
     elif not _is_integer(array.type):
         raise _Fault(None, "must be seconds, ISO text or timestamps", "convert it")
-    array = _cast(array, arrow.int64(), "a time must be seconds since 1970", way_out)
+    array = _cast(array, pa.int64(), "a time must be seconds since 1970", way_out)
     if not form and len(array) and (digits := date_form(array)):
         rule = f"a time must be seconds since 1970, not a date of the form {digits!r}"
         raise _Fault(0, rule, f'set timestamp_format to "{digits}"')
     if form:
-        return arrow.array(array.to_numpy() // TIME_UNITS[form])
+        return pa.array(array.to_numpy() // TIME_UNITS[form])
     _require(
         pc.less(pc.abs(array), _FIRST_MILLISECONDS),
         "a time must be seconds since 1970",
@@ -459,17 +419,16 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
 
 def _parse_times(array: pa.Array) -> pa.Array:
     """Times in text: integers, floats, or ISO with a zone or without one."""
-    arrow = import_pyarrow()
     kinds = [
-        arrow.int64(),
-        arrow.float64(),
-        arrow.timestamp("us"),
-        arrow.timestamp("us", "UTC"),
+        pa.int64(),
+        pa.float64(),
+        pa.timestamp("us"),
+        pa.timestamp("us", "UTC"),
     ]
     for kind in kinds:
         try:
             return array.cast(kind)
-        except arrow.ArrowInvalid:
+        except pa.ArrowInvalid:
             continue
     first = array[0].as_py()
     likely = next((kind for kind in kinds if _can_cast(first, kind)), kinds[2])
@@ -478,9 +437,8 @@ def _parse_times(array: pa.Array) -> pa.Array:
 
 
 def _can_cast(text: str, kind: pa.DataType) -> bool:
-    arrow = import_pyarrow()
     try:
-        arrow.scalar(text).cast(kind)
-    except arrow.ArrowInvalid:
+        pa.scalar(text).cast(kind)
+    except pa.ArrowInvalid:
         return False
     return True

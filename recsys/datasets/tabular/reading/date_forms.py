@@ -1,12 +1,15 @@
-"""Finds the forms of times: of integers whose digits are dates, such as 20141021, and of text."""
+"""Finds the forms of times: of integers whose digits are dates, such as 20141021, and of text.
+
+This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+import pyarrow as pa
+import pyarrow.compute as pc
 
 __all__ = ["FIRST_SECONDS", "TextForm", "date_form", "text_form"]
 
@@ -28,9 +31,6 @@ def date_form(numbers: pa.Array) -> str:
     Args:
         numbers: Integers, at least one of them; no nulls.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     least, most = pc.min_max(numbers).as_py().values()
     if least <= 0 or len(str(least)) != len(str(most)):
         return ""
@@ -59,8 +59,6 @@ def text_form(texts: pa.Array) -> TextForm:
     Args:
         texts: At least one text; no nulls.
     """
-    import pyarrow.compute as pc
-
     if _are_iso(texts):
         return TextForm("")
     texts = texts.unique()
@@ -97,8 +95,6 @@ def _is_of_days(form: str) -> bool:
 
 
 def _are_iso(texts: pa.Array) -> bool:
-    import pyarrow as pa
-
     for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             texts.cast(kind)
@@ -109,15 +105,10 @@ def _are_iso(texts: pa.Array) -> bool:
 
 
 def _are_dates(numbers: pa.Array, form: str) -> bool:
-    import pyarrow as pa
-
     return _are_times(numbers.cast(pa.string()), form)
 
 
 def _are_times(text: pa.Array, form: str) -> bool:
     """Whether all text has a form, as `prepare` reads it, with times from 1990 on."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     read = pc.strptime(text, format=form, unit="s", error_is_null=True)
     return bool(read.null_count == 0 and pc.min(read.cast(pa.int64())).as_py() >= FIRST_SECONDS)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recsys.datasets.tabular.reading.columns import conform, import_pyarrow
 from recsys.datasets.tabular.reading.hashing_file import HashingFile
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.reading.paths import find_files, kind_of
 from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.errors import ConfigError, DatasetFormatError
@@ -121,6 +121,8 @@ class TableFiles:
             DatasetFormatError: a file breaks its format, or the schema. The message names file and
                 line or row group, column, rule, value and way out.
         """
+        from recsys.datasets.tabular.reading.columns import conform
+
         self.sources = []
         for file in self._files:
             hashing = HashingFile(file.path, with_hash=self._with_hash)

@@ -8,7 +8,7 @@ import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from recsys.datasets.tabular.reading.columns import import_pyarrow
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.reading.quotes import QuoteCheck
 from recsys.datasets.tabular.schemas.schema_parts import DenseColumn, ValueColumn
 from recsys.errors import DatasetFormatError

@@ -13,7 +13,7 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.datasets.tabular.encoding.bags import Bags
-from recsys.datasets.tabular.reading.columns import import_pyarrow, plain
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,6 +90,8 @@ def _encoded(column: pa.ChunkedArray) -> NDArray[Any] | Bags:
     """The number of each value, or a bag of numbers for each list; -1 for missing values."""
     arrow = import_pyarrow()
     import pyarrow.compute as pc
+
+    from recsys.datasets.tabular.reading.columns import plain
 
     array = plain(arrow.concat_arrays(column.chunks))
     if not arrow.types.is_nested(array.type):
