@@ -85,12 +85,12 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.every == 0:
-            for name in set(keys_set(self)) - {"every"}:
-                raise ConfigError(
-                    f"{name} means nothing with every 0, got {getattr(self, name)}; set every "
-                    "above 0, or drop the key"
-                )
+        others = [name for name in keys_set(self) if name != "every"]
+        if self.every == 0 and others:
+            raise ConfigError(
+                f"{others[0]} means nothing with every 0, got {getattr(self, others[0])}; set "
+                "every above 0, or drop the key"
+            )
         self.settings()
 
     def settings(self) -> Guard | None:

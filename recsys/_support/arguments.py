@@ -1,4 +1,4 @@
-"""Whether arguments are numbers, those of numpy included; true and false are none."""
+"""Whether arguments are numbers: of Python or of numpy, but not true or false."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Batch:
     def __post_init__(self) -> None:
         features: object = self.sparse_features
         if not isinstance(features, JaggedIds):
-            return  # TorchRec's know their own rules
+            return  # TorchRec checks its own
         num_samples = features.stride()
         for name in _PER_SAMPLE if self.weights is not None else _PER_SAMPLE[:2]:
             value = getattr(self, name)

@@ -207,11 +207,8 @@ class WhatIf:
         unwaited = seconds / run.num_steps
         if not run.is_tiered:
             return Solved(unwaited, 1.0, 1.0)
-        moved, stalls, is_ahead = (
-            run.record["transfers"],
-            run.record["stalls"],
-            depth_of(config) > 0,
-        )
+        moved, stalls = run.record["transfers"], run.record["stalls"]
+        is_ahead = depth_of(config) > 0
         fetch_seconds, write_back_seconds = moved["fetch_seconds"], moved["write_back_seconds"]
         if not is_ahead:  # every transfer was waited for, and so was its call
             fetch_seconds = stalls["prefetch_wait_seconds"]
