@@ -94,6 +94,9 @@ class Sampler:
         per_positive: Negatives for each positive, k.
         seed: Of all draws.
         first_row: Rows before it are no items.
+
+    Attributes:
+        catalog: As given.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Sampler:
         seed: int,
         first_row: int,
     ) -> None:
+        self.catalog = catalog
         items = np.flatnonzero(catalog.counts)
         self._items = items[items >= first_row].astype(np.int32)
         counts = catalog.counts[self._items]

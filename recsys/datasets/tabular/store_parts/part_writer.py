@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,22 +67,17 @@ class PartWriter:
         self._maker = maker
         self._writer = writer
         self._place = place
-        self._histories: Histories | None = None
-        self._history_values: dict[str, Any] = {}
-        if self._schema.history:
-            columns = {history.of for history in self._schema.history.values()}
-            self._history_values = {column: rows.spool.column(column) for column in columns}
-        self._catalog: ItemCatalog | None = None
+        columns = {history.of for history in self._schema.history.values()}
+        self._history_values = {column: rows.spool.column(column) for column in columns}
         self._sampler: Sampler | None = None
         if self._schema.negatives is not None and (rows.codes == TRAIN).any():
-            self._catalog = self._count_items()
-            self._sampler = self._new_sampler(self._catalog)
+            self._sampler = self._new_sampler(self._count_items())
 
     @property
     def catalog_rows(self) -> NDArray[np.int32]:
         """What the columns of each item of the training part look up, (E, C)."""
-        assert self._catalog is not None
-        return self._catalog.rows
+        assert self._sampler is not None
+        return self._sampler.catalog.rows
 
     def write(self) -> dict[str, range]:
         """Write all parts; returns their sample numbers."""
@@ -93,10 +88,9 @@ class PartWriter:
         for code, part in enumerate(SPLITS):
             start = self._writer.num_samples
             self._maker.unknown = self.unknown[part] = {}
-            if self._schema.history:
-                self._histories = self._new_histories(code)
+            histories = self._new_histories(code) if self._schema.history else None
             for block in self._rows.blocks(code, names):
-                made = self._make(block)
+                made = self._make(block, histories)
                 if code == TRAIN and self._sampler is not None:
                     made = self._with_negatives(made, block, self._sampler)
                 self._writer.append(**made.as_arrays())
@@ -113,14 +107,14 @@ class PartWriter:
         times = rows.spool.column(TIME) if has_both else None
         return Histories(rows.in_group_order, rows.groups, is_listed, times)
 
-    def _make(self, block: Block) -> StoreRows:
-        histories: dict[str, Bags] = {}
+    def _make(self, block: Block, histories: Histories | None) -> StoreRows:
+        bags: dict[str, Bags] = {}
         for name, history in self._schema.history.items():
-            assert self._histories is not None
+            assert histories is not None
             values = self._history_values[history.of]
-            histories[name] = self._histories.of_rows(block.rows, values, history.max_length)
+            bags[name] = histories.of_rows(block.rows, values, history.max_length)
         made = self._maker.make(
-            block.columns, histories, place=lambda row: self._place(int(block.rows[row]))
+            block.columns, bags, place=lambda row: self._place(int(block.rows[row]))
         )
         if made.labels is not None:
             return made
@@ -180,7 +174,6 @@ class PartWriter:
         """Each row, followed by its negatives."""
         negatives = self._schema.negatives
         assert negatives is not None
-        assert self._catalog is not None
         assert made.groups is not None
         positives = np.asarray(made.features[negatives.item])
         drawn = sampler.draw(block.rows, positives if self._schema.has_repeats else made.groups)
@@ -193,7 +186,7 @@ class PartWriter:
         self.num_lacking += drawn.size - len(items)
         result = made.take(copies)
         for place, name in enumerate([negatives.item, *negatives.item_columns]):
-            rows = items if not place else self._catalog.rows[items, place - 1]
+            rows = items if not place else sampler.catalog.rows[items, place - 1]
             np.asarray(result.features[name])[is_negative] = rows
         labels = np.where(is_negative, np.int8(0), np.int8(1))
         return replace(result, labels=labels)
