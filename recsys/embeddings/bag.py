@@ -25,6 +25,7 @@ from recsys.embeddings.table_module import (
     is_left_to_torch,
     require_not_updated,
 )
+from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
 
 if TYPE_CHECKING:
@@ -119,13 +120,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         rows = allocate_rows(
             (num_embeddings, embedding_dim),
             _weight,
-            device,
             dtype,
-            optimizer=optimizer,
-            budget=budget,
-            plan=plan,
-            cold_tier=cold_tier,
-            cold_path=cold_path,
+            optimizer,
+            TierArguments(budget, plan, cold_tier, cold_path, device),
         )
         super().__init__(
             num_embeddings,
@@ -145,16 +142,13 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             self.reset_parameters()
         self.row_optimizer = None
         if optimizer is not None:
-            self._optimize(
+            updater = self._optimize(
                 optimizer,
                 auto_apply=auto_apply,
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
-                budget=budget,
-                plan=rows.plan,
-                files=rows.files,
-                device=device,
             )
+            rows.tiers.begin(updater, [("weight", cast("nn.Parameter", self.weight))])
 
     def forward(
         self,

@@ -31,21 +31,16 @@ from recsys.embeddings.lookup.collection_input import (
 from recsys.embeddings.lookup.collection_layout import Layout
 from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
-    empty_tables,
     require_rows,
     require_same_device,
-    slot_device,
 )
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.lookup.table_group import TableGroup
-from recsys.embeddings.optimizer import require_formula
-from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.rows.row_space import compute_dtype, require_device
 from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.table import DATA_TYPES, data_type_of
+from recsys.embeddings.table import DATA_TYPES
+from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
-from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 
@@ -59,7 +54,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.update.row_updater import Places, RowUpdater
     from recsys.errors import IdOutOfRange
 
@@ -122,49 +116,25 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
-        require_formula(optimizer)
-        require_plan(plan)
-        if optimizer is None and (budget is not None or plan is not None):
-            raise ValueError(NEEDS_OPTIMIZER)
-        if plan is not None:
-            plan = plan.of_tables(tables, budget)
-        has_budget = budget is not None or plan is not None
-        if cold_tier == "file":
-            require_memory(device)
-        files = open_cold_files(
-            cold_tier,
-            cold_path,
-            {
-                table.name: (
-                    (table.num_embeddings, table.embedding_dim),
-                    DATA_TYPES[data_type_of(table)],
-                )
-                for table in tables
-            },
-            has_budget=has_budget,
-            formula=optimizer,
-        )
+        tiers = TierArguments(budget, plan, cold_tier, cold_path, device)
+        tiers = tiers.of_collection(tables, optimizer)
         if _bags is None:
             require_device(device, "use TorchRec for tables on that device")
         self._is_weighted = is_weighted
         self.row_optimizer: FusedOptimizer | None = None
-        self.embedding_bags = (
-            self._make_bags(device, files, has_budget=has_budget) if _bags is None else _bags
-        )
-        if _bags is None and (files is None or files.is_new):
+        self.embedding_bags = self._make_bags(tiers.make_rows(tables)) if _bags is None else _bags
+        if _bags is None and not tiers.has_trained_rows:
             self.reset_parameters()
         self.detach()
         if optimizer is not None:
-            self._optimize(
+            updater = self._optimize(
                 optimizer,
                 auto_apply=auto_apply,
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
-                budget=budget,
-                plan=plan,
-                files=files,
-                device=device,
             )
+            names = self.embedding_bags
+            tiers.begin(updater, list(zip(names, self.table_weights(), strict=True)))
 
     @classmethod
     def from_torchrec(
@@ -386,13 +356,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         else:
             self._require_tables()
 
-    def _make_bags(
-        self, device: torch.device | None, files: ColdFiles | None, *, has_budget: bool
-    ) -> nn.ModuleDict:
-        if files is None:
-            rows = empty_tables(self._tables, device, has_budget=has_budget)
-        else:
-            rows = [files.begin_with(table.name, None) for table in self._tables]
+    def _make_bags(self, rows: Sequence[Tensor]) -> nn.ModuleDict:
         return nn.ModuleDict(
             {
                 table.name: nn.EmbeddingBag(
@@ -464,11 +428,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         auto_apply: bool,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
-        budget: int | str | None = None,
-        plan: HotPlan | None = None,
-        files: ColdFiles | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    ) -> RowUpdater:
         places = self._own_groups(are_tied_once=True)
         groups = list(dict.fromkeys(group for group, _ in places))
         tables: dict[nn.Parameter, str] = {}  # each with the first of its names
@@ -487,12 +447,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         )
         updater = self.row_optimizer.updater
         self.attach(updater, places)
-        pinned = None
-        if plan is not None:
-            pinned = dict(zip(self.table_weights(), plan.pinned_by_table(), strict=True))
-            budget = plan.budget_bytes
-        if budget is not None:
-            updater.tier(budget, pinned, files=files, names=tables, device=slot_device(device))
+        return updater
 
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
         return id_error(features, self._lookups, list(map(len, self.table_weights())), value)

@@ -24,6 +24,7 @@ from recsys.embeddings.table_module import (
     is_left_to_torch,
     require_not_updated,
 )
+from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
 
 if TYPE_CHECKING:
@@ -101,13 +102,9 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         rows = allocate_rows(
             (num_embeddings, embedding_dim),
             _weight,
-            device,
             dtype,
-            optimizer=optimizer,
-            budget=budget,
-            plan=plan,
-            cold_tier=cold_tier,
-            cold_path=cold_path,
+            optimizer,
+            TierArguments(budget, plan, cold_tier, cold_path, device),
         )
         super().__init__(
             num_embeddings,
@@ -126,16 +123,13 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             self.reset_parameters()
         self.row_optimizer = None
         if optimizer is not None:
-            self._optimize(
+            updater = self._optimize(
                 optimizer,
                 auto_apply=auto_apply,
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
-                budget=budget,
-                plan=rows.plan,
-                files=rows.files,
-                device=device,
             )
+            rows.tiers.begin(updater, [("weight", cast("nn.Parameter", self.weight))])
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up.

@@ -18,19 +18,12 @@ from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import draw_rows
 from recsys.embeddings.lookup.bag_lookup import parts_of_bags
 from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_features
-from recsys.embeddings.lookup.device_tables import (
-    AbstractTables,
-    empty_tables,
-    slot_device,
-)
-from recsys.embeddings.optimizer import require_formula
-from recsys.embeddings.popularity.plan import require_plan
+from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.row_space import require_device
-from recsys.embeddings.table import DATA_TYPES, data_type_of, output_names
+from recsys.embeddings.table import output_names
+from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
-from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 from recsys.errors import IdOutOfRange
 
 if TYPE_CHECKING:
@@ -46,7 +39,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.counts import TableHits
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
     from recsys.embeddings.update.row_updater import Places, RowUpdater
@@ -134,25 +126,8 @@ class HotColdEmbeddingCollection(AbstractTables):
     ) -> None:
         super().__init__()
         _require_alike(tables)
-        require_formula(optimizer)
-        require_plan(plan)
-        if optimizer is None and (budget is not None or plan is not None):
-            raise ValueError(NEEDS_OPTIMIZER)
-        if plan is not None:
-            plan = plan.of_tables(tables, budget)
-        has_budget = budget is not None or plan is not None
-        if cold_tier == "file":
-            require_memory(device)
-        sizes = {
-            table.name: (
-                (table.num_embeddings, table.embedding_dim),
-                DATA_TYPES[data_type_of(table)],
-            )
-            for table in tables
-        }
-        files = open_cold_files(
-            cold_tier, cold_path, sizes, has_budget=has_budget, formula=optimizer
-        )
+        tiers = TierArguments(budget, plan, cold_tier, cold_path, device)
+        tiers = tiers.of_collection(tables, optimizer)
         self._tables, self._need_indices = list(tables), need_indices
         self._lookups = [
             (position, feature)
@@ -163,19 +138,21 @@ class HotColdEmbeddingCollection(AbstractTables):
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "use TorchRec for tables on that device")
-            weights = self._make_weights(device, files, has_budget=has_budget)
             made = [
                 HotColdEmbedding(len(weight), weight.shape[1], sparse=True, _weight=weight)
-                for weight in weights
+                for weight in tiers.make_rows(tables)
             ]
         else:
             made = [HotColdEmbedding._on_weight_of(each) for each in _embeddings.values()]
         names = [table.name for table in tables]
         self.embeddings = nn.ModuleDict(dict(zip(names, made, strict=True)))
-        if _embeddings is None and (files is None or files.is_new):
+        if _embeddings is None and not tiers.has_trained_rows:
             self.reset_parameters()
         if optimizer is not None:
-            self._optimize(optimizer, auto_apply, budget, plan, files, device)
+            updater = self._optimize(optimizer, auto_apply)
+            assert updater is not None
+            weights = [cast("nn.Parameter", holder.weight) for holder in self.holders()]
+            tiers.begin(updater, list(zip(names, weights, strict=True)))
 
     @classmethod
     def from_torchrec(
@@ -196,7 +173,7 @@ class HotColdEmbeddingCollection(AbstractTables):
             ValueError: as for `HotColdEmbeddingBagCollection.from_torchrec`.
         """
         module = cls._on_embeddings_of(collection)
-        module._optimize(optimizer, auto_apply, None, None, None, None)
+        module._optimize(optimizer, auto_apply)
         return module.train(collection.training)
 
     @classmethod
@@ -416,23 +393,12 @@ class HotColdEmbeddingCollection(AbstractTables):
         sizes = [table.num_embeddings for table in self._tables]
         return id_error(features, self._lookups, sizes, begin + int(is_bad.nonzero()[0]))
 
-    def _make_weights(
-        self, device: torch.device | None, files: ColdFiles | None, *, has_budget: bool
-    ) -> list[Tensor]:
-        if files is None:
-            return empty_tables(self._tables, device, has_budget=has_budget)
-        return [files.begin_with(table.name, None) for table in self._tables]
+    def _optimize(self, optimizer: RowOptimizer | None, auto_apply: bool) -> RowUpdater | None:
+        """Update rows by `optimizer`, or by that of `apply_optimizer_in_backward`.
 
-    def _optimize(
-        self,
-        optimizer: RowOptimizer | None,
-        auto_apply: bool,
-        budget: int | str | None,
-        plan: HotPlan | None,
-        files: ColdFiles | None,
-        device: torch.device | None,
-    ) -> None:
-        """Update rows by `optimizer`, or by that of `apply_optimizer_in_backward`."""
+        Returns:
+            The updater; None if there is no optimizer.
+        """
         tables = [
             NamedTable(
                 name,
@@ -448,21 +414,12 @@ class HotColdEmbeddingCollection(AbstractTables):
         ]
         specs = choose_updaters(tables, optimizer, lazy_adam=False)
         if not specs:
-            return
+            return None
         [spec] = specs
         link, _ = attach(spec, [self])
         link.updater.auto_apply = auto_apply
         self.row_optimizer = link.row_optimizer
-        weights = {table.weight: table.name for table in reversed(tables)}
-        pinned = None
-        if plan is not None:
-            rows = plan.pinned_by_table()
-            pinned = dict(zip((table.weight for table in tables), rows, strict=True))
-            budget = plan.budget_bytes
-        if budget is not None:
-            link.updater.tier(
-                budget, pinned, files=files, names=weights, device=slot_device(device)
-            )
+        return link.updater
 
 
 def _require_alike(tables: Sequence[TableConfig]) -> None:

@@ -9,26 +9,19 @@ import torch
 
 from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
 from recsys.embeddings.lookup.bag_lookup import BagPlace
-from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table, slot_device
+from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table
 from recsys.embeddings.lookup.table_group import TableGroup
-from recsys.embeddings.optimizer import require_formula
-from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    from recsys.embeddings.tier_arguments import TierArguments
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
 __all__ = [
@@ -46,27 +39,20 @@ class Rows(NamedTuple):
     Attributes:
         weight: The rows, (E, D); None if torch allocates and draws them.
         are_to_draw: Whether the rows are not initialized yet.
-        plan: The plan of this table, if there is one.
-        files: The files of the table, if the cold store is on disk.
+        tiers: The checked arguments of the tiers.
     """
 
     weight: Tensor | None
     are_to_draw: bool
-    plan: HotPlan | None
-    files: ColdFiles | None
+    tiers: TierArguments
 
 
 def allocate_rows(
     shape: tuple[int, int],
     weight: Tensor | None,
-    device: torch.device | str | None,
     dtype: torch.dtype | None,
-    *,
     optimizer: RowOptimizer | None,
-    budget: int | str | None,
-    plan: HotPlan | None,
-    cold_tier: str,
-    cold_path: Path | str | None,
+    tiers: TierArguments,
 ) -> Rows:
     """Allocate a table; arguments as for `HotColdEmbeddingBag`.
 
@@ -77,38 +63,23 @@ def allocate_rows(
         ValueError: a recsys optimizer does not support the device or dtype of the rows; or `weight`
             has another shape.
     """
-    require_formula(optimizer)
-    require_plan(plan)
-    if optimizer is None and (budget is not None or plan is not None):
-        raise ValueError(NEEDS_OPTIMIZER)
-    if plan is not None:
-        plan = plan.of_bag(*shape, budget)
     if weight is not None and weight.shape != shape:
         raise ValueError(
             f"_weight must have the shape (num_embeddings, embedding_dim) = {shape}, got "
             f"{tuple(weight.shape)}"
         )
     dtype = dtype or torch.get_default_dtype() if weight is None else weight.dtype
-    has_budget = budget is not None or plan is not None
-    if cold_tier == "file":
-        require_memory(device)
-    files = open_cold_files(
-        cold_tier,
-        cold_path,
-        {"weight": (shape, dtype)},
-        has_budget=has_budget,
-        formula=optimizer,
-    )
-    if files is not None:
-        rows = files.begin_with("weight", weight)
-        return Rows(rows, files.is_new and weight is None, plan, files)
+    tiers = tiers.of_table(shape, dtype, optimizer)
+    if tiers.files is not None:
+        rows = tiers.files.begin_with("weight", weight)
+        return Rows(rows, tiers.files.is_new and weight is None, tiers)
     if weight is not None or optimizer is None:
-        return Rows(weight, False, plan, None)
+        return Rows(weight, False, tiers)
     require_device(
-        device, "leave out optimizer= and use a torch optimizer, which supports any device"
+        tiers.device, "leave out optimizer= and use a torch optimizer, which supports any device"
     )
-    rows = empty_table(shape, dtype, device, has_budget=has_budget)
-    return Rows(rows, True, plan, None)
+    rows = empty_table(shape, dtype, tiers.device, has_budget=tiers.has_budget)
+    return Rows(rows, True, tiers)
 
 
 class TableModule(AbstractTables):
@@ -195,11 +166,7 @@ class TableModule(AbstractTables):
         auto_apply: bool,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
-        budget: int | str | None = None,
-        plan: HotPlan | None = None,
-        files: ColdFiles | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    ) -> RowUpdater:
         """Make an updater with this formula, and attach it."""
         table = cast("nn.Parameter", self.weight)
         group = TableGroup([table], [self.sparse])
@@ -213,20 +180,9 @@ class TableModule(AbstractTables):
             stochastic_rounding=stochastic_rounding,
             rounding_seed=rounding_seed,
         )
-        self.attach(self.row_optimizer.updater, [(group, 0)])
-        pinned = None
-        if plan is not None:
-            [pinned_rows] = plan.pinned_by_table()
-            pinned = {table: pinned_rows}
-            budget = plan.budget_bytes
-        if budget is not None:
-            self.row_optimizer.updater.tier(
-                budget,
-                pinned,
-                files=files,
-                names={table: "weight"},
-                device=slot_device(device),
-            )
+        updater = self.row_optimizer.updater
+        self.attach(updater, [(group, 0)])
+        return updater
 
     def _optimize_pretrained(
         self,

@@ -399,7 +399,8 @@ def empty_table(
     """
     if has_budget and slot_device(device) is not None:
         return empty_in_own_pages(shape, dtype)
-    return empty_rows(*shape, dtype=dtype, device=table_device(device, has_budget=has_budget))
+    on_device = None if device is None else torch.device(device)
+    return empty_rows(*shape, dtype=dtype, device=on_device)
 
 
 def empty_tables(
@@ -431,14 +432,6 @@ def empty_tables(
         piece = torch.empty(sum(sizes), dim, dtype=dtype, device=found)
         rows.update(zip(numbers, torch.split(piece, sizes), strict=True))
     return [rows[number] for number in range(len(tables))]
-
-
-def table_device(device: torch.device | str | None, *, has_budget: bool) -> torch.device | None:
-    """The device to allocate tables on: with a budget, the host."""
-    slots = slot_device(device)
-    if slots is None:
-        return None if device is None else torch.device(device)
-    return torch.device("cpu") if has_budget else slots
 
 
 def slot_device(device: torch.device | str | None) -> torch.device | None:
