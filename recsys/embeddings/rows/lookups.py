@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,31 @@ class Lookups:
                 width=self.width,
             )
         return self._parts[kept]
+
+    def layers(self) -> list[Lookups]:
+        """The lookups in groups without a repeated feature, so that a value has one row and slot.
+
+        All lookups of a table are in one group, in their order.
+        """
+        if len(self._layers) == 1:
+            return [self]
+        return [self.of_tables(tables) for tables in self._layers]
+
+    @cached_property
+    def _layers(self) -> list[set[int]]:
+        """The tables of each group of `layers`."""
+        features_of: dict[int, set[int]] = {}
+        for table, position in zip(self.tables.tolist(), self.positions.tolist(), strict=True):
+            features_of.setdefault(table, set()).add(position)
+        found: list[tuple[set[int], set[int]]] = []  # tables and their features
+        for table, features in features_of.items():
+            fitting = next((each for each in found if not each[1] & features), None)
+            if fitting is None:
+                fitting = set(), set()
+                found.append(fitting)
+            fitting[0].add(table)
+            fitting[1].update(features)
+        return [tables for tables, _ in found]
 
     def placed_in(self, space: RowSpace) -> NDArray[np.uint64]:
         """The kernels' arguments for each lookup, (4, L): base, number of rows, position, column.

@@ -31,7 +31,6 @@ from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
 from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.conflicts import conflict_error
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
-from recsys.embeddings.tiers.lookup_layers import LookupLayers
 from recsys.embeddings.tiers.recipe import KeptParts, Recipe
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.errors import ConflictingWrite
@@ -101,7 +100,6 @@ class Tiers(AbstractInTurn):
         self._versions = TableVersions()
         self.is_exposed = self._is_only_read = False
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
-        self._layers = LookupLayers()
 
     @lasting_tensors()
     def _make(self, made_of: Recipe, kept: KeptParts | None = None) -> None:
@@ -171,7 +169,7 @@ class Tiers(AbstractInTurn):
             self._require_owner()
             self.reload_if_tables_changed(tables, lookups.distinct_tables)
             tickets = []
-            for layer in self._layers.of(lookups):
+            for layer in lookups.layers():
                 taken = self.ahead.take(layer, bags)
                 tickets.append(taken or self._claim_now(layer, bags))
         for ticket in tickets:
@@ -202,7 +200,7 @@ class Tiers(AbstractInTurn):
             # Code that has a reference to the tables may still write to them before the lookup.
             self.is_exposed = is_exposed
             ids, tickets = InputIds.copy(bags), []
-            for layer in self._layers.of(lookups):
+            for layer in lookups.layers():
                 # Waiting for a device is worth it for the current mini-batch and the next one.
                 how = {"may_unpin": False, "may_wait": self.ahead.num_before(layer) <= 1}
                 claimed = ids.in_place_of(bags)

@@ -196,13 +196,13 @@ def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[L
             if space.device.type == "cuda":
                 torch.cuda.synchronize(space.device)  # kernels on several streams may read them
             known.clear()
-        whole = _make_layer(space, lookups, range(len(lookups.tables)), num_features)
-        apart = _apart(lookups)
+        whole = _make_layer(space, lookups, num_features)
         known[key] = (
             whole,
-            [whole]
-            if len(apart) == 1
-            else [_make_layer(space, lookups, numbers, num_features) for numbers in apart],
+            [
+                whole if part is lookups else _make_layer(space, part, num_features)
+                for part in lookups.layers()
+            ],
         )
     return known[key]
 
@@ -321,32 +321,9 @@ def _is_wanted(layer: Layer, bags: TorchBags, lookup_N: Tensor) -> Tensor:
     return is_wanted
 
 
-def _apart(lookups: Lookups) -> list[list[int]]:
-    """Divide lookups into layers: no feature twice in one, all lookups of a table in the same."""
-    features_of: dict[int, set[int]] = {}
-    for table, position in zip(lookups.tables.tolist(), lookups.positions.tolist(), strict=True):
-        features_of.setdefault(table, set()).add(position)
-    layers: list[tuple[set[int], set[int]]] = []  # tables and their features
-    for table, features in features_of.items():
-        fitting = next((layer for layer in layers if not layer[1] & features), None)
-        if fitting is None:
-            fitting = (set(), set())
-            layers.append(fitting)
-        fitting[0].add(table)
-        fitting[1].update(features)
-    of_lookups = lookups.tables.tolist()
-    return [
-        [number for number, table in enumerate(of_lookups) if table in tables]
-        for tables, _ in layers
-    ]
-
-
-def _make_layer(
-    space: RowNumbers, lookups: Lookups, numbers: Sequence[int], num_features: int
-) -> Layer:
-    tables = [int(lookups.tables[number]) for number in numbers]
-    positions = [int(lookups.positions[number]) for number in numbers]
-    starts = [int(lookups.columns[number]) for number in numbers]
+def _make_layer(space: RowNumbers, lookups: Lookups, num_features: int) -> Layer:
+    tables, positions = lookups.tables.tolist(), lookups.positions.tolist()
+    starts = lookups.columns.tolist()
     columns = [start + d for start in starts for d in range(space.dim)]
     lookup_of_feature = np.full(num_features + 1, len(positions))
     lookup_of_feature[positions] = np.arange(len(positions))
