@@ -14,6 +14,7 @@ from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,14 +44,12 @@ from recsys.embeddings.rows.table_parameter import (
     require_no_updater,
     unbind_table,
 )
-from recsys.embeddings.tiers.row_reads import read_rows_of_tables, read_rows_of_tiers
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -241,8 +240,8 @@ class TableGroup:
         """
         with DisableTorchFunctionSubclass():  # internal read of tables
             if self.tiers is None:
-                return read_rows_of_tables(self.space().tables, rows)
-            return read_rows_of_tiers(self.tiers, self.space(), rows)
+                return _read_rows(self.space().tables, rows)
+            return self.tiers.read_rows(self.space(), rows)
 
     def forget_space(self) -> None:
         """Drop the cached memory of the tables, because it has changed."""
@@ -446,3 +445,16 @@ class TableGroup:
             ticket=found.ticket,
             claimed=found.lookups,
         )
+
+
+def _read_rows(tables: Sequence[Tensor], rows: NDArray[np.int64]) -> Tensor:
+    """Copy rows of resident tables; see `TableGroup.read_rows`."""
+    first_rows = np.cumsum([0, *map(len, tables)])
+    bounds = np.searchsorted(rows, first_rows).tolist()
+    found = tables[0].new_empty(len(rows), tables[0].shape[1])
+    for number, table in enumerate(tables):
+        begin, end = bounds[number : number + 2]
+        if begin < end:
+            ids = torch.from_numpy(rows[begin:end] - first_rows[number]).to(table.device)
+            torch.index_select(table, 0, ids, out=found[begin:end])
+    return found

@@ -264,6 +264,11 @@ class Residency:
         self._settle()
         return self.hot.look_up(tables, self._cold, lookups, bags, result)
 
+    def read_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """Copy rows from where they are; see `Tiers.read_rows`. No row moves."""
+        self._settle()
+        return self.hot.read_rows(self._cold, rows)
+
     def renormalize(
         self, rows: Tensor, first_row: int, values: Tensor, max_norm: float, norm_type: float
     ) -> None:

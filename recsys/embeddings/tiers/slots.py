@@ -25,7 +25,7 @@ from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
 from recsys.embeddings.kernels.torch.slot_rows import SlotRows, TieredRows, number_rows
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
-from recsys.embeddings.tiers.cold.staging import Staging, TransferStream
+from recsys.embeddings.tiers.cold.staging import RowsAlone, Staging, TransferStream
 from recsys.embeddings.tiers.slot_costs import map_bytes, require_numbers, slot_bytes
 
 if TYPE_CHECKING:
@@ -408,6 +408,21 @@ class Slots:
         copies = self._staging.read(cold, others.cpu().numpy().astype(np.int32))
         rows = TieredRows(self._numbers, self.map.tensors, self.rows, others, copies)
         return pooled_lookup(rows, lookups, bags, result)
+
+    def read_rows(self, cold: ColdStore, rows: NDArray[np.int64]) -> Tensor:
+        """Copy rows from their slots or from the cold store, (M, D), to the device of the slots."""
+        slots = self.tensor(self.where(rows))
+        is_here, found = slots >= 0, self.rows.new_empty(len(rows), self.rows.shape[1])
+        found[is_here] = self.rows[slots[is_here]]
+        others = rows[(slots < 0).cpu().numpy()].astype(np.int32)
+        if len(others) and self._staging is not None:
+            found[~is_here] = self._staging.read(cold, others)
+        elif len(others):
+            copies = self.rows.new_empty(len(others), self.rows.shape[1])
+            memory = RowsAlone([RowSpace([copies]).flat.reshape(copies.shape)], self.first_rows)
+            cold.fetch(memory, others, np.arange(len(others), dtype=np.int32))
+            found[~is_here] = copies
+        return found
 
     def _unpin(self, shortage: Shortage) -> None:
         """Unpin as many rows as a claim lacks slots, except rows that it or a ticket needs."""

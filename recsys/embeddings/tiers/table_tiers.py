@@ -194,17 +194,19 @@ class Tiers(AbstractInTurn):
             TiersFailed: a transfer has failed.
         """
         with interrupts_held_back():
-            is_exposed = self.is_exposed
             self._require_owner()
-            self.reload_if_tables_changed(tables, lookups.distinct_tables)
-            # Code that has a reference to the tables may still write to them before the lookup.
-            self.is_exposed = is_exposed
+            self._reload_before_lookup(tables, lookups.distinct_tables)
             ids, tickets = InputIds.copy(bags), []
             for layer in lookups.layers():
-                # Waiting for a device is worth it for the current mini-batch and the next one.
-                how = {"may_unpin": False, "may_wait": self.ahead.num_before(layer) <= 1}
-                claimed = ids.in_place_of(bags)
-                tickets.append(self.residency.claim(layer, claimed, in_background=True, **how))
+                ticket = self.residency.claim(
+                    layer,
+                    ids.in_place_of(bags),
+                    in_background=True,
+                    may_unpin=False,
+                    # Waiting for a device is worth it for the current mini-batch and the next one.
+                    may_wait=self.ahead.num_before(layer) <= 1,
+                )
+                tickets.append(ticket)
             self.ahead.add(tickets, ids)
             return tickets
 
@@ -238,6 +240,20 @@ class Tiers(AbstractInTurn):
         if self.files is not None:
             self.files.expect(lookups=True)
         return self.residency.look_up(tables, lookups, bags, result)
+
+    def read_rows(self, tables: RowSpace, rows: NDArray[np.int64]) -> Tensor:
+        """Copy rows from their slots or the cold store, (M, D), to the device of the slots.
+
+        Args:
+            tables: The tables of the cold store.
+            rows: Row numbers, counted over all tables, (M,).
+
+        Raises:
+            ConflictingWrite: tables were written to while slots held updated rows.
+            TiersFailed: a transfer has failed.
+        """
+        self._reload_before_lookup(tables)
+        return self.residency.read_rows(rows)
 
     def renormalize(
         self, tables: RowSpace, table: int, values: Tensor, max_norm: float, norm_type: float
@@ -314,6 +330,17 @@ class Tiers(AbstractInTurn):
         self._tables, self.is_exposed = tables, False
         self._versions.watch(tables, self._named_states())
 
+    def _reload_before_lookup(self, tables: RowSpace, used: Sequence[int] | None = None) -> None:
+        """As `reload_if_tables_changed`; tables that are exposed stay so.
+
+        Code that has a reference to them may still write to them before the next lookup.
+        """
+        is_exposed = self.is_exposed
+        try:
+            self.reload_if_tables_changed(tables, used)
+        finally:
+            self.is_exposed = self.is_exposed or is_exposed
+
     def mark_updated(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
         """Note that the rows of a ledger were updated, and accept the tables' new versions.
 
@@ -385,12 +412,7 @@ class Tiers(AbstractInTurn):
             ConflictingWrite: tables or their state were written to while slots held updated rows.
             TiersFailed: a transfer has failed.
         """
-        is_exposed = self.is_exposed
-        try:
-            self.reload_if_tables_changed(tables)
-        finally:
-            # Code that has a reference to the tables may still write to them before a lookup.
-            self.is_exposed = self.is_exposed or is_exposed
+        self._reload_before_lookup(tables)
         self.flush()
 
     def forget_slots(self) -> None:
