@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.sizes import format_bytes
-from recsys.embeddings.tiers.forecast import Forecast
 from recsys.pipeline.schedule import LookAhead
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def forecast_budget(tiers: Sequence[Tiers]) -> None:
         tiers: Of the model.
     """
     for each in tiers:
-        each.observe(Forecast.of)
+        each.forecast()
 
 
 def of_budget(clock: StageClock, tiers: Sequence[Tiers]) -> Suggestion | None:
@@ -109,8 +108,8 @@ def of_budget(clock: StageClock, tiers: Sequence[Tiers]) -> Suggestion | None:
         return Suggestion("budget", budget, clock.waited_seconds, is_upper_bound=False)
     saved = busy = 0.0
     for each in tiers:
-        forecast, times = each.hot.observer, each.residency.times
-        if not isinstance(forecast, Forecast):
+        forecast, times = each.hot.forecast, each.residency.times
+        if forecast is None:
             return None
         saved += times.busy.fetch * _saved_share(*forecast.fetched)
         saved += times.busy.write_back * _saved_share(*forecast.evicted)

@@ -7,7 +7,7 @@ intervals between uses of a row, on which hits depend. Both miniatures evict lik
 counting stack distances would assume an LRU cache.
 
 A forecast takes at most 0.7 MB, far less with few slots, and one multiplication per value.
-`Tiers.observe(Forecast.of)` attaches it; without an observer, claims do none of this work.
+`Tiers.forecast` attaches it; without a forecast, claims do none of this work.
 
 References:
     Waldspurger, Park, Garthwaite and Ahmad (2015), Efficient MRC Construction with SHARDS, FAST:
@@ -39,7 +39,7 @@ _MOST_PER_CLAIM = 8192  # lookups of sampled rows; further ones are not counted
 
 
 class Forecast:
-    """Simulates the claims of some slots; a `ClaimObserver`.
+    """Simulates the claims of some slots.
 
     Args:
         slots: The map of the real slots.

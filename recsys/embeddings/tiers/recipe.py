@@ -29,7 +29,18 @@ __all__ = ["KeptParts", "Recipe"]
 
 
 class Recipe(NamedTuple):
-    """The arguments of `Tiers`, without `files`."""
+    """What tiers are made of.
+
+    Attributes:
+        names: Name of every table, for errors.
+        sizes: E of every table.
+        dim: D.
+        dtype: Dtype of the rows.
+        state_sizes: Numbers per row of every state array, by name.
+        num_slots: S.
+        pinned: Rows to pin, counted over all tables, the most popular first.
+        device: Device of the slots. The cold store is in host memory or in files.
+    """
 
     names: Sequence[str]
     sizes: Sequence[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,24 +40,11 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.torch.slots import Copies
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.cold.host_store import ColdStore
+    from recsys.embeddings.tiers.forecast import Forecast
 
-__all__ = [
-    "ClaimObserver",
-    "Slots",
-    "fewest_uses",
-]
+__all__ = ["Slots", "fewest_uses"]
 
 _MIN_POPULAR_USES = 2  # a row used by one mini-batch only has one use
-
-
-class ClaimObserver(Protocol):
-    """Observes the claims of some slots, for advice; see `Forecast`."""
-
-    def claimed(self, lookups: Lookups, bags: Any) -> None:
-        """Called after a mini-batch has claimed its slots."""
-
-    def cleared(self) -> None:
-        """Called after slots that no ticket needs have dropped their rows."""
 
 
 class Slots:
@@ -94,7 +81,7 @@ class Slots:
         state_spaces: The state arrays as such row spaces.
         arrays: The rows and each state array as numpy arrays; empty on a device.
         num_unpinned: Rows of a plan that were unpinned for mini-batches so far.
-        observer: Notified of every claim; None for none.
+        forecast: Counts what a larger budget would fetch; None for no forecast, and on a device.
 
     Raises:
         ValueError: there are more rows, or slots, than 32 bits can number.
@@ -112,7 +99,7 @@ class Slots:
         self.first_rows: NDArray[np.uint64] = np.cumsum([0, *sizes]).astype(np.uint64)
         require_numbers(int(self.first_rows[-1]), num_slots)
         self.num_slots, self.num_unpinned = num_slots, 0
-        self.observer: ClaimObserver | None = None
+        self.forecast: Forecast | None = None
         self.rows = empty_rows(num_slots, dim, dtype=dtype, device=device)
         self.states = [
             empty_rows(num_slots, size, dtype=compute_dtype(dtype), device=device)
@@ -244,8 +231,8 @@ class Slots:
                 raise
             self._unpin(shortage)
             claim = self.map.claim(lookups, bags)
-        if self.observer is not None:
-            self.observer.claimed(lookups, bags)
+        if self.forecast is not None:
+            self.forecast.claimed(lookups, bags)
         return claim
 
     def queue_claim(
@@ -263,8 +250,6 @@ class Slots:
         claim: QueuedClaim = self._queue_claim(
             self.map, lookups, bags, num_rows, num_others, released, copies
         )
-        if self.observer is not None:
-            self.observer.claimed(lookups, bags)
         return claim
 
     def release(self, held: Any) -> None:
@@ -295,7 +280,7 @@ class Slots:
         uses[is_popular] >>= 1
         self._unpin_slots(given_up)
         if is_popular.any():
-            self.observer = None  # it assumes that the number of unpinned slots does not change
+            self.forecast = None  # it assumes that the number of unpinned slots does not change
         return int((is_popular & ~was_popular).sum()), len(given_up)
 
     def popular_rows(self) -> NDArray[np.int32]:
@@ -328,7 +313,7 @@ class Slots:
         flags[empty] = PINNED | POPULAR
         slot_of_row[numbers] = (empty + AWAITED).int()
         self.map.recount()
-        self.observer = None  # as in `pin_popular`
+        self.forecast = None  # as in `pin_popular`
 
     @property
     def num_claimed(self) -> int:
@@ -370,8 +355,8 @@ class Slots:
     def drop_unclaimed(self) -> None:
         """Drop rows that no ticket needs, without writing back; pinned rows keep empty slots."""
         self._both = None
-        if self.observer is not None:
-            self.observer.cleared()
+        if self.forecast is not None:
+            self.forecast.cleared()
         slot_of_row, row_of_slot, flags = self.map.slot_of_row, self.map.row_of_slot, self.map.flags
         flags.bitwise_and_(255 - DIRTY)
         is_dropped = (self.map.num_claims == 0) & (row_of_slot != EMPTY)

@@ -30,13 +30,14 @@ from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
 from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.conflicts import conflict_error
+from recsys.embeddings.tiers.forecast import Forecast
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
 from recsys.embeddings.tiers.recipe import KeptParts, Recipe
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.ledger import LedgerEntry
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-    from recsys.embeddings.tiers.slots import ClaimObserver, Slots
     from recsys.embeddings.tiers.ticket import Ticket
 
 __all__ = ["Tiers"]
@@ -55,20 +55,14 @@ class Tiers(AbstractInTurn):
     """The tiers of one table group. Several threads may call its methods; each waits its turn.
 
     Args:
-        names: Name of every table, for errors.
-        sizes: E of every table.
-        dim: D.
-        dtype: Dtype of the rows.
-        state_sizes: Numbers per row of every state array, by name.
-        num_slots: S.
-        pinned: Rows to pin, counted over all tables, the most popular first.
-        device: Device of the slots and of lookups. The cold store is in host memory or in files.
+        made_of: The tables, the slots and their device.
         files: The files of tables and state; None if they are in memory. A copy of the tiers has
             its tables in memory.
 
     Attributes:
-        files: As given, like `names`, `sizes` and `dtype`.
-        device: Device of the slots.
+        files: As given.
+        names, sizes, dtype: Those of `made_of`.
+        device: Device of the slots and of lookups.
         hot: The slots.
         residency: Moves rows between the slots and the cold store.
         ahead: Tickets that wait for their lookups.
@@ -76,26 +70,16 @@ class Tiers(AbstractInTurn):
             rows again.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        dim: int,
-        dtype: torch.dtype,
-        state_sizes: Mapping[str, int],
-        num_slots: int,
-        pinned: NDArray[np.int32],
-        device: torch.device,
-        files: ColdFiles | None = None,
-    ) -> None:
-        self.files, self.names, self.sizes, self.dtype = files, names, sizes, dtype
+    def __init__(self, made_of: Recipe, files: ColdFiles | None = None) -> None:
+        self.files = files
+        self.names, self.sizes, self.dtype = made_of.names, made_of.sizes, made_of.dtype
         self.ahead = AheadQueue()
-        self._make_observer: Callable[[Slots], ClaimObserver | None] | None = None
-        self._make(Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
+        self._has_forecast = False
+        self._make(made_of)
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
-            RowSpace([torch.empty(0, size, device="cpu") for _ in sizes])
-            for size in state_sizes.values()
+            RowSpace([torch.empty(0, size, device="cpu") for _ in made_of.sizes])
+            for size in made_of.state_sizes.values()
         ]
         self._versions = TableVersions()
         self.is_exposed = self._is_only_read = False
@@ -112,8 +96,8 @@ class Tiers(AbstractInTurn):
         self._made_of = made_of
         self.hot = made_of.make_slots()
         self.device = self.hot.rows.device
-        if self._make_observer is not None:
-            self.hot.observer = self._make_observer(self.hot)
+        if self._has_forecast:
+            self.hot.forecast = Forecast.of(self.hot)
         self.residency = made_of.make_residency(self.hot, self.files, self._spaces)
         if kept is not None:
             kept.give_to(self.residency)
@@ -135,17 +119,12 @@ class Tiers(AbstractInTurn):
 
     def make_empty_slots(self) -> None:
         """Of a copy: make the slots. A copy of a part of a model never needs them."""
-        self.__init__(*self._made_of)  # type: ignore[misc]
+        self.__init__(self._made_of)  # type: ignore[misc]
 
-    def observe(self, make_observer: Callable[[Slots], ClaimObserver | None]) -> None:
-        """Notify an observer of every claim from now on, for advice.
-
-        Args:
-            make_observer: Makes the observer of the slots, now and whenever they are replaced;
-                returns None for slots that cannot be observed.
-        """
-        self._make_observer = make_observer
-        self.hot.observer = make_observer(self.hot)
+    def forecast(self) -> None:
+        """Count from now on what a larger budget would fetch; see `Slots.forecast`."""
+        self._has_forecast = True
+        self.hot.forecast = Forecast.of(self.hot)
 
     def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
         """Claim slots for a lookup, and wait until its rows have been fetched.

@@ -15,6 +15,7 @@ from recsys.embeddings.tiers.budget import (
     enough_bytes,
     order_pinned,
 )
+from recsys.embeddings.tiers.recipe import Recipe
 from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import BudgetTooSmall
 
@@ -102,9 +103,8 @@ def make_tiers(
     sizes, dtype = [len(table) for table in group.tables], group.tables[0].dtype
     device = group.tables[0].device if device is None else device
     move_tables(group, torch.device("cpu"))
-    group.set_tiers(
-        Tiers(group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device, files)
-    )
+    made_of = Recipe(group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device)
+    group.set_tiers(Tiers(made_of, files))
 
 
 def move_tables(group: TableGroup, device: torch.device) -> None:

@@ -18,7 +18,6 @@ from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.forecast import Forecast
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _compile_kernels(
             warnings.simplefilter("ignore")  # that small tables may fit the budget completely
             module = kind(tables, optimizer=optimizer, budget=budget if is_tiered else None)
         for tiers in module.tiers():
-            tiers.observe(Forecast.of)  # training does
+            tiers.forecast()  # training does
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             _sum(module(ids)).backward()

@@ -31,12 +31,12 @@ class Claims:
     def __init__(self, num_rows, num_slots, pinned=()):
         self.hot = Slots([num_rows], 1, torch.float32, {}, num_slots, CPU)
         self.hot.pin(np.array(pinned, np.int32))
-        self.forecast = self.hot.observer = Forecast.of(self.hot)
+        self.forecast = self.hot.forecast = Forecast.of(self.hot)
         self.num_fetched = self.num_evicted = 0
         self._window = []
 
     def observe(self, num_slots, num_more):
-        self.forecast = self.hot.observer = Forecast(self.hot.map, num_slots, num_more, rate=1)
+        self.forecast = self.hot.forecast = Forecast(self.hot.map, num_slots, num_more, rate=1)
 
     def release(self):
         self.hot.map.release(self._window.pop(0))
@@ -162,20 +162,20 @@ def test_on_a_device_nothing_is_forecast(monkeypatch):
     assert Forecast.of(Slots([10], 1, torch.float32, {}, 4, CPU)) is None
 
 
-def test_claims_are_followed_only_while_an_observer_is_attached_and_by_later_slots_too():
+def test_claims_are_followed_only_while_there_is_a_forecast_and_by_later_slots_too():
     bag = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.5), budget=3000)
     [tiers] = bag.tiers()
     bag(torch.arange(20).view(2, 10)).sum().backward()
-    assert tiers.hot.observer is None
+    assert tiers.hot.forecast is None
 
-    tiers.observe(Forecast.of)
+    tiers.forecast()
     bag(torch.arange(30, 50).view(2, 10)).sum().backward()
-    first = tiers.hot.observer
+    first = tiers.hot.forecast
     tiers.resize(60)
 
     assert first.fetched[0] == 20
-    assert isinstance(tiers.hot.observer, Forecast)
-    assert tiers.hot.observer is not first
+    assert isinstance(tiers.hot.forecast, Forecast)
+    assert tiers.hot.forecast is not first
 
 
 def test_rows_pinned_for_their_uses_end_a_forecast():
@@ -185,4 +185,4 @@ def test_rows_pinned_for_their_uses_end_a_forecast():
 
     slots.hot.pin_popular(10)
 
-    assert slots.hot.observer is None
+    assert slots.hot.forecast is None
