@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from recsys._support.torch_compat import version_of
+from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -32,6 +33,23 @@ class Written(NamedTuple):
 
     table: int
     state: str | None
+
+    def error(self, name: str) -> ConflictingWrite:
+        """The error if slots held newer values; `name` is that of the table."""
+        if self.state is not None:
+            return ConflictingWrite(
+                f"table {name!r}: its optimizer state {self.state!r} was written to while "
+                "newer state of some rows is in fast memory; one of the two would be lost. Before "
+                "such a write, call the optimizer's state_dict(), which writes the newer state "
+                "back; to continue now, build the model again and load a checkpoint"
+            )
+        return ConflictingWrite(
+            f"table {name!r}: its rows were written to by a tensor kept from before (of detach(), "
+            "data or state_dict()) while newer values of some rows are in fast memory; one of the "
+            "two would be lost. Write through the module's weight, which writes the newer values "
+            "back first (with torch.no_grad(): module.weight.clamp_(...)); to continue now, load "
+            "a checkpoint by load_state_dict, first into the module, then into the optimizer"
+        )
 
 
 class TableVersions:
@@ -89,21 +107,9 @@ class TableVersions:
         pairs = zip(self._places, self._known, self._now(), strict=True)
         return list(dict.fromkeys(place for place, before, now in pairs if before != now))
 
-    def accept(self, tables: Collection[int] | None = None) -> None:
-        """Take the present versions as known: later writes are compared with these.
-
-        Args:
-            tables: Numbers of the tables whose rows are accepted; None for all rows and states.
-        """
-        now = self._now()
-        self._known = (
-            now
-            if tables is None
-            else [
-                new if place.state is None and place.table in tables else old
-                for place, old, new in zip(self._places, self._known, now, strict=True)
-            ]
-        )
+    def accept(self) -> None:
+        """Take the present versions as known: later writes are compared with these."""
+        self._known = self._now()
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:
         """The tensor that `weight.data` returns; writes to it are detected.

@@ -29,7 +29,6 @@ from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
 from recsys.embeddings.tiers.cold.file_store import arrays_of
-from recsys.embeddings.tiers.conflicts import conflict_error
 from recsys.embeddings.tiers.forecast import Forecast
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
 from recsys.embeddings.tiers.recipe import KeptParts, Recipe
@@ -377,7 +376,7 @@ class Tiers(AbstractInTurn):
         if not self._updated:
             return
         for conflict in self._conflicts():
-            raise conflict_error(self._made_of.names[conflict.table], conflict)
+            raise conflict.error(self.names[conflict.table])
         self.residency.flush()
         self._updated.clear()
 
@@ -407,7 +406,7 @@ class Tiers(AbstractInTurn):
         self.residency.queue.require_intact()
         if num_claimed := self.residency.num_claimed:
             raise ConflictingWrite(
-                f"rows of {', '.join(self._made_of.names)} cannot be overwritten while "
+                f"rows of {', '.join(self.names)} cannot be overwritten while "
                 f"{num_claimed} of them are in use by lookups; delete the loss and the outputs of "
                 "these lookups first"
             )
@@ -445,7 +444,7 @@ class Tiers(AbstractInTurn):
         else:
             for conflict in conflicts:
                 if conflict.table == overwritten and conflict.state is not None:
-                    raise conflict_error(self._made_of.names[conflict.table], conflict)
+                    raise conflict.error(self.names[conflict.table])
             [rows] = self._ranges_of([overwritten])
             self.residency.flush(rows)  # the rows are overwritten, but their state is needed
             self._updated.discard(overwritten)
