@@ -15,7 +15,7 @@ from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
 from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
-from recsys.embeddings.lookup.abstract import draw_rows
+from recsys.embeddings.lookup.abstract import AbstractCollection
 from recsys.embeddings.lookup.bag_lookup import parts_of_bags
 from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_features
 from recsys.embeddings.lookup.device_tables import AbstractTables
@@ -82,7 +82,7 @@ class JaggedEmbeddings:
         return list(torch.split(self._values, self._lengths.tolist()))
 
 
-class HotColdEmbeddingCollection(AbstractTables):
+class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
     """A drop-in for `torchrec.EmbeddingCollection`.
 
     Args:
@@ -124,17 +124,11 @@ class HotColdEmbeddingCollection(AbstractTables):
         cold_path: Path | str | None = None,
         _embeddings: Mapping[str, nn.Embedding] | None = None,
     ) -> None:
-        super().__init__()
-        _require_alike(tables)
+        super().__init__(tables)
+        _require_one_dim(tables)
         tiers = TierArguments(budget, plan, cold_tier, cold_path, device)
         tiers = tiers.of_collection(tables, optimizer)
-        self._tables, self._need_indices = list(tables), need_indices
-        self._lookups = [
-            (position, feature)
-            for position, table in enumerate(tables)
-            for feature in table.feature_names
-        ]
-        self._known_keys: list[str] | None = None  # of the last input, which have been checked
+        self._need_indices = need_indices
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "use TorchRec for tables on that device")
@@ -151,8 +145,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         if optimizer is not None:
             updater = self._optimize(optimizer, auto_apply)
             assert updater is not None
-            weights = [cast("nn.Parameter", holder.weight) for holder in self.holders()]
-            tiers.begin(updater, list(zip(names, weights, strict=True)))
+            tiers.begin(updater, list(zip(names, self.table_weights(), strict=True)))
 
     @classmethod
     def from_torchrec(
@@ -284,16 +277,9 @@ class HotColdEmbeddingCollection(AbstractTables):
         groups = self._table_groups()
         return groups[0].device if groups else self._embedding(0).weight.device
 
-    def reset_parameters(self) -> None:
-        """Initialize all rows, as `HotColdEmbeddingBagCollection` does."""
-        with torch.no_grad():
-            for table, holder in zip(self._tables, self.holders(), strict=True):
-                draw_rows(table, cast("Tensor", holder.weight))
-
-    def extra_repr(self) -> str:
-        """Number of tables and rows, for `repr`."""
-        num_rows = sum(table.num_embeddings for table in self._tables)
-        return f"num_tables={len(self._tables)}, num_rows={num_rows}"
+    def table_weights(self) -> list[nn.Parameter]:
+        """The rows of every table, (E, D)."""
+        return [cast("nn.Parameter", holder.weight) for holder in self.holders()]
 
     def holders(self) -> list[nn.Module]:
         """The modules whose `weight`s are the tables."""
@@ -422,12 +408,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         return link.updater
 
 
-def _require_alike(tables: Sequence[TableConfig]) -> None:
-    names = [table.name for table in tables]
-    if not tables:
-        raise ValueError("HotColdEmbeddingCollection must have at least one table, got none")
-    if len(set(names)) != len(names):
-        raise ValueError(f"table names must be distinct, got {names}")
+def _require_one_dim(tables: Sequence[TableConfig]) -> None:
     dims = {table.name: table.embedding_dim for table in tables}
     if len(set(dims.values())) > 1:
         raise ValueError(f"tables of a collection must have one embedding_dim, got {dims}")

@@ -1,4 +1,4 @@
-"""Base class of all providers' embedding modules: maps features to tables."""
+"""Base classes of the modules with several tables, of all providers: map features to tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,53 @@ if TYPE_CHECKING:
     from recsys.batch import Features
     from recsys.embeddings.table import TableConfig
 
-__all__ = ["AbstractEmbeddingBags", "draw_rows", "pooling_of"]
+__all__ = ["AbstractCollection", "AbstractEmbeddingBags", "draw_rows", "pooling_of"]
 
 
-class AbstractEmbeddingBags(nn.Module, ABC):
+class AbstractCollection(nn.Module, ABC):
+    """Lookups in several tables.
+
+    Args:
+        tables: `TableConfig`s or TorchRec's configs.
+
+    Raises:
+        ValueError: there is no table, or names are not distinct.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig]) -> None:
+        super().__init__()
+        self._tables = list(tables)
+        if not self._tables:
+            raise ValueError(f"{type(self).__name__} must have at least one table, got none")
+        names = [table.name for table in self._tables]
+        if len(set(names)) != len(names):
+            raise ValueError(f"table names must be distinct, got {names}")
+        # One lookup per feature of a table: the table's position, and the feature.
+        self._lookups = [
+            (position, feature)
+            for position, table in enumerate(self._tables)
+            for feature in table.feature_names
+        ]
+        # Those of the last input, which were checked; the next almost always has the same.
+        self._known_keys: list[str] | None = None
+
+    @abstractmethod
+    def table_weights(self) -> Sequence[Tensor]:
+        """The rows of every table, (E, D), in table order; views, not copies."""
+
+    def reset_parameters(self) -> None:
+        """Initialize all rows, table by table; see `draw_rows`."""
+        with torch.no_grad():
+            for table, weight in zip(self._tables, self.table_weights(), strict=True):
+                draw_rows(table, weight)
+
+    def extra_repr(self) -> str:
+        """Number of tables and rows, for `repr`."""
+        num_rows = sum(table.num_embeddings for table in self._tables)
+        return f"num_tables={len(self._tables)}, num_rows={num_rows}"
+
+
+class AbstractEmbeddingBags(AbstractCollection):
     """Pooled lookups in several tables; output columns in table order, then feature order.
 
     Args:
@@ -40,13 +83,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         poolings: Sequence[str] = ("sum",),
         data_types: Sequence[str] = ("fp32",),
     ) -> None:
-        super().__init__()
-        self._tables = list(tables)
-        if not self._tables:
-            raise ValueError(f"{type(self).__name__} must have at least one table, got none")
-        names = [table.name for table in self._tables]
-        if len(set(names)) != len(names):
-            raise ValueError(f"table names must be distinct, got {names}")
+        super().__init__(tables)
         for table in self._tables:
             if pooling_of(table) not in poolings:
                 raise ValueError(
@@ -58,15 +95,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
                     f"table {table.name!r}: data_type must be one of {list(data_types)} with "
                     f"{type(self).__name__}, got {data_type_of(table)!r}"
                 )
-        # One lookup per feature of a table: the table's position, and the feature.
-        self._lookups = [
-            (position, feature)
-            for position, table in enumerate(self._tables)
-            for feature in table.feature_names
-        ]
-        # Positions of the features in the last input; the next input almost always has the same.
-        self._known_keys: list[str] | None = None
-        self._known_positions: list[int] = []
+        self._known_positions: list[int] = []  # of the features in the last input
         self._output_keys = output_names(self._tables)
         self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
         self._num_stacked = len(self._output_dims) if len(set(self._output_dims)) == 1 else 0
@@ -91,21 +120,6 @@ class AbstractEmbeddingBags(nn.Module, ABC):
                 "values(), or the vectors by their names"
             )
         return self._num_stacked
-
-    @abstractmethod
-    def table_weights(self) -> Sequence[Tensor]:
-        """The rows of every table, (E, D), in table order; views, not copies."""
-
-    def reset_parameters(self) -> None:
-        """Initialize all rows, table by table; see `draw_rows`."""
-        with torch.no_grad():
-            for table, weight in zip(self._tables, self.table_weights(), strict=True):
-                draw_rows(table, weight)
-
-    def extra_repr(self) -> str:
-        """Number of tables and rows, for `repr`."""
-        num_rows = sum(table.num_embeddings for table in self._tables)
-        return f"num_tables={len(self._tables)}, num_rows={num_rows}"
 
     def _positions(self, features: Features) -> list[int]:
         """The position of each lookup's feature in the input.
