@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,11 +60,6 @@ class Layout:
 
     def place(self, positions: Sequence[int]) -> None:
         """Change the positions of the features in the input."""
-        known = self.lookups
         self.positions = positions
-        self.lookups = Lookups(
-            tables=known.tables,
-            positions=np.array([positions[lookup] for lookup in self._numbers], np.uint64),
-            columns=known.columns,
-            width=known.width,
-        )
+        chosen = np.array([positions[lookup] for lookup in self._numbers], np.uint64)
+        self.lookups = replace(self.lookups, positions=chosen)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -360,9 +360,7 @@ class TableGroup:
                 the ledger is kept.
         """
         if self.ledger:
-            for entry in self.ledger:
-                if entry.version is not None and version_of(entry.gradient) != entry.version:
-                    self._refuse_overwritten()
+            self._require_unwritten()
             leave_grads(self.ledger, self.tables, self.are_sparse)
             self.ledger = []
 
@@ -377,12 +375,9 @@ class TableGroup:
         """
         if self._calls is not None:
             self._calls.close()
-        for entry in self.ledger:
-            if entry.version is not None and version_of(entry.gradient) != entry.version:
-                self._refuse_overwritten()
+        self._require_unwritten()
         # Usually only the ledger has gradients.
-        has_grads = not all(map(is_, map(plain_grad, self.tables), _NONES))
-        entries = self._entries_of_grads() if has_grads else []
+        entries = self._entries_of_grads() if self._has_grads() else []
         entries += self.ledger
         self.ledger = []
         return entries
@@ -390,17 +385,26 @@ class TableGroup:
     def forget(self) -> None:
         """Empty the ledger and set every `grad` to None; no row is updated."""
         self.ledger.clear()
-        if not all(map(is_, map(plain_grad, self.tables), _NONES)):
+        if self._has_grads():
             for table in self.tables:
                 set_plain_grad(table, None)
 
-    def _refuse_overwritten(self) -> NoReturn:
-        """Empty the ledger and raise."""
-        self.ledger = []
-        raise RuntimeError(
-            "the gradient of a lookup was overwritten after its backward, before its rows were "
-            "updated; overwrite a clone of it, or step first"
-        )
+    def _has_grads(self) -> bool:
+        return not all(map(is_, map(plain_grad, self.tables), _NONES))
+
+    def _require_unwritten(self) -> None:
+        """Check that no gradient was overwritten after its backward; if one was, drop all.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        for entry in self.ledger:
+            if entry.version is not None and version_of(entry.gradient) != entry.version:
+                self.ledger = []
+                raise RuntimeError(
+                    "the gradient of a lookup was overwritten after its backward, before its rows "
+                    "were updated; overwrite a clone of it, or step first"
+                )
 
     def _entries_of_grads(self) -> list[LedgerEntry]:
         """Turn the `grad` of every table into ledger entries; every `grad` is None afterwards."""

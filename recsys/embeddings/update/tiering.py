@@ -157,8 +157,7 @@ def make_room(
     """
     needs = []
     for each in groups:
-        tiers = each.group.tiers
-        assert tiers is not None
+        tiers = _tiers_of(each)
         tiers.ahead.give_up_all()
         is_short = tiers.residency is short()
         needs.append(num_needed if is_short else num_distinct.get(each.group, 0))
@@ -186,9 +185,8 @@ def _require_unused(
     Raises:
         BudgetTooSmall: one has.
     """
-    tiers = [tiers for each in groups if (tiers := each.group.tiers) is not None]
-    used = [each.residency.num_claimed for each in tiers]
-    have = [each.hot.num_slots for each in tiers]
+    used = [_tiers_of(each).residency.num_claimed for each in groups]
+    have = [_tiers_of(each).hot.num_slots for each in groups]
     if not any(count and old != new for count, old, new in zip(used, have, slots, strict=True)):
         return
     short = next(number for number in range(len(groups)) if needs[number] > have[number])
@@ -222,8 +220,7 @@ def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_byte
     needed = [each.least_slots for each in groups]
     least, slots = _divide_slots(groups, budget_bytes, [needed], tracker_bytes)
     for each, num_slots in zip(groups, slots, strict=True):
-        tiers = each.group.tiers
-        assert tiers is not None
+        tiers = _tiers_of(each)
         tiers.settle()
         num_claimed = tiers.residency.num_claimed
         if num_claimed and tiers.hot.num_slots != num_slots:
@@ -237,20 +234,12 @@ def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_byte
 
 def _resize_all(groups: Sequence[GroupUpdater], slots: Sequence[int], least: Sequence[int]) -> None:
     """Change the number of slots of groups, and what each has needed; none may be in use."""
-    divided = zip(groups, slots, least, strict=True)
+    more = [num - _tiers_of(each).hot.num_slots for each, num in zip(groups, slots, strict=True)]
     # Groups that lose slots come first, so that memory never exceeds the budget.
-    for each, num_slots, count in sorted(divided, key=_growth):
-        assert each.group.tiers is not None
-        if each.group.tiers.hot.num_slots != num_slots:
-            each.group.tiers.resize(num_slots)
-        each.least_slots = count
-
-
-def _growth(divided: tuple[GroupUpdater, int, int]) -> int:
-    """How many slots a group gains; negative if it loses some."""
-    each, num_slots, _ = divided
-    assert each.group.tiers is not None
-    return num_slots - each.group.tiers.hot.num_slots
+    for number in sorted(range(len(groups)), key=more.__getitem__):
+        if more[number]:
+            _tiers_of(groups[number]).resize(slots[number])
+        groups[number].least_slots = least[number]
 
 
 def _divide_slots(
@@ -295,7 +284,13 @@ def _divide_slots(
 
 def _num_planned(groups: Sequence[GroupUpdater]) -> list[int]:
     """The number of rows of each group that a plan pins."""
-    return [len(tiers.pinned) for each in groups if (tiers := each.group.tiers) is not None]
+    return [len(_tiers_of(each).pinned) for each in groups]
+
+
+def _tiers_of(each: GroupUpdater) -> Tiers:
+    tiers = each.group.tiers
+    assert tiers is not None
+    return tiers
 
 
 def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:
