@@ -207,7 +207,7 @@ class BagCalls:
                 [found] = group.resolve(lookups, bags)
         except (NoSuchRow, NotEnoughSlots):
             return None
-        kind = (bags.batch_size, group.dim), found.space.computed
+        kind = (bags.batch_size, group.dim), found.space.compute_dtype
         if found.ticket is None:
             output = self._next_output(*kind)
         else:

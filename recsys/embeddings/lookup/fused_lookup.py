@@ -312,7 +312,9 @@ class _FusedLookup(torch.autograd.Function):
         if errors is not None:
             errors.poll()
         device = space.tables[0].device
-        result = empty_result(space.computed, device, found.bags, found.lookups, work.num_stacked)
+        result = empty_result(
+            space.compute_dtype, device, found.bags, found.lookups, work.num_stacked
+        )
         for found, _ in work.calls:
             bad = found.kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:

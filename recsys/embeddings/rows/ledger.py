@@ -138,7 +138,7 @@ def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
         ledger: At least one entry.
         space: The tables.
     """
-    dtype, entries, shapes, spans = space.computed, [], [], []
+    dtype, entries, shapes, spans = space.compute_dtype, [], [], []
     for entry in ledger:
         gradient = entry.gradient
         # The tables' dtype may have changed since the lookup; torch may store a tensor negated
@@ -164,7 +164,7 @@ def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
     segments_4S = segments_4S.copy()
     segments_4S[_FIRST_GRADIENTS] += np.array(begins, np.uint64)[entry_of_segment]
     num_gradients = max(begin + span for begin, span in zip(begins, spans, strict=True))
-    bags = _join_bags(inputs, space.compute_dtype)
+    bags = _join_bags(inputs, space.nothing.dtype)
     return JoinedLedger(order_2T, segments_4S, bags, gradients, low, num_gradients)
 
 

@@ -107,7 +107,7 @@ class AbstractRowSpace:
         tables: Views of the tables, which share their memory and their versions.
         addresses: Address of each table.
         dim: D.
-        computed: The compute dtype.
+        compute_dtype: The dtype of gradients, state and pooled rows.
         is_narrow: Whether rows are rounded when they are written.
 
     Raises:
@@ -132,8 +132,8 @@ class AbstractRowSpace:
                 "rows must be float32, float64, bfloat16 or float16 on the CPU or on CUDA, got "
                 f"{dtype} on {device_type}; {advice}"
             )
-        self.computed = compute_dtype(dtype)
-        self.is_narrow = self.computed != dtype
+        self.compute_dtype = compute_dtype(dtype)
+        self.is_narrow = self.compute_dtype != dtype
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(
@@ -167,7 +167,6 @@ class RowSpace(AbstractRowSpace):
 
     Attributes:
         dtype: Dtype of `flat`; uint16 for bfloat16, int16 for float16.
-        compute_dtype: The dtype that kernels compute in.
         flat: The memory from the lowest table's begin to the highest's end, one-dimensional.
         bases: Where each table begins in `flat`, (T,) uint64.
         sizes: E of each table, (T,) uint64.
@@ -176,6 +175,7 @@ class RowSpace(AbstractRowSpace):
             else empty.
         first_names: For a space of slots, where each table's rows begin among the rows of all
             tables, (T + 1,) uint64; else empty.
+        nothing: An empty array of the compute dtype.
         with_states: The result of the last `join_states`; a step uses it again for equal states.
 
     Raises:
@@ -190,9 +190,7 @@ class RowSpace(AbstractRowSpace):
                 "whole module by .to()"
             )
         dtype = tables[0].dtype
-        stored, computed = _DTYPES[dtype]
-        self.dtype = np.dtype(stored)
-        self.compute_dtype = np.dtype(_DTYPES[computed][0])
+        self.dtype = np.dtype(_DTYPES[dtype][0])
         self.sizes = np.array([len(table) for table in tables], np.uint64)
         self.sizes_key = self.sizes.tobytes()
         self.row_names: NDArray[np.int32] = np.empty(0, np.int32)
@@ -214,7 +212,7 @@ class RowSpace(AbstractRowSpace):
             [(table.data_ptr() - low) // itemsize if table.numel() else 0 for table in tables],
             np.uint64,
         )
-        self.nothing: NDArray[Any] = np.empty(0, self.compute_dtype)
+        self.nothing: NDArray[Any] = np.empty(0, _DTYPES[self.compute_dtype][0])
         self.with_states: JoinedStates | None = None
 
     def join_states(self, states: Sequence[RowSpace]) -> JoinedStates:

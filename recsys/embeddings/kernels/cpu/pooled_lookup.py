@@ -101,9 +101,9 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         ValueError: `result` has another dtype, because tables of several dtypes are looked up
             together.
     """
-    if result.dtype is not space.computed:
+    if result.dtype is not space.compute_dtype:
         raise ValueError(
-            f"tables that are computed in {space.computed} cannot be looked up together with "
+            f"tables that are computed in {space.compute_dtype} cannot be looked up together with "
             f"tables computed in {result.dtype}; convert all tables of the module, not some"
         )
     line = LINE_BYTES // space.dtype.itemsize  # how many numbers a cache line holds

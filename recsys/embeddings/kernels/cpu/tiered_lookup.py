@@ -96,7 +96,7 @@ def tiered_lookup(
         NO_OFFSETS if bags.offsets is None else bags.offsets,
         is_one_hot,
         bags.weights is not None,
-        np.empty(0, both.compute_dtype) if bags.weights is None else bags.weights,
+        both.nothing if bags.weights is None else bags.weights,
         bags.is_mean,
         bags.batch_size,
         lookups.width,

@@ -50,7 +50,6 @@ class SlotRows(TorchRows):
     Attributes:
         slots: As given.
         tables: A list of `rows` alone.
-        computed: The compute dtype.
     """
 
     def __init__(self, rows: Tensor, slots: TorchSlots, numbers: RowNumbers) -> None:
@@ -59,7 +58,7 @@ class SlotRows(TorchRows):
         super().__init__(
             [0] * num_tables, [num_slots] * num_tables, num_slots, dim, rows.dtype, rows.device
         )
-        self.rows, self.tables, self.computed = rows, [rows], self.compute_dtype
+        self.rows, self.tables = rows, [rows]
         self.slots: TorchSlots = slots
         self._numbers = numbers
 
