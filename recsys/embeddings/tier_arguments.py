@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.embeddings.lookup.device_tables import empty_tables, slot_device
 from recsys.embeddings.optimizer import require_formula
@@ -88,7 +88,8 @@ class TierArguments(NamedTuple):
             updater: Updates the rows.
             tables: The tables by name, in the order of the plan.
         """
-        budget, pinned = self.budget, None
+        budget = self.budget
+        pinned: dict[nn.Parameter, Any] = {}
         if self.plan is not None:
             weights, rows = (table for _, table in tables), self.plan.pinned_by_table()
             budget, pinned = self.plan.budget_bytes, dict(zip(weights, rows, strict=True))

@@ -303,11 +303,11 @@ class RowUpdater:
     def tier(
         self,
         budget: int | str,
-        pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
+        pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
         *,
-        files: ColdFiles | None = None,
-        names: Mapping[nn.Parameter, str] | None = None,
-        device: torch.device | None = None,
+        files: ColdFiles | None,
+        names: Mapping[nn.Parameter, str],
+        device: torch.device | None,
     ) -> None:
         """Give the tables two tiers: slots for the rows in use, and the tables as the cold store.
 
@@ -316,7 +316,8 @@ class RowUpdater:
 
         Args:
             budget: Limit for slots and row maps, in bytes or with a unit.
-            pinned: For each table: the rows with a permanent slot, and how often each is looked up.
+            pinned: For tables of a plan: the rows with a permanent slot, and how often each is
+                looked up.
             files: The files of the tables, if the cold store is on disk.
             names: Names of the tables in `files`.
             device: Device of the slots; None for that of the tables.
@@ -328,42 +329,36 @@ class RowUpdater:
             ConfigError: `budget` cannot be read.
         """
         try:
-            self._tier(budget, pinned or {}, files, names or {}, device)
+            self._budget_bytes = parse_bytes(budget, "budget")
+            self._files = files
+            divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
+            if divided is None:
+                self._stay_resident(budget, device)
+                return
+            if files is not None:
+                for group in self._groups:
+                    group.use_files(files, names)
+                sync_at_exit(self)
+            for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
+                group.tier(num_slots, rows, device)
+            if files is not None:
+                files.keep_files()
         except BaseException:
             if files is not None:
                 files.discard()
             raise
 
-    def _tier(
-        self,
-        budget: int | str,
-        pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
-        files: ColdFiles | None,
-        names: Mapping[nn.Parameter, str],
-        device: torch.device | None,
-    ) -> None:
-        self._budget_bytes = parse_bytes(budget, "budget")
-        self._files = files
-        divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
-        if divided is None:
-            shown = budget if isinstance(budget, str) else format_bytes(budget)
-            warnings.warn(
-                f"budget={shown!r}: all {format_bytes(self.resident_bytes())} of rows and state "
-                "fit; no cold tier is needed",
-                stacklevel=5,
-            )
-            if device is not None:
-                for group in self._groups:
-                    move_tables(group.group, device)
-            return
-        if files is not None:
+    def _stay_resident(self, budget: int | str, device: torch.device | None) -> None:
+        """Warn that all rows fit, and move them to the device of the slots."""
+        shown = budget if isinstance(budget, str) else format_bytes(budget)
+        warnings.warn(
+            f"budget={shown!r}: all {format_bytes(self.resident_bytes())} of rows and state "
+            "fit; no cold tier is needed",
+            stacklevel=5,
+        )
+        if device is not None:
             for group in self._groups:
-                group.use_files(files, names)
-            sync_at_exit(self)
-        for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
-            group.tier(num_slots, rows, device)
-        if files is not None:
-            files.keep_files()
+                move_tables(group.group, device)
 
     def move_slots(self, device: torch.device) -> None:
         """Move the slots of all tables to another device.

@@ -63,12 +63,10 @@ def divide_first(
         ValueError: a table is a part of a larger tensor, or slots are needed for tables on the
             "meta" device.
     """
-    known: dict[int, str] = {}
     on_meta = [each.group for each in groups if each.group.tables[0].device.type == "meta"]
-    for each in groups:
-        is_on_host = each.group.kernels.errors is None
-        if is_on_host and not on_meta:  # tables on a device are copied to the host anyway
-            _require_own_memory(each.group, known)
+    if not on_meta:
+        # Tables on a device are copied to the host anyway.
+        _require_own_memory([each.group for each in groups if each.group.kernels.errors is None])
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
     sizes = [each.space_size() for each in groups]
     divided = divide_for_pinned(budget_bytes, sizes, rows, may_stay=may_stay)
@@ -293,17 +291,15 @@ def _tiers_of(each: GroupUpdater) -> Tiers:
     return tiers
 
 
-def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:
+def _require_own_memory(groups: Sequence[TableGroup]) -> None:
     """Refuse tables for two tiers that share memory: a row would be in two slots.
-
-    Args:
-        group: Has the tables.
-        known: Names of the updater's tables by the address of their memory; these are added.
 
     Raises:
         ValueError: a table is a part of a larger tensor, or shares its memory with another one.
     """
-    for name, table in zip(group.names, group.tables, strict=True):
+    known: dict[int, str] = {}  # names by address
+    tables = [pair for each in groups for pair in zip(each.names, each.tables, strict=True)]
+    for name, table in tables:
         if table.nbytes:
             if (address := table.data_ptr()) in known:
                 raise ValueError(
