@@ -16,6 +16,7 @@ import numpy as np
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.cpu.file_moves import ALL_MOVED, advise_share, move_share
+from recsys.embeddings.tiers.cold.host_store import ColdStore
 from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NUM_THREADS = 4  # more threads are no faster, because reads are announced
 _LEAST_SHARE = 16  # rows per thread; waking a thread takes as long as reading a few rows
 
 
-class FileStore:
+class FileStore(ColdStore):
     """Tables and state in files.
 
     Args:
@@ -47,15 +48,6 @@ class FileStore:
         self._files, self._spaces = files, spaces
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="recsys-files")
 
-    def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy rows and their state into slots; see `ColdStore`."""
-        self._move(hot, rows, slots, is_fetch=True)
-
-    def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy rows and their state from slots to the files; see `ColdStore`."""
-        self._files.mark_dirty()
-        self._move(hot, rows, slots, is_fetch=False)
-
     def _move(
         self,
         hot: RowMemory,
@@ -64,6 +56,8 @@ class FileStore:
         *,
         is_fetch: bool,
     ) -> None:
+        if not is_fetch:
+            self._files.mark_dirty()
         self._files.require_owner()  # a forked process does not have the threads
         order = np.argsort(rows)  # so that one thread reads the rows of a page consecutively
         rows, slots = rows[order], slots[order]

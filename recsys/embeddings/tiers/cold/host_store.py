@@ -8,6 +8,7 @@ Letters: T tables, M rows that move, S slots, D columns of the rows or of their 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -39,7 +40,7 @@ class RowMemory(Protocol):
         """Where each table's rows begin among the rows of all tables, (T + 1,)."""
 
 
-class ColdStore(Protocol):
+class ColdStore(ABC):
     """The memory that rows are fetched from and written back to."""
 
     def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
@@ -53,21 +54,29 @@ class ColdStore(Protocol):
         Raises:
             OSError: a row cannot be read; some slots may have been filled.
         """
+        self._move(hot, rows, slots, is_fetch=True)
 
     def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy rows and their state from slots to the cold store.
-
-        Args:
-            hot: The memory of the slots.
-            rows: Row numbers, counted over all tables, (M,).
-            slots: The slot of each row, (M,).
+        """Copy rows and their state from slots to the cold store; arguments as for `fetch`.
 
         Raises:
             OSError: a row cannot be written; other rows may have been.
         """
+        self._move(hot, rows, slots, is_fetch=False)
+
+    @abstractmethod
+    def _move(
+        self,
+        hot: RowMemory,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        *,
+        is_fetch: bool,
+    ) -> None:
+        """Copy rows to slots, or back."""
 
 
-class HostStore:
+class HostStore(ColdStore):
     """Tables and state in host memory.
 
     Args:
@@ -77,14 +86,6 @@ class HostStore:
 
     def __init__(self, spaces: Callable[[], Sequence[RowSpace]]) -> None:
         self._spaces = spaces
-
-    def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy rows and their state into slots; see `ColdStore`."""
-        self._move(hot, rows, slots, is_fetch=True)
-
-    def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy rows and their state from slots to the tables; see `ColdStore`."""
-        self._move(hot, rows, slots, is_fetch=False)
 
     def _move(
         self,
