@@ -379,17 +379,17 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 updater needs it.
         """
         numbers: dict[tuple[int, str, torch.dtype], list[int]] = {}  # the tables of each group
-        places: dict[int, tuple[tuple[int, str, torch.dtype], int]] = {}
-        keys = []
-        weights = self.table_weights()
+        known: dict[int, tuple[tuple[int, str, torch.dtype], int]] = {}
+        places = []  # the kind of each table's group, and its number there
+        weights, bags = self.table_weights(), self.holders()
         for number, (table, weight) in enumerate(zip(self._tables, weights, strict=True)):
-            keys.append(id(weight) if are_tied_once else number)
-            if keys[-1] not in places:
+            place = known.get(id(weight)) if are_tied_once else None
+            if place is None:
                 kind = table.embedding_dim, pooling_of(table), weight.dtype
                 members = numbers.setdefault(kind, [])
-                places[keys[-1]] = kind, len(members)
+                place = known[id(weight)] = kind, len(members)
                 members.append(number)
-        bags = self.holders()
+            places.append(place)
         groups = {
             kind: TableGroup(
                 [weights[number] for number in members],
@@ -399,7 +399,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             )
             for kind, members in numbers.items()
         }
-        return [(groups[places[key][0]], places[key][1]) for key in keys]
+        return [(groups[kind], number) for kind, number in places]
 
     def _lay_out_own(self) -> None:
         """Make the layouts for tables without an updater."""
