@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
-from recsys.embeddings.lookup.bag_lookup import parts_of_bags, pool_fused, prefetch_bags
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
 from recsys.embeddings.table_module import (
     TableModule,
@@ -227,7 +226,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         """
         if not self.tiers():
             return Prefetched(())
-        return prefetch_bags(self, self._place(), self._read(input, offsets, per_sample_weights))
+        return self._bag_lookup().prefetch(self._read(input, offsets, per_sample_weights))
 
     def parts(
         self,
@@ -236,7 +235,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         per_sample_weights: Tensor | None = None,
     ) -> list[Part]:
         """The rows that `forward` looks up; see `AbstractTables.parts`."""
-        return parts_of_bags(self, self._place(), self._read(input, offsets, per_sample_weights))
+        return self._bag_lookup().parts(self._read(input, offsets, per_sample_weights))
 
     @classmethod
     def from_pretrained(
@@ -390,9 +389,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             return pooled
         if is_left_to_torch(input, self.weight):
             return super().forward(input, offsets, per_sample_weights)
-        place = self._place()  # before ids are read, which torch.export cannot trace
+        lookup = self._bag_lookup()  # before ids are read, which torch.export cannot trace
         bags = self._read(input, offsets, per_sample_weights)
-        return pool_fused(self, place, bags).to(self.weight.dtype)
+        return lookup.pool(bags).to(self.weight.dtype)
 
     def _pool_fast(
         self, input: Tensor, offsets: Tensor | None, weights: Tensor | None

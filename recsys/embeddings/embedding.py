@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
-from recsys.embeddings.lookup.bag_lookup import parts_of_bags, pool_fused, prefetch_bags
 from recsys.embeddings.rows.bag_input import read_ids
 from recsys.embeddings.table_module import (
     TableModule,
@@ -182,7 +181,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         """
         if not self.tiers():
             return Prefetched(())
-        claimed = prefetch_bags(self, self._place(), read_ids(input))
+        claimed = self._bag_lookup().prefetch(read_ids(input))
         if input.dim() > 1 and input.numel():
             step = input.numel() // len(input)
             claimed.make_samples(torch.arange(0, input.numel() + 1, step, device="cpu"))
@@ -194,7 +193,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         if input.dim() > 1 and input.numel():  # one bag of several ids for each sample
             step = input.numel() // len(input)
             ids = ids._replace(offsets=ids.offsets[::step].contiguous(), is_one_hot=step == 1)
-        return parts_of_bags(self, self._place(), ids)
+        return self._bag_lookup().parts(ids)
 
     @classmethod
     def from_pretrained(
@@ -292,5 +291,5 @@ class HotColdEmbedding(TableModule, nn.Embedding):
                 return rows
         if is_left_to_torch(input, self.weight):
             return super().forward(input)
-        rows = pool_fused(self, self._place(), read_ids(input)).to(self.weight.dtype)
+        rows = self._bag_lookup().pool(read_ids(input)).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)

@@ -16,7 +16,6 @@ from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
 from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import AbstractCollection
-from recsys.embeddings.lookup.bag_lookup import parts_of_bags
 from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_features
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.rows.bag_input import BagInput
@@ -249,9 +248,8 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         for position, feature in self._lookups:
             ids, lengths = by_feature[feature]
             bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(ids.dtype)
-            embedding = self._embedding(position)
             bags = BagInput(ids, bounds, None, is_one_hot=False)
-            found += parts_of_bags(embedding, embedding._place(), bags)
+            found += self._embedding(position)._bag_lookup().parts(bags)
         return found
 
     def embedding_configs(self) -> list[TableConfig]:
@@ -326,7 +324,7 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         """
         if self.row_updater is not None:
             for number in range(len(self._tables)):
-                self._embedding(number)._place()
+                self._embedding(number)._bag_lookup()
 
     def _table_groups(self) -> list[TableGroup]:
         embeddings = map(self._embedding, range(len(self._tables)))

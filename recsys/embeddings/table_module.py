@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
-from recsys.embeddings.lookup.bag_lookup import BagPlace
+from recsys.embeddings.lookup.bag_lookup import BagLookup
 from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.lookups import Lookups
@@ -121,12 +121,12 @@ class TableModule(AbstractTables):
         """For copies and pickles; see `AbstractTables`."""
         return super().__getstate__() | {"_group": None, "_lookups": None}
 
-    def _place(self) -> BagPlace:
+    def _bag_lookup(self) -> BagLookup:
         if self._parameters.get("weight") is not self._known_tables[0]:
             self._require_tables()
         assert self._group is not None
         assert self._lookups is not None
-        return BagPlace(self._group, self._lookups, self._updater)
+        return BagLookup(self, self._group, self._lookups)
 
     def _call(
         self,
