@@ -281,6 +281,20 @@ class AheadQueue:
             self._of_tables.pop(tables, None)
 
 
+class _Claim(NamedTuple):
+    """A ticket for one lookup.
+
+    Attributes:
+        ticket: As made.
+        needs_slots: Whether the lookup takes slots now; None if it always does.
+        first_bags: The argument of `Prefetched.make_samples`; None if each bag is a sample.
+    """
+
+    ticket: Ticket
+    needs_slots: Callable[[], bool] | None
+    first_bags: Tensor | None = None
+
+
 class Prefetched:
     """The slots that `prefetch` of a module has claimed for one lookup.
 
@@ -304,40 +318,37 @@ class Prefetched:
         has_room: bool = True,
         needs_slots: Callable[[], bool] | None = None,
     ) -> None:
-        self._tickets = list(tickets)
-        self.has_room = has_room
-        self.can_split = True
-        self._needs_slots = [needs_slots] * len(self._tickets)
-        # For each ticket, what `make_samples` got; None if each bag is a sample.
-        self._first_bags: list[Tensor | None] = [None] * len(self._tickets)
+        self._claims = [_Claim(ticket, needs_slots) for ticket in tickets]
+        self.has_room, self.can_split = has_room, True
 
     @property
     def is_held(self) -> bool:
         """Whether slots are held for the lookup."""
-        return any(ticket.is_held for ticket in self._tickets)
+        return any(each.ticket.is_held for each in self._claims)
 
     @property
     def is_missed(self) -> bool:
         """Whether slots are held that the lookup, once it was made, should have taken."""
         return any(
             ticket.is_held and (needs_slots is None or needs_slots())
-            for ticket, needs_slots in zip(self._tickets, self._needs_slots, strict=True)
+            for ticket, needs_slots, _ in self._claims
         )
 
     @property
     def is_given_up(self) -> bool:
         """Whether another lookup needed the slots, or `cancel` was called."""
-        return any(not ticket.is_held and not ticket.is_taken for ticket in self._tickets)
+        tickets = [each.ticket for each in self._claims]
+        return any(not ticket.is_held and not ticket.is_taken for ticket in tickets)
 
     @property
     def is_here(self) -> bool:
         """Whether all rows have been fetched."""
-        return all(ticket.is_here for ticket in self._tickets)
+        return all(each.ticket.is_here for each in self._claims)
 
     def cancel(self) -> None:
         """Release the slots, unless the lookup has taken them; it then claims slots itself."""
-        for ticket in self._tickets:
-            ticket.release()
+        for each in self._claims:
+            each.ticket.release()
 
     @classmethod
     def all_of(cls, claims: Sequence[Prefetched]) -> Prefetched:
@@ -350,12 +361,12 @@ class Prefetched:
             for each in claims:
                 each.cancel()
             return cls((), has_room=False)
-        found = cls(ticket for each in claims for ticket in each._tickets)
+        found = cls(())
         found.can_split = all(each.can_split for each in claims)
-        found._first_bags = [first_bags for each in claims for first_bags in each._first_bags]
-        found._needs_slots = [needs_slots for each in claims for needs_slots in each._needs_slots]
-        if found._tickets:
-            found._tickets[0].join(found._tickets[1:])
+        found._claims = list(chain.from_iterable(each._claims for each in claims))
+        tickets = [each.ticket for each in found._claims]
+        if tickets:
+            tickets[0].join(tickets[1:])
         return found
 
     def make_samples(self, first_bags: Tensor) -> None:
@@ -367,7 +378,7 @@ class Prefetched:
         Shape:
             first_bags (B + 1,) int64, on the CPU.
         """
-        self._first_bags = [first_bags] * len(self._tickets)
+        self._claims = [each._replace(first_bags=first_bags) for each in self._claims]
 
     def batch_sizes(self) -> set[int]:
         """The distinct values of B; more than one if tickets are for different samples.
@@ -376,14 +387,14 @@ class Prefetched:
         """
         return {
             ticket.batch_size if first_bags is None else len(first_bags) - 1
-            for ticket, first_bags in zip(self._tickets, self._first_bags, strict=True)
+            for ticket, _, first_bags in self._claims
         }
 
     def missing_samples(self) -> list[Tensor]:
         """For each ticket, which samples had rows to fetch when it was made, (B,) bool."""
         return [
             _any_of_bags(ticket.missing_samples(), first_bags)
-            for ticket, first_bags in zip(self._tickets, self._first_bags, strict=True)
+            for ticket, _, first_bags in self._claims
         ]
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Prefetched]:
@@ -406,17 +417,18 @@ class Prefetched:
         found: list[list[Ticket]] = []
         try:
             # If one split fails, `found` has those before it.
-            for ticket, first_bags in zip(self._tickets, self._first_bags, strict=True):
+            for ticket, _, first_bags in self._claims:
                 of_bags = [(_bags_of(samples, first_bags), each) for samples, each in parts]
                 found.append(ticket.split(of_bags))
         except BaseException:
             for part in (part for tickets in found for part in tickets):
                 part.release()
             raise
-        claims = [Prefetched(tickets[number] for tickets in found) for number in range(len(parts))]
-        for claim in claims:
-            claim._needs_slots = self._needs_slots
-        return claims
+        made = [Prefetched(()) for _ in parts]
+        for each, tickets in zip(self._claims, found, strict=True):
+            for claim, ticket in zip(made, tickets, strict=True):
+                claim._claims.append(_Claim(ticket, each.needs_slots))
+        return made
 
 
 def _any_of_bags(is_missing: Tensor, first_bags: Tensor | None) -> Tensor:
