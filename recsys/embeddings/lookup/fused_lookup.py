@@ -168,7 +168,6 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         gradient, because rows are then read in place.
     """
     tickets: list[Ticket] = []
-    bad = -1
     with DisableTorchFunctionSubclass():  # internal reads of tables
         if not _require_grad(parts):
             return Prefetched(())
@@ -180,15 +179,14 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         except BaseException as error:
             for ticket in tickets:
                 ticket.release()
-            if isinstance(error, NoSuchRow):
-                bad = error.position  # as in `fused_lookup`
-            elif not isinstance(error, NotEnoughSlots):
-                raise
-            else:
+            if isinstance(error, NotEnoughSlots):
                 return Prefetched((), has_room=False)
-    if bad >= 0:
-        raise explain(bad)
-    return Prefetched(tickets, needs_slots=partial(_require_grad, parts))
+            if not isinstance(error, NoSuchRow):
+                raise
+            bad = error.position  # explained below, as in `fused_lookup`
+        else:
+            return Prefetched(tickets, needs_slots=partial(_require_grad, parts))
+    raise explain(bad)
 
 
 def _require_grad(parts: Sequence[Part]) -> bool:

@@ -162,19 +162,13 @@ class ClaimCounter:
             else:
                 self._on_device += counts
             return
+        of_lookups = claim.num_lookups, claim.num_hits, claim.num_rows, claim.num_rows_hit
         if is_repeated:
-            claim = claim._replace(num_lookups=0, num_hits=0, num_rows=0, num_rows_hit=0)
+            of_lookups = 0, 0, 0, 0
         else:
             self.table_sums.add(claim)
-        old, moves = self._known, claim.moves
-        self._known = TierCounts(
-            num_lookups=old.num_lookups + claim.num_lookups,
-            num_hits=old.num_hits + claim.num_hits,
-            num_rows=old.num_rows + claim.num_rows,
-            num_rows_hit=old.num_rows_hit + claim.num_rows_hit,
-            num_fetched=old.num_fetched + len(moves.fetched_rows),
-            num_written_back=old.num_written_back + len(moves.written_rows),
-        )
+        more = *of_lookups, len(claim.moves.fetched_rows), len(claim.moves.written_rows)
+        self._known = TierCounts(*map(add, self._known, more))
 
     def add_written_back(self, count: int) -> None:
         """Add rows that were written back without a claim."""
