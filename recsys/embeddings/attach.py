@@ -209,10 +209,10 @@ def choose_updaters(
     marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
     if optimizer is None and not marked:
         return []
-    given = (
-        optimizer[0] if isinstance(optimizer, Sequence) else optimizer
-    )  # `read_marks` refuses both
-    marks = read_marks(_named(marked), given) if marked else None
+    given = optimizer[0] if isinstance(optimizer, Sequence) else optimizer
+    marks = None
+    if marked:  # raises if an optimizer is given, too
+        marks = read_marks([(table.name, table.weight) for table in marked], given)
     if isinstance(optimizer, Sequence):
         return _specs_by_torch(in_modules, optimizer, lazy_adam=lazy_adam)
     formula = optimizer if marks is None else marks.formula
@@ -386,10 +386,6 @@ def _require_whole_collections(tables: Sequence[NamedTable], updated: set[int], 
 
 def _names_of(tables: Sequence[NamedTable]) -> dict[int, str]:
     return {id(table.weight): table.name for table in tables}
-
-
-def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:
-    return [(table.name, table.weight) for table in tables]
 
 
 class _BeforeStep:

@@ -255,7 +255,7 @@ def _look_up_where_rows_are(
 def empty_result(
     dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
 ) -> Tensor:
-    """Memory for pooled rows, (B, W) or (B, F, W / F); that of `result_in` if it is like this."""
+    """Memory for pooled rows, (B, W) or (B, F, W / F); `result_in`'s if it fits."""
     batch_size, width = bags.batch_size, lookups.width
     shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
     offered: Tensor | None = getattr(_offered, "memory", None)
@@ -274,11 +274,11 @@ def empty_result(
 
 @contextmanager
 def result_in(memory: Tensor | None) -> Iterator[None]:
-    """Have the first lookup in this context write its result to `memory`, if it is of its form.
+    """Have the first lookup in this context write its result to `memory`, if the result fits.
 
     Args:
-        memory: What a CUDA graph reads, so that the result need not be copied there. Nothing may
-            need its numbers any more. None for no memory.
+        memory: What a CUDA graph reads, so that the result need not be copied there. Its numbers
+            are overwritten. None for no memory.
     """
     before = getattr(_offered, "memory", None)
     _offered.memory = memory

@@ -212,7 +212,7 @@ class AheadQueue:
         self._batch = (self._batch or 0) + 1
 
     def num_before(self, lookups: Lookups) -> int:
-        """For how many mini-batches before the current one tickets for these lookups wait."""
+        """The number of earlier mini-batches with waiting tickets for these lookups."""
         found = [each for each in self._held_of(lookups) if each.lookups is lookups]
         if self._batch is None:
             return len(found)

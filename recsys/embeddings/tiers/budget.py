@@ -216,7 +216,7 @@ def require_room_beside_rows(budget_bytes: int, rows_bytes: int, tracker_bytes: 
 def _slots(
     spaces: Sequence[SpaceSize], least: Sequence[int], pinned: Sequence[int], per_table: int
 ) -> list[int]:
-    """The slots of each space: those of pinned rows, and so many for each table, or the least."""
+    """The slots of each space: its pinned rows, and `per_table` for each table, `least` or more."""
     found = []
     for space, needed, num_pinned in zip(spaces, least, pinned, strict=True):
         shares = sum(min(size, per_table) for size in space.sizes)

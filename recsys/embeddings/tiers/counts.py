@@ -137,8 +137,8 @@ class ClaimCounter:
 
     Attributes:
         table_sums: The counts by table.
-        num_repeated: How many of the next claims repeat those of an earlier run, whose mini-batches
-            waited when it ended. Their lookups are counted already; the rows they move are not.
+        num_repeated: How many of the next claims repeat claims of an earlier run, for mini-batches
+            that it had prepared. Their lookups are counted already; the rows they move are not.
     """
 
     def __init__(self, num_tables: int) -> None:

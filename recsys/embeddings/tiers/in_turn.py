@@ -1,7 +1,7 @@
 """Lets several threads use one object: each of its methods waits until no other thread is in one.
 
-Evaluation in a second thread beside training is right with a budget because of this. It reads rows
-where they are, and training meanwhile moves and updates them.
+So a second thread may evaluate during training with a budget: it reads rows where they are, while
+training moves and updates them.
 """
 
 from __future__ import annotations

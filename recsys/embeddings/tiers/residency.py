@@ -81,8 +81,8 @@ class Residency:
     Attributes:
         hot: The slots.
         counter: Counts since the tiers were made.
-        times: The time of transfers, and the time spent waiting for them. Of transfers that a
-            device makes, the time to queue them, as that of fetches.
+        times: The time of transfers, and the time spent waiting for them. A transfer that a device
+            makes counts as a fetch, with the time to queue it.
         queue: The queue of transfers.
         changed_rows: Records the rows that are written to the cold store; None for no record.
     """
@@ -94,9 +94,9 @@ class Residency:
         self.queue = TransferQueue()
         self.changed_rows: ChangedRows | None = None
         self._held: set[HeldSlots] = set()
-        self._released: deque[HeldSlots] = deque()  # of holds that died; still counted
-        self._dropped: list[Any] = []  # slots of those that are not counted any more
-        self._most_needed = 0  # slots that those held need at the most
+        self._released: deque[HeldSlots] = deque()  # their holds have died; still in `_held`
+        self._dropped: list[Any] = []  # slots taken out of `_held`, to be released
+        self._most_needed = 0  # the most slots that `_held` can need
         self._written = WrittenRows()
         self._has_warned = False
 
@@ -169,7 +169,7 @@ class Residency:
         Returns:
             None if there may be too few slots; then nothing was claimed.
         """
-        # Before the context, which comes after what the caller has queued: the last use of these.
+        # These are released in `in_order`, so after the caller's last use of them.
         self._take_released()
         most_rows = self._most_rows(lookups, bags)
         if most_rows is None:

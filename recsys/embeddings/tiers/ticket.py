@@ -73,8 +73,8 @@ class Ticket:
         bags: The input of the lookup with slots in place of rows; None until the lookup.
         ids: For a ticket made ahead, a copy of the ids of its lookup.
         queue: For a ticket made ahead, the queue in which it waits for its lookup.
-        number: For a ticket made ahead, the queue's number of it; parts have that of the whole.
-        batch: For a ticket made ahead, the queue's number of its mini-batch; None for none.
+        number: For a ticket made ahead, its number in the queue; a part has that of the whole.
+        batch: For a ticket made ahead, the number of its mini-batch in the queue; None for none.
         is_taken: Whether its slots were passed on, to a ticket of the lookup or to parts.
     """
 

@@ -153,7 +153,7 @@ class TransferQueue:
         self._notice_fork()
         if not self._num_unannounced:
             return
-        # Neither a signal nor another thread comes between the count and what it says.
+        # No signal and no other thread may come between reading the count and submitting it.
         with interrupts_held_back(), self._changed:
             count, self._num_unannounced = self._num_unannounced, 0
             if self._thread is None:

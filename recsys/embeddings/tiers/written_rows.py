@@ -1,7 +1,7 @@
-"""Rows that were written back by lists on a device, for the record of changed rows.
+"""Marks rows as changed that a device has written back: only lists on the device name them.
 
-The lists are copied to the host without waiting. Rows are marked once their list has arrived; a
-flush marks all.
+The lists are copied to the host, which does not wait. The rows of a list are marked once it has
+arrived; a flush waits for all lists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Coming(NamedTuple):
 
 
 class WrittenRows:
-    """Lists of rows on their way to the host, and the records that they are meant for."""
+    """Lists of rows on their way to the host, each with the record that gets the rows."""
 
     def __init__(self) -> None:
         self._coming: deque[_Coming] = deque()

@@ -116,10 +116,9 @@ class GroupUpdater:
         self._states: list[StateArrays] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
-        self._last_state_objects: list[
-            Any
-        ] = []  # all that the optimizer had when it was last looked into
-        self._last_state_by_table: list[dict[str, Any]] = []  # of these tables
+        # The tables and all of the optimizer's state when it was last read, and each table's state.
+        self._last_state_objects: list[Any] = []
+        self._last_state_by_table: list[dict[str, Any]] = []
         self._read: _ReadSettings | None = None
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables in `_files`

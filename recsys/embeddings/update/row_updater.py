@@ -368,7 +368,7 @@ class RowUpdater:
         """
         for group in self._groups:
             move_slots(group.group, device)
-        self.reload_state()  # which a GPU must reach, as it must the tables
+        self.reload_state()  # a GPU must reach the state, too
 
     def sync(self) -> None:
         """Write updated rows and state back to the tables, and files to the disk.

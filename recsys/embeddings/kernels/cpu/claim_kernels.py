@@ -43,7 +43,7 @@ _HELD, _FETCHED_ROWS, _FETCHED_SLOTS, _WRITTEN_ROWS, _WRITTEN_SLOTS, _NUM_LISTS 
 
 
 class ClaimScratch(NamedTuple):
-    """Memory that claims work in; each overwrites what the one before has written."""
+    """Memory that claims work in; each claim overwrites it."""
 
     starts: NDArray[np.int64]  # (T + 1,) number of values before those of each table
     counts: NDArray[np.int64]  # (_NUM_COUNTS, T)

@@ -24,7 +24,7 @@ NO_INTEGERS = _NONE_32, _NONE_64
 
 
 def by_width(integers: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The array as the one of its width, beside an empty one.
+    """The array in the place of its width, and an empty one in the other place.
 
     Args:
         integers: int32 or int64.

@@ -1,7 +1,7 @@
 """A miniature cache: simulates slots for a sample of the rows, with the eviction of the real slots.
 
     rows        the row in each simulated slot, or EMPTY
-    num_uses    how often claims looked that row up; the clock's hand halves it when passing
+    num_uses    how often claims looked that row up; the clock's hand halves it in passing
     last_claim  the last claim that looked it up
     keys        a hash table with linear probing: the row at each place, or EMPTY
     places      the simulated slot of that row

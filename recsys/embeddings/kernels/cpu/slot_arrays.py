@@ -3,7 +3,7 @@
     slot_of_row   slot of a row; NOWHERE; or AWAITED + slot: the row's own slot, still empty
     row_of_slot   row of a slot; EMPTY
     num_claims    how many tickets need the row that a slot holds
-    num_uses      how many tickets needed the row; the clock's hand halves it when passing
+    num_uses      how many tickets needed the row; the clock's hand halves it in passing
     flags         PINNED: the slot keeps its row; DIRTY: the cold store has an older value;
                   POPULAR: pinned for its uses, until the next choice of popular rows
 

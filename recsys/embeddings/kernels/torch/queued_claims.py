@@ -69,11 +69,11 @@ def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
 
 
 def num_enough(slot_map: TorchSlotMap, num_needed: int) -> int:
-    """So many slots from the hand on have enough for a claim, beside those of tickets and pins.
+    """How many slots from the hand on surely include enough free ones for a claim.
 
     Args:
         slot_map: The slots.
-        num_needed: The most slots that all tickets need.
+        num_needed: The most slots that all tickets need, including this claim.
     """
     return max(1, num_needed + slot_map.num_pinned - slot_map.first_slot)
 

@@ -242,7 +242,7 @@ def _first(is_meant: Tensor) -> Tensor:
 class Transfer(NamedTuple):
     """The rows to copy for a claim, in this order; places of no row are `NOWHERE`.
 
-    In that of a queued claim, rows come before places of no row, in descending order.
+    For a queued claim, rows come first, in descending order, then places of no row.
 
     Attributes:
         written_rows: Rows that must be written back, (U,).
