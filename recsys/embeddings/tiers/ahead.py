@@ -251,12 +251,10 @@ class AheadQueue:
                     return ticket.take(bags)
         return None
 
-    def give_up_last(self) -> bool:
-        """Release the last ticket; False if there is none."""
-        found = self.waiting()
-        if found:
-            found[-1].release()
-        return bool(found)
+    def give_up_last(self) -> None:
+        """Release the last ticket, if there is one."""
+        for ticket in self.waiting()[-1:]:
+            ticket.release()
 
     def give_up_all(self) -> None:
         """Release every ticket."""

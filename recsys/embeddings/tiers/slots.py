@@ -99,6 +99,7 @@ class Slots:
         self.first_rows: NDArray[np.uint64] = np.cumsum([0, *sizes]).astype(np.uint64)
         require_numbers(int(self.first_rows[-1]), num_slots)
         self.num_slots, self.num_unpinned = num_slots, 0
+        self._slot_bytes = slot_bytes(dim, dtype, state_sizes)
         self.forecast: Forecast | None = None
         self.rows = empty_rows(num_slots, dim, dtype=dtype, device=device)
         self.states = [
@@ -132,22 +133,16 @@ class Slots:
     @property
     def num_bytes(self) -> int:
         """Bytes of the row map and all slots."""
-        return self.bytes_with(self.num_slots)
+        return map_bytes(int(self.first_rows[-1])) + self.num_slots * self._slot_bytes
 
     @property
     def row_bytes(self) -> int:
         """Bytes that move with a row: the row and its state."""
         return sum(each.itemsize * each.shape[1] for each in (self.rows, *self.states))
 
-    def bytes_with(self, num_slots: int) -> int:
-        """Bytes with another number of slots."""
-        sizes = {str(number): state.shape[1] for number, state in enumerate(self.states)}
-        of_slot = slot_bytes(self.rows.shape[1], self.rows.dtype, sizes)
-        return map_bytes(int(self.first_rows[-1])) + num_slots * of_slot
-
     def slots_with(self, num_bytes: int) -> int:
         """The number of slots that fit in `num_bytes`; at most one per row."""
-        more = (num_bytes - self.num_bytes) // (self.bytes_with(1) - self.bytes_with(0))
+        more = (num_bytes - self.num_bytes) // self._slot_bytes
         return min(self.num_slots + more, int(self.first_rows[-1]))
 
     def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:

@@ -92,7 +92,8 @@ def test_what_twice_the_budget_saves_is_forecast_within_15_percent(exponent, num
     forecast = now.forecast
     num_more = now.hot.slots_with(2 * now.hot.num_bytes)
     more = Claims(200_000, num_more)
-    assert more.hot.num_bytes <= 2 * now.hot.num_bytes < more.hot.bytes_with(num_more + 1)
+    too_many = Claims(200_000, num_more + 1)
+    assert more.hot.num_bytes <= 2 * now.hot.num_bytes < too_many.hot.num_bytes
 
     for rows in zipf(200_000, 500, 400, exponent, seed=3):
         now.claim(rows)
