@@ -147,8 +147,6 @@ class TableModule(AbstractTables):
         assert updater is not None
         assert lookups is not None
         return group.calls(updater).look_up(
-            lookups.distinct_tables[0],
-            self._known_tables[0],
             lookups,
             ids,
             offsets,

@@ -96,8 +96,6 @@ class BagCalls:
 
     def look_up(
         self,
-        number: int,
-        table: nn.Parameter,
         lookups: Lookups,
         ids: Tensor,
         offsets: Tensor | None,
@@ -111,9 +109,7 @@ class BagCalls:
         """Look up and pool.
 
         Args:
-            number: Number of the table in the group.
-            table: The Parameter.
-            lookups: One lookup, in this table.
+            lookups: One lookup, in one table of the group.
             ids: As for `pool_one_table`; need not be contiguous.
             offsets: As for `pool_one_table`.
             weights: A factor for each id; None for 1.
@@ -135,6 +131,8 @@ class BagCalls:
         num_bags = prod(bags)
         if num_bags < 1:
             return None
+        [number] = lookups.distinct_tables
+        table = group.tables[number]
         memory = None if group.tiers is not None else self._memory_of(group, number, table)
         dtype = _dtype_here(group) if memory is None else memory.dtype
         if dtype is None:
