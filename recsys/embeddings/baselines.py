@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recsys.batch import PooledEmbeddings
-from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
+from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
@@ -40,19 +40,10 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
 
     def __init__(self, tables: Sequence[TableConfig], device: torch.device | None = None) -> None:
         super().__init__(tables)
-        self.embedding_bags = nn.ModuleDict(
-            {
-                table.name: nn.EmbeddingBag(
-                    table.num_embeddings,
-                    table.embedding_dim,
-                    mode="sum",
-                    sparse=True,
-                    # Rows are drawn below; otherwise nn.EmbeddingBag would draw them first.
-                    _weight=torch.empty(table.num_embeddings, table.embedding_dim, device=device),
-                )
-                for table in self._tables
-            }
-        )
+        rows = [
+            torch.empty(each.num_embeddings, each.embedding_dim, device=device) for each in tables
+        ]
+        self.embedding_bags = make_bags(tables, rows)
         self.reset_parameters()
 
     def table_weights(self) -> Sequence[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, PooledEmbeddings
-from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, pooling_of
+from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags, pooling_of
 from recsys.embeddings.lookup.collection_input import (
     id_error,
     require_bags,
@@ -122,7 +122,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             require_device(device, "use TorchRec for tables on that device")
         self._is_weighted = is_weighted
         self.row_optimizer: FusedOptimizer | None = None
-        self.embedding_bags = self._make_bags(tiers.make_rows(tables)) if _bags is None else _bags
+        self.embedding_bags = make_bags(tables, tiers.make_rows(tables)) if _bags is None else _bags
         if _bags is None and not tiers.has_trained_rows:
             self.reset_parameters()
         self.detach()
@@ -315,7 +315,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         if not all(
             map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._known_tables)
         ):
-            self._refresh_tables()
+            if self._updater is None:
+                self._lay_out_own()
+            else:
+                self._require_tables()
         kernels = self._layouts[0].group.kernels
         is_deferred = kernels.errors is not None
         if features.keys() != self._known_keys:
@@ -348,28 +351,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 layout.place(self._known_positions)
             parts.append(Part(layout.group, layout.lookups, bags_of[is_mean]))
         return parts, weights, (values,) if is_one_hot else (values, offsets)
-
-    def _refresh_tables(self) -> None:
-        """Use Parameters that replaced the tables; raise if an updater has the tables."""
-        if self._updater is None:
-            self._lay_out_own()
-        else:
-            self._require_tables()
-
-    def _make_bags(self, rows: Sequence[Tensor]) -> nn.ModuleDict:
-        return nn.ModuleDict(
-            {
-                table.name: nn.EmbeddingBag(
-                    table.num_embeddings,
-                    table.embedding_dim,
-                    mode=pooling_of(table),
-                    sparse=True,
-                    # Without `_weight`, nn.EmbeddingBag would first draw from N(0, 1).
-                    _weight=of_table,
-                )
-                for table, of_table in zip(self._tables, rows, strict=True)
-            }
-        )
 
     def _own_groups(self, *, are_tied_once: bool) -> list[tuple[TableGroup, int]]:
         """Make a group for each dim, pooling and dtype; return each table's group and number there.

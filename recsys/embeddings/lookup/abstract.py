@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recsys.batch import Features
     from recsys.embeddings.table import TableConfig
 
-__all__ = ["AbstractCollection", "AbstractEmbeddingBags", "draw_rows", "pooling_of"]
+__all__ = ["AbstractCollection", "AbstractEmbeddingBags", "draw_rows", "make_bags", "pooling_of"]
 
 
 class AbstractCollection(nn.Module, ABC):
@@ -151,6 +151,22 @@ class AbstractEmbeddingBags(AbstractCollection):
             bounds = offsets[position * batch_size : (position + 1) * batch_size + 1]
             bag_weights = None if weights is None else weights[begin:end]
             yield values[begin:end], bounds - begin, bag_weights
+
+
+def make_bags(tables: Sequence[TableConfig], rows: Sequence[Tensor]) -> nn.ModuleDict:
+    """An `nn.EmbeddingBag` with a sparse gradient for each table, on these rows, by name."""
+    return nn.ModuleDict(
+        {
+            table.name: nn.EmbeddingBag(
+                table.num_embeddings,
+                table.embedding_dim,
+                mode=pooling_of(table),
+                sparse=True,
+                _weight=of_table,  # without it, nn.EmbeddingBag would draw from N(0, 1)
+            )
+            for table, of_table in zip(tables, rows, strict=True)
+        }
+    )
 
 
 def draw_rows(table: Any, weight: Tensor) -> None:
