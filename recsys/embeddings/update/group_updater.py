@@ -410,6 +410,10 @@ class GroupUpdater:
         updated: Sequence[int],
         by_table: Sequence[dict[str, Any]],
     ) -> list[RowSpace]:
+        """Each state array of all tables as a row space; made again if the optimizer has others.
+
+        Tables in `updated` get all arrays; others may have none yet.
+        """
         if (
             rows is self._states_of
             and [state.name for state in self._states] == list(sizes)
@@ -420,16 +424,13 @@ class GroupUpdater:
             # Pending transfers must end before a state file is made again.
             self.group.tiers.flush()
             self.group.tiers.residency.settle()
-        before, self._states = (
-            self._states,
-            [self._make_state(name, size, updated, by_table) for name, size in sizes.items()],
-        )
+        before = self._states
+        self._states = [self._make_state(*each, updated, by_table) for each in sizes.items()]
         self._states_of = rows
         spaces = [state.space for state in self._states]
         if self.group.tiers is not None:
-            are_others = any(
-                new.replaces(old) for old, new in zip(before, self._states, strict=False)
-            )
+            pairs = zip(before, self._states, strict=False)
+            are_others = any(new.replaces(old) for old, new in pairs)
             self.group.tiers.keep_state_in(spaces, are_others=are_others)
         return spaces
 
