@@ -104,18 +104,16 @@ class Call(NamedTuple):
             slots = None if ticket is None else ticket.slot_of_value
             bags = rows.without_row(self.padding_idx, slots)
             rows = rows.without_row(self.padding_idx)
-        if ticket is None:
-            return LedgerEntry(lookups, bags, gradient, version, self.rows, number=self.number)
         return LedgerEntry(
             lookups,
             bags,
             gradient,
             version,
             self.rows,
-            rows,
+            None if ticket is None else rows,
             ticket,
             lookups,
-            is_cut=self.padding_idx is not None,
+            is_cut=ticket is not None and self.padding_idx is not None,
             number=self.number,
         )
 
