@@ -144,23 +144,23 @@ class Residency:
                 "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
-        is_reached = self._is_reached()
-        queued = self._queue_claim(lookups, bags) if is_reached else None
+        by_device = self._is_copied_by_device()
+        queued = self._queue_claim(lookups, bags) if by_device else None
         if queued is not None:
             return queued
-        if is_reached and not may_wait:
+        if by_device and not may_wait:
             raise NotEnoughSlots(self, self.hot.num_slots + 1)
         self._collect()
         claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
         hold = self._hold(claim, claim.num_rows)
-        after_hits, moves = self._transferred(is_reached), claim.moves
+        after_hits, moves = self._transferred(by_device), claim.moves
         if len(moves.fetched_rows):
             in_order = self.hot.in_order()
-            if is_reached:
+            if by_device:
                 self._copy(moves, in_order)
             else:
                 self._move(moves, in_order, in_background=in_background)
-        after, fetched = self._transferred(is_reached), moves.fetched_slots
+        after, fetched = self._transferred(by_device), moves.fetched_slots
         return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
 
     def _queue_claim(self, lookups: Lookups, bags: Any) -> Ticket | None:
@@ -242,9 +242,9 @@ class Residency:
         num_unpinned = self.hot.num_slots - self.hot.map.num_pinned
         return count if self._most_needed + count <= num_unpinned else None
 
-    def _transferred(self, is_reached: bool) -> Transferred:
+    def _transferred(self, by_device: bool) -> Transferred:
         """The point after all transfers so far."""
-        return Transferred(self.queue.last, self.hot.last_transfer if is_reached else None)
+        return Transferred(self.queue.last, self.hot.last_transfer if by_device else None)
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Any, result: Tensor) -> int:
         """Pool rows from their slots or from the tables; no slot is claimed, and no row moves.
@@ -393,7 +393,7 @@ class Residency:
         self.settle()
         self.queue.require_intact()
 
-    def _is_reached(self) -> bool:
+    def _is_copied_by_device(self) -> bool:
         """Whether the device copies rows by itself; once it cannot, it never does again."""
         copies = self._copies
         if copies is None:
@@ -408,7 +408,7 @@ class Residency:
 
     def _move_now(self, moves: Moves) -> None:
         """Copy rows on the caller's stream, and wait for them; no transfer is pending."""
-        if self._is_reached():
+        if self._is_copied_by_device():
             self._copy(moves, nullcontext())
             self.settle()
         else:
