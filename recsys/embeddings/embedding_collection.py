@@ -386,15 +386,15 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         tables = [
             NamedTable(
                 name,
-                f"embeddings.{name}.weight",
-                f"{name}.",
-                cast("nn.Parameter", holder.weight),
-                "",
-                name,
-                (),
+                key=f"embeddings.{name}.weight",
+                state_prefix=f"{name}.",
+                weight=weight,
+                collection="",
+                planned_as=name,
+                features=(),
                 is_sparse=True,
             )
-            for name, holder in self.embeddings.items()
+            for name, weight in zip(self.embeddings, self.table_weights(), strict=True)
         ]
         specs = choose_updaters(tables, optimizer, lazy_adam=False)
         if not specs:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from weakref import ref
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.lookup.device_tables import AbstractTables
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.residency import Residency
     from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.update.tiering import Pinned
     from recsys.embeddings.update.translation import Translation
 
 __all__ = ["Places", "RowUpdater"]
@@ -303,7 +302,7 @@ class RowUpdater:
     def tier(
         self,
         budget: int | str,
-        pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
+        pinned: Pinned,
         *,
         files: ColdFiles | None,
         names: Mapping[nn.Parameter, str],
