@@ -24,3 +24,18 @@ def test_the_same_tables_give_the_same_object():
     assert LOOKUPS.of_tables({0, 1}) is LOOKUPS.of_tables([1, 0, 5])
     assert LOOKUPS.of_tables({0, 1, 2}) is LOOKUPS
     assert not len(LOOKUPS.of_tables(()).tables)
+
+
+def test_a_feature_is_in_a_layer_once_and_a_table_in_one_layer():
+    lookups = Lookups(
+        tables=np.array([2, 0, 1, 0, 3], np.uint64),
+        positions=np.array([3, 1, 3, 2, 1], np.uint64),
+        columns=np.arange(0, 20, 4, dtype=np.uint64),
+        width=20,
+    )
+
+    assert [each.tables.tolist() for each in lookups.layers()] == [[2, 0, 0], [1, 3]]
+    assert [each.positions.tolist() for each in lookups.layers()] == [[3, 1, 2], [3, 1]]
+    assert lookups.layers()[1] is lookups.layers()[1]
+    assert LOOKUPS.layers() == [LOOKUPS]
+    assert Lookups.nothing().layers() == []
