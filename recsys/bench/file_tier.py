@@ -20,6 +20,7 @@ schedule can be faster than the slower floor, except for rows in the page cache.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import threading
@@ -372,12 +373,12 @@ class _AnonymousMemory:
     """
 
     def __init__(self) -> None:
-        self.at_start = self.peak = process_memory()["RssAnon"]
+        self.at_start = self.peak = process_memory().get("RssAnon", math.nan)
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
         while True:
-            self.peak = max(self.peak, process_memory()["RssAnon"])
+            self.peak = max(self.peak, process_memory().get("RssAnon", math.nan))
             time.sleep(0.01)
 
 
