@@ -41,9 +41,10 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
     def __init__(self, tables: Sequence[TableConfig], device: torch.device | None = None) -> None:
         super().__init__(tables)
         rows = [
-            torch.empty(each.num_embeddings, each.embedding_dim, device=device) for each in tables
+            torch.empty(each.num_embeddings, each.embedding_dim, device=device)
+            for each in self._tables
         ]
-        self.embedding_bags = make_bags(tables, rows)
+        self.embedding_bags = make_bags(self._tables, rows)
         self.reset_parameters()
 
     def table_weights(self) -> Sequence[Tensor]:

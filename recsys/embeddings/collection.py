@@ -116,6 +116,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
+        tables = self._tables
         tiers = TierArguments(budget, plan, cold_tier, cold_path, device)
         tiers = tiers.of_collection(tables, optimizer)
         if _bags is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,6 +56,7 @@ class Lookups:
     _placed: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = field(
         default=None, init=False, repr=False
     )
+    _layers: list[Lookups] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = Counter(self.tables.tolist())
@@ -94,14 +94,17 @@ class Lookups:
     def layers(self) -> list[Lookups]:
         """The lookups in groups without a repeated feature, so that a value has one row and slot.
 
-        All lookups of a table are in one group, in their order.
+        All lookups of a table are in one group, in their order. Each call has the same objects.
         """
-        if len(self._layers) == 1:
-            return [self]
-        return [self.of_tables(tables) for tables in self._layers]
+        if not self.distinct_tables:
+            return []
+        if self._layers is None:
+            layers = [self.of_tables(tables) for tables in self._tables_of_layers()]
+            # A cache in a frozen class. An object that is one layer must not refer to itself.
+            object.__setattr__(self, "_layers", [] if layers == [self] else layers)
+        return self._layers or [self]
 
-    @cached_property
-    def _layers(self) -> list[set[int]]:
+    def _tables_of_layers(self) -> list[set[int]]:
         """The tables of each group of `layers`."""
         features_of: dict[int, set[int]] = {}
         for table, position in zip(self.tables.tolist(), self.positions.tolist(), strict=True):

@@ -38,4 +38,5 @@ def test_a_feature_is_in_a_layer_once_and_a_table_in_one_layer():
     assert [each.positions.tolist() for each in lookups.layers()] == [[3, 1, 2], [3, 1]]
     assert lookups.layers()[1] is lookups.layers()[1]
     assert LOOKUPS.layers() == [LOOKUPS]
+    assert LOOKUPS.layers() == [LOOKUPS]  # from the cache
     assert Lookups.nothing().layers() == []
