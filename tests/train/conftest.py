@@ -26,6 +26,8 @@ def table_store(tmp_path):
         sizes = [TABLES[each.table] for each in features if not each.is_bag]
         sparse = np.stack([rng.zipf(1.5, num_samples) % size for size in sizes], 1)
         bags = [each for each in features if each.is_bag]
+        looked_up = {each.table for each in features}
+        sizes_of_tables = {name: size for name, size in TABLES.items() if name in looked_up}
         lengths = rng.integers(0, 5, (num_samples, len(bags)))
         highs = np.repeat(np.tile([TABLES[each.table] for each in bags], num_samples), lengths.flat)
         values = (rng.zipf(1.5, len(highs)) % highs).astype(np.int32)
@@ -53,7 +55,7 @@ def table_store(tmp_path):
             )
             writer.finish(
                 dense_names=[f"dense_{column}" for column in range(num_dense)],
-                table_sizes=TABLES,
+                table_sizes=sizes_of_tables,
                 splits=classic_splits(num_samples),
                 about={"convention": "table", "sources": [], "schema": {"label": "click"}},
             )

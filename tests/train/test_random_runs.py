@@ -1,0 +1,88 @@
+"""Runs of random configurations: with a budget, and stopped and continued, as without."""
+
+import contextlib
+import os
+import random
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recsys.config import load_config
+from recsys.errors import BudgetTooSmall
+from recsys.train.judge.evaluation import evaluate_run
+from tests.train.random_runs import FEATURES, draw_run
+
+SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
+Killed = SHARED["Killed"]
+history = SHARED["history"]
+require_same = SHARED["require_same"]
+run = SHARED["run"]
+stop_at = SHARED["stop_at"]
+
+SEEDS = range(200) if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else range(3)
+
+
+@pytest.fixture
+def data_of(table_store):
+    def data_of(drawn):
+        if drawn.features is None:
+            return "synthetic:criteo-kaggle"
+        features = FEATURES[drawn.features]
+        return str(table_store(num_samples=drawn.num_samples, features=features))
+
+    return data_of
+
+
+def run_with_least_budget(data, settings, path):
+    """The configuration, the folder and the record of the first budget that has room."""
+    for kibibytes in (6, 12, 18, 24, 36, 48, 72, 96, 192, 384):
+        config = load_config(None, [*settings, f"budget={kibibytes}KiB"], data=data)
+        folder = path / f"{kibibytes}KiB"
+        with contextlib.suppress(BudgetTooSmall):
+            return config, folder, run(config, folder)
+    raise AssertionError("no budget has room")
+
+
+def run_in_pieces(config, folder, stops, stop_at):
+    stop_at(*stops)
+    for number in range(1 + len(stops)):
+        try:
+            record = run(config, folder, resume=number > 0)
+        except Killed:
+            continue
+        if record["status"] == "finished":
+            return record
+    raise AssertionError("the run has not ended")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of runs that are too short for their settings
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_budget_and_stops_change_no_bit(seed, data_of, stop_at, tmp_path):
+    drawn, draw = draw_run(seed), random.Random(seed)
+    data, settings = data_of(drawn), (*drawn.settings, *drawn.schedule)
+    config, folder, whole = run_with_least_budget(data, settings, tmp_path)
+    model = load_file(folder / "model.safetensors")
+
+    if not drawn.changes_order:
+        resident = run(load_config(None, drawn.settings, data=data), tmp_path / "resident")
+        require_same(load_file(tmp_path / "resident" / "model.safetensors"), model)
+        require_same(resident["metrics"], whole["metrics"])
+
+    num_steps = whole["throughput"]["num_steps"]
+    steps = sorted({draw.randint(1, num_steps - 1) for _ in range(draw.randint(1, 3))})
+    stops = [(step, draw.choice([None, signal.SIGINT, signal.SIGTERM])) for step in steps]
+    record = run_in_pieces(config, tmp_path / "pieces", stops, stop_at)
+    found = load_file(tmp_path / "pieces" / "model.safetensors")
+    if "schedule.name=hotline" in drawn.schedule:  # sums of another order
+        torch.testing.assert_close(found, model, rtol=1e-3, atol=1e-3)
+    else:
+        require_same(found, model)
+        require_same(history(tmp_path / "pieces"), history(folder))
+        require_same(record["metrics"], whole["metrics"])
+
+    evaluated = evaluate_run(folder)
+    assert evaluated["test"].as_dict() == whole["metrics"]["test"]
