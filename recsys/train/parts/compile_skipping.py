@@ -60,12 +60,15 @@ def _small_module(config: TrainConfig) -> HotColdEmbeddingBagCollection:
     table = TableConfig(
         name="table", num_embeddings=_NUM_ROWS, embedding_dim=dim, feature_names=("table",)
     )
-    is_tiered = bool(config.budget or config.plan)
+    formula = row_optimizer(config.optimizer)
+    row_bytes = 4 * (dim + sum(formula.state_sizes(dim).values()))
+    # A byte less than all rows take. Rows of one number are shorter than what slots need for each.
+    is_tiered = bool(config.budget or config.plan) and row_bytes > 4
     return HotColdEmbeddingBagCollection(
         [table],
         device=torch.device(config.device),
-        optimizer=row_optimizer(config.optimizer),
-        budget=_NUM_ROWS * (2 * dim + 12) if is_tiered else None,
+        optimizer=formula,
+        budget=_NUM_ROWS * row_bytes - 1 if is_tiered else None,
     )
 
 
