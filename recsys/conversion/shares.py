@@ -236,7 +236,7 @@ def shares_of_recsys(
             continue
         groups_of = [Group(each.space_size(), each.group.tables) for each in updater.groups]
         if is_new:
-            formula = updater.groups[0].formula
+            formula = updater.groups[0].settings.formula
             budgeted = planned_budget(tables, formula, budget, plan, profile)
             shares.append(Share(groups_of, True, *budgeted, cold_tier))
         else:

@@ -205,7 +205,7 @@ class SavedTable:
         with DisableTorchFunctionSubclass():  # internal read of the table
             self.require_state(name, tuple(shape), dtype)
             state, files = self._updater.optimizer.state[self.weight], self._files()
-            own_name = "" if files is None else self._group.name_in_files(self._number)
+            own_name = "" if files is None else self._group.state.name_in_files(self._number)
             found: Tensor | None = state.get(name)
             if found is None and files is not None:
                 found = files.array(own_name, name)
@@ -224,16 +224,13 @@ class SavedTable:
         Raises:
             WeightsError: the table's optimizer has no such array.
         """
-        columns = {
-            known: torch.Size(of_row).numel()
-            for known, of_row in self._group.state_columns().items()
-        }
+        sizes = self._group.settings.state_sizes
         wanted = compute_dtype(self.weight.dtype)
         found = shape[:1], torch.Size(shape[1:]).numel(), dtype
-        if name not in columns or found != ((self.num_rows,), columns[name], wanted):
+        if name not in sizes or found != ((self.num_rows,), sizes[name], wanted):
             raise WeightsError(
-                f"table {self.key!r}: its optimizer has state arrays {sorted(columns)} of "
-                f"{self.num_rows} rows of {sorted(columns.values())} numbers in {wanted}, got "
+                f"table {self.key!r}: its optimizer has state arrays {sorted(sizes)} of "
+                f"{self.num_rows} rows of {sorted(sizes.values())} numbers in {wanted}, got "
                 f"{name!r} of shape {shape} in {dtype}; load the state of the same optimizer"
             )
 

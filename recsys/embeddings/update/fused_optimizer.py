@@ -15,8 +15,8 @@ from recsys._support.torch_compat import (
     is_profiler_enabled,
 )
 from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.update.group_state import require_state
 from recsys.embeddings.update.row_updater import RowUpdater
-from recsys.embeddings.update.state_arrays import require_state
 from recsys.embeddings.update.translation import Translation
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
-"""Updates one table group: reads an optimizer's settings and state, and calls the kernel.
+"""Updates one table group: reads an optimizer's settings, and calls the kernel.
 
-A `torch.optim.Optimizer` has the settings (`param_groups`) and the state. A `Translation` says how
-to read them.
+A `torch.optim.Optimizer` has the settings, in `param_groups`. A `Translation` says how to read
+them.
 """
 
 from __future__ import annotations
 
-from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,37 +13,32 @@ import numpy as np
 from torch.autograd.graph import increment_version
 
 from recsys._support.interrupts import interrupts_held_back
-from recsys._support.memory import empty_rows
-from recsys._support.own_pages import empty_in_own_pages, in_own_pages
 from recsys._support.torch_compat import DisableTorchFunctionSubclass, plain_grad
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.rows.ledger import tables_in
 from recsys.embeddings.rows.rounding import table_key
-from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.budget import SpaceSize
-from recsys.embeddings.update.state_arrays import StateArrays, require_state
+from recsys.embeddings.update.group_state import GroupState
 from recsys.embeddings.update.tiering import make_tiers
-from recsys.errors import ColdTierError, NonFiniteGradient
+from recsys.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import nn
 
     from recsys.embeddings.kernels.cpu.row_update import BadRow
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.rows.ledger import LedgerEntry
     from recsys.embeddings.rows.row_space import RowSpace
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.update.translation import Settings, Translation
 
 __all__ = ["GroupUpdater", "PreparedUpdate"]
 
 
-_NO_STATE: dict[str, Any] = {}  # state of a table that was never updated; do not write to it
 _OF_TABLES = ("params", "param_names")  # entries of a param group that are not settings
 
 
@@ -96,6 +90,7 @@ class GroupUpdater:
 
     Attributes:
         group: As given.
+        state: The optimizer's state of the group.
         least_slots: With tiers, the most slots that a mini-batch has needed.
     """
 
@@ -108,24 +103,17 @@ class GroupUpdater:
     ) -> None:
         self.group = group
         self._optimizer, self._number, self._translation = optimizer, number, translation
+        self.state = GroupState(group, optimizer)
         self.least_slots = 1
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all cached settings, state arrays and files."""
-        self._states: list[StateArrays] = []
-        self._states_of: RowSpace | None = None
-        self._numbers: list[int] = []
-        # The tables and all of the optimizer's state when it was last read, and each table's state.
-        self._last_state_objects: list[Any] = []
-        self._last_state_by_table: list[dict[str, Any]] = []
         self._read: _ReadSettings | None = None
-        self._files: ColdFiles | None = None
-        self._names: list[str] = []  # of the tables in `_files`
+        self._numbers: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, without caches of memory addresses."""
-        kept = ("group", "_optimizer", "_number", "_translation", "least_slots")
+        """For copies and pickles, without what was read: objects of the optimizer before."""
+        kept = ("group", "state", "_optimizer", "_number", "_translation", "least_slots")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,27 +139,27 @@ class GroupUpdater:
         updated = ledger[0].lookups.distinct_tables if len(ledger) == 1 else tables_in(ledger)
         try:
             read = self._read_settings()
-            (formula, sizes, _, _), rates_T2 = read.settings, read.rates
+            formula, columns, rates_T2 = read.settings.formula, read.settings.columns, read.rates
             space = self.group.space()
             for entry in ledger:
                 if entry.tables is not space.tables:
                     entry.require_rows_in(space.tables)
             if self.group.tiers is not None:
                 self.group.tiers.reload_if_tables_changed(space)
-            settings = self._optimizer.param_groups[self._number]
-            is_stochastic = space.is_narrow and settings.get("stochastic_rounding", False)
+            param_group = self._optimizer.param_groups[self._number]
+            is_stochastic = space.is_narrow and param_group.get("stochastic_rounding", False)
             counts_steps = self._translation.counts_steps or is_stochastic
-            if not (counts_steps or sizes):
-                states = self._state_spaces(space, sizes, updated, ()) if self._states else []
-                return PreparedUpdate(ledger, updated, space, states, formula, rates_T2, TO_NEAREST)
-            by_table, new = self._state_by_table(updated)
+            by_table: Sequence[dict[str, Any]] = ()
+            new: Sequence[int] = ()
+            if counts_steps or columns:
+                by_table, new = self.state.by_table(updated)
             keys_T: NDArray[Any] = TO_NEAREST
-            steps: list[Any] = []
+            steps: Sequence[Any] = ()
             if counts_steps:
                 rates_T2, keys_T, steps = self._rates_and_keys(
-                    settings, formula, updated, by_table, is_stochastic=is_stochastic
+                    param_group, formula, updated, by_table, is_stochastic=is_stochastic
                 )
-            states = self._state_spaces(space, sizes, updated, by_table)
+            states = self.state.spaces(space, columns, by_table, updated)
             return PreparedUpdate(
                 ledger, updated, space, states, formula, rates_T2, keys_T, by_table, steps, new
             )
@@ -233,87 +221,26 @@ class GroupUpdater:
         return float(self._optimizer.param_groups[self._number]["lr"])
 
     @property
-    def formula(self) -> RowOptimizer:
-        """The update rule of the rows, by the current settings."""
-        return self._read_settings().settings.formula
+    def settings(self) -> Settings:
+        """The current settings of the tables' param group."""
+        return self._read_settings().settings
 
     def space_size(self) -> SpaceSize:
         """The size of all rows and their state."""
-        return SpaceSize.of(self.group.tables, self._state_sizes())
+        return SpaceSize.of(self.group.tables, self.settings.state_sizes)
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
         """Give the group tiers; arguments as for `make_tiers`."""
-        make_tiers(self.group, self._state_sizes(), num_slots, pinned, device, self._files)
+        sizes = self.settings.state_sizes
+        make_tiers(self.group, sizes, num_slots, pinned, device, self.state.files)
         self.reload_state()
         self.group.bind()
 
-    def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
-        """Keep the state in files, beside the tables; continue from state that the files have.
-
-        Args:
-            files: The files of the tables.
-            names: Names of all tables in `files`.
-
-        Raises:
-            ColdTierError: the files have the state of another optimizer.
-        """
-        self._files = files
-        self._names = [names[weight] for weight in self.group.tables]
-        columns = self.state_columns()
-        for weight, name in zip(self.group.tables, self._names, strict=True):
-            arrays = {each: files.array(name, each) for each in files.state_names(name)}
-            found = {
-                each: tuple(array.shape) for each, array in arrays.items() if array is not None
-            }
-            wanted = {each: (len(weight), *columns[each]) for each in columns}
-            # One number per row may be stored as (E,) or (E, 1).
-            sizes = [{each: prod(known[each]) for each in known} for known in (found, wanted)]
-            if found and sizes[0] != sizes[1]:
-                raise ColdTierError(
-                    f"{files.folder}: table {name!r} has the state {_shapes(found)}, and this "
-                    f"optimizer's is {_shapes(wanted)}; use the optimizer that it was trained "
-                    "with, or load a checkpoint into a new cold_path"
-                )
-            numbers = files.numbers.get(name, {})
-            if arrays or numbers:
-                self._optimizer.state[weight] = {**arrays, **numbers}
-
-    def name_in_files(self, table: int) -> str:
-        """A table's name in the files of `use_files`."""
-        return self._names[table]
-
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """The numbers in each table's state, such as its step, by the table's name in files."""
-        found = {}
-        for weight, name in zip(self.group.tables, self._names, strict=True):
-            state = self._optimizer.state.get(weight, _NO_STATE)
-            arrays = self._files.state_names(name) if self._files is not None else []
-            found[name] = {
-                key: value if isinstance(value, int) else float(value)
-                for key, value in state.items()
-                if key not in arrays
-            }
-        return found
-
     def reload_state(self) -> None:
         """Use the state that `load_state_dict` put into the optimizer."""
-        if self.group.tiers is None:
-            return
-        with DisableTorchFunctionSubclass():
-            by_table, _ = self._state_by_table(())
-            self._states_of = None
-            self._state_spaces(self.group.space(), self._state_sizes(), (), by_table)
-
-    def state_columns(self) -> dict[str, tuple[int, ...]]:
-        """The shape of one row's state, () or (size,), by the optimizer's name for the array."""
-        settings = self._read_settings().settings
-        return {
-            name: () if name in settings.row_states else (size,)
-            for name, size in settings.state_sizes.items()
-        }
-
-    def _state_sizes(self) -> dict[str, int]:
-        return self._read_settings().settings.state_sizes
+        if self.group.tiers is not None:
+            with DisableTorchFunctionSubclass():
+                self.state.reload(self.group.space(), self.settings.columns)
 
     def _read_settings(self) -> _ReadSettings:
         """The translated settings; read again when one of them is another object."""
@@ -329,27 +256,9 @@ class GroupUpdater:
         self._read = found if are_fixed else None
         return found
 
-    def _state_by_table(self, updated: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The optimizer's state of every table, and the tables that had none before this update."""
-        known = self._optimizer.state
-        # Parameters hash in Python, which is slow, so they are looked up only after a change.
-        now = [self.group.tables, *known.keys(), *known.values()]
-        if len(now) != len(self._last_state_objects) or not all(
-            map(is_, now, self._last_state_objects)
-        ):
-            self._last_state_objects = now
-            self._last_state_by_table = [
-                known.get(weight, _NO_STATE) for weight in self.group.tables
-            ]
-        found = list(self._last_state_by_table)
-        new = [table for table in updated if found[table] is _NO_STATE]
-        for table in new:
-            found[table] = {}
-        return found, new
-
     def _rates_and_keys(
         self,
-        settings: Mapping[str, Any],
+        param_group: Mapping[str, Any],
         formula: RowOptimizer,
         counted: Sequence[int],
         by_table: Sequence[dict[str, Any]],
@@ -366,11 +275,11 @@ class GroupUpdater:
             steps.append(by_table[table].get("step", translation.no_step) + 1)
             step = int(steps[-1])  # some of torch's optimizers keep it as a tensor
             if step not in of_step:
-                lr = translation.learning_rate(settings, step)
+                lr = translation.learning_rate(param_group, step)
                 of_step[step] = formula.rate_and_eps(lr, step)
             rates_T2[table] = of_step[step]
             if is_stochastic:
-                seed = settings.get("rounding_seed", 0)
+                seed = param_group.get("rounding_seed", 0)
                 keys_T[table] = table_key(seed, step, self._number_of(table))
         return rates_T2, keys_T, steps
 
@@ -402,93 +311,6 @@ class GroupUpdater:
                 for table, weight in enumerate(self.group.tables)
             ]
         return self._numbers[table]
-
-    def _state_spaces(
-        self,
-        rows: RowSpace,
-        sizes: Mapping[str, int],
-        updated: Sequence[int],
-        by_table: Sequence[dict[str, Any]],
-    ) -> list[RowSpace]:
-        """Each state array of all tables as a row space; made again if the optimizer has others.
-
-        Tables in `updated` get all arrays; others may have none yet.
-        """
-        if (
-            rows is self._states_of
-            and [state.name for state in self._states] == list(sizes)
-            and all(state.is_of(by_table, updated) for state in self._states)
-        ):
-            return [state.space for state in self._states]
-        if self.group.tiers is not None:
-            # Pending transfers must end before a state file is made again.
-            self.group.tiers.flush()
-            self.group.tiers.residency.settle()
-        before = self._states
-        self._states = [self._make_state(*each, updated, by_table) for each in sizes.items()]
-        self._states_of = rows
-        spaces = [state.space for state in self._states]
-        if self.group.tiers is not None:
-            pairs = zip(before, self._states, strict=False)
-            are_others = any(new.replaces(old) for old, new in pairs)
-            self.group.tiers.keep_state_in(spaces, are_others=are_others)
-        return spaces
-
-    def _make_state(
-        self, name: str, size: int, updated: Sequence[int], by_table: Sequence[dict[str, Any]]
-    ) -> StateArrays:
-        columns = () if name in self._read_settings().settings.row_states else (size,)
-        arrays = [
-            self._state_of(table, by_table[table], name, columns, is_needed=table in updated)
-            for table in range(len(self.group.tables))
-        ]
-        require_state(name, columns, self.group.tables, arrays)
-        space = self.group.make_space(arrays)
-        found = [state.get(name) for state in by_table]
-        return StateArrays(name, found, all(each is not None for each in found), arrays, space)
-
-    def _state_of(
-        self,
-        table: int,
-        state: dict[str, Any],
-        name: str,
-        columns: tuple[int, ...],
-        *,
-        is_needed: bool,
-    ) -> Tensor:
-        """A table's state array, (E, *columns); one number per row may also be stored as (E, 1).
-
-        As in torch, the state is made at the first update of the table.
-        """
-        weight, tiers = self.group.tables[table], self.group.tiers
-        is_reached = tiers is not None and tiers.are_reached
-        dtype = compute_dtype(weight.dtype)
-        known: Tensor | None = state.get(name)
-        if known is None:
-            if not is_needed:
-                return weight.new_empty(0, *columns, dtype=dtype)
-            if is_reached:
-                known = empty_in_own_pages((len(weight), *columns), dtype)
-            elif self._files is None:
-                known = empty_rows(len(weight), *columns, dtype=dtype, device=weight.device).zero_()
-            else:
-                known = self._files.make(self._names[table], name, (len(weight), *columns), dtype)
-            if self.group.changed_rows is not None:
-                self.group.changed_rows.note_new_state(known)
-        elif known.dtype != dtype or known.device != weight.device or not known.is_contiguous():
-            known = known.to(weight.device, dtype).contiguous()
-        if known.shape == weight.shape[:1] and columns == (1,):
-            known = known.unsqueeze(1)  # as earlier checkpoints have it
-        if self._files is not None and self._files.find(known) is None and len(known):
-            known = self._files.keep(self._names[table], name, known)
-        if is_reached:
-            known = in_own_pages(known)
-        state[name] = known
-        return known
-
-
-def _shapes(arrays: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in sorted(arrays.items())) or "none"
 
 
 def _is_fixed(value: Any) -> bool:

@@ -336,7 +336,7 @@ class RowUpdater:
                 return
             if files is not None:
                 for group in self._groups:
-                    group.use_files(files, names)
+                    group.state.use_files(files, names, group.settings.columns)
                 sync_at_exit(self)
             for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
                 group.tier(num_slots, rows, device)
@@ -380,7 +380,7 @@ class RowUpdater:
         if self._files is not None:
             for tiers in self.tiers():
                 tiers.note_writes()
-            numbers = [group.numbers() for group in self._groups]
+            numbers = [group.state.numbers() for group in self._groups]
             self._files.sync({name: known for each in numbers for name, known in each.items()})
 
     def tiers(self) -> list[Tiers]:

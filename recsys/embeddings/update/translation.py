@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -12,7 +13,11 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.optimizer import RowOptimizer
 
-__all__ = ["Settings", "Translation"]
+
+__all__ = ["Columns", "Settings", "Translation"]
+
+# The shape of one row of each state array, () or (size,), by the optimizer's name for the array.
+Columns = dict[str, tuple[int, ...]]
 
 
 class Settings(NamedTuple):
@@ -20,15 +25,18 @@ class Settings(NamedTuple):
 
     Attributes:
         formula: The update rule of the rows.
-        state_sizes: Numbers per row of each state array, by the optimizer's name for the array.
-        row_states: The state arrays that are one-dimensional, (E,).
+        columns: The state arrays.
         rate_and_eps: The formula's rate and eps at the first step.
     """
 
     formula: RowOptimizer
-    state_sizes: dict[str, int]
-    row_states: frozenset[str]
+    columns: Columns
     rate_and_eps: tuple[float, float]
+
+    @property
+    def state_sizes(self) -> dict[str, int]:
+        """Numbers per row of each state array."""
+        return {name: prod(shape) for name, shape in self.columns.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +67,14 @@ class Translation:
     def read(self, settings: Mapping[str, Any], dim: int) -> Settings:
         """Translate the settings of a param group, for rows of a dim."""
         formula = self.formula(settings)
-        sizes = formula.state_sizes(dim)
-        rows = () if self.has_columns else formula.row_states
+        flat = () if self.has_columns else formula.row_states
+        columns: Columns = {
+            self.state_names.get(name, name): () if name in flat else (size,)
+            for name, size in formula.state_sizes(dim).items()
+        }
         rate, eps = formula.rate_and_eps(self.learning_rate(settings, 1), 1)
         return Settings(
             formula,
-            {self.state_names.get(name, name): size for name, size in sizes.items()},
-            frozenset(self.state_names.get(name, name) for name in rows),
+            columns,
             (float(rate), float(eps)),  # a tensor could be changed in place later
         )
