@@ -1,5 +1,7 @@
 """Each iterator has a window of its own, which no other iterator takes from or loses."""
 
+import copy
+import dataclasses
 import gc
 import weakref
 
@@ -344,3 +346,47 @@ def test_a_step_that_rows_refuse_has_updated_no_other_parameter(small):
 
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def with_one_tensor_of_labels(batches):
+    """A loader that fills the same tensor again for each mini-batch."""
+    labels = batches[0].labels.clone()
+    for batch in batches:
+        labels.copy_(batch.labels)
+        yield dataclasses.replace(batch, labels=labels)
+
+
+def test_a_mini_batch_that_changes_while_it_waits_is_refused_and_nothing_is_trained(
+    small, pair, batches
+):
+    models, _, pipeline = pair(LookAhead(2))
+    before = copy.deepcopy(models[1].state_dict())
+
+    with pytest.raises(RuntimeError, match=r"shape \(4,\) of a mini-batch was changed in place"):
+        pipeline.progress(with_one_tensor_of_labels(batches))
+
+    assert small.num_claimed(models[1]) == 0
+    for name, value in models[1].state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_where_none_is_taken_ahead_a_loader_may_fill_the_same_tensors(small, pair, batches):
+    models, dense, pipeline = pair(Sequential())
+
+    losses = small.run(pipeline, with_one_tensor_of_labels(batches))
+
+    assert losses == small.run_plain(models[0], dense, batches)
+    small.require_equal(*models)
+
+
+def test_a_step_may_change_its_own_mini_batch(small, pair, batches):
+    models, dense, pipeline = pair(LookAhead(2))
+
+    def halve(_, inputs):
+        inputs[0].labels.mul_(0.5)
+
+    for model in models:
+        model.register_forward_pre_hook(halve)
+    losses = small.run(pipeline, iter(copy.deepcopy(batches)))
+
+    assert losses == small.run_plain(models[0], dense, copy.deepcopy(batches))

@@ -29,8 +29,8 @@ from torch import Tensor
 from recsys._support.jit import kernel
 from recsys._support.states import SavedState
 from recsys.embeddings.staleness.settings import LEAD
+from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen, RawBatch
 from recsys.pipeline.skip.predictor import Predictor, SampleFeatures, Weights, features_of, predict
-from recsys.pipeline.skip.refill import EVERYTHING, Chosen, RawBatch
 from recsys.pipeline.skip.sample_choice import first_bits, random_bits
 
 if TYPE_CHECKING:

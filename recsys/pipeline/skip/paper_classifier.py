@@ -27,9 +27,9 @@ from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS, SampledInput
 from recsys.embeddings.staleness.tracked_tables import names_of, updaters_in
 from recsys.errors import ConfigError
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
 from recsys.pipeline.skip.hot_rows import HotRows
 from recsys.pipeline.skip.paper import draw_places, search_threshold
-from recsys.pipeline.skip.refill import EVERYTHING, Chosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.skip.chosen_samples import RawBatch
     from recsys.pipeline.skip.paper import Paper, Search
-    from recsys.pipeline.skip.refill import RawBatch
 
 __all__ = ["PaperClassifier"]
 

@@ -25,24 +25,28 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from recsys._support.interrupts import interrupts_held_back
 from recsys.datasets.iteration import BatchIterator
-from recsys.pipeline.micro_batches import concatenate, count_samples, select_samples
+from recsys.pipeline.micro_batches import count_samples
+from recsys.pipeline.skip.chosen_samples import (
+    EVERYTHING,
+    Chosen,
+    Part,
+    RawBatch,
+    WaitingSamples,
+    join,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
+    import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["EVERYTHING", "Chosen", "Position", "RawBatch", "Refill", "Refilled"]
+__all__ = ["Position", "Refill", "Refilled"]
 
 # Raw mini-batches for one mini-batch, after which the next ones are kept whole.
 _MOST_RAW = 256
@@ -72,47 +76,6 @@ class Position(NamedTuple):
     full_size: int = 0
 
 
-class RawBatch(NamedTuple):
-    """A raw mini-batch to choose from.
-
-    Attributes:
-        batch: The mini-batch.
-        size: B.
-        number: Raw mini-batches before it.
-        first_index: Raw samples before it.
-        offset: The first samples that were used before; they are not chosen again.
-        taken_for: Number of the mini-batch that it is taken for.
-    """
-
-    batch: Any
-    size: int
-    number: int
-    first_index: int
-    offset: int
-    taken_for: int
-
-
-class Chosen(NamedTuple):
-    """What was chosen of a raw mini-batch.
-
-    Attributes:
-        samples: The samples, (M,) int64 ascending; None for all.
-        weights: Their weights, (M,) float32; None for 1.
-        is_stale: Which of them have stale rows only, (M,) bool; None if not asked for.
-        num_checked: Samples checked for staleness, chosen or not.
-        num_stale: How many of these have stale rows only.
-    """
-
-    samples: NDArray[np.int64] | None = None
-    weights: NDArray[np.float32] | None = None
-    is_stale: NDArray[np.bool_] | None = None
-    num_checked: int = 0
-    num_stale: int = 0
-
-
-EVERYTHING = Chosen()
-
-
 class Refilled(NamedTuple):
     """A mini-batch to train on.
 
@@ -130,58 +93,6 @@ class Refilled(NamedTuple):
     size: int
     is_stale: NDArray[np.bool_] | None
     weights: NDArray[np.float32] | None = None
-
-
-class _Taken(NamedTuple):
-    """A part of a mini-batch."""
-
-    batch: Any
-    size: int
-    is_stale: NDArray[np.bool_] | None
-    weights: NDArray[np.float32] | None
-
-
-class _Waiting:
-    """Chosen samples of one raw mini-batch that wait; the first `num_used` of them do not."""
-
-    def __init__(self, raw: RawBatch, chosen: Chosen, *, is_scaled: bool) -> None:
-        self.raw, self.num_used = raw, 0
-        samples, self._weights, self._is_stale = chosen[:3]
-        if raw.offset:
-            samples = np.arange(raw.size) if samples is None else samples
-            begin = int(np.searchsorted(samples, raw.offset))
-            samples = samples[begin:]
-            self._weights = None if self._weights is None else self._weights[begin:]
-            self._is_stale = None if self._is_stale is None else self._is_stale[begin:]
-        self._samples = samples  # None for all
-        self._size = raw.size if samples is None else len(samples)
-        self.num_raw = raw.size - raw.offset
-        self._scale = np.float32(self._size / max(1, self.num_raw) if is_scaled else 1)
-
-    def __len__(self) -> int:
-        return self._size - self.num_used
-
-    @property
-    def next_sample(self) -> int:
-        """The first sample that waits."""
-        return self.num_used if self._samples is None else int(self._samples[self.num_used])
-
-    def take(self, count: int, setting: str) -> _Taken:
-        """The next samples. They still wait, until `num_used` is raised."""
-        chosen = slice(self.num_used, self.num_used + count)
-        is_stale = None if self._is_stale is None else self._is_stale[chosen]
-        weights = None if self._weights is None else self._weights[chosen]
-        batch = self.raw.batch
-        if self._samples is not None or count < self.raw.size:
-            samples = (
-                torch.arange(chosen.start, chosen.stop)
-                if self._samples is None
-                else torch.from_numpy(self._samples[chosen])
-            )
-            batch = select_samples(batch, samples, self.raw.size, setting)
-        if weights is not None:
-            batch = _weighted(batch, torch.from_numpy(weights * self._scale), setting)
-        return _Taken(batch, count, is_stale, weights)
 
 
 class Refill:
@@ -225,7 +136,7 @@ class Refill:
         self._taken = position._replace(offset=0, num_seen=position.num_seen - position.offset)
         self._first_number, self._offset = position.num_batches, position.offset
         self._raw: Any = None  # taken, and not yet chosen from
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[WaitingSamples] = deque()
         self._num_waiting = 0  # samples in it
         self._num_raw = 0  # raw mini-batches taken for the next mini-batch
         self._is_exhausted = False
@@ -340,7 +251,7 @@ class Refill:
             waiting = (
                 None
                 if is_whole and not self._waiting
-                else _Waiting(raw, chosen, is_scaled=not self._refills)
+                else WaitingSamples(raw, chosen, is_scaled=not self._refills)
             )
         except Exception:
             with interrupts_held_back():
@@ -385,14 +296,14 @@ class Refill:
 
     def _hand_out(self) -> Refilled:
         size = left = min(self._num_waiting, self._taken.full_size)
-        parts: list[_Taken] = []
+        parts: list[Part] = []
         try:
             for waiting in self._waiting:
                 parts.append(waiting.take(min(left, len(waiting)), self._setting))
                 left -= parts[-1].size
                 if not left:
                     break
-            made = parts[0] if len(parts) == 1 else _joined(parts, self._setting)
+            made = parts[0] if len(parts) == 1 else join(parts, self._setting)
         except Exception:  # they would fail again
             with interrupts_held_back():
                 self._remove(size)
@@ -414,7 +325,7 @@ class Refill:
             if not len(waiting):
                 self._waiting.popleft()
 
-    def _refilled(self, made: _Taken, num_raw: int) -> Refilled:
+    def _refilled(self, made: Part, num_raw: int) -> Refilled:
         """Hand out a mini-batch: count it, and note the position after it."""
         number = self._taken.num_batches
         taken = self._taken = self._taken._replace(
@@ -449,51 +360,3 @@ def _size_of(batch: Any, setting: str) -> int:
             "concatenate(parts) and __len__"
         )
     return size
-
-
-def _joined(parts: Sequence[_Taken], setting: str) -> _Taken:
-    """One mini-batch of several parts; a part without a mask is not stale."""
-    sizes = [part.size for part in parts]
-    batches = [part.batch for part in parts]
-    if any(part.weights is not None for part in parts):
-        batches = [
-            _weighted(part.batch, torch.ones(part.size), setting)
-            if part.weights is None
-            else part.batch
-            for part in parts
-        ]
-    return _Taken(
-        concatenate(batches, setting),
-        sum(sizes),
-        _joined_arrays([part.is_stale for part in parts], sizes, False),
-        _joined_arrays([part.weights for part in parts], sizes, np.float32(1)),
-    )
-
-
-def _joined_arrays(
-    arrays: Sequence[NDArray[Any] | None], sizes: Sequence[int], missing: Any
-) -> NDArray[Any] | None:
-    """One array of several; None stands for an array of `missing`."""
-    if all(array is None for array in arrays):
-        return None
-    pairs = zip(arrays, sizes, strict=True)
-    return np.concatenate(
-        [np.full(size, missing) if array is None else array for array, size in pairs]
-    )
-
-
-def _weighted(batch: Any, weights: Tensor, setting: str) -> Any:
-    """The same mini-batch with the loss of each sample multiplied by a weight.
-
-    Raises:
-        TypeError: the mini-batch has no weights.
-    """
-    if not is_dataclass(batch) or not hasattr(batch, "weights"):
-        raise TypeError(
-            f"{setting} gives samples weights, so mini-batches must be recsys.Batch, or "
-            f"dataclasses with a field weights, got {type(batch).__name__}"
-        )
-    tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
-    weights = weights.to(tensors[0].device) if tensors else weights
-    known = batch.weights
-    return replace(batch, weights=weights if known is None else known * weights)  # type: ignore[type-var]

@@ -13,8 +13,8 @@ import torch
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS
+from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen, RawBatch
 from recsys.pipeline.skip.policies import DropInput, Importance, RandomDrop, Subsample
-from recsys.pipeline.skip.refill import EVERYTHING, Chosen, RawBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.pipeline.inputs import Inputs
-    from recsys.pipeline.skip.refill import Chosen, RawBatch
+    from recsys.pipeline.skip.chosen_samples import Chosen, RawBatch
     from recsys.pipeline.stalls import StageClock
     from recsys.pipeline.window import MiniBatch, Windows
 

@@ -25,13 +25,14 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
+from recsys.pipeline.skip.chosen_samples import RawBatch
 from recsys.pipeline.skip.importance import (
     ImportanceSampler,
     draw_systematically,
     keep_probabilities,
 )
 from recsys.pipeline.skip.predictor import predict
-from recsys.pipeline.skip.refill import Position, RawBatch, Refill, Refilled
+from recsys.pipeline.skip.refill import Position, Refill, Refilled
 from recsys.pipeline.skip.sample_choice import SampleChoice
 
 IMPORTANCE = Importance(0.3, warm_up=0, bits=10, guard=None)

@@ -16,7 +16,8 @@ from recsys.batch import Batch, JaggedIds
 from recsys.datasets.loader import BatchLoader
 from recsys.pipeline import window as window_module
 from recsys.pipeline.skip import refill
-from recsys.pipeline.skip.refill import EVERYTHING, Chosen, Position, Refill
+from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
+from recsys.pipeline.skip.refill import Position, Refill
 from recsys.pipeline.window import Window
 
 
@@ -432,3 +433,16 @@ def test_an_interrupt_anywhere_loses_at_most_one_mini_batch(depth):
         assert found == sorted(set(found))
         assert len(found) >= len(expected) - 4
         assert last == position
+
+
+def test_samples_that_wait_must_stay_as_they_are():
+    buffer = torch.empty(4, dtype=torch.int64)
+
+    def refilled_buffer():
+        for chunk in chunks_of([4, 4, 4]):
+            yield buffer.copy_(chunk)
+
+    iterator, maker = refilled_buffer(), refill_of(np.array([1, 1, 1, 0] * 3, bool))
+
+    with pytest.raises(RuntimeError, match=r"shape \(4,\) of a mini-batch was changed in place"):
+        take_all(maker, iterator)

@@ -23,7 +23,7 @@ from recsys.pipeline import (
     Sequential,
     Subsample,
 )
-from recsys.pipeline.skip.refill import RawBatch
+from recsys.pipeline.skip.chosen_samples import RawBatch
 from recsys.pipeline.skip.sample_choice import SampleChoice
 
 NAMES = [

@@ -1,0 +1,60 @@
+"""A check that a mini-batch is still what the iterator returned, when its turn comes.
+
+A loader that fills the same tensors again for each mini-batch changes those that wait. A plain loop
+does not notice; here another mini-batch would be trained on in their place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from recsys._support.torch_compat import version_of
+from recsys.pipeline.inputs import items_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["KeptBatch"]
+
+
+class KeptBatch:
+    """The tensors of a mini-batch that waits, and their versions.
+
+    A change that torch does not count, such as one through numpy or of tensors that were made in
+    inference mode, is not seen.
+
+    Args:
+        batch: The mini-batch.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._tensors = [each for each in _tensors_in(batch) if not each.is_inference()]
+        self._versions = list(map(version_of, self._tensors))
+
+    def require_unchanged(self) -> None:
+        """Check that no tensor was changed in place.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        now = list(map(version_of, self._tensors))
+        if now != self._versions:
+            pairs = zip(self._tensors, self._versions, now, strict=True)
+            shape = next(tuple(tensor.shape) for tensor, before, after in pairs if before != after)
+            raise RuntimeError(
+                f"a tensor of shape {shape} of a mini-batch was changed in place while the "
+                "mini-batch waited for its step, which would train on other samples now; have the "
+                "iterator return new tensors for each mini-batch (.clone()), or take none ahead: "
+                "schedule=Sequential(), and no skip="
+            )
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors of a mini-batch, also inside its containers and attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif not isinstance(value, nn.Module | str | bytes):
+        for part in items_of(value, depth):
+            yield from _tensors_in(part, depth + 1)
