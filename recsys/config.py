@@ -301,6 +301,12 @@ class TrainConfig:
                 f"budget and plan are for embeddings 'recsys', got {self.embeddings!r}; leave them "
                 "out, or choose embeddings 'recsys'"
             )
+        averaged = [table for table, pooling in self.model.pooling.items() if pooling == "mean"]
+        if averaged and self.embeddings != "recsys":
+            raise ConfigError(
+                f"model.pooling.{averaged[0]} 'mean' is for embeddings 'recsys', got "
+                f"{self.embeddings!r}; leave it out, or choose embeddings 'recsys'"
+            )
         if self.skip.needs_rows and self.embeddings != "recsys":
             raise ConfigError(
                 f"skip.policy {self.skip.policy!r} is for embeddings 'recsys', got "

@@ -354,3 +354,11 @@ def test_models_refuse_what_is_for_others():
         load_config(None, ["model.name=dcn_v2", "model.interaction=masked_transformer"])
     with pytest.raises(ConfigError, match="table_dims and pooling are for models that pool"):
         load_config(None, ["model.name=din", "model.table_dims.item=8"])
+
+
+@pytest.mark.parametrize("embeddings", ["torch", "fbgemm"])
+def test_bags_are_averaged_by_recsys_alone(embeddings):
+    settings = ["model.pooling.tags=mean", f"embeddings={embeddings}"]
+
+    with pytest.raises(ConfigError, match=rf"model.pooling.tags 'mean' .* got '{embeddings}'"):
+        load_config(None, settings, data="store")

@@ -31,6 +31,9 @@ def add_predict_options(commands: Mapping[str, argparse.ArgumentParser]) -> None
     predict.add_argument(
         "--batch-size", type=int, default=8192, metavar="B", help="samples per forward pass"
     )
+    predict.add_argument(
+        "--store", metavar="STORE", help="for files: the run's store, if it was moved"
+    )
     predict.set_defaults(run_command=_predict)
 
 
@@ -44,7 +47,13 @@ def _predict(options: argparse.Namespace) -> int:
     from recsys.train.judge.predict import predict_run
 
     tune_allocator()
-    report = predict_run(options.run, options.data, options.out, batch_size=options.batch_size)
+    report = predict_run(
+        options.run,
+        options.data,
+        options.out,
+        batch_size=options.batch_size,
+        store=options.store,
+    )
     columns = "row, score and label" if report.has_labels else "row and score"
     print(
         f"{report.path}: {report.num_samples:,} predictions in {report.seconds:.1f} s "

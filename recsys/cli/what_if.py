@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys.cli.checks import require_data
 from recsys.errors import BudgetTooSmall, ColdTierError, ConfigError
-from recsys.train.run_files.run_folder import write_json
+from recsys.train.run_files.run_folder import RunFolder, write_json
 from recsys.what_if.changes import MeasuredRun, change_of, change_to
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def _what_if(options: argparse.Namespace) -> int:
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {options.steps}")
     run = MeasuredRun.open(options.run)
-    require_data(run.config.data)
+    RunFolder.open(options.run).require_data(run.config.data)
     changes = [change_to(run, MeasuredRun.open(other)) for other in options.beside or ()]
     if options.set:
         changes = [change_of(run, options.set)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
-from recsys.config import describe_config
+from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import BudgetTooSmall, TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.lr_scheduler import LambdaLR
 
-    from recsys.config import TrainConfig
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
@@ -113,9 +112,15 @@ def train(
         ConfigError, StoreError: the configuration does not fit the data or the run to resume, or
             there is no data, or `run_dir` cannot be written to.
         MissingDependency: a package that a callback logs to is not installed.
+        TypeError: `config` is no `TrainConfig`.
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"config must be a TrainConfig, got {type(config).__name__}; recsys.config has "
+            "build_config, which makes one of nested keys, and load_config, of a TOML file"
+        )
     with ExitStack() as stack:
         processes = stack.enter_context(processes_of(Path(run_dir)))
         earlier = None

@@ -94,7 +94,7 @@ def test_options_are_these_and_no_others():
         "ablate": {"config": "", "--set": "", "--run": "", "--results": ""},
         "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
-        "predict": {"run": "", "data": "", "--out": "", "--batch-size": ""},
+        "predict": {"run": "", "data": "", "--out": "", "--batch-size": "", "--store": ""},
         "export": {
             "run": "",
             "--to": "",

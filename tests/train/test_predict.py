@@ -434,6 +434,23 @@ def test_a_store_that_was_prepared_again_is_refused(tmp_path, clicks):
         evaluate_run(clicks)
 
 
+def test_a_store_that_was_moved_can_be_named(tmp_path, clicks):
+    file, moved = tmp_path / "clicks.csv", tmp_path / "moved"
+    predict_run(clicks, [file], tmp_path / "expected.parquet")
+    (tmp_path / "clicks").rename(moved)
+
+    with pytest.raises(StoreError, match=r"trained on the store .* which does not exist; go to"):
+        evaluate_run(clicks)
+    with pytest.raises(StoreError, match="recsys predict --store STORE"):
+        predict_run(clicks, [file], tmp_path / "found.parquet")
+    command = ["predict", clicks, file, "--store", moved, "--out", tmp_path / "found.parquet"]
+    assert main(list(map(str, command))) == 0
+    with pytest.raises(ConfigError, match="store= is for files"):
+        predict_run(clicks, [moved], tmp_path / "other.parquet", store=moved)
+
+    assert (tmp_path / "found.parquet").read_bytes() == (tmp_path / "expected.parquet").read_bytes()
+
+
 def test_files_are_encoded_by_the_store_of_the_run_alone(tmp_path, clicks):
     (tmp_path / "clicks").rename(tmp_path / "old")
     schema = Schema.from_dict(SCHEMA.as_dict() | {"missing_values": ["NA"]})

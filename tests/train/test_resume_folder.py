@@ -22,6 +22,7 @@ from recsys.errors import (
     CheckpointError,
     ColdTierError,
     ConfigError,
+    StoreError,
     TrainingDiverged,
 )
 from recsys.train.checkpoint import newest
@@ -194,6 +195,8 @@ def test_data_may_move_but_not_change(small_config, prepare, tmp_path, stop_at):
     with pytest.raises(Killed):
         run(config, tmp_path / "run")
     (tmp_path / "store").rename(tmp_path / "moved")
+    with pytest.raises(StoreError, match="does not exist; go to the folder in which it was"):
+        run(config, tmp_path / "run", resume=True)
 
     with pytest.raises(ConfigError, match="was trained on other data: the fingerprint was"):
         run(replace(config, data=str(tmp_path / "other")), tmp_path / "run", resume=True)

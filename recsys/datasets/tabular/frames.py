@@ -59,6 +59,7 @@ def write_store(
             it has no column for an embedding table.
         DatasetFormatError: the rows break the schema, there is no row, or none for training.
         MissingDependency: pyarrow is not installed.
+        TypeError: `schema` is of another type, or a frame is none.
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
     import_pyarrow()
@@ -67,10 +68,13 @@ def write_store(
         raise ConfigError("write_store needs either a schema or a store to be like; give one")
     if known is not None:
         schema = read_schema(known)
-    elif not isinstance(schema, Schema):
-        assert schema is not None
+    elif isinstance(schema, str | Path):
         schema = find_schema(str(schema))
-    assert isinstance(schema, Schema)
+    if not isinstance(schema, Schema):
+        raise TypeError(
+            f"schema must be a Schema, a name or a path, got {type(schema).__name__}; "
+            "Schema.from_dict makes one of a dictionary"
+        )
     ignored = () if known is None else columns_for_split(schema)
     batches = _FrameBatches(frames, schema, ignored)
     return write_table(
@@ -128,7 +132,12 @@ class _FrameBatches:
         arrow = import_pyarrow()
         names = self._names
         is_arrow = isinstance(frame, arrow.Table)
-        found = frame.column_names if is_arrow else list(getattr(frame, "columns", ()))
+        if not (is_arrow or hasattr(frame, "iloc")):
+            raise TypeError(
+                f"frame {number} must be a pandas.DataFrame or a pyarrow.Table, got "
+                f"{type(frame).__name__}; pandas.DataFrame(rows) makes one"
+            )
+        found = frame.column_names if is_arrow else list(frame.columns)
         missing = [name for name in names if found.count(name) != 1]
         if missing:
             raise DatasetFormatError(

@@ -204,12 +204,15 @@ def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel
     Raises:
         ConfigError: there is no saved model, it does not fit the data, the data encodes values in
             another way than that of the run, or it is empty.
+        StoreError: the data does not exist, or is damaged.
     """
     folder = RunFolder.open(run_dir)
     trained = folder.read_config()
     config = evaluation_config(trained)
     if data is not None:
         config = replace(config, data=data)
+    else:
+        folder.require_data(config.data)
     if config.device == "cuda" and not torch.cuda.is_available():
         warnings.warn(
             "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=3

@@ -75,6 +75,7 @@ def predict_run(
     out: str | Path,
     *,
     batch_size: int = 8192,
+    store: str | Path | None = None,
 ) -> PredictReport:
     """Predict samples with the model of a run, and write a Parquet file.
 
@@ -85,11 +86,13 @@ def predict_run(
             vocabularies of the run's store.
         out: A new file, with a name that ends in .parquet.
         batch_size: Samples per forward pass.
+        store: For files: where the run's store is now; default: where it was in training.
 
     Raises:
         AlreadyExists: `out` exists.
         ConfigError: there is no saved model, it does not fit the data, the run's store has changed
-            or has histories, which files alone do not give, or `batch_size` is less than 1.
+            or has histories, which files alone do not give, `store` is given for samples of a
+            store, or `batch_size` is less than 1.
         DatasetFormatError: a file cannot be read, a row breaks the schema, or the model gives a row
             no finite score.
         FileNotFoundError: a file does not exist.
@@ -107,7 +110,10 @@ def predict_run(
     require_new(out)
     import_pyarrow()
     from_store = len(data) == 1 and is_store(Path(data[0]))
-    saved = open_saved_model(run_dir, str(data[0]) if from_store else None)
+    if from_store and store is not None:
+        raise ConfigError(f"store= is for files, and {data[0]} is a store; leave store= out")
+    source = data[0] if from_store else store
+    saved = open_saved_model(run_dir, None if source is None else str(source))
     begun = time.perf_counter()
     with ExitStack() as stack:
         samples: _StoreSamples | _FileSamples
@@ -115,8 +121,8 @@ def predict_run(
             assert isinstance(saved.source, Store)
             samples = _StoreSamples(saved.source, batch_size)
         else:
-            store = _store_of_run(run_dir, saved)
-            samples = _FileSamples(stack.enter_context(Encoder(store)), data, batch_size)
+            encoder = Encoder(_store_of_run(run_dir, saved))
+            samples = _FileSamples(stack.enter_context(encoder), data, batch_size)
         file = stack.enter_context(appearing_whole(out))
         num_samples = _write(saved, samples, file)
     return PredictReport(

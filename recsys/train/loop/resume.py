@@ -100,6 +100,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
     with alone_in(run_dir, "recsys train"):
         before = folder.read_config()
         _require_same_run(folder, before, config)
+        if config.data == before.data:
+            folder.require_data(config.data)
         record = folder.read_record() if folder.record_file.is_file() else None
         if record is not None:  # a run that was killed has none; its checkpoint knows its data
             _require_same_data(folder, record, config)

@@ -55,12 +55,13 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
         if size % num_ranks:
             raise ConfigError(
                 f"{key} must be a multiple of the number of processes, {num_ranks}, got {size}; "
-                f"set it to {-(-size // num_ranks) * num_ranks}, or start another number"
+                f"start a number that divides {size}, or, for a new run, set it to "
+                f"{-(-size // num_ranks) * num_ranks}"
             )
     last = len(source.splits["train"]) % config.batch_size
     if 0 < last < num_ranks:
         raise ConfigError(
             f"the last mini-batch of an epoch has {last} samples, fewer than the {num_ranks} "
-            f"processes, with batch_size {config.batch_size}; choose another batch_size, or start "
-            "fewer processes"
+            f"processes, with batch_size {config.batch_size}; start fewer processes, or, for a new "
+            "run, choose another batch_size"
         )

@@ -29,8 +29,8 @@ from safetensors import SafetensorError, safe_open
 
 from recsys._support.files import appearing_whole, require_place
 from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
-from recsys.config import TrainConfig, load_config, to_toml
-from recsys.errors import AlreadyExists, ConfigError
+from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
+from recsys.errors import AlreadyExists, ConfigError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -117,6 +117,23 @@ class RunFolder:
     def read_config(self) -> TrainConfig:
         """Configuration of the run."""
         return load_config(self.config_file)
+
+    def require_data(self, data: str) -> None:
+        """Check that the data of the run is still where the run found it.
+
+        Args:
+            data: The key of its configuration.
+
+        Raises:
+            StoreError: there is nothing.
+        """
+        if not data.startswith(SYNTHETIC_PREFIX) and not Path(data).exists():
+            raise StoreError(
+                f"{self.path} was trained on the store {data}, which does not exist"
+                f"{'' if Path(data).is_absolute() else ' in the current folder'}; go to the folder "
+                "in which it was trained, or name the store: recsys evaluate --data STORE, recsys "
+                "predict --store STORE, recsys train STORE --resume"
+            )
 
     def continue_run(self, config: TrainConfig, history_bytes: int) -> None:
         """Begin to continue a run: drop what it wrote after its checkpoint.

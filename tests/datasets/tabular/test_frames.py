@@ -95,3 +95,12 @@ def test_times_of_pandas_with_a_zone_are_seconds_of_utc(tmp_path, unit):
 
     expected = [1704060000, 1719784801]
     assert np.asarray(Store(tmp_path / "store").times).tolist() == expected
+
+
+def test_what_is_no_frame_or_no_schema_is_refused_by_its_type(tmp_path):
+    with pytest.raises(TypeError, match="schema must be a Schema, a name or a path, got dict"):
+        write_store(FRAME, SCHEMA.as_dict(), tmp_path / "a")
+    for rows in (FRAME.to_dict("list"), FRAME.to_numpy()):
+        with pytest.raises(TypeError, match=r"frame 0 must be a pandas.DataFrame or a pyarrow"):
+            write_store(rows, SCHEMA, tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -97,6 +97,7 @@ def test_parquet_types_decide(tmp_path):
         "x": [1, 2, 2] * 40,
         "bag": [["a"], [], ["b", "c"]] * 40,
         "nested": [{"a": 1}] * 120,
+        "scores": [[0.5], [], [0.25, 1.0]] * 40,
         "day": pa.array(["2024-01-01"] * 120),
     }
     pq.write_table(pa.table(table), path)
@@ -109,6 +110,7 @@ def test_parquet_types_decide(tmp_path):
         "split": {"by": "timestamp", "test": "1/10", "validation": "1/10"},
     }
     assert guess.reasons["nested"].startswith("its type is neither")
+    assert guess.reasons["scores"].endswith('set weights = "scores" there')
     assert guess.reasons["day"] == "times; one column of times is read"
     assert sum(batch.num_rows for batch in TableFiles([path], guess.schema).batches()) == 120
 

@@ -52,7 +52,7 @@ class ColumnFacts:
         time_doubt: Why text that looks like times has no `time_format`; else "".
         separator: The character that splits most of the text into repeated parts; else "".
         num_parts: Mean number of values of a list, or of parts of the text.
-        element_kind: For lists and split text: "integer" or "text", or "other".
+        element_kind: For lists and split text: "integer", "number", "text", or "other".
         form_hint: What text looks like that has a form which no key of a schema reads, and how to
             write it; else "".
     """
@@ -232,4 +232,6 @@ def _element_kind(parts: pa.Array) -> str:
     if pa.types.is_string(parts.type):
         parts = _parse_numbers(parts) if len(parts) else parts
         return "integer" if pa.types.is_integer(parts.type) else "text"
-    return "integer" if pa.types.is_integer(parts.type) else "other"
+    if pa.types.is_integer(parts.type):
+        return "integer"
+    return "number" if pa.types.is_floating(parts.type) else "other"
