@@ -35,6 +35,18 @@ SETTINGS = (
 )
 
 
+class Wide(torch.nn.Module):
+    """A linear model of all vectors side by side."""
+
+    def __init__(self, embeddings, num_dense):
+        super().__init__()
+        self.embeddings = embeddings
+        self.linear = torch.nn.Linear(8 * len(embeddings.output_keys()), 1)
+
+    def forward(self, batch):
+        return self.linear(self.embeddings(batch.sparse_features).values())
+
+
 def run_training(run, settings=(), resume=False, checkpoint=None):
     """Trains a run; returns what its record has of it."""
     config = load_config(None, [*SETTINGS, *settings], data="synthetic:criteo-kaggle")

@@ -15,6 +15,7 @@ from ranks_train import SETTINGS, run_training  # noqa: E402  # imports TorchRec
 
 from recsys.config import load_config  # noqa: E402
 from recsys.errors import ConfigError  # noqa: E402
+from recsys.train.judge.evaluation import evaluate_run  # noqa: E402
 from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
 from recsys.train.ranks.rules import require_supported  # noqa: E402
@@ -95,6 +96,14 @@ def test_a_budget_changes_no_bit(ranks, tmp_path, plain):
     assert all(rank["tiers"]["cold_tier"] == "file" for rank in found)
     assert all(0 < rank["tiers"]["lookup_hit_rate"] < 1 for rank in found)
     assert not (tmp_path / "tiered.cold").exists()
+
+
+def test_a_model_of_ones_own_has_its_columns_in_the_order_of_the_tables(ranks, tmp_path):
+    settings = ["model.name=ranks_train:Wide", "synthetic.num_samples=500"]
+    first, _ = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
+
+    found, expected = evaluate_run(tmp_path / "run")["test"], first["metrics"]["test"]
+    assert found.logloss == pytest.approx(expected["logloss"], rel=1e-5)
 
 
 def test_ranks_look_ahead_as_far_as_each_has_room(ranks, tmp_path, whole):

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.types import NoWait
 
+from recsys.embeddings.table import output_names
 from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.pipeline.divided_tables import AbstractDividedTables
 
@@ -34,12 +35,14 @@ class RankTables(AbstractDividedTables):
         collection: TorchRec's. `DistributedModelParallel` replaces it by the sharded one.
 
     Shape:
-        input: ids of this process's B samples; result: their pooled vectors, a `KeyedTensor`.
+        input: ids of this process's B samples; result: their pooled vectors, a `KeyedTensor`, in
+        the order of the tables.
     """
 
     def __init__(self, collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.collection: Any = collection
+        self._output_keys = output_names(collection.embedding_bag_configs())
         # Of each mini-batch whose ids were sent: TorchRec's context, and the ids of all processes
         # for the rows of this one.
         self._sent: WeakKeyDictionary[JaggedIds, tuple[Any, Awaitable[Any]]] = WeakKeyDictionary()
@@ -49,19 +52,32 @@ class RankTables(AbstractDividedTables):
         found: list[EmbeddingBagConfig] = self.collection.embedding_bag_configs()
         return found
 
+    def output_keys(self) -> list[str]:
+        """The feature of each pooled vector, in column order."""
+        return self._output_keys
+
     def agree_on_tiers(self) -> None:
         """Find out whether any process has rows in two tiers, after sharding. A collective."""
         found = torch.tensor(len(self.tiers()))
         dist.all_reduce(found)
         self.has_tiers = bool(found)
 
-    def forward(self, ids: JaggedIds) -> Any:
+    def forward(self, ids: JaggedIds) -> KeyedTensor:
         """Look up; ids that were not sent before are sent now. A collective."""
         sent = self._sent.pop(ids, None)
         if sent is None:
-            return self.collection(_keyed(ids))
+            return self._in_order(self.collection(_keyed(ids)))
         context, arriving = sent
-        return self.collection.compute_and_output_dist(context, arriving.wait())
+        found = self.collection.compute_and_output_dist(context, arriving.wait())
+        return self._in_order(found)
+
+    def _in_order(self, pooled: Any) -> KeyedTensor:
+        """Vectors with their columns in the order of the tables, on any number of processes."""
+        columns = pooled.to_dict()
+        found = [columns[name] for name in self._output_keys]
+        return KeyedTensor(
+            self._output_keys, [each.shape[1] for each in found], torch.cat(found, 1)
+        )
 
     def tiers(self) -> list[Tiers]:
         """The tiers of this process's rows; empty if all are in fast memory."""
