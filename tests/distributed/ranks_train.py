@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_cases import error_of
+from torch.nn.parallel import DistributedDataParallel
 
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
@@ -18,6 +19,7 @@ from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train import Callback
 from recsys.train.checkpoint import writer
 from recsys.train.loop.run_checkpoints import RunCheckpoints
+from recsys.train.ranks.dense_gradients import average_in_order
 from recsys.train.trainer import train
 
 SETTINGS = (
@@ -97,6 +99,24 @@ def has_callbacks(rank, world, run, settings, resume=False, given=None, **option
         "metrics": record["metrics"],
         "stopped_early": record["stopped_early"],
     }
+
+
+def averages_gradients(rank, world):
+    """Gradients of a rank's samples, and their averages in the first step and in the third."""
+    torch.manual_seed(1)
+    sizes = (9, 7), (7, 5), (5, 1)
+    network = torch.nn.Sequential(*(torch.nn.Linear(*each) for each in sizes))
+    samples = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
+    network(samples).sum().backward()
+    own = [each.grad.clone() for each in network.parameters()]
+    parallel = DistributedDataParallel(network, static_graph=True)
+    average_in_order(parallel)
+    found = []
+    for _ in range(3):
+        network.zero_grad()
+        parallel(samples).sum().backward()
+        found.append([each.grad.clone() for each in network.parameters()])
+    return own, found[0], found[2]
 
 
 def is_refused(rank, world, **arguments):

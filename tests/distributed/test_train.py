@@ -179,6 +179,16 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
     assert losses(whole) == losses(parts)
 
 
+def test_the_first_step_of_three_ranks_averages_gradients_as_a_later_one(ranks):
+    (own, first, later), *others = ranks("averages_gradients", 3)
+
+    for number, average in enumerate(first):  # of 116 numbers in all, which 3 does not divide
+        expected = torch.stack([own[number], *(each[0][number] for each in others)]).mean(0)
+        torch.testing.assert_close(average, expected)
+        assert torch.equal(average, later[number])
+        assert all(torch.equal(average, each[1][number]) for each in others)
+
+
 @pytest.mark.in_ci("then the other one")
 @pytest.mark.parametrize(
     "failing",

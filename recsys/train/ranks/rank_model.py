@@ -37,6 +37,7 @@ from recsys.train.parts.build import dense_optimizer
 from recsys.train.parts.models import build_network
 from recsys.train.parts.providers import row_optimizer
 from recsys.train.parts.tables import tables_of
+from recsys.train.ranks.dense_gradients import average_in_order
 from recsys.train.ranks.processes import BuiltModel
 from recsys.train.ranks.rank_tables import RankTables
 
@@ -131,6 +132,7 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
             plan=ShardingPlan({f"model.{path}.collection": of_module}),
             sharders=[sharder],
         )
+    average_in_order(parallel)
     holder.agree_on_tiers()
     local = holder.collection.local_tables
     _require_no_running_statistics(network)
