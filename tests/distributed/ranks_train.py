@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import signal
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from recsys.distributed.input_checks import InputChecks
 from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train import Callback
 from recsys.train.checkpoint import writer
+from recsys.train.loop.progress import Progress
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.ranks.dense_gradients import average_in_order
 from recsys.train.trainer import train
@@ -49,9 +51,11 @@ class Wide(torch.nn.Module):
         return self.linear(self.embeddings(batch.sparse_features).values())
 
 
-def run_training(run, settings=(), resume=False, checkpoint=None):
+def run_training(
+    run, settings=(), resume=False, checkpoint=None, base=SETTINGS, data="synthetic:criteo-kaggle"
+):
     """Trains a run; returns what its record has of it."""
-    config = load_config(None, [*SETTINGS, *settings], data="synthetic:criteo-kaggle")
+    config = load_config(None, [*base, *settings], data=data)
     record = train(config, run, resume=resume, checkpoint=checkpoint, show_progress=False)
     kept = ("status", "metrics", "processes", "tiers", "schedule", "resumed")
     return {key: record[key] for key in kept} | {"num_steps": record["throughput"]["num_steps"]}
@@ -61,6 +65,24 @@ def trains_a_run(rank, world, **arguments):
     found = run_training(**arguments)
     dist.barrier()  # the first rank has written the files
     return found
+
+
+def is_interrupted(rank, world, step, interrupted, **arguments):
+    """As `trains_a_run`, but Ctrl-C comes after a step.
+
+    Args:
+        interrupted: The rank that it reaches; None for all.
+    """
+    add = Progress.add
+
+    def add_and_interrupt(progress, *added):
+        add(progress, *added)
+        if progress.num_steps == step and interrupted in (rank, None):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "add", add_and_interrupt)
+        return trains_a_run(rank, world, **arguments)
 
 
 class Stops(Callback):

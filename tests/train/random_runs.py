@@ -1,8 +1,12 @@
 """Random configurations of `recsys train`, small enough to train in a second."""
 
 import random
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store_features import Feature
 
 _USER, _ITEM = Feature("user", "user"), Feature("item", "item")
@@ -26,7 +30,10 @@ _MODELS_OF_HISTORIES = {
     "din": ("model.name=din", "model.din.attention=[6]"),
     "tbsm": ("model.name=tbsm", "model.tbsm.num_steps=3", "model.tbsm.tower=[6, 5]"),
 }
-_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+_OPTIMIZERS_OF_ONE = (*_OPTIMIZERS, "adam", "partial_rowwise_adam")
+_SCHEDULES = ("sequential", "lookahead", "lookahead")
+_SCHEDULES_OF_ONE = (*_SCHEDULES, "hotline", "fae")
 _JUDGE_ROWS = ("observe", "drop_input", "freeze_rows", "subsample")
 _HAVE_GUARDS = ("drop_input", "freeze_rows", "subsample", "importance")
 
@@ -49,17 +56,23 @@ class RandomRun(NamedTuple):
     changes_order: bool
 
 
-def draw_run(seed: int) -> RandomRun:
-    draw = random.Random(seed)
+def draw_run(seed: int, num_ranks: int = 1) -> RandomRun:
+    """Draw a configuration that so many processes can train, and any number that divides it."""
+    draw, is_one = random.Random(seed), num_ranks == 1
     features = draw.choice([None, None, *FEATURES])
     num_samples = draw.randint(300, 900)
-    models = _MODELS | (_MODELS_OF_HISTORIES if features == "a history" else {})
+    models = _MODELS | (_MODELS_OF_HISTORIES if is_one and features == "a history" else {})
     model, dim = draw.choice(list(models)), draw.choice([2, 4, 8, 12, 16])
+    optimizer = draw.choice(_OPTIMIZERS_OF_ONE if is_one else _OPTIMIZERS)
+    lr = draw.choice([0.1, 0.02])
+    batch_size = num_ranks * ceil(draw.choice([8, 16, 33, 64]) / num_ranks)
+    while 0 < len(classic_splits(num_samples)["train"]) % batch_size < num_ranks:
+        num_samples += 1  # the last mini-batch has a sample for each process
     settings = [
         *models[model],
         *(f"model.embedding_dim={dim}", f"model.dense_arch=[8, {dim}]", "model.over_arch=[8, 1]"),
-        *(f"optimizer.name={draw.choice(_OPTIMIZERS)}", f"optimizer.lr={draw.choice([0.1, 0.02])}"),
-        *(f"batch_size={draw.choice([8, 16, 33, 64])}", f"epochs={draw.choice([1, 1, 2])}"),
+        *(f"optimizer.name={optimizer}", f"optimizer.lr={lr}"),
+        *(f"batch_size={batch_size}", f"epochs={draw.choice([1, 1, 2])}"),
         *(f"seed={draw.randint(0, 9)}", "num_threads=1"),
         *("checkpoint.every_seconds=0", f"checkpoint.every_steps={draw.randint(2, 9)}"),
     ]
@@ -77,11 +90,13 @@ def draw_run(seed: int) -> RandomRun:
             f"lr_schedule.warmup_steps={draw.randint(1, 15)}",
             f"lr_schedule.decay={decay}",
         ]
+    if not is_one:
+        settings += [f"eval.batch_size={num_ranks * draw.choice([3, 50])}"]
     if draw.random() < 0.4:
         settings += [f"eval.every_steps={draw.randint(8, 30)}"]
         settings += ["early_stopping.patience=1"] * (draw.random() < 0.4)
     schedule = [f"cold_tier={draw.choice(['host', 'host', 'file'])}"]
-    name = draw.choice(["sequential", "lookahead", "lookahead", "hotline", "fae"])
+    name = draw.choice(_SCHEDULES_OF_ONE if is_one else _SCHEDULES)
     schedule += [f"schedule.name={name}"]
     if name == "lookahead":
         schedule += [f"schedule.depth={draw.randint(1, 5)}"]
@@ -91,9 +106,17 @@ def draw_run(seed: int) -> RandomRun:
     else:
         settings += [f"shuffle={draw.choice(['true', 'true', 'false'])}"]
         settings += ["schedule.permute_within_batch=true"] * (draw.random() < 0.2)
-        settings += _draw_skipping(draw)
+        settings += _draw_skipping(draw) if is_one else []
     changes_order = name in ("hotline", "fae")
     return RandomRun(features, num_samples, tuple(settings), tuple(schedule), changes_order)
+
+
+def data_of(drawn: RandomRun, table_store: Callable[..., Path]) -> str:
+    """The data of a configuration; `table_store` is the fixture."""
+    if drawn.features is None:
+        return "synthetic:criteo-kaggle"
+    features = FEATURES[drawn.features]
+    return str(table_store(num_samples=drawn.num_samples, features=features))
 
 
 def _draw_skipping(draw: random.Random) -> list[str]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from recsys.config import load_config
 from recsys.errors import BudgetTooSmall
 from recsys.train.judge.evaluation import evaluate_run
-from tests.train.random_runs import FEATURES, draw_run
+from tests.train.random_runs import data_of, draw_run
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 Killed = SHARED["Killed"]
@@ -23,17 +23,6 @@ run = SHARED["run"]
 stop_at = SHARED["stop_at"]
 
 SEEDS = range(200) if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else range(3)
-
-
-@pytest.fixture
-def data_of(table_store):
-    def data_of(drawn):
-        if drawn.features is None:
-            return "synthetic:criteo-kaggle"
-        features = FEATURES[drawn.features]
-        return str(table_store(num_samples=drawn.num_samples, features=features))
-
-    return data_of
 
 
 def run_with_least_budget(data, settings, path):
@@ -60,9 +49,9 @@ def run_in_pieces(config, folder, stops, stop_at):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of runs that are too short for their settings
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_budget_and_stops_change_no_bit(seed, data_of, stop_at, tmp_path):
+def test_a_budget_and_stops_change_no_bit(seed, table_store, stop_at, tmp_path):
     drawn, draw = draw_run(seed), random.Random(seed)
-    data, settings = data_of(drawn), (*drawn.settings, *drawn.schedule)
+    data, settings = data_of(drawn, table_store), (*drawn.settings, *drawn.schedule)
     config, folder, whole = run_with_least_budget(data, settings, tmp_path)
     model = load_file(folder / "model.safetensors")
 
