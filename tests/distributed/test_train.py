@@ -19,6 +19,7 @@ from recsys.train.judge.evaluation import evaluate_run  # noqa: E402
 from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
 from recsys.train.ranks.rules import require_supported  # noqa: E402
+from tests.train.judged_stores import SMALL_MODEL, write_store  # noqa: E402
 
 SAVES = ("checkpoint.every_steps=9",)
 
@@ -104,6 +105,18 @@ def test_a_model_of_ones_own_has_its_columns_in_the_order_of_the_tables(ranks, t
 
     found, expected = evaluate_run(tmp_path / "run")["test"], first["metrics"]["test"]
     assert found.logloss == pytest.approx(expected["logloss"], rel=1e-5)
+
+
+def test_ranks_rank_items_as_one_process_does(ranks, tmp_path):
+    data, settings = write_store(tmp_path / "store", is_ranked=True), {"base": SMALL_MODEL}
+    first, second = ranks(
+        "trains_a_run", run=str(tmp_path / "run"), data=str(data.path), **settings
+    )
+
+    assert first["metrics"] == second["metrics"]
+    found, expected = evaluate_run(tmp_path / "run")["test"].as_dict(), first["metrics"]["test"]
+    for name in ("recall_at_k", "ndcg_at_k"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 def test_ranks_look_ahead_as_far_as_each_has_room(ranks, tmp_path, whole):

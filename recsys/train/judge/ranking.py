@@ -63,7 +63,8 @@ def rank_items(
     """Rank all items for the positives of a split; call it without gradients.
 
     Args:
-        model: Maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model.
+        model: Maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model. With
+            several processes each scores all candidates, and this is a collective.
         store: A store with `ranking` in its `meta.json`, groups and a catalog.
         split: "test" or "validation".
         k: Number of items that recall and NDCG count.
@@ -92,10 +93,12 @@ def rank_items(
         for group in groups.tolist()
         for question in _drawn(_questions(store, items, own, known, group), per_group, generator)
     )
+    # On several processes, TorchRec's `DistributedModelParallel` is around it.
+    scorer = getattr(model, "module", model).model
     while questions := list(islice(asked, most)):
         samples = np.array([each.sample for each in questions], np.int64)
-        if isinstance(model.model, AbstractPooledModel):
-            scores = _score_by_head(model.model, store.read(samples), items, batch_size)
+        if isinstance(scorer, AbstractPooledModel):
+            scores = _score_by_head(scorer, store.read(samples), items, batch_size)
         else:
             scores = _score_by_samples(model, store.read(samples), items, batch_size)
         num_bad = int((~np.isfinite(scores)).sum())

@@ -144,13 +144,22 @@ def newest_saved(checkpoints: Path, root: Path) -> Saved | None:
 
 
 def find_saved(checkpoints: Path, root: Path, number: int) -> Saved:
-    """The checkpoint with a number; arguments and errors as for `newest_saved`.
+    """The checkpoint with a number; arguments as for `newest_saved`.
 
     It may not exist: then it is said to be in the folder of one process, which reading it refuses.
+
+    Raises:
+        CheckpointError: as for `newest_saved`; or processes have saved, and none has the number.
     """
     for shards in _newest_first(root):
         if number in shards.numbers():
             return Saved(number, shards)
+    last = newest_saved(checkpoints, root)
+    if last is not None and last.shards is not None and number not in manifest_numbers(checkpoints):
+        raise CheckpointError(
+            f"{root}: there is no complete checkpoint {number}; load the newest one, {last.number} "
+            f"(--checkpoint {last.number})"
+        )
     return Saved(number, None)
 
 

@@ -36,7 +36,8 @@ def test_the_newest_checkpoint_is_one_that_every_process_has(tmp_path):
 
     assert newest_saved(tmp_path / "checkpoints", root) == Saved(2, shards)
     assert find_saved(tmp_path / "checkpoints", root, 1) == Saved(1, shards)
-    assert find_saved(tmp_path / "checkpoints", root, 3) == Saved(3, None)
+    with pytest.raises(CheckpointError, match="no complete checkpoint 3; load the newest one, 2"):
+        find_saved(tmp_path / "checkpoints", root, 3)
 
 
 def test_checkpoints_of_other_numbers_of_processes_are_older_if_their_number_is_lower(tmp_path):
