@@ -30,10 +30,10 @@ def average_in_order(parallel: nn.Module) -> None:
     """Average the gradients of the dense part in the order of the processes, from now on.
 
     Args:
-        parallel: The model with its tables divided. With two processes it stays as it is, because
-            the sum of two numbers has one order.
+        parallel: The model with its tables divided. With fewer than three processes it stays as it
+            is, because the sum of two numbers has one order.
     """
-    if dist.get_world_size() == 2:
+    if dist.get_world_size() < 3:
         return
     for module in parallel.modules():
         if isinstance(module, DistributedDataParallel):
