@@ -323,6 +323,15 @@ def test_sizes_that_do_not_fit_each_other_are_refused_by_name(table_store, setti
         build_model(config, open_source(config))
 
 
+@pytest.mark.parametrize("size", [10**7, 2 * 10**9])  # 400 TB, and more than numbers of bytes
+def test_layers_that_do_not_fit_into_memory_are_refused_by_name(table_store, size):
+    settings = [*SMALL, f"model.over_arch=[{size}, {size}, 1]"]
+    config = load_config(None, settings, data=str(table_store()))
+
+    with pytest.raises(ConfigError, match=r"'dlrm': its dense part cannot be made .* make layers"):
+        build_model(config, open_source(config))
+
+
 def test_histories_are_the_sequences_that_share_a_table_with_a_candidate(table_store):
     assert Store(table_store()).histories == {"history": "item"}
     features = (

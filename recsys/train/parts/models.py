@@ -93,8 +93,9 @@ def build_network(
         A module that maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model.
 
     Raises:
-        ConfigError: sizes do not fit each other, the model does not fit the data, or the class of
-            the user's does not take the two arguments or makes a model that cannot be saved.
+        ConfigError: sizes do not fit each other or into memory, the model does not fit the data, or
+            the class of the user's does not take the two arguments or makes a model that cannot be
+            saved.
     """
     if config.is_custom:
         with device:
@@ -111,6 +112,11 @@ def build_network(
         raise
     except ValueError as error:  # sizes do not fit each other, or the tables
         raise ConfigError(f"model.name {config.name!r}: {error}") from error
+    except RuntimeError as error:  # torch's, on memory
+        raise ConfigError(
+            f"model.name {config.name!r}: its dense part cannot be made ({error}); make layers "
+            "smaller, such as model.dense_arch and model.over_arch"
+        ) from error
     if config.init == "classic":
         initialize_classic(model)
     return DLRMTrain(model)
