@@ -211,3 +211,18 @@ def test_torch_jit_and_vmap_go_by_torch_and_leave_the_module_as_it_was():
     assert torch.equal(traced[0](ids), embedding(ids))
     assert torch.equal(traced[1](ids), bag(ids))
     assert torch.equal(mapped, embedding(ids))
+
+
+@pytest.mark.parametrize("budget", [None, 1000])
+def test_transforms_of_torch_func_are_refused_by_name(budget):
+    bag = HotColdEmbeddingBag(99, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
+    ids = torch.tensor([[1, 2], [3, 8]])
+
+    with pytest.raises(RuntimeError, match="do not go through lookups of recsys; look rows up"):
+        torch.vmap(lambda factor: factor * bag(ids))(torch.ones(3))
+    with pytest.raises(RuntimeError, match="do not go through lookups of recsys; look rows up"):
+        torch.func.grad(lambda factor: (factor * bag(ids)).sum())(torch.ones(()))
+    pooled = bag(ids)
+    mapped = torch.vmap(lambda factor: factor * pooled)(torch.ones(3))
+
+    assert torch.equal(mapped, pooled.expand(3, 2, 4))

@@ -17,7 +17,6 @@ from recsys._support.torch_compat import (
     NO_PASS,
     DisableTorchFunctionSubclass,
     active_ddp_module,
-    are_functorch_transforms_active,
     current_pass,
     is_graph_kept,
     plain_apply,
@@ -27,7 +26,7 @@ from recsys.embeddings.kernels.cpu.row_gradients import row_gradients
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
 from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
-from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.embeddings.rows.lookups import Bags, Lookups, require_no_transform
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
@@ -90,8 +89,8 @@ def fused_lookup(
 
     Raises:
         BudgetTooSmall: the budget has no room for the rows.
-        RuntimeError: the model is in `DistributedDataParallel`; in backward, `ids` or a table was
-            changed in place after the lookup.
+        RuntimeError: the model is in `DistributedDataParallel`, or in a transform of `torch.func`,
+            such as vmap; in backward, `ids` or a table was changed in place after the lookup.
     """
     with DisableTorchFunctionSubclass():  # internal reads of tables
         if updater is not None and not updater.is_sharded:
@@ -108,6 +107,7 @@ def fused_lookup(
             has_gradient = may_update and bag_weights is not None and bag_weights.requires_grad
             if not has_gradient:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
+        require_no_transform()
         calls, bad = None, -1
         while calls is None:
             try:
@@ -133,8 +133,7 @@ def fused_lookup(
         # torch's own `apply` first checks all arguments, in Python, for tensors of functorch
         # transforms. If recsys made all of the tensors, there are none.
         has_own_tensors = updater is not None and bag_weights is None
-        is_plain = has_own_tensors and not are_functorch_transforms_active()
-        apply = _apply_plainly if is_plain else _FusedLookup.apply
+        apply = _apply_plainly if has_own_tensors else _FusedLookup.apply
         pooled: Tensor = apply(work, bag_weights, *tables)
         return pooled
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.jit import kernel
+from recsys._support.torch_compat import are_functorch_transforms_active
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.row_space import RowSpace
 
-__all__ = ["NO_OFFSETS", "Bags", "Lookups", "counts_up"]
+__all__ = ["NO_OFFSETS", "Bags", "Lookups", "counts_up", "require_no_transform"]
 
 # Stands in for offsets in calls of kernels, if bag i is value i. It has one dtype, because numba
 # compiles a kernel for each combination of dtypes.
@@ -175,8 +176,15 @@ class Bags(NamedTuple):
             batch_size: B.
             is_mean: Whether a bag is averaged.
             is_one_hot: Whether bag i is value i; None to find out from the offsets.
+
+        Raises:
+            RuntimeError: a transform of `torch.func` has taken their memory away.
         """
-        values_N = values.numpy()
+        try:
+            values_N = values.numpy()
+        except RuntimeError:
+            require_no_transform()
+            raise
         bounds = None if is_one_hot else offsets.numpy()
         if is_one_hot is None and bounds is not None:
             is_one_hot = len(values_N) == len(bounds) - 1 and counts_up(bounds)
@@ -245,3 +253,16 @@ def counts_up(offsets: NDArray[Any]) -> bool:
         if differing:
             return False
     return True
+
+
+def require_no_transform() -> None:
+    """Check that no transform of `torch.func` is active.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    if are_functorch_transforms_active():
+        raise RuntimeError(
+            "transforms of torch.func, such as vmap and grad, do not go through lookups of recsys; "
+            "look rows up outside of the transform, and give it the result"
+        )
