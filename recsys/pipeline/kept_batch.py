@@ -6,15 +6,12 @@ does not notice; here another mini-batch would be trained on in their place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from recsys._support.torch_compat import version_of
-from recsys.pipeline.inputs import items_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from recsys.pipeline.inputs import is_torchrec, items_of
 
 __all__ = ["KeptBatch"]
 
@@ -51,10 +48,23 @@ class KeptBatch:
             )
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+_HOLD_NO_TENSORS = (int, float, str, bytes, type(None), nn.Module)
+
+
+def _tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of a mini-batch, also inside its containers and attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, nn.Module | str | bytes):
-        for part in items_of(value, depth):
-            yield from _tensors_in(part, depth + 1)
+    found, waiting = [], [(batch, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif is_torchrec(value):  # what it computes of these are views and copies
+            parts = value.values(), value.weights_or_none(), value.offsets_or_none()
+            found += [each for each in (*parts, value.lengths_or_none()) if each is not None]
+        else:
+            waiting += [
+                (part, depth + 1)
+                for part in items_of(value, depth)
+                if not isinstance(part, _HOLD_NO_TENSORS)
+            ]
+    return found
