@@ -20,12 +20,9 @@ remedy() {
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
 echo "setup: installing into .venv, once; this takes a minute or two"
 # Imports compile what they import. pip would compile everything: 13,000 files, 45 seconds.
-# pip unpacks on one core, so two of them share the packages. Each warns of what the other has half
-# unpacked, which -qq leaves out.
 # shellcheck disable=SC2086  # PIP_ARGS is a list of options
-grep == requirements/cpu.txt |
-    xargs -n 56 -P 2 .venv/bin/python -m pip install -qq --no-compile --no-deps ${PIP_ARGS:-} ||
-    remedy "pip could not install requirements/cpu.txt"
+.venv/bin/python -m pip install --quiet --no-compile --no-deps ${PIP_ARGS:-} \
+    -r requirements/cpu.txt || remedy "pip could not install requirements/cpu.txt"
 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/python -c 'import torch, fbgemm_gpu' ||

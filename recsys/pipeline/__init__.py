@@ -4,6 +4,7 @@
     auto                Auto: measures several schedules, continues with the fastest
     train_pipeline      TrainPipeline.progress: one step of training
     window              mini-batches taken ahead, by iterator
+    take                takes the next one, and finds out whether it overwrites those that wait
     inputs              which module will look up which ids of a mini-batch
     divided_tables      tables whose rows are divided among processes
     popular_split       Hotline: divides a mini-batch into popular samples and the others
@@ -25,6 +26,7 @@ changes the order of samples:
 
     policies            what is left out: samples, updates of rows, or nothing (Observe)
     refill              mini-batches of full size from the samples that are kept
+    chosen_samples      those that wait for such a mini-batch
     sample_choice       which samples of a mini-batch are kept
     importance          the same for the policy Importance
     predictor           a small model that predicts labels for it

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recsys.pipeline.inputs import cancel
-from recsys.pipeline.kept_batch import KeptBatch
+from recsys.pipeline.take import OverwrittenBatch, take
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,24 +44,6 @@ class MiniBatch:
         self._is_moved = refilled is not None
         self.claims: list[Prefetched] | None = None
         self.has_failed = self.is_sent = False
-        self._kept: KeptBatch | None = None
-
-    def keep(self) -> None:
-        """Note what it is, because others are taken from the iterator before its step."""
-        self._kept = KeptBatch(self.batch)
-
-    def require_unchanged(self) -> None:
-        """Check that it is what it was; its claims are released if not.
-
-        Raises:
-            RuntimeError: the iterator has changed it.
-        """
-        if self._kept is not None:
-            try:
-                self._kept.require_unchanged()
-            except RuntimeError:
-                self.release_claims()
-                raise
 
     def move(self, device: torch.device | None) -> None:
         """Move it to a device, once; None leaves it where it is."""
@@ -117,20 +99,25 @@ class Window:
             iterator: The window's iterator.
             depth: Mini-batches after the next one.
             device: Where they are moved; None leaves them where they are.
+
+        Raises:
+            OverwrittenBatch: the iterator has written to mini-batches that wait. They are dropped.
         """
         while len(self.batches) <= depth and not self._has_ended and self._error is None:
             try:
                 self.batches.append(self._next(iterator, device))
             except StopIteration:
                 self._has_ended = True
+            except OverwrittenBatch:  # those that wait are not what they were
+                self.release_claims()
+                self.batches.clear()
+                raise
             except Exception as error:
                 self._error = error
             else:
                 self._set_num_waiting(iterator)
                 with suppress(Exception):  # `pop` will try again, and raise
                     self.batches[-1].move(device)
-                if depth:
-                    self.batches[-1].keep()
 
     def pop(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
         """Remove and return the next mini-batch; it counts as used from now on.
@@ -141,14 +128,12 @@ class Window:
 
         Raises:
             StopIteration: the iterator has ended.
-            RuntimeError: the mini-batch was changed in place while it waited.
             Exception: any error of the iterator, or of moving the mini-batch.
         """
         if self.batches:
             current = self.batches.popleft()
             self._set_num_waiting(iterator)
             current.move(device)
-            current.require_unchanged()
             return current
         if self._error is not None:
             self._raise_error()
@@ -203,9 +188,10 @@ class Window:
             del error  # its traceback refers to this frame: a reference cycle
 
     def _next(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
+        waiting = [each.batch for each in self.batches]
         if self.refill is None:
-            return MiniBatch(next(iterator))
-        refilled = self.refill.take(iterator, partial(_to, device=device))
+            return MiniBatch(take(iterator, waiting))
+        refilled = self.refill.take(iterator, partial(_to, device=device), waiting)
         return MiniBatch(refilled.batch, refilled)
 
     def _set_num_waiting(self, iterator: Any) -> None:

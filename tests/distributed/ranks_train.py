@@ -127,18 +127,35 @@ def averages_gradients(rank, world):
     """Gradients of a rank's samples, and their averages in the first step and in the third."""
     torch.manual_seed(1)
     sizes = (9, 7), (7, 5), (5, 1)
-    network = torch.nn.Sequential(*(torch.nn.Linear(*each) for each in sizes))
+    layers = torch.nn.Sequential(*(torch.nn.Linear(*each) for each in sizes))
+    network = WithTable(layers, torch.nn.Embedding(8, 9, sparse=True))
     samples = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
     network(samples).sum().backward()
-    own = [each.grad.clone() for each in network.parameters()]
+    own = [dense_gradient(each) for each in network.parameters()]
     parallel = DistributedDataParallel(network, static_graph=True)
     average_in_order(parallel)
     found = []
     for _ in range(3):
         network.zero_grad()
         parallel(samples).sum().backward()
-        found.append([each.grad.clone() for each in network.parameters()])
+        found.append([dense_gradient(each) for each in network.parameters()])
     return own, found[0], found[2]
+
+
+class WithTable(torch.nn.Module):
+    """Layers over samples and rows of a table with sparse gradients."""
+
+    def __init__(self, layers, table):
+        super().__init__()
+        self.layers, self.table = layers, table
+
+    def forward(self, samples):
+        rows = self.table(torch.arange(len(samples)) + dist.get_rank())
+        return self.layers(samples + rows)
+
+
+def dense_gradient(parameter):
+    return parameter.grad.to_dense().clone()
 
 
 def is_refused(rank, world, **arguments):

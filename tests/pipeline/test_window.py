@@ -348,7 +348,7 @@ def test_a_step_that_rows_refuse_has_updated_no_other_parameter(small):
         assert torch.equal(value, before[name])
 
 
-def with_one_tensor_of_labels(batches):
+def one_tensor(batches):
     """A loader that fills the same tensor again for each mini-batch."""
     labels = batches[0].labels.clone()
     for batch in batches:
@@ -356,37 +356,76 @@ def with_one_tensor_of_labels(batches):
         yield dataclasses.replace(batch, labels=labels)
 
 
-def test_a_mini_batch_that_changes_while_it_waits_is_refused_and_nothing_is_trained(
-    small, pair, batches
+def one_object(batches):
+    made = copy.copy(batches[0])
+    for batch in batches:
+        made.sparse_features, made.labels = batch.sparse_features, batch.labels
+        yield made
+
+
+def two_tensors_in_turn(batches):
+    return in_parts_of_a_tensor(batches, 2)
+
+
+def in_parts_of_a_tensor(batches, num_parts=5):
+    labels = torch.zeros(num_parts, len(batches[0].labels))
+    for number, batch in enumerate(batches):
+        part = labels[number % num_parts].copy_(batch.labels)
+        yield dataclasses.replace(batch, labels=part)
+
+
+@pytest.mark.parametrize("give", [one_tensor, two_tensors_in_turn, one_object])
+def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_are_trained_on(
+    small, pair, batches, give
 ):
-    models, _, pipeline = pair(LookAhead(2))
+    models, dense, pipeline = pair(LookAhead(2))
     before = copy.deepcopy(models[1].state_dict())
 
-    with pytest.raises(RuntimeError, match=r"shape \(4,\) of a mini-batch was changed in place"):
-        pipeline.progress(with_one_tensor_of_labels(batches))
+    with pytest.raises(RuntimeError, match="has filled an earlier mini-batch again, which still"):
+        pipeline.progress(give(batches))
 
     assert small.num_claimed(models[1]) == 0
     for name, value in models[1].state_dict().items():
         assert torch.equal(value, before[name]), name
+    losses = small.run(pipeline, iter(batches))
+    assert losses == small.run_plain(models[0], dense, batches)
 
 
-def test_where_none_is_taken_ahead_a_loader_may_fill_the_same_tensors(small, pair, batches):
+@pytest.mark.parametrize("give", [one_tensor, one_object, two_tensors_in_turn])
+def test_where_none_is_taken_ahead_a_loader_may_fill_the_same_tensors(small, pair, batches, give):
     models, dense, pipeline = pair(Sequential())
 
-    losses = small.run(pipeline, with_one_tensor_of_labels(batches))
+    losses = small.run(pipeline, give(batches))
 
     assert losses == small.run_plain(models[0], dense, batches)
     small.require_equal(*models)
 
 
-def test_a_step_may_change_its_own_mini_batch(small, pair, batches):
+def test_a_loader_may_fill_parts_of_a_tensor_that_are_used(small, pair, batches):
     models, dense, pipeline = pair(LookAhead(2))
+
+    losses = small.run(pipeline, in_parts_of_a_tensor(batches))
+
+    assert losses == small.run_plain(models[0], dense, in_parts_of_a_tensor(batches))
+    small.require_equal(*models)
+
+
+def test_a_step_may_change_its_mini_batch_and_what_mini_batches_share(small, pair, batches):
+    models, dense, pipeline = pair(LookAhead(2))
+    found = []
 
     def halve(_, inputs):
         inputs[0].labels.mul_(0.5)
 
     for model in models:
         model.register_forward_pre_hook(halve)
-    losses = small.run(pipeline, iter(copy.deepcopy(batches)))
+    for run in (
+        lambda given: small.run(pipeline, given),
+        lambda given: small.run_plain(models[0], dense, given),
+    ):
+        shared = copy.deepcopy(batches)
+        shared[3:6] = [dataclasses.replace(each, labels=shared[2].labels) for each in shared[3:6]]
+        found.append(run(iter([*shared, shared[0], shared[0]])))
 
-    assert losses == small.run_plain(models[0], dense, copy.deepcopy(batches))
+    assert found[0] == found[1]
+    small.require_equal(*models)

@@ -441,11 +441,11 @@ def test_a_store_that_was_moved_can_be_named(tmp_path, clicks):
 
     with pytest.raises(StoreError, match=r"trained on the store .* which does not exist; go to"):
         evaluate_run(clicks)
-    with pytest.raises(StoreError, match="recsys predict --store STORE"):
+    with pytest.raises(StoreError, match="recsys predict FILES with --store STORE"):
         predict_run(clicks, [file], tmp_path / "found.parquet")
     command = ["predict", clicks, file, "--store", moved, "--out", tmp_path / "found.parquet"]
     assert main(list(map(str, command))) == 0
-    with pytest.raises(ConfigError, match="store= is for files"):
+    with pytest.raises(ConfigError, match="--store is for files"):
         predict_run(clicks, [moved], tmp_path / "other.parquet", store=moved)
 
     assert (tmp_path / "found.parquet").read_bytes() == (tmp_path / "expected.parquet").read_bytes()

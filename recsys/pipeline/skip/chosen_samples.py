@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.pipeline.kept_batch import KeptBatch
 from recsys.pipeline.micro_batches import concatenate, select_samples
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ class WaitingSamples:
 
     def __init__(self, raw: RawBatch, chosen: Chosen, *, is_scaled: bool) -> None:
         self.raw, self.num_used = raw, 0
-        self._kept = KeptBatch(raw.batch)
         samples, self._weights, self._is_stale = chosen[:3]
         if raw.offset:
             samples = np.arange(raw.size) if samples is None else samples
@@ -97,12 +95,7 @@ class WaitingSamples:
         return self.num_used if self._samples is None else int(self._samples[self.num_used])
 
     def take(self, count: int, setting: str) -> Part:
-        """The next samples. They still wait, until `num_used` is raised.
-
-        Raises:
-            RuntimeError: the raw mini-batch was changed in place while they waited.
-        """
-        self._kept.require_unchanged()
+        """The next samples. They still wait, until `num_used` is raised."""
         chosen = slice(self.num_used, self.num_used + count)
         is_stale = None if self._is_stale is None else self._is_stale[chosen]
         weights = None if self._weights is None else self._weights[chosen]

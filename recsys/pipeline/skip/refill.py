@@ -39,9 +39,10 @@ from recsys.pipeline.skip.chosen_samples import (
     WaitingSamples,
     join,
 )
+from recsys.pipeline.take import OverwrittenBatch, take
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -159,21 +160,28 @@ class Refill:
         """Raw mini-batches that were taken and are not used up."""
         return self._taken.num_raw - self._positions[0].num_raw
 
-    def take(self, iterator: Iterator[Any], prepare: Callable[[Any], Any]) -> Refilled:
+    def take(
+        self,
+        iterator: Iterator[Any],
+        prepare: Callable[[Any], Any],
+        handed_out: Sequence[Any] = (),
+    ) -> Refilled:
         """Make the next mini-batch.
 
         Args:
             iterator: Returns raw mini-batches; always the same one.
             prepare: Applied to each raw mini-batch, for example to move it to a device.
+            handed_out: Mini-batches that were made and not used; the iterator must not write there.
 
         Raises:
+            OverwrittenBatch: it wrote there, or to samples that wait, which are dropped.
             StopIteration: the iterator has ended, and no sample waits.
             Exception: any error of the iterator, of `prepare`, of choosing or of joining. The raw
                 mini-batch, or the samples of the mini-batch that was to be made, are left out, and
                 count as skipped.
         """
         while not self._waiting or (self._refills and self._num_waiting < self._taken.full_size):
-            has_raw = self._raw is not None or self._take_raw(iterator)
+            has_raw = self._raw is not None or self._take_raw(iterator, handed_out)
             self._mark("load")
             if not has_raw:
                 if self._waiting:
@@ -226,13 +234,18 @@ class Refill:
         self._waiting.clear()
         self._num_waiting, self._raw, self.has_ended = 0, None, True
 
-    def _take_raw(self, iterator: Iterator[Any]) -> bool:
+    def _take_raw(self, iterator: Iterator[Any], handed_out: Sequence[Any]) -> bool:
         """Take a raw mini-batch; False if there is none left."""
         if not self._is_exhausted:
             try:
-                self._raw = next(iterator)
+                self._raw = take(
+                    iterator, [*handed_out, *(each.raw.batch for each in self._waiting)]
+                )
             except StopIteration:
                 self._is_exhausted = True
+            except OverwrittenBatch:
+                self._remove(self._num_waiting)
+                raise
         return not self._is_exhausted
 
     def _choose_from_raw(

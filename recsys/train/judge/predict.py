@@ -111,7 +111,7 @@ def predict_run(
     import_pyarrow()
     from_store = len(data) == 1 and is_store(Path(data[0]))
     if from_store and store is not None:
-        raise ConfigError(f"store= is for files, and {data[0]} is a store; leave store= out")
+        raise ConfigError(f"--store is for files, and {data[0]} is a store; leave --store out")
     source = data[0] if from_store else store
     saved = open_saved_model(run_dir, None if source is None else str(source))
     begun = time.perf_counter()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def average_in_order(parallel: nn.Module) -> None:
 def _average(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The mean of a bucket over all processes. A collective."""
     gradients, num_ranks = bucket.buffer(), dist.get_world_size()
+    if gradients.is_sparse:  # of a table of the user's own; gloo adds these in order
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None stands for all
     padding = -len(gradients) % num_ranks
     shares = torch.nn.functional.pad(gradients, (0, padding)).view(num_ranks, -1)
     received = torch.empty_like(shares)

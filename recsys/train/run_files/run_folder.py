@@ -131,8 +131,8 @@ class RunFolder:
             raise StoreError(
                 f"{self.path} was trained on the store {data}, which does not exist"
                 f"{'' if Path(data).is_absolute() else ' in the current folder'}; go to the folder "
-                "in which it was trained, or name the store: recsys evaluate --data STORE, recsys "
-                "predict --store STORE, recsys train STORE --resume"
+                "in which it was trained, or name the store: recsys evaluate with --data STORE, "
+                "recsys predict FILES with --store STORE, recsys train STORE with --resume"
             )
 
     def continue_run(self, config: TrainConfig, history_bytes: int) -> None:

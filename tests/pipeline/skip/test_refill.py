@@ -435,14 +435,19 @@ def test_an_interrupt_anywhere_loses_at_most_one_mini_batch(depth):
         assert last == position
 
 
-def test_samples_that_wait_must_stay_as_they_are():
-    buffer = torch.empty(4, dtype=torch.int64)
+def test_a_loader_that_overwrites_samples_that_wait_is_refused():
+    chunks = chunks_of([4, 4, 4, 4])
+    buffer = chunks[0].clone()
 
     def refilled_buffer():
-        for chunk in chunks_of([4, 4, 4]):
-            yield buffer.copy_(chunk)
+        yield buffer
+        yield buffer.copy_(chunks[1])
+        yield from chunks[2:]
 
-    iterator, maker = refilled_buffer(), refill_of(np.array([1, 1, 1, 0] * 3, bool))
+    iterator, maker = refilled_buffer(), refill_of(np.array([1, 1, 1, 0] * 4, bool))
 
-    with pytest.raises(RuntimeError, match=r"shape \(4,\) of a mini-batch was changed in place"):
+    with pytest.raises(RuntimeError, match="has filled an earlier mini-batch again, which still"):
         take_all(maker, iterator)
+    found, _ = take_all(maker, iterator)
+
+    assert found == [[8, 9, 10, 12], [13, 14]]
