@@ -9,6 +9,7 @@ from __future__ import annotations
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from recsys._support.torch_compat import version_of
@@ -71,7 +72,7 @@ def _overlap(tensor: Tensor, other: Tensor) -> bool:
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """The first address of a tensor, and the one after its last."""
-    if tensor.is_sparse or not tensor.numel():
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     num_spanned = 1 + sum((size - 1) * stride for size, stride in steps)
