@@ -27,6 +27,7 @@ from recsys.train.loop.cold_folder import remove_left_rows
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import LOWER_LR, Progress
+from recsys.train.loop.require_config import require_config
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.settings_warnings import (
     warn_of_no_effect,
@@ -116,11 +117,7 @@ def train(
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
-    if not isinstance(config, TrainConfig):
-        raise TypeError(
-            f"config must be a TrainConfig, got {type(config).__name__}; recsys.config has "
-            "build_config, which makes one of nested keys, and load_config, of a TOML file"
-        )
+    require_config(config)
     with ExitStack() as stack:
         processes = stack.enter_context(processes_of(Path(run_dir)))
         earlier = None

@@ -719,3 +719,10 @@ def test_first_steps_are_kept_as_a_timeline_where_that_is_asked_for(small_config
     events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
 
     assert sum(each["name"] == "backward" for each in events) == 4
+
+
+def test_a_configuration_that_is_none_is_refused_by_its_type(tmp_path):
+    for config in ({"data": "store"}, "store"):
+        with pytest.raises(TypeError, match=rf"TrainConfig, got {type(config).__name__}; recsys"):
+            train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

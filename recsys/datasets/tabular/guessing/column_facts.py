@@ -77,6 +77,18 @@ class ColumnFacts:
     element_kind: str = ""
     form_hint: str = ""
 
+    @property
+    def unread_type(self) -> str:
+        """Why the type of the column is none of a feature; "" if it is one."""
+        if self.kind == "other" or self.element_kind == "other":
+            return "its type is neither numbers, text, times nor lists of these"
+        if self.kind == "list" and self.element_kind == "number":
+            return (
+                "lists of numbers that are not whole; if they weigh the values of another column, "
+                f'set weights = "{self.name}" there'
+            )
+        return ""
+
 
 def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     """Measure one column.

@@ -297,13 +297,8 @@ class _Draft:
         facts = f"{each.num_distinct:,} different values in {self.num_rows:,} rows{missing}"
         if each.kind == "empty":
             self.reasons[each.name] = "empty in these rows"
-        elif each.kind == "other" or each.element_kind == "other":
-            self.reasons[each.name] = "its type is neither numbers, text, times nor lists of these"
-        elif each.kind == "list" and each.element_kind == "number":
-            self.reasons[each.name] = (
-                "lists of numbers that are not whole; if they weigh the values of another column, "
-                f'set weights = "{each.name}" there'
-            )
+        elif each.unread_type:
+            self.reasons[each.name] = each.unread_type
         elif each.time_doubt:
             self.reasons[each.name] = (
                 f'{each.time_doubt}; to split by it, set timestamp = "{each.name}" and '
