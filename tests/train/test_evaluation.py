@@ -9,7 +9,9 @@ from recsys.cli import main
 from recsys.config import EvalConfig, load_config
 from recsys.datasets import write_store as write_store_of_frame
 from recsys.datasets.store import Store
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import TrainingDiverged
+from recsys.models.batch_train import BatchTrain
 from recsys.report.page import write_report
 from recsys.report.summary import format_metrics, format_run
 from recsys.train.judge.evaluation import (
@@ -297,3 +299,27 @@ def test_synthetic_days_have_an_auc_each(small_config, tmp_path):
     days = record["metrics"]["test"]["auc_by_day"]
     assert 1 < len(days) < num_days
     assert all(day.startswith("1970-0") for day in days)
+
+
+class Always(torch.nn.Module):
+    """Returns the same number for every sample."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = torch.nn.Parameter(torch.tensor(float(number)))
+
+    def forward(self, batch):
+        return self.number.expand(len(batch.labels))
+
+
+@pytest.mark.parametrize(
+    ("number", "is_told"), [(0.25, True), (-1.1, False), (1.1, False)], ids=["share", "low", "high"]
+)
+def test_a_model_that_returns_probabilities_is_told(number, is_told, recwarn):
+    source = SyntheticCriteo(num_samples=2000)
+
+    evaluate_split(BatchTrain(Always(number)), source, "test", batch_size=64)
+
+    told = [str(each.message) for each in recwarn]
+    assert [each for each in told if "forward ends with a sigmoid" in each] == told
+    assert bool(told) == is_told

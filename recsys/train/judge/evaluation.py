@@ -24,6 +24,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.lookup.device_tables import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
+from recsys.models.batch_train import BatchTrain
 from recsys.train.judge.ranking import rank_items
 from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics.group_metrics import auc_by_day, evaluate_groups
@@ -104,6 +105,7 @@ def evaluate_split(
     groups = source.groups if isinstance(source, Store) else None
     times = _seconds(source, split) if max_samples is None else None
     kept: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
+    may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
     with _evaluating(model):
         for batch in loader:
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
@@ -116,6 +118,8 @@ def evaluate_split(
                     f"{split}: {num_bad} of {len(scores)} logits are not finite; {LOWER_LR}"
                 )
             accumulator.add(scores[:wanted], labels[:wanted])
+            if may_be_probabilities:
+                may_be_probabilities = bool(((scores >= 0) & (scores <= 1)).all())
             if groups is not None or times is not None:
                 kept.append((scores[:wanted].copy(), labels[:wanted] == 1))
             if parts is not None:
@@ -124,6 +128,8 @@ def evaluate_split(
                 break
     check_input(model)
     found = accumulator.result()
+    if may_be_probabilities and found.num_samples >= 100 and (found.calibration or 0) > 1.2:
+        warnings.warn(_NO_LOGITS, stacklevel=3)
     if not kept:
         return found
     all_scores, all_labels = (np.concatenate(each) for each in zip(*kept, strict=True))
@@ -135,6 +141,12 @@ def evaluate_split(
         groups=None if groups is None else evaluate_groups(all_scores, all_labels, groups[own]),
         auc_by_day=None if times is None else auc_by_day(all_scores, all_labels, times),
     )
+
+
+_NO_LOGITS = (
+    "all logits of the model lie in [0, 1], as probabilities do, and its predictions are too high; "
+    "if forward ends with a sigmoid, leave it out: the loss and predictions apply one"
+)
 
 
 def _seconds(source: SampleSource, split: str) -> NDArray[np.int64] | None:
