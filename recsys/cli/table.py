@@ -55,6 +55,11 @@ def add_table_format(formats: _Formats) -> None:
         metavar="STORE",
         help="number values as in STORE, unknown ones as row 0; all rows are for test",
     )
+    table.add_argument(
+        "--split",
+        action="store_true",
+        help="with --like: divide the rows as the schema of STORE says, to train on them",
+    )
     table.add_argument("--out", required=True, metavar="STORE", help="new folder")
     table.set_defaults(run_command=_prepare_table)
 
@@ -68,7 +73,12 @@ def _prepare_table(options: argparse.Namespace) -> int:
     from recsys.datasets.tabular.prepare import prepare_table
 
     report = prepare_table(
-        options.files, options.out, schema, like=options.like, show_progress=True
+        options.files,
+        options.out,
+        schema,
+        like=options.like,
+        split=options.split,
+        show_progress=True,
     )
     _print_table_report(report)
     for warning in report.warnings:

@@ -67,7 +67,7 @@ def test_options_are_these_and_no_others():
             },
             "classic-npz": {"file": "", "--out": ""},
             "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
-            "table": {"files": "", "--schema": "", "--like": "", "--out": ""},
+            "table": {"files": "", "--schema": "", "--like": "", "--split": "", "--out": ""},
         },
         "inspect": {"files": "", "--label": "", "--ignore": "", "--quote": ""},
         "convert": {"store": "", "--to": "", "--out": "", "--split": ""},

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.datasets.store import Store
 from recsys.datasets.tabular.encoding.file_encoder import read_schema
-from recsys.datasets.tabular.prepare import columns_for_split, write_table
+from recsys.datasets.tabular.prepare import columns_for_split, open_like, write_table
 from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.schemas.named import find_schema
 from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.errors import ConfigError, DatasetFormatError
+from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +36,7 @@ def write_store(
     out: str | Path,
     *,
     like: str | Path | None = None,
+    split: bool = False,
     num_threads: int | None = None,
 ) -> TableReport:
     """Write a store from a data frame, or from the chunks of one.
@@ -48,6 +48,7 @@ def write_store(
             recsys knows; None with `like`.
         out: The store's folder, which must not exist.
         like: A store that was made from a table; see `prepare_table`.
+        split: With `like`: divide the rows by the `split` of its schema; else all are for test.
         num_threads: Threads that encode columns; by default one per core.
 
     Returns:
@@ -55,17 +56,15 @@ def write_store(
 
     Raises:
         AlreadyExists: `out` exists.
-        ConfigError: not exactly one of `schema` and `like` is given, the schema cannot be read, or
-            it has no column for an embedding table.
+        ConfigError: not exactly one of `schema` and `like` is given, `split` is given without
+            `like`, the schema cannot be read, or it has no column for an embedding table.
         DatasetFormatError: the rows break the schema, there is no row, or none for training.
         MissingDependency: pyarrow is not installed.
         TypeError: `schema` is of another type, or a frame is none.
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
     import_pyarrow()
-    known = None if like is None else Store(like)
-    if (schema is None) == (known is None):
-        raise ConfigError("write_store needs either a schema or a store to be like; give one")
+    known = open_like(schema, like, split=split)
     if known is not None:
         schema = read_schema(known)
     elif isinstance(schema, str | Path):
@@ -75,7 +74,7 @@ def write_store(
             f"schema must be a Schema, a name or a path, got {type(schema).__name__}; "
             "Schema.from_dict makes one of a dictionary"
         )
-    ignored = () if known is None else columns_for_split(schema)
+    ignored = () if known is None or split else columns_for_split(schema)
     batches = _FrameBatches(frames, schema, ignored)
     return write_table(
         iter(batches),
@@ -84,6 +83,7 @@ def write_store(
         sources=batches.describe,
         place=batches.place,
         like=known,
+        split=split,
         num_threads=num_threads,
     )
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from recsys.datasets.tabular.encoding.numbering import HashedRows, Numbers
     from recsys.datasets.tabular.schemas.schema import Schema
 
-__all__ = ["TableReport", "columns_for_split", "prepare_table", "write_table"]
+__all__ = ["TableReport", "columns_for_split", "open_like", "prepare_table", "write_table"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TableReport:
             training part has them too rarely or not at all; missing values aside.
         num_lacking: Negatives that could not be drawn: each item of the training part would be a
             positive.
-        warnings: What is wrong with the parts, a sentence each; empty with `like`.
+        warnings: What is wrong with the parts, a sentence each; empty if all rows are for test.
     """
 
     path: Path
@@ -90,20 +90,23 @@ def prepare_table(
     schema: Schema | None = None,
     *,
     like: str | Path | None = None,
+    split: bool = False,
     num_threads: int | None = None,
     show_progress: bool = False,
 ) -> TableReport:
     """Read files, in the order given, and write a store.
 
     With `like`, values get the rows that they have in that store, unknown ones row 0; dense columns
-    are treated by the statistics of its training part; and all rows are for test. Histories list
-    rows of these files alone, which a warning says.
+    are treated by the statistics of its training part; and all rows are for test, or are divided as
+    those of that store were. Histories and negatives know the rows of these files alone; for
+    histories, a warning says so.
 
     Args:
         files: CSV, TSV (plain, .gz, .zst) or Parquet; folders of them.
         store: The store's folder, which must not exist.
         schema: What the columns mean; None with `like`.
         like: A store that was made from a table.
+        split: With `like`: divide the rows by the `split` of its schema, to train on them.
         num_threads: Threads that encode columns; by default one per core.
         show_progress: Draw a progress bar over the rows.
 
@@ -112,25 +115,23 @@ def prepare_table(
 
     Raises:
         AlreadyExists: `store` exists.
-        ConfigError: not exactly one of `schema` and `like` is given, or the schema has no column
-            for an embedding table.
+        ConfigError: not exactly one of `schema` and `like` is given, `split` is given without
+            `like`, or the schema has no column for an embedding table.
         DatasetFormatError: a file breaks its format or the schema, there is no row, or none for
             training.
         FileNotFoundError: a file does not exist.
         MissingDependency: pyarrow is not installed.
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
-    known = None if like is None else Store(like)
-    if (schema is None) == (known is None):
-        raise ConfigError("prepare_table needs either a schema or a store to be like; give one")
-    if known is not None:
-        schema = read_schema(known)
+    known = open_like(schema, like, split=split)
+    schema = schema if known is None else read_schema(known)
     assert schema is not None
     if known is None:
         table = TableFiles(files, schema)
     else:
         way_out = f"store {known.path} was made of files with it; add it, or name other files"
-        table = TableFiles(files, schema, optional=columns_for_split(schema), way_out=way_out)
+        optional = () if split else columns_for_split(schema)
+        table = TableFiles(files, schema, optional=optional, way_out=way_out)
     with tqdm(
         desc="prepare",
         unit=" rows",
@@ -145,8 +146,28 @@ def prepare_table(
             sources=lambda: [source.as_dict() for source in table.sources],
             place=table.place,
             like=known,
+            split=split,
             num_threads=num_threads,
         )
+
+
+def open_like(schema: object, like: str | Path | None, *, split: bool) -> Store | None:
+    """Open the store that a new one is like; None if the new one has a schema.
+
+    Raises:
+        ConfigError: not exactly one of `schema` and `like` is given, or `split` without `like`.
+        StoreError: `like` is no store.
+    """
+    if (schema is None) == (like is None):
+        raise ConfigError("a store needs either a schema or a store to be like; give one")
+    if like is not None:
+        return Store(like)
+    if split:
+        raise ConfigError(
+            "split divides the rows of a store that is like another; a schema says by itself how "
+            "rows are divided: leave it out"
+        )
+    return None
 
 
 def columns_for_split(schema: Schema) -> tuple[str, ...]:
@@ -165,6 +186,7 @@ def write_table(
     sources: Callable[[], Sequence[Mapping[str, Any]]],
     place: Callable[[int], str],
     like: Store | None = None,
+    split: bool = False,
     num_threads: int | None = None,
 ) -> TableReport:
     """Write a store from batches of rows.
@@ -175,8 +197,8 @@ def write_table(
         store: The store's folder, which must not exist.
         sources: The entry `sources` of meta.json; called after the last batch.
         place: Names a row in messages, by its number from 0 among all rows.
-        like: A store whose vocabularies and dense rules are used; all rows are for test. `schema`
-            is its schema.
+        like: A store whose vocabularies and dense rules are used. `schema` is its schema.
+        split: With `like`: divide the rows by the schema; else all are for test.
         num_threads: Threads that encode columns; by default one per core.
 
     Raises:
@@ -204,7 +226,8 @@ def write_table(
         if rules is None
         else rules.numbers
     )
-    without = () if like is None else (PART,)
+    are_for_test = like is not None and not split
+    without = (PART,) if are_for_test else ()
     encoder = RowEncoder(
         schema,
         numbers,
@@ -217,7 +240,7 @@ def write_table(
         _fill(spool, encoder, batches)
         if not spool.num_rows:
             raise DatasetFormatError("a table must have at least one row, got none")
-        rows = SpooledRows(spool, schema, is_new=like is not None)
+        rows = SpooledRows(spool, schema, are_for_test=are_for_test)
         with _new_writer(store, schema) as writer:
             return _write(rows, numbers, writer, sources(), rules, like, place)
 
@@ -274,13 +297,14 @@ def _write(
     place: Callable[[int], str],
 ) -> TableReport:
     schema = rows.schema
-    if rules is None:
+    if not rows.are_for_test:
         if not (rows.codes == TRAIN).any():
             raise DatasetFormatError(
                 f"the training part has none of {len(rows.codes)} rows; change [split]"
             )
-        (writer.folder / "vocabulary").mkdir()
         _warn_of_one_label(rows)
+    if rules is None:
+        (writer.folder / "vocabulary").mkdir()
         maker = learn_rows(rows, numbers, writer.folder)
     else:
         maker = rules.maker
@@ -322,5 +346,5 @@ def _write(
         num_embeddings=sum(table.num_rows for table in maker.tables.values()),
         unknown=parts.unknown,
         num_lacking=parts.num_lacking,
-        warnings=() if rules is not None else tuple(warnings_of_parts(rows, splits)),
+        warnings=() if rows.are_for_test else tuple(warnings_of_parts(rows, splits)),
     )

@@ -252,6 +252,57 @@ def test_rows_like_a_store_have_its_rows_and_statistics(tmp_path, files):
     assert (Store(again.path).sparse == like.sparse).all()
 
 
+def test_rows_like_a_store_may_be_divided_to_train_on(tmp_path, files):
+    first = prepare_table(files(clicks(50)), tmp_path / "store", Schema.from_dict(CLICKS))
+    new = clicks(20, seed=3)
+
+    report = prepare_table(files(new, "new.csv"), tmp_path / "new", like=first.path, split=True)
+    of_frame = write_store(new, None, tmp_path / "of_frame", like=first.path, split=True)
+    prepare_table(files(new, "new.csv"), tmp_path / "test", like=first.path)
+
+    alone = write_store(new, Schema.from_dict(CLICKS), tmp_path / "alone")
+    assert report.splits == of_frame.splits == alone.splits
+    assert report.splits["train"]
+    store, for_test = Store(report.path), Store(tmp_path / "test")
+    assert store.meta["encoding"] == Store(first.path).meta["encoding"]
+    assert (store.sparse == Store(of_frame.path).sparse).all()
+    # The same rows in the order of the parts.
+    assert sorted(map(tuple, store.sparse)) == sorted(map(tuple, for_test.sparse))
+    assert (store.labels == Store(alone.path).labels).all()
+
+
+def test_rows_to_train_on_need_the_column_of_the_split(tmp_path):
+    split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
+    frame = clicks(10).assign(fold=list("tttttttttv"))
+    write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store")
+
+    report = write_store(frame, None, tmp_path / "new", like=tmp_path / "store", split=True)
+    assert report.splits["train"] == 9
+    with pytest.raises(DatasetFormatError, match="fold"):
+        write_store(
+            frame.drop(columns="fold"), None, tmp_path / "x", like=tmp_path / "store", split=True
+        )
+
+
+def test_negatives_are_drawn_for_rows_like_a_store(tmp_path):
+    tree = {
+        "group": "user",
+        "categorical": {"user": {}, "item": {"values": "integer"}},
+        "split": {"by": "fraction", "test": 0.2, "validation": 0},
+        "negatives": {"item": "item", "per_positive": 2},
+    }
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"user": rng.integers(0, 9, 60), "item": rng.integers(0, 30, 60)})
+    frame["user"] = "u" + frame["user"].astype(str)
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+
+    report = write_store(frame[:30], None, tmp_path / "new", like=tmp_path / "store", split=True)
+
+    found = Store(report.path)
+    assert found.labels[: report.splits["train"]].tolist() == [1, 0, 0] * 24
+    assert report.splits["test"] == 6
+
+
 def test_a_vocabulary_names_the_value_of_each_row(tmp_path):
     frame = pd.DataFrame({"click": [1, 0, 1, 1], "site": ["b", "ä", None, "b"], "n": [7, 7, 8, 9]})
     tree = {
@@ -477,6 +528,8 @@ def test_either_a_schema_or_a_store_is_needed(tmp_path, files):
     write_store(clicks(9), schema, tmp_path / "store")
     with pytest.raises(ConfigError, match="either a schema or a store"):
         prepare_table(files(clicks(3)), tmp_path / "new", schema, like=tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"store that is like another.* leave it out"):
+        prepare_table(files(clicks(3)), tmp_path / "new", schema, split=True)
 
 
 @pytest.mark.parametrize(

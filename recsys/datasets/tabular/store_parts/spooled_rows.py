@@ -41,16 +41,18 @@ class SpooledRows:
     Args:
         spool: The rows; nothing is appended any more.
         schema: What its columns mean.
-        is_new: The rows are new ones of a store that exists: all are for test.
+        are_for_test: Whether all rows are for test; else `schema.split` divides them.
 
     Attributes:
+        are_for_test: As given.
         codes: The part of each row: its place in `SPLITS`, (N,) uint8.
     """
 
-    def __init__(self, spool: Spool, schema: Schema, *, is_new: bool = False) -> None:
+    def __init__(self, spool: Spool, schema: Schema, *, are_for_test: bool = False) -> None:
         self.spool = spool
         self.schema = schema
-        if is_new:
+        self.are_for_test = are_for_test
+        if are_for_test:
             self.codes = np.full(spool.num_rows, TEST, np.uint8)
         else:
             self.codes = self._split()
