@@ -239,6 +239,10 @@ class TrainConfig:
     capture: bool = _key(
         False, "replay the dense part of models of pooled bags as CUDA graphs; for device cuda"
     )
+    init_from: str = _key(
+        "",
+        "folder of a run whose saved model is the start of this one; empty: initial values by seed",
+    )
     save_model: bool = _key(True, "keep the model in the run's folder")
     timeline_steps: int = _key(
         0, "first steps that are written to timeline.json; 0: no timeline", least=0

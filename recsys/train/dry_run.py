@@ -23,6 +23,7 @@ from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES
 from recsys.train.loop.announcement import lack_of_disk
 from recsys.train.loop.cold_folder import cold_folder
+from recsys.train.loop.first_model import open_first_model, require_fitting
 from recsys.train.loop.run_checkpoints import writes_checkpoints
 from recsys.train.loop.settings_warnings import warn_of_unread_keys
 from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch, require_budget
@@ -127,12 +128,15 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     callbacks = callbacks_of(config)
     source = open_source(config)
     callbacks.require(config, source)
+    first_model = open_first_model(config, source)
     require_budget(config, source)
     RunFolder.require_place(run_dir)
     warn_of_unread_keys(config, source)
     with cold_folder(config, run_dir) as cold_path:
         found = _size_tables(config, source, cold_path)
     tables, model = found
+    if first_model is not None:
+        require_fitting(first_model, model)
     require_machine(tables)
     is_same_disk = bool(cold_path) and _disk_of(Path(cold_path)) == _disk_of(run_dir)
     cold_bytes = tables.disk_bytes if is_same_disk else 0

@@ -14,7 +14,7 @@ from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
-from recsys.errors import BudgetTooSmall, TrainingDiverged
+from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
@@ -24,9 +24,10 @@ from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.judge.popular_samples import PopularSamples
 from recsys.train.loop.announcement import announce, warn_of_full_disk
 from recsys.train.loop.cold_folder import remove_left_rows
+from recsys.train.loop.first_model import load_first_model, open_first_model
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
-from recsys.train.loop.progress import LOWER_LR, Progress
+from recsys.train.loop.progress import Progress
 from recsys.train.loop.require_config import require_config
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.settings_warnings import (
@@ -34,8 +35,8 @@ from recsys.train.loop.settings_warnings import (
     warn_of_threads,
     warn_of_unread_keys,
 )
+from recsys.train.loop.steps import steps_of
 from recsys.train.loop.tier_report import describe_tiers, describe_transfers
-from recsys.train.parts.budget import enough_budget
 from recsys.train.parts.build import (
     autocast,
     build_pipeline,
@@ -52,9 +53,8 @@ from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor
     from torch.optim.lr_scheduler import LambdaLR
 
     from recsys.datasets.loader import BatchLoader
@@ -286,6 +286,8 @@ def _prepare(
         )
         source = open_source(config)
         processes.require(config, source)
+        is_new = earlier is None or earlier.saved is None
+        first_model = open_first_model(config, source) if is_new else None
         callbacks.require(config, source)
         if earlier is None:
             RunFolder.require_place(run_dir)
@@ -300,6 +302,8 @@ def _prepare(
     plan = choose_plan(config, source)
     loader = processes.train_loader(config, source, plan)
     built = processes.build_model(replace(config, cold_path=cold_path), source, plan)
+    if first_model is not None:
+        load_first_model(first_model, built.saved)
     full_steps = FullSteps(loader, config.epochs)
     compile_kernels(config, source)
     with processes.together():
@@ -379,7 +383,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
     if run.checkpoints is not None:
         run.checkpoints.start()
     for epoch in range(loader.epoch, config.epochs):
-        for _, (loss, logits, labels) in _steps(pipeline, loader, progress, config):
+        for _, (loss, logits, labels) in steps_of(pipeline, loader, progress, config):
             num_seen = _num_seen(pipeline)
             full_step = full_steps.advance(progress.num_steps + 1, num_seen)
             for scheduler in run.schedulers:
@@ -437,25 +441,6 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
 def _num_seen(pipeline: TrainPipeline) -> int | None:
     """Samples that a run has seen, skipped ones included; None for a run without skipping."""
     return None if pipeline.skipping is None else pipeline.skipping.num_seen
-
-
-def _steps(
-    pipeline: TrainPipeline,
-    loader: BatchLoader | HotColdLoader,
-    progress: Progress,
-    config: TrainConfig,
-) -> Iterator[tuple[Tensor, Any]]:
-    """Steps over the rest of an epoch; their errors name the step, or a budget that suffices."""
-    try:
-        yield from pipeline.steps(loader)
-    except BudgetTooSmall as error:
-        if config.plan or config.schedule.name == "fae":
-            raise
-        enough = enough_budget(config, loader.source)
-        raise BudgetTooSmall(f"{error}; budget={enough} holds every mini-batch") from None
-    except TrainingDiverged as error:
-        advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
-        raise TrainingDiverged(f"step {progress.num_steps + 1}: {advice}") from error
 
 
 def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:

@@ -355,6 +355,13 @@ def test_other_schedules_are_refused_by_name(name):
         require_supported(config, open_source(config), 2)
 
 
+def test_a_run_that_begins_with_another_model_is_refused():
+    config = load_config(None, [*SETTINGS, "init_from=run"], data="synthetic:criteo-kaggle")
+
+    with pytest.raises(ConfigError, match="init_from must be '' on 2 processes, got 'run'"):
+        require_supported(config, open_source(config), 2)
+
+
 def test_batch_normalization_is_refused():
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     with pytest.raises(ConfigError, match="1: BatchNorm1d would see each process's samples alone"):

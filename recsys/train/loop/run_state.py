@@ -112,5 +112,6 @@ def require_fingerprint(run_dir: Path, fingerprint: Any, source: SampleSource) -
     if fingerprint != source.fingerprint:
         raise ConfigError(
             f"{run_dir} was trained on other data: the fingerprint was {fingerprint!r} then and is "
-            f"{source.fingerprint!r} now; name the data of the run"
+            f"{source.fingerprint!r} now; name the data of the run, or go on with "
+            f"other data in a new run by --set init_from={run_dir}"
         )

@@ -30,6 +30,7 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
     rules = [
         ("embeddings", config.embeddings, ("recsys",)),
         ("device", config.device, ("cpu",)),
+        ("init_from", config.init_from, ("",)),
         ("optimizer.name", config.optimizer.name, _OPTIMIZERS),
         ("schedule.name", config.schedule.name, ("", "sequential", "lookahead")),
         ("skip.policy", config.skip.policy, ("none",)),

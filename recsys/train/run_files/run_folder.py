@@ -48,6 +48,8 @@ _RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "throughput": ("samples_per_second", "num_samples", "num_steps", "train_seconds"),
 }
 
+_SAME_DATA = "evaluate on the data the run was trained on, or data prepared with the same ids"
+
 
 class RunFolder:
     """Reads and writes the files of one run.
@@ -309,7 +311,20 @@ class RunFolder:
                 f"{self.model_file} is damaged ({error}); remove {self.path} and train again"
             ) from error
 
-    def load_model(self, model: nn.Module) -> None:
+    def require_fitting_model(self, model: nn.Module, way_out: str) -> None:
+        """Check that the saved state_dict has the names, shapes and dtypes of a model's tensors.
+
+        Args:
+            model: The model; it may be on device "meta".
+            way_out: What to do if it does not fit.
+
+        Raises:
+            ConfigError: there is no saved model, it is damaged, or it does not fit.
+        """
+        with self._open_model() as saved:
+            self._names_in(saved, model, way_out)
+
+    def load_model(self, model: nn.Module, way_out: str = _SAME_DATA) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
         A tensor on device "meta" is replaced by a tensor mapped from the file. Its pages are read
@@ -318,31 +333,15 @@ class RunFolder:
 
         Args:
             model: A model built from the run's configuration. Mapped tensors are read-only.
+            way_out: As for `require_fitting_model`.
 
         Raises:
-            ConfigError: there is no saved model, it is damaged, or its keys, shapes or dtypes
-                differ from the model's.
+            ConfigError: as `require_fitting_model`.
         """
         import torch
 
-        from recsys._support.safetensors_dtypes import DTYPE_NAMES
-        from recsys.train.run_files.saved_state import tied_names
-
-        state, tied = model.state_dict(), tied_names(model)
         with self._open_model() as saved:
-            found = {key: _shape_of(saved.get_slice(key)) for key in saved.keys()}  # noqa: SIM118  # no mapping
-            names = {key: key if key in found else tied.get(key, key) for key in state}
-            expected = {
-                names[key]: f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
-                for key, value in state.items()
-            }
-            if found != expected:
-                key = min(key for key in found | expected if found.get(key) != expected.get(key))
-                raise ConfigError(
-                    f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
-                    f"file and {expected.get(key)} in the model; evaluate on the data the run was "
-                    "trained on, or data prepared with the same ids"
-                )
+            state, names = model.state_dict(), self._names_in(saved, model, way_out)
             mapped = {
                 key: saved.get_tensor(names[key]) for key, value in state.items() if value.is_meta
             }
@@ -350,6 +349,26 @@ class RunFolder:
             with torch.no_grad():
                 for key in state.keys() - mapped.keys():
                     state[key].copy_(saved.get_tensor(names[key]))
+
+    def _names_in(self, saved: Any, model: nn.Module, way_out: str) -> dict[str, str]:
+        """The names in the file of a model's tensors; errors as `require_fitting_model`."""
+        from recsys._support.safetensors_dtypes import DTYPE_NAMES
+        from recsys.train.run_files.saved_state import tied_names
+
+        state, tied = model.state_dict(), tied_names(model)
+        found = {key: _shape_of(saved.get_slice(key)) for key in saved.keys()}  # noqa: SIM118  # no mapping
+        names = {key: key if key in found else tied.get(key, key) for key in state}
+        expected = {
+            names[key]: f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
+            for key, value in state.items()
+        }
+        if found != expected:
+            key = min(key for key in found | expected if found.get(key) != expected.get(key))
+            raise ConfigError(
+                f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
+                f"file and {expected.get(key)} in the model; {way_out}"
+            )
+        return names
 
 
 def _shape_of(saved: Any) -> str:
