@@ -115,7 +115,7 @@ if _IS_ONE_OF_SEVERAL:
 
 
 def pytest_collection_modifyitems(config, items):
-    """In CI, of the cases of a test that is marked `in_ci`, those that the mark names run."""
+    """Leave tests marked `outside_ci`, and cases that the mark `in_ci` does not name, out of CI."""
     if _CHOSEN != "ci":
         return
     left_out = [item for item in items if is_left_out(item)]

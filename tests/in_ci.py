@@ -1,10 +1,17 @@
-"""The mark `in_ci(*words)`: in CI, of the cases of a test, those whose id has one of the words."""
+"""What CI leaves out: tests with the mark `outside_ci`, and cases that `in_ci` does not name.
+
+`in_ci(*words)` runs, of the cases of a test, those whose id has one of the words. `outside_ci`
+leaves out a whole test, whether it has cases or not. Everywhere else, as by `make test` on a
+developer's machine and by `make stress`, all cases of all tests run.
+"""
 
 import pytest
 
 
 def is_left_out(item):
-    """Whether the test has the mark, and the case is not one that it names."""
+    """Whether the test is outside CI, or the case is not one that its mark names."""
+    if item.get_closest_marker("outside_ci") is not None:
+        return True
     mark = item.get_closest_marker("in_ci")
     return mark is not None and not any(word in _id(item) for word in mark.args)
 
