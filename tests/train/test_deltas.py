@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,9 +27,13 @@ def train(training, number):
         training.step(number * 10 + step, most=5 * number)
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Five checkpoints, the model of each, the whole file of the first, and all deltas."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Five checkpoints, the model of each, the whole file of the first, and all deltas.
+
+    All tests share them: a test that saves more checkpoints does so in a copy.
+    """
+    tmp_path = tmp_path_factory.mktemp("run")
     training = make_training()
     checkpoints = Checkpoints(
         tmp_path / "saved", model=training.model, optimizers=training.optimizers
@@ -142,9 +147,10 @@ def test_a_delta_of_another_training_is_refused(run, tmp_path):
 
 def test_a_training_that_went_back_has_other_ids(run, tmp_path):
     """Checkpoints 4 and 5 are given up, and the run goes on from 4."""
+    folder = shutil.copytree(run.folder, tmp_path / "saved")
     again = make_training(seed=1)
-    load_checkpoint(run.folder, model=again.model, optimizers=again.optimizers, number=4)
-    checkpoints = Checkpoints(run.folder, model=again.model, optimizers=again.optimizers, after=4)
+    load_checkpoint(folder, model=again.model, optimizers=again.optimizers, number=4)
+    checkpoints = Checkpoints(folder, model=again.model, optimizers=again.optimizers, after=4)
     train(again, 9)
     checkpoints.save()
     checkpoints.close()
@@ -153,8 +159,8 @@ def test_a_training_that_went_back_has_other_ids(run, tmp_path):
     )
 
     with pytest.raises(CheckpointError, match="does not continue from checkpoint 5"):
-        export_delta(run.folder, tmp_path / "since 5", 5)
-    delta = export_delta(run.folder, tmp_path / "since 4", 4)
+        export_delta(folder, tmp_path / "since 5", 5)
+    delta = export_delta(folder, tmp_path / "since 4", 4)
     apply_deltas(applied, [delta], tmp_path / "six")
 
     require_equal(load_file(tmp_path / "six"), dict(again.model.state_dict()))
