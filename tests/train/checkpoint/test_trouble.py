@@ -85,6 +85,7 @@ def lines_to_try(start, step):
     return range(start, 100_000, 1 if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else step)
 
 
+@pytest.mark.in_ci("host")
 @pytest.mark.parametrize("tier", ["resident", "host"])
 def test_ctrl_c_in_save_loses_no_row(tier, tmp_path):
     training = make_training(tier)
@@ -108,6 +109,7 @@ def test_ctrl_c_in_save_loses_no_row(tier, tmp_path):
     assert line > 100
 
 
+@pytest.mark.outside_ci
 def test_ctrl_c_in_the_first_save_and_in_close(tmp_path):
     for line in lines_to_try(2, 41):
         training = make_training()
@@ -130,7 +132,10 @@ def test_ctrl_c_in_the_first_save_and_in_close(tmp_path):
     assert line > 100
 
 
-def test_ctrl_c_in_wait_keeps_the_result(tmp_path, monkeypatch):
+@pytest.mark.in_ci("2")
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_ctrl_c_in_wait_keeps_the_result(tmp_path, monkeypatch, first):
+    """At every fourth line, so that all cases together try each."""
     write, is_full = PieceWriter.write, [False]
 
     def fail(self, rows):
@@ -143,7 +148,7 @@ def test_ctrl_c_in_wait_keeps_the_result(tmp_path, monkeypatch):
     checkpoints = saved(training, tmp_path)
     checkpoints.save()
     checkpoints.wait()
-    for line in range(1, 100):
+    for line in range(first, 100, 4):
         training.step(line, most=20)
         is_full[0] = True
         checkpoints.save()
