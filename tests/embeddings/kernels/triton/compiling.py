@@ -1,12 +1,13 @@
 """Compiles the Triton kernels for devices that are not there, and prints what they take.
 
-    python compiling.py 90 80 [--all]
+    python compiling.py 90 80 [--all | --once]
 
 Every `launches_*.py` beside this file has a function `launches(is_all)` that yields a name and a
 call of one of our functions. The call runs with a driver that claims to be a GPU of the named
 compute capability and launches nothing. So what is compiled is what the call would have launched:
 the same dtypes, block sizes and alignments. Without `--all`, every device but the first named gets
-each kernel once, as its first launch needs it. Prints a JSON list of `Compiled`, one for each.
+each kernel once, as its first launch needs it; with `--once`, the first named does, too. Prints a
+JSON list of `Compiled`, one for each.
 
 Run in a process of its own, without TRITON_INTERPRET: Triton reads it when a kernel is decorated.
 """
@@ -82,7 +83,7 @@ class NoGpu:
         return torch.device("cpu")
 
 
-def compile_for(capabilities, *, is_all):
+def compile_for(capabilities, *, is_all, is_once=False):
     found, compiled, known = [], [], set()
     run = JITFunction.run
     compiles_again = True
@@ -94,7 +95,7 @@ def compile_for(capabilities, *, is_all):
 
     JITFunction.run = compile_only
     for number, capability in enumerate(capabilities):
-        compiles_again = is_all or not number
+        compiles_again = not is_once and (is_all or not number)
         known.clear()
         driver.set_active(NoGpu(capability))
         for path in sorted(HERE.glob("launches_*.py")):
@@ -165,5 +166,5 @@ def _widest(ptx, operation):
 
 if __name__ == "__main__":
     chosen = [int(word) for word in sys.argv[1:] if word.isdigit()]
-    kernels = compile_for(chosen, is_all="--all" in sys.argv)
+    kernels = compile_for(chosen, is_all="--all" in sys.argv, is_once="--once" in sys.argv)
     print(json.dumps([kernel._asdict() for kernel in kernels]))

@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-IS_STRESS = settings.get_current_profile_name() == "stress"
+PROFILE = settings.get_current_profile_name()
+FORMS = {"stress": ["--all"], "ci": ["--once"]}
 MOST_REGISTERS = 128  # of a thread, so that 512 threads fit on a multiprocessor
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What each kernel takes on sm_90, and on sm_80 in one form, or in all of `make stress`."""
+    """What each kernel takes on sm_90, and on sm_80 in one form, or in all of `make stress`.
+
+    In CI each kernel has one form on both.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     script = Path(__file__).with_name("compiling.py")
-    command = [sys.executable, script, "90", "80", *(["--all"] if IS_STRESS else [])]
+    command = [sys.executable, script, "90", "80", *FORMS.get(PROFILE, [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
@@ -69,6 +73,7 @@ def test_rows_are_moved_sixteen_bytes_at_a_time(compiled):
     assert not narrow
 
 
+@pytest.mark.outside_ci
 def test_products_are_rounded_before_they_are_added(compiled):
     """By launches that say so in their name."""
     rounding = [kernel for kernel in compiled if "unfused" in kernel["launch"]]
@@ -90,6 +95,7 @@ def test_numbers_that_several_threads_read_are_replaced_after_a_barrier(compiled
     assert all(kernel["waits"] for kernel in replacing)
 
 
+@pytest.mark.outside_ci
 def test_another_mini_batch_compiles_nothing_anew(compiled):
     """Launches that differ in their mini-batch alone have one name."""
     keys = {}
