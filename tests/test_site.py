@@ -3,28 +3,26 @@
 import argparse
 import os
 import runpy
-import subprocess
-import sys
 
 from recsys import embeddings
 from recsys.cli.commands import build_parser
 from recsys.config import describe_keys
+from tests.forks import Fork
+
+
+def build(root, folder):
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"
+    os.chdir(root)
+    from mkdocs.__main__ import cli
+
+    cli(["build", "--strict", "--site-dir", str(folder)])
 
 
 def test_the_site_is_built_without_a_warning(pytestconfig, tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    fork = Fork(build, pytestconfig.rootpath, tmp_path)
+    _, said = fork.end()
 
-    done = subprocess.run(
-        command,
-        cwd=pytestconfig.rootpath,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
+    assert fork.process.exitcode == 0, said
     signatures = (tmp_path / "reference/recsys.embeddings/index.html").read_text("utf-8")
     for name in embeddings.__all__:
         assert f".{name}" in signatures
