@@ -44,7 +44,7 @@ def require_equal_counts(config):
 
 
 @pytest.mark.filterwarnings("ignore:schedule=LookAhead")  # with too few slots for its depth
-@settings(max_examples=12)
+@settings(max_examples=min(12, settings().max_examples // 3))
 @given(
     budget=st.sampled_from(["40KiB", "60KiB", "120KiB"]),
     schedule=st.sampled_from([[], DEEP, ["schedule.name=sequential"]]),

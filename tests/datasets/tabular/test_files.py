@@ -393,7 +393,7 @@ RECORDS = st.fixed_dictionaries(
 RECORDS_NAMES = ("y", "text", "number", "dense", "bag", "last")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=min(100, 2 * settings().max_examples))
 @given(records=st.lists(RECORDS, min_size=1, max_size=6), delimiter=st.sampled_from(",;\t"))
 def test_csv_and_parquet_of_the_same_rows_are_equal(tmp_path_factory, records, delimiter):
     schema = Schema.from_dict(

@@ -116,7 +116,7 @@ def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(spool, "BLOCK_ROWS", 4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=min(25, settings().max_examples))
 @given(frame=frames())
 def test_csv_parquet_and_frames_give_the_weights_that_plain_python_works_out(frame):
     schema, expected = Schema.from_dict(TREE), expected_of(frame)

@@ -571,7 +571,7 @@ def preemptible():
 
 # What comes while an object goes is printed, and interrupts nothing.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@settings(max_examples=100)
+@settings(max_examples=min(100, 2 * settings().max_examples))
 @given(
     st.sampled_from(OPTIMIZERS),
     st.integers(1, 1500),

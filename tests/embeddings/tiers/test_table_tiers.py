@@ -115,7 +115,7 @@ def test_rows_of_16_bits_are_rounded_by_their_row_not_by_their_slot(data_type):
     require_equal(*modules)
 
 
-@settings(max_examples=100)
+@settings(max_examples=min(100, 2 * settings().max_examples))
 @given(st.data(), st.sampled_from(OPTIMIZERS))
 def test_whatever_is_done_between_two_steps_the_two_stay_equal(data, optimizer):
     resident, tiered = pair(optimizer, auto_apply=False)

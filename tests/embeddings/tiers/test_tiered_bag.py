@@ -34,7 +34,7 @@ def test_a_bag_with_a_budget_is_that_without(mode):
     assert torch.equal(bags[1].weight, bags[0].weight)
 
 
-@settings(max_examples=50)
+@settings(max_examples=min(50, settings().max_examples))
 @given(
     st.data(),
     st.sampled_from(["sum", "mean", "max"]),

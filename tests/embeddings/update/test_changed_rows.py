@@ -390,7 +390,7 @@ def rows_and_state(saved):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
+@settings(max_examples=min(40, settings().max_examples))
 @given(
     st.lists(
         st.tuples(st.sampled_from([*ACTIONS, train, train, None]), st.integers(0, 10**6)),
