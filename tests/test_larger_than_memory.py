@@ -119,6 +119,7 @@ def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
+@pytest.mark.in_ci("save")
 @pytest.mark.parametrize("command", ["save", "torchrec", "classic", "safetensors"])
 def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
     folder, _ = large_run

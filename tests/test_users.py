@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 USERS = runpy.run_path(str(Path(__file__).with_name("users.py")))
 
 
+@pytest.mark.in_ci("PipelineUsers")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Users", "PipelineUsers"])
 def test_whatever_users_do_tiers_and_resident_tables_stay_equal(name):

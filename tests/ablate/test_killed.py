@@ -28,6 +28,7 @@ checkpoint.every_steps = 100
 """
 
 
+@pytest.mark.outside_ci
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
     small_settings, tmp_path

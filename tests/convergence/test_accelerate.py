@@ -56,7 +56,7 @@ def test_a_step_from_the_same_state_agrees_at_20_points_of_a_run(classic, data, 
 
 @pytest.mark.convergence
 @pytest.mark.slow
-@pytest.mark.in_ci("synthetic", "real-Adagrad")
+@pytest.mark.in_ci("synthetic")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
 def test_in_float64_the_whole_run_agrees(classic, data, small, kind):
     plain, theirs = small(kind, torch.float64)

@@ -14,7 +14,7 @@ CASES = ALL if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else SOME
 
 @pytest.mark.convergence
 @pytest.mark.slow
-@pytest.mark.in_ci("adagrad-recsys")
+@pytest.mark.in_ci("sgd-recsys")
 @pytest.mark.parametrize(("recipe", "provider"), CASES)
 def test_test_auc_reaches_the_reference(kaggle_137k_run, provider, recipe):
     if provider == "fbgemm":

@@ -17,6 +17,7 @@ def require_equal(found, expected):
         assert torch.equal(found[1][name], value), name
 
 
+@pytest.mark.in_ci("bf16-dlrm", "fp32-deepfm")
 @pytest.mark.parametrize("model", ["dlrm", "dcn_v2", "deepfm"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_whose_dense_part_is_captured_is_the_same_run(

@@ -48,14 +48,7 @@ def length_of_header(file):
         return 8 + int.from_bytes(opened.read(8), "little")
 
 
-@pytest.mark.in_ci(
-    "30KiB-host-sgd",
-    "1MiB-file-sgd",
-    "30KiB-file-rowwise_adagrad",
-    "30KiB-file-adam",
-    "1MiB-host-adam",
-    "1MiB-host-rowwise_adagrad",
-)
+@pytest.mark.in_ci("30KiB-host-sgd", "30KiB-file-adam", "1MiB-host-rowwise_adagrad")
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("cold_tier", ["host", "file"])
 @pytest.mark.parametrize("budget", ["30KiB", "1MiB"])

@@ -227,6 +227,7 @@ def test_many_days_are_cut_in_text():
     assert lines[-1].split() == ["5", "later", "days:", "run.json"]
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize(("come_again", "k"), [(True, 6), (False, 4)])
 def test_rankings_of_random_items_are_at_the_level_of_chance(tmp_path, come_again, k):
     store = write_random_store(tmp_path / "store", come_again=come_again)

@@ -63,6 +63,7 @@ def run(config, folder):
     return train(config, folder, show_progress=False)
 
 
+@pytest.mark.in_ci("deepfm", "masked_transformer")
 def test_a_saved_model_evaluates_as_at_the_end_of_its_run(settings, table_store, tmp_path):
     config = load_config(None, settings, data=str(table_store()), epochs=3)
 
@@ -95,7 +96,7 @@ def test_every_parameter_learns(settings, table_store):
     assert not [name for name in same if "bias" not in name]
 
 
-@pytest.mark.in_ci("lookahead", "sequential-din")
+@pytest.mark.in_ci("lookahead-tbsm", "lookahead-masked_transformer")
 @pytest.mark.parametrize("name", ["din", "tbsm", "dcn_v2", "masked_transformer"])
 @pytest.mark.parametrize("schedule", ["sequential", "lookahead"])
 def test_every_budget_gives_the_same_bits(table_store, name, schedule):
@@ -108,7 +109,7 @@ def test_every_budget_gives_the_same_bits(table_store, name, schedule):
     assert found[0].tiers is not None
 
 
-@pytest.mark.in_ci("-din", "fae-tbsm", "importance-tbsm")
+@pytest.mark.in_ci("hotline-din", "observe-din", "fae-tbsm", "importance-din")
 @pytest.mark.parametrize("name", ["din", "tbsm"])
 @pytest.mark.parametrize(
     "more",

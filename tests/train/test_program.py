@@ -53,7 +53,7 @@ def about(file):
     return json.loads(extra["recsys.json"])
 
 
-@pytest.mark.in_ci("dlrm", "masked_transformer", "tbsm")
+@pytest.mark.in_ci("masked_transformer")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
     run = trained(MODELS[name], str(table_store(has_weights=False)), tmp_path / "run")
@@ -111,6 +111,7 @@ def own_class(tmp_path, monkeypatch):
     sys.modules.pop("served", None)
 
 
+@pytest.mark.in_ci("unpooled")
 @pytest.mark.parametrize(("attribute", "pool"), [("", POOLED), ("unpooled = True", ROWS)])
 def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path, attribute, pool):
     name, store = own_class(attribute, pool), str(table_store(has_weights=False))
@@ -127,6 +128,7 @@ def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path,
         torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.in_ci("len(batch)")
 @pytest.mark.parametrize("change", ["if pooled.sum() > 0 else -pooled", "* len(batch)"])
 def test_a_class_that_cannot_be_traced_is_refused(own_class, table_store, tmp_path, change):
     pool = f"{POOLED}\n        pooled = pooled {change}"
@@ -167,6 +169,7 @@ def test_a_program_has_no_operation_of_recsys_and_refuses_what_are_not_bags(
         call(dense, values, offsets[:-1])
 
 
+@pytest.mark.outside_ci
 def test_int8_rows_change_auc_by_less_than_a_thousandth(tmp_path):
     settings = [
         "model.embedding_dim=16",
@@ -215,6 +218,7 @@ def test_a_program_of_int8_rows_is_small_and_almost_as_good(table_store, tmp_pat
     )
 
 
+@pytest.mark.outside_ci
 def test_int8_rows_are_judged_by_their_rankings_where_items_are_ranked(tmp_path, capsys):
     store = write_store(tmp_path / "store", is_ranked=True)
     run = trained(["eval.ranking_k=5"], str(store.path), tmp_path / "run")
@@ -257,6 +261,7 @@ def test_a_row_that_is_not_finite_is_named():
         quantize_rows(weight)
 
 
+@pytest.mark.outside_ci
 def test_without_its_data_a_program_is_made_but_not_measured(table_store, tmp_path):
     store = table_store(has_weights=False)
     run = trained([], str(store), tmp_path / "run")

@@ -26,7 +26,7 @@ run_and_resume = SHARED["run_and_resume"]
 stop_at = SHARED["stop_at"]
 
 
-@pytest.mark.in_ci("file", "rates", "permuted", "torch", "auto")
+@pytest.mark.in_ci("file", "rates")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at, case):
     config = small_config(*SETTINGS, *CASES[case])
@@ -57,7 +57,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.in_ci("no budget", "files", "memory", "captured")
+@pytest.mark.in_ci("rows in memory", "captured")
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
     small_config, tmp_path, stop_at, monkeypatch, change
@@ -74,7 +74,7 @@ def test_where_rows_lie_and_when_they_are_fetched_may_change(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.in_ci("resident-every_steps=3", "lookahead-every_seconds=0")
+@pytest.mark.in_ci("lookahead-every_seconds=0.01")
 @pytest.mark.parametrize("every", ["every_steps=3", "every_seconds=0.01", "every_seconds=0"])
 @pytest.mark.parametrize("case", ["resident", "lookahead"])
 def test_checkpoints_change_no_number_of_a_run(small_config, tmp_path, case, every):
@@ -149,7 +149,7 @@ def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path
         assert found["num_lookups"] == expected["num_lookups"]
 
 
-@pytest.mark.in_ci("as it was", "hotline")
+@pytest.mark.in_ci("as it was")
 @pytest.mark.parametrize(
     "changed",
     [(), ("schedule.name=sequential",), ("schedule.name=hotline",)],

@@ -138,6 +138,7 @@ def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, st
     assert "ending after this step; press Ctrl-C" in capfd.readouterr().err
 
 
+@pytest.mark.in_ci("batch_size", "epochs=1", "schedule.name=fae")
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -205,6 +206,7 @@ def test_data_may_move_but_not_change(small_config, prepare, tmp_path, stop_at):
     assert record["resumed"] == [{"step": 4, "checkpoint": 2}]
 
 
+@pytest.mark.in_ci("without checkpoint")
 @pytest.mark.parametrize("ends", ["finished", "interrupted", "interrupted without checkpoint"])
 def test_a_run_that_ended_refuses_other_data(small_config, prepare, tmp_path, stop_at, ends):
     prepare("store", 700)
@@ -256,6 +258,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.in_ci("False")
 @pytest.mark.parametrize("is_crashed", [True, False])
 def test_rows_in_files_that_a_run_left_are_replaced(small_config, tmp_path, stop_at, is_crashed):
     rows = tmp_path / "rows"
@@ -277,6 +280,7 @@ def test_rows_in_files_that_a_run_left_are_replaced(small_config, tmp_path, stop
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.in_ci("notes.txt")
 @pytest.mark.parametrize("name", ["notes.txt", "t_cat_7.weight.bin", "folder"])
 def test_other_files_among_the_rows_are_not_deleted(small_config, tmp_path, stop_at, name):
     rows = tmp_path / "rows"
@@ -296,6 +300,7 @@ def test_other_files_among_the_rows_are_not_deleted(small_config, tmp_path, stop
     assert sorted(rows.iterdir()) == before
 
 
+@pytest.mark.outside_ci
 def test_the_folder_of_rows_that_a_kill_left_is_removed(small_config, tmp_path, stop_at):
     config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
     stop_at((5, None))

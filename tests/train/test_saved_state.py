@@ -120,6 +120,7 @@ def run(config, **more):
     return train(config, "run", show_progress=False, **more)
 
 
+@pytest.mark.in_ci("Tied")
 @pytest.mark.parametrize("name", ["Tied", "Towers"])
 def test_a_tensor_with_two_names_is_saved_once_and_loaded_under_both(config_of, name):
     config = config_of(name)
@@ -137,6 +138,7 @@ def test_a_tensor_with_two_names_is_saved_once_and_loaded_under_both(config_of, 
     assert load_model(model.model, "run/model.safetensors") == (set(), [])
 
 
+@pytest.mark.in_ci("Towers")
 @pytest.mark.parametrize("name", ["Tied", "Towers"])
 def test_a_run_with_shared_tensors_goes_on_and_is_exported(config_of, name):
     config = config_of(name)

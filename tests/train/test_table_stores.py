@@ -151,6 +151,7 @@ def test_training_equals_plain_pytorch(small_config, table_store, tmp_path, prov
         torch.testing.assert_close(value, plain.state[name].detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_ci("sgd-0")
 @pytest.mark.parametrize("num_dense", [2, 0])
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_every_budget_equals_everything_resident(small_config, table_store, name, num_dense):
@@ -212,7 +213,7 @@ RUNS = {
 }
 
 
-@pytest.mark.in_ci("-2", "resident-0")
+@pytest.mark.in_ci("files-2", "fae-2", "subsample-2", "paper-2", "resident-0")
 @pytest.mark.parametrize("num_dense", [2, 0])
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.filterwarnings("ignore:staleness|the guard never compares")
@@ -232,7 +233,7 @@ def test_saved_models_evaluate_as_they_did_at_the_end(
         assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
 
 
-@pytest.mark.in_ci("look ahead", "fae")
+@pytest.mark.in_ci("fae")
 @pytest.mark.parametrize("case", ["resident", "look ahead", "fae"])
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, table_store, tmp_path, stop_at, case):
     data = str(table_store())

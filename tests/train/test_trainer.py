@@ -144,6 +144,7 @@ def test_auto_chooses_and_tells_what_a_later_run_needs_to_repeat_it(small_config
     assert run(small_config(*settings, *again), tmp_path / "again")["metrics"] == plain["metrics"]
 
 
+@pytest.mark.in_ci("file")
 @pytest.mark.parametrize("cold_tier", ["host", "file"])
 def test_a_schedule_changes_when_rows_come_and_no_number(small_config, tmp_path, cold_tier):
     settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=32"]
@@ -321,6 +322,7 @@ def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_pat
     assert {split: metrics.as_dict() for split, metrics in found.items()} == record["metrics"]
 
 
+@pytest.mark.in_ci("recsys")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path, provider):
     need(provider)
@@ -334,7 +336,7 @@ def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path,
     assert records[0]["metrics"] == records[1]["metrics"]
 
 
-@pytest.mark.in_ci("recsys", "fbgemm")
+@pytest.mark.in_ci("recsys")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
     need(provider)

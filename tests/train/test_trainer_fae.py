@@ -24,6 +24,7 @@ def run(config, folder):
     return train(config, folder, show_progress=False)
 
 
+@pytest.mark.in_ci("adagrad")
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_a_run_is_a_plain_one_over_the_samples_in_its_order(small_config, tmp_path, optimizer):
     settings = [*FAE, f"optimizer.name={optimizer}", "schedule.adaptive=false", "schedule.rate=20"]
@@ -79,6 +80,7 @@ def test_a_fixed_rate_asks_for_no_loss(small_config, tmp_path):
     }
 
 
+@pytest.mark.outside_ci
 def test_which_samples_are_hot_is_kept_in_the_store(kaggle_10k, tmp_path):
     store = tmp_path / "store"
     prepare_criteo_kaggle([kaggle_10k], store, show_progress=False)

@@ -77,6 +77,7 @@ def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
     ]
 
 
+@pytest.mark.outside_ci
 def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_others(
     start_ablation,
 ):
@@ -146,6 +147,7 @@ def test_a_process_that_dies_is_told_of(small_config, tmp_path, monkeypatch):
         train_in_own_process(config, tmp_path / "run", show_progress=False)
 
 
+@pytest.mark.outside_ci
 def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(
     tmp_path, small_settings, monkeypatch
 ):

@@ -84,7 +84,7 @@ CASES = {policy: (policy, ()) for policy in POLICIES} | {
 }
 
 
-@pytest.mark.in_ci("freeze_rows, two tiers", "importance, two tiers", "paper")
+@pytest.mark.in_ci("freeze_rows, two tiers")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, case):
     policy, settings = CASES[case]
@@ -105,7 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
         assert expected["skipped"]["num_stale"] > 0
 
 
-@pytest.mark.in_ci("freeze_rows", "importance")
+@pytest.mark.in_ci("freeze_rows")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_advice_for_skipping_that_takes_the_most_time_names_keys_of_its_policy(
     skip_config, small_config, tmp_path, policy
@@ -122,7 +122,7 @@ def test_the_advice_for_skipping_that_takes_the_most_time_names_keys_of_its_poli
         small_config(f"skip.policy={policy}", f"{key}={values[key]}")
 
 
-@pytest.mark.in_ci("freeze_rows")
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("policy", ["drop_input", "freeze_rows"])
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
     skip_config, tmp_path, stop_at, policy
@@ -206,6 +206,7 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_pa
         assert rate == pytest.approx(0.1 * (1 - full_steps / 57))
 
 
+@pytest.mark.in_ci("skip.share")
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -223,6 +224,7 @@ def test_what_is_skipped_may_not_change_on_resume(skip_config, tmp_path, stop_at
         run(skip_config("drop_input", setting), tmp_path / "run", resume=True)
 
 
+@pytest.mark.outside_ci
 def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
     run(skip_config("drop_input", "epochs=2"), tmp_path / "run")
 
@@ -235,7 +237,7 @@ def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
     require_same(*models)
 
 
-@pytest.mark.in_ci("drop_input", "subsample", "freeze_rows", "importance", "paper")
+@pytest.mark.in_ci("freeze_rows", "drop_input", "importance")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
     record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
@@ -270,6 +272,7 @@ def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
     assert '<img alt="skipping" src="data:image/png;base64,iVBOR' in page
 
 
+@pytest.mark.outside_ci
 def test_a_page_of_a_run_without_skipping_says_nothing_of_it(small_config, tmp_path):
     run(small_config(*SETTINGS, "epochs=1"), tmp_path / "run")
 

@@ -131,6 +131,7 @@ def test_a_step_equals_embedding_bags_with_weights(small_config, weighted_store,
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.in_ci("adagrad")
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_every_budget_equals_everything_resident(small_config, weighted_store, name):
     config = small_config(
@@ -146,7 +147,7 @@ def test_every_budget_equals_everything_resident(small_config, weighted_store, n
     assert all(each.ok for each in found), format_verification(found)
 
 
-@pytest.mark.in_ci("resident", "look ahead", "hotline", "freeze_rows", "importance")
+@pytest.mark.in_ci("look ahead", "hotline", "freeze_rows")
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.filterwarnings("ignore:staleness|the guard never compares")
 def test_saved_models_evaluate_as_they_did_at_the_end(small_config, weighted_store, tmp_path, case):
@@ -172,6 +173,7 @@ def test_weights_change_what_is_learned(small_config, weighted_store, table_stor
             evaluate_run(tmp_path / f"run of {folder}", other)
 
 
+@pytest.mark.outside_ci
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, weighted_store, tmp_path, stop_at):
     settings = (*SETTINGS, "epochs=2", "checkpoint.every_steps=4", "checkpoint.every_seconds=0")
     config = small_config(*settings, *RUNS["look ahead"], data=weighted_store())

@@ -8,6 +8,7 @@ import pytest
 from recsys.train.trainer import train
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 def test_the_benchmark_predicts_each_run_from_each_base_once_trained(
     pytestconfig, tmp_path, monkeypatch, small_settings, capsys

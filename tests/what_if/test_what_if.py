@@ -202,6 +202,7 @@ def test_a_probe_makes_steps_of_both_sizes(small_config, monkeypatch):
     assert sizes[:4] == [128, 32, 128, 32]
 
 
+@pytest.mark.in_ci("changes2")
 @pytest.mark.parametrize(
     ("changes", "is_told"),
     [
@@ -230,6 +231,7 @@ def test_training_names_the_command_at_the_end_of_a_run_that_it_reads(
         assert (run_cli(run) == 0) == is_told
 
 
+@pytest.mark.outside_ci
 def test_checkpoints_and_evaluations_do_not_change_the_counts(small_config, tmp_path):
     changes = ["checkpoint.every_steps=4", "eval.every_steps=3", "budget=20KiB", "epochs=2"]
     train(small_config(TABLES, *changes), tmp_path / "run", show_progress=False)
@@ -288,6 +290,7 @@ def test_early_stopping_that_did_not_stop_is_no_difference(runs, changed):
     assert change_to(MeasuredRun.open(runs / "tiered"), other).label == "the same"
 
 
+@pytest.mark.outside_ci
 def test_checkpoints_take_as_long_as_in_the_run(changed):
     plain = MeasuredRun.open(changed("status", value="finished"))
     speed = WhatIf(plain).predict(change_of(plain, ["schedule.depth=2"])).samples_per_second
@@ -313,6 +316,7 @@ def test_settings_without_effect_are_told(runs):
     assert found.notes == ("every row is resident, so depth and cold tier have no effect",)
 
 
+@pytest.mark.outside_ci
 def test_a_usual_change_that_cannot_be_probed_leaves_the_others(runs, monkeypatch, capsys):
     def probe(cold_tier, **options):
         if cold_tier == "file":

@@ -46,6 +46,7 @@ def test_the_older_checkpoint_of_a_run_with_patience_1_is_that_of_the_best_evalu
     RUNS.require_same(RUNS.load_file(best), expected)
 
 
+@pytest.mark.in_ci("True")
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_callback_of_the_page_keeps_the_weights_of_the_best_evaluation(
     small_config, tmp_path, stop_at, is_killed

@@ -297,6 +297,7 @@ def test_a_checkpoint_of_a_version_without_callbacks_can_be_continued(
     assert notes.calls[0] == ("start", 1800)
 
 
+@pytest.mark.outside_ci
 def test_no_package_to_log_to_is_imported_unless_a_callback_asks_for_it():
     code = """
 import sys

@@ -142,7 +142,7 @@ def test_it_equals_a_run_that_is_interrupted_at_the_same_step(small_config, tmp_
     )
 
 
-@pytest.mark.in_ci("lookahead", "auto", "fae")
+@pytest.mark.in_ci("auto")
 @pytest.mark.parametrize("case", ["resident", "lookahead", "file", "auto", "fae"])
 def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     small_config, tmp_path, stop_at, case
@@ -158,6 +158,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.in_ci("within an epoch")
 @pytest.mark.parametrize(
     ("patience", "batch_size"),
     [(3, 128), (4, 128), (4, 16)],
@@ -188,6 +189,7 @@ def test_a_run_that_was_killed_after_it_had_stopped_makes_no_further_step(
     RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.outside_ci
 def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, tmp_path, capsys):
     config = small_config(*STOPS_AT_12)
     record = run(config, tmp_path / "run")
@@ -207,6 +209,7 @@ def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, 
     assert last["throughput"]["num_steps"] == 75
 
 
+@pytest.mark.outside_ci
 def test_more_epochs_count_until_a_checkpoint_has_them(small_config, tmp_path, stop_at):
     run(small_config(*STOPS_AT_12), tmp_path / "run")
     longer = small_config(*STOPS_AT_12[:-2], "epochs=4")

@@ -176,7 +176,7 @@ def recorded(tmp_path_factory):
     return SimpleNamespace(disk=disk, events=recorder.events, contents=contents, done=done)
 
 
-@pytest.mark.in_ci("kill", "strict")
+@pytest.mark.in_ci("strict")
 @pytest.mark.parametrize("failure", ["kill", "journal", "strict"])
 def test_after_a_failure_at_any_operation_the_newest_checkpoint_opens(recorded, tmp_path, failure):
     Disk.__init__(disk := Disk.__new__(Disk), Path("/nowhere"))
