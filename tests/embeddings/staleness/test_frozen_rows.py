@@ -38,6 +38,7 @@ def train(small, model, numbers, **kinds):
     return state_of(model).clone()
 
 
+@pytest.mark.in_ci("20000-False-sum", "None-True-mean")
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("budget", [None, 20_000])

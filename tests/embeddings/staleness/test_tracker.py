@@ -233,6 +233,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.in_ci("3", "5", "7")
 @pytest.mark.filterwarnings("ignore:staleness. .* have the same level")
 @pytest.mark.parametrize("seed", range(len(SETTINGS)))
 def test_patience_trials_and_limits_are_as_recomputed(small, seed):
@@ -265,7 +266,7 @@ def assert_equal_states(found, expected):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.mark.in_ci("host-0.5-True", "host-None-False", "file-0.5-False", "file-None-True")
+@pytest.mark.in_ci("host-None-False", "file-0.5-True")
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, None])
 @pytest.mark.parametrize("cold_tier", ["host", "file"])
@@ -369,6 +370,7 @@ def test_the_report_is_json_and_counts_every_window(small):
     assert all(each is not None for each in last["drift_by_decile"])
 
 
+@pytest.mark.in_ci("cuda", "cpu-kinds0")
 @pytest.mark.parametrize("kinds", [{}, {"budget": 18_000}])
 def test_torch_kernels_find_the_same_rows(small, kinds, device, monkeypatch):
     settings = Staleness(**TRAITS)
@@ -444,6 +446,7 @@ def test_an_input_is_stale_if_its_rows_are_in_every_group():
     assert tracker.all_stale(parts_of(batch), batch_size).tolist() == expected
 
 
+@pytest.mark.in_ci("40", "64")
 @pytest.mark.parametrize("window", [40, 64, 200])
 def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
     bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
@@ -471,6 +474,7 @@ def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
     assert windows[-1]["drift_by_decile"][0] == pytest.approx(1.125 * window)
 
 
+@pytest.mark.in_ci("periods0-True", "periods1-False")
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("periods", [{"first_period": 0}, {"period_cut": 0.0}])
 def test_a_row_that_passed_a_trial_is_marked_as_stale(periods, freezes):

@@ -27,7 +27,7 @@ def assert_equal_states(found, expected):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.mark.in_ci("mean_change-19000", "signal_to_noise-None")
+@pytest.mark.in_ci("167-mean_change-19000", "160-signal_to_noise-None", "192-mean_change-19000")
 @pytest.mark.parametrize("budget", [None, 19_000])
 @pytest.mark.parametrize("measure", ["mean_change", "signal_to_noise"])
 @pytest.mark.parametrize("at", [4 * WINDOW, 4 * WINDOW + 7, 4 * WINDOW + LEAD, 5 * WINDOW - 3])

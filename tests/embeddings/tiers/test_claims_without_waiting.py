@@ -100,6 +100,7 @@ def train(module, batches, *, is_ahead=True):
         claim.cancel()
 
 
+@pytest.mark.in_ci("cuda", "False-False", "cpu-2")
 @pytest.mark.parametrize(
     ("longest", "is_ahead", "is_frozen", "by_triton"),
     [

@@ -105,11 +105,10 @@ def require_equal(resident, tiered):
 @pytest.mark.in_ci(
     "cuda",
     "staged-cpu-SGD-True",
-    "cpu-Adagrad-False",
-    "cpu-RowWiseAdagrad-False",
-    "staged-cpu-Adam-False",
+    "reached-cpu-Adagrad-False",
+    "staged-cpu-RowWiseAdagrad-False",
     "reached-cpu-Adam-True",
-    "cpu-PartialRowWiseAdam-True",
+    "staged-cpu-PartialRowWiseAdam-True",
 )
 @pytest.mark.parametrize("is_one_hot", [True, False])
 def test_a_run_is_that_of_the_resident_module_to_the_last_bit(device, optimizer, is_one_hot):
@@ -171,6 +170,7 @@ def test_claims_are_replayed_while_tickets_of_earlier_ones_are_held(device, monk
     require_equal(*modules)
 
 
+@pytest.mark.in_ci("cuda", "staged-cpu-False", "reached-cpu-True")
 @pytest.mark.parametrize("is_one_hot", [True, False])
 def test_rows_claimed_ahead_are_those_of_the_lookup_and_the_newest(device, is_one_hot):
     modules = pair(device, Adagrad(lr=0.1))
@@ -190,6 +190,7 @@ def test_rows_claimed_ahead_are_those_of_the_lookup_and_the_newest(device, is_on
     require_equal(*modules)
 
 
+@pytest.mark.in_ci("cuda", "staged-cpu-fp16", "reached-cpu-bf16")
 @pytest.mark.parametrize("data_type", ["bf16", "fp16"])
 def test_rows_of_16_bits_are_rounded_by_their_row_not_by_their_slot(device, data_type):
     tables = [dataclasses.replace(table, data_type=data_type) for table in TABLES]
@@ -257,6 +258,7 @@ def test_what_others_write_to_the_tables_is_heeded(device):
     require_equal(*modules)
 
 
+@pytest.mark.in_ci("cuda", "reached-cpu-deepcopy", "staged-cpu-<lambda>")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_train_on_as_the_original(device, copied):
     modules = pair(device, Adam(lr=0.1))
@@ -287,6 +289,7 @@ def test_gradients_that_are_looked_at_are_the_host_s_and_count(device):
         torch.testing.assert_close(found, expected.cpu(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.in_ci("cuda", "torch", "reached-triton-cpu")
 @pytest.mark.usefixtures("each_way")
 def test_weights_of_lookups_get_their_gradient(device):
     modules = pair(device, SGD(lr=0.5), is_weighted=True)

@@ -64,6 +64,7 @@ def guard_warns():
     assert all(str(each.message).startswith("guard: from mini-batch ") for each in caught)
 
 
+@pytest.mark.in_ci("128")
 @pytest.mark.parametrize("batch_size", [128, 2048])
 def test_calm_streams_change_nothing(batch_size):
     guard, stream = QualityGuard(FEW), Stream(batch_size)
@@ -329,6 +330,7 @@ def test_a_step_with_infinite_predictions_is_left_out():
     assert guard.state_dict() == {**QualityGuard(FEW).state_dict(), "next_step": 1}
 
 
+@pytest.mark.in_ci("True")
 @pytest.mark.parametrize("of_a_kind", [False, True])
 def test_measures_and_their_errors_are_those_of_many_draws(of_a_kind):
     random = np.random.default_rng(3)

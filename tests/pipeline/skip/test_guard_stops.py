@@ -85,6 +85,7 @@ def how_much_worse(found, expected):
     }
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("policy", [DropInput, FreezeRows])
 def test_without_a_guard_samples_that_turn_around_do_lasting_harm(policy, expected):
     found, _ = train(policy(0.4, STALENESS, None))

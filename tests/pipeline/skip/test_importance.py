@@ -61,7 +61,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.in_ci("guarded-others", "random-few ahead")
+@pytest.mark.in_ci("guarded-others")
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path):
@@ -93,7 +93,7 @@ def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
     assert run.pipeline.skipping.position == expected.pipeline.skipping.position
 
 
-@pytest.mark.in_ci("3-guarded", "3-random", "0-importance")
+@pytest.mark.in_ci("3-guarded")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):
@@ -315,6 +315,7 @@ def test_mini_batches_without_refill_count_as_their_raw_ones(skips, name):
     assert half.losses != run.losses
 
 
+@pytest.mark.outside_ci
 def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step(skips):
     """With two samples each, both are left out at times."""
     policy = RandomDrop(0.6, weighted=True, refill=False)
@@ -404,6 +405,7 @@ def corrupt_version(key, value):
     return change
 
 
+@pytest.mark.in_ci("change0", "change5", "change9")
 @pytest.mark.parametrize(
     "change",
     [

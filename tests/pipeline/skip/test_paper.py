@@ -58,7 +58,7 @@ def device(request, monkeypatch):
     errors_on(found).forget()
 
 
-@pytest.mark.in_ci("numba-file", "torch-host", "cuda")
+@pytest.mark.in_ci("numba-file", "cuda")
 @pytest.mark.parametrize(("tier", "num_toys"), [("resident", 40), ("host", 20), ("file", 20)])
 def test_policy_equals_the_oracle(tier, num_toys, device, tmp_path):
     seen = dict.fromkeys(("drops", "does not converge", "drops unseen rows", "has no sample"), 0)
@@ -89,6 +89,7 @@ def test_policy_equals_the_oracle(tier, num_toys, device, tmp_path):
     assert all(count >= 2 for count in seen.values()), seen
 
 
+@pytest.mark.in_ci("host")
 @pytest.mark.parametrize("tier", ["resident", "host"])
 def test_a_run_continues_as_if_it_had_not_stopped(tier):
     toy = Toy(4, tier, first_snapshot=2, window_share=0.2, tolerance=0.3)

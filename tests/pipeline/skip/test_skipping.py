@@ -52,7 +52,7 @@ RUNS = {
 }
 
 
-@pytest.mark.in_ci("drop_input guarded-others", "freeze_rows guarded-ahead")
+@pytest.mark.in_ci("freeze_rows guarded-ahead")
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path):
@@ -85,7 +85,7 @@ def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
     assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
-@pytest.mark.in_ci("3-drop_input guarded", "3-freeze_rows guarded", "3-subsample")
+@pytest.mark.in_ci("3-freeze_rows guarded", "3-subsample")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):

@@ -60,6 +60,7 @@ def tuples(num_batches=150, seed=0):
         yield rows, history, (torch.rand(16, generator=generator) < 0.3).float()
 
 
+@pytest.mark.in_ci("30000")
 @pytest.mark.filterwarnings("ignore:schedule=.*no effect")
 @pytest.mark.parametrize("budget", [None, 30_000])
 def test_an_accelerated_model_with_bags_trains_on_plain_iterators_of_tuples(skips, budget):
@@ -97,6 +98,7 @@ def device(request, monkeypatch):
     errors_on(found).forget()
 
 
+@pytest.mark.in_ci("torch-freeze_rows", "cuda")
 @pytest.mark.parametrize("name", ["drop_input", "freeze_rows", "subsample"])
 def test_a_device_leaves_out_the_same_samples_at_any_depth(skips, name, device):
     options = skips.options_of("host", None) | {"device": device}
@@ -197,6 +199,7 @@ print(len(list(pipeline.steps([batch] * 5))))
 """
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 def test_a_process_ends_normally_with_a_pipeline_that_skips():
     command = [sys.executable, "-c", SCRIPT]

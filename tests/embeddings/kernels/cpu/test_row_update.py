@@ -357,7 +357,7 @@ def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.in_ci("bfloat16")
+@pytest.mark.outside_ci
 @pytest.mark.threads
 @each_optimizer
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

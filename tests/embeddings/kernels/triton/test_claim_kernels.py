@@ -15,6 +15,7 @@ def rows_of(bags):
     return sorted(set(bags.values.tolist()))
 
 
+@pytest.mark.in_ci("5")
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_programs_that_contend_for_few_rows_list_each_once(triton_device, num_rows):
     """On a GPU thousands of programs look up the same rows at the same time."""

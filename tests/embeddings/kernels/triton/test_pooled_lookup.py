@@ -176,6 +176,7 @@ def test_a_weight_that_is_nan_is_recorded(triton_device, make_case):
         space.errors.check()
 
 
+@pytest.mark.in_ci("cuda", "weights")
 @pytest.mark.parametrize("place", [("weights", 899), ("offsets", 290)], ids=str)
 def test_errors_far_into_an_input_are_recorded(triton_device, place):
     """Beyond what the first program checks."""
