@@ -55,6 +55,7 @@ def walk(page, kaggle_137k_store, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, kaggle_137k_run, capsys):
     commands = [line for block in blocks(page("budget.md"), "sh") for line in block.splitlines()]

@@ -35,6 +35,7 @@ def hotline_table(pytestconfig, monkeypatch):
     return runpy.run_path(str(folder / "tables_of_hotline.py"))["hotline_table"]
 
 
+@pytest.mark.outside_ci
 def test_the_table_of_hotline_says_what_its_cells_say(hotline_table, ablation, tmp_path):
     results = tmp_path / "hotline.json"
     config = ablation(TEXT, "synthetic.table_sizes=[900, 700, 1, 800]")

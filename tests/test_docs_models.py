@@ -118,6 +118,7 @@ def snippets(pytestconfig):
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.in_ci("recent")
 @pytest.mark.parametrize(
     ("name", "data", "sizes"),
     [("wide:Wide", "criteo-kaggle", [20] * 5), ("recent:Recent", "taobao", [20, 30, 10])],

@@ -12,6 +12,7 @@ def script(pytestconfig):
     return runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "own_data.py"))
 
 
+@pytest.mark.outside_ci
 def test_logistic_regression_learns_what_a_column_tells(script, tmp_path):
     rng = np.random.default_rng(0)
     rows = np.stack([rng.integers(0, 4, 900), rng.integers(0, 9, 900)], axis=1).astype(np.int32)

@@ -64,6 +64,9 @@ def clicks(tmp_path):
     (tmp_path / "schema.toml").write_text(schema)
 
 
+@pytest.mark.in_ci(
+    "README.md", "docs/python.md", "docs/tables.md", "docs/schedules.md", "docs/popularity.md"
+)
 @pytest.mark.parametrize("page", PAGES)
 def test_each_block_of_a_page_runs(page, clicks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -159,6 +159,7 @@ def test_public_names_are_these_and_no_others():
         assert all(hasattr(module, each) for each in names)
 
 
+@pytest.mark.outside_ci
 def test_names_of_the_package_are_imported_when_they_are_used():
     code = """
 import sys

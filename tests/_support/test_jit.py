@@ -190,6 +190,7 @@ def test_a_forked_child_can_run_kernels_that_its_parent_has_run(printed):
     assert printed[3:] == ["0 0.0"]
 
 
+@pytest.mark.outside_ci
 @pytest.mark.filterwarnings("error")
 def test_where_threads_may_not_meet_kernels_run_on_one_and_say_so():
     program = """

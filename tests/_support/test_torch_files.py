@@ -62,6 +62,7 @@ def save_on_a_full_disk():
         sys.stdout.write(f"{error.errno}\n")
 
 
+@pytest.mark.outside_ci
 @needs_full_disk
 def test_a_program_on_a_full_disk_raises_and_does_not_end_the_process():
     fork = Fork(save_on_a_full_disk)

@@ -436,7 +436,8 @@ def test_help_version_and_unknown_commands_do_not_wait_for_pytorch(arguments):
         assert "examples:" in ended.stdout
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.in_ci("kept back")
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["kept back", "at once"])
 def test_output_that_nothing_reads_is_no_error(tmp_path, unbuffered):
     (tmp_path / "clicks.csv").write_text("label,item\n0,a\n1,b\n")
     reader, writer = os.pipe()
@@ -454,6 +455,7 @@ def test_output_that_nothing_reads_is_no_error(tmp_path, unbuffered):
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+@pytest.mark.outside_ci
 def test_output_may_be_closed(tmp_path):
     (tmp_path / "clicks.csv").write_text("label,item\n0,a\n1,b\n")
 

@@ -63,7 +63,6 @@ def require_same(run, other):
     "sgd-table_wise-pooled",
     "adagrad-row_wise-pooled",
     "rowwise_adagrad-mixed-pooled",
-    "rowwise_adagrad-row_wise-rows",
     "sgd-mixed-rows",
 )
 @pytest.mark.parametrize("world", WORLDS)

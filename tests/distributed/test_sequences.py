@@ -100,6 +100,7 @@ def require_equal(ranks, expected, near=0.0):
             same(rank["dense"][name], values)
 
 
+@pytest.mark.in_ci("mixed-bounds2", "row_wise")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bounds"),

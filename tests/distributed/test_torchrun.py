@@ -13,6 +13,7 @@ from ranks_train import SETTINGS
 TORCHRUN = shutil.which("torchrun", path=sysconfig.get_path("scripts"))
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 @pytest.mark.skipif(TORCHRUN is None, reason="torchrun is not installed beside this Python")
 def test_torchrun_trains_the_run_that_ranks_train(ranks, tmp_path):

@@ -217,6 +217,7 @@ def test_full_disks_leave_the_newest_checkpoint_that_all_have(ranks, tmp_path, f
     assert [each["step"] for each in found[0]["resumed"]] == [7]
 
 
+@pytest.mark.outside_ci
 def test_full_disks_leave_the_checkpoint_of_one_process(ranks, tmp_path):
     run = tmp_path / "run"
     run_training(run, SAVES)
@@ -229,6 +230,7 @@ def test_full_disks_leave_the_checkpoint_of_one_process(ranks, tmp_path):
     assert [each["step"] for each in found[0]["resumed"]] == [22]
 
 
+@pytest.mark.outside_ci
 def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path, whole):
     parts = tmp_path / "parts"
     ranks("has_no_folder", run=str(parts), num_failures=1, settings=SAVES)
@@ -282,6 +284,7 @@ def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):
     assert second["calls"] == []
 
 
+@pytest.mark.outside_ci
 def test_a_resumed_run_of_ranks_stops_where_the_uninterrupted_one_does(ranks, tmp_path):
     settings = [*STOPS, "checkpoint.every_steps=7"]
     ranks("has_callbacks", run=str(tmp_path / "whole"), settings=settings)

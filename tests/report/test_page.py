@@ -209,6 +209,7 @@ def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_setting
     assert f"Best AUC possible: {best_auc:.4f}." in " ".join(text.split())
 
 
+@pytest.mark.in_ci("[1]")
 @pytest.mark.parametrize(
     ("epochs", "expected"),
     [

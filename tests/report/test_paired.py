@@ -146,6 +146,7 @@ def test_seeds_that_only_one_of_two_variations_has_are_left_out():
     assert make_differences(cells[2:], CONFIG) == []
 
 
+@pytest.mark.outside_ci
 @pytest.mark.usefixtures("whole_pictures")
 def test_differences_are_recorded_printed_and_on_the_page(ablation, tmp_path):
     config = ablation("""

@@ -143,6 +143,7 @@ def test_strided_sample_numbers_are_read_as_contiguous_ones():
     assert_same_samples(batch, source.read(np.arange(49, 0, -2)))
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("other", [1, -1, 2**70 + 5])
 def test_another_seed_makes_other_samples(other):
     samples = np.arange(1_000)
@@ -165,6 +166,7 @@ def test_kaggle_ids_are_in_range(kaggle):
         assert ids.max() < size
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize(
     "sizes", [[1], [1, 1], ODD_SIZES, [5] * 60, [2**31, 2**31 - 1], [20_000_000] * 26]
 )
@@ -177,6 +179,7 @@ def test_any_table_sizes_give_ids_in_range(sizes):
     assert (ids_FB.max(axis=1) < np.array(sizes)).all()
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 24, 30])
 def test_every_row_of_a_small_table_is_reached(size):
     # C2's curve is flat enough that each of its first 30 rows is drawn within 20,000 samples.
@@ -278,6 +281,7 @@ def test_rows_that_are_hardly_ever_looked_up_hardly_matter():
     assert rows[once].std() < 0.1 * rows[often].std()
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize(("seed", "sizes"), [(0, KAGGLE_TABLE_SIZES), (1, [100] * 5), (2, [1])])
 def test_best_auc_and_click_rate_do_not_depend_on_seed_and_sizes(seed, sizes):
     source = SyntheticCriteo(num_samples=700_000, seed=seed, table_sizes=sizes)

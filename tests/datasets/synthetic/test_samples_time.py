@@ -54,6 +54,7 @@ def test_popular_rows_are_replaced_at_the_rate_of_the_drift():
     np.testing.assert_allclose(kept, [0.97, 0.53, 0.03, 0.01], atol=0.15)
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("column", [1, 2])
 def test_drift_leaves_the_popularity_curve_as_it_is(column):
     sizes = [1, 500, 100_000]
@@ -119,6 +120,7 @@ def test_drift_leaves_no_gaps_in_the_largest_tables():
     np.testing.assert_allclose(np.bincount(rows % 8) / len(rows), np.full(8, 1 / 8), atol=0.02)
 
 
+@pytest.mark.outside_ci
 def test_drift_keeps_bringing_rows_never_seen_before():
     def new_lookups(drift):
         source = SyntheticCriteo(num_samples=3_000_000, table_sizes=[20_000], drift=drift)
@@ -155,6 +157,7 @@ def test_a_drifting_sample_is_the_same_in_any_order():
     assert torch.equal(shuffled.labels, expected.labels[order])
 
 
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_preference_change_draws_the_effects_of_its_share_of_rows_anew(share):
     source = SyntheticCriteo(
@@ -179,6 +182,7 @@ def test_a_preference_change_draws_the_effects_of_its_share_of_rows_anew(share):
     assert np.mean(changed) == pytest.approx(share, abs=0.1)
 
 
+@pytest.mark.outside_ci
 def test_clicks_follow_a_preference_change_and_lookups_do_not():
     changing = SyntheticCriteo(
         num_samples=600_000, table_sizes=[20], preference_changes=[300_000], preference_share=1.0
@@ -193,6 +197,7 @@ def test_clicks_follow_a_preference_change_and_lookups_do_not():
     np.testing.assert_allclose(lookups[0], lookups[1], atol=2_000)
 
 
+@pytest.mark.outside_ci
 def test_each_preference_change_comes_on_top_of_those_before():
     source = SyntheticCriteo(
         num_samples=600_000, seed=1, table_sizes=[200], preference_changes=[200_000, 400_000]
@@ -264,6 +269,7 @@ def test_another_seed_holds_out_other_samples():
     assert same.mean() < 0.25
 
 
+@pytest.mark.outside_ci
 def test_drift_hurts_a_chronological_split_and_not_a_random_one():
     """Clicks of the train part, by row, foretell those of the held out part where it is near."""
 
