@@ -119,6 +119,7 @@ def test_ranks_rank_items_as_one_process_does(ranks, tmp_path):
         assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
+@pytest.mark.outside_ci
 def test_ranks_look_ahead_as_far_as_each_has_room(ranks, tmp_path, whole):
     settings = ["budget=30KiB", "schedule.depth=3", "epochs=2"]
     found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)

@@ -44,6 +44,7 @@ def batches():
     return [make_batch(seed) for seed in range(6)]
 
 
+@pytest.mark.in_ci("None-None-SGD", "8500-Sequential()-Adagrad", "8500-LookAhead(depth=2)-Adam")
 @pytest.mark.parametrize("dense", DENSE)
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1)], ids=str)
 @pytest.mark.parametrize(
