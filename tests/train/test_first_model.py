@@ -43,6 +43,7 @@ def first(tmp_path):
     return tmp_path / "first"
 
 
+@pytest.mark.in_ci("file")
 @pytest.mark.filterwarnings("ignore:settings of checkpoint have no effect")  # with fbgemm
 @pytest.mark.parametrize(
     "settings",
@@ -98,6 +99,7 @@ def once_only(folder):
     return load_and_remove
 
 
+@pytest.mark.in_ci("dry")
 @pytest.mark.parametrize("start", [run, dry_run], ids=["run", "dry run"])
 def test_a_run_that_does_not_fit_is_refused_by_name(tmp_path, first, start):
     def refused(message, *settings, init_from=first):
