@@ -7,6 +7,7 @@ import pytest
 from recsys.datasets import Store, write_store
 from recsys.datasets.tabular import frames
 from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
 
@@ -104,3 +105,23 @@ def test_what_is_no_frame_or_no_schema_is_refused_by_its_type(tmp_path):
         with pytest.raises(TypeError, match=r"frame 0 must be a pandas.DataFrame or a pyarrow"):
             write_store(rows, SCHEMA, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float64", 53), ("float32", 24)])
+@pytest.mark.parametrize("kind", ["categorical", "multi"])
+def test_floats_that_may_be_rounded_integers_are_no_ids(tmp_path, dtype, bits, kind):
+    schema = Schema.from_dict(SCHEMA.as_dict() | {kind: {"id": {"values": "integer"}}})
+
+    def frame(ids):
+        ids = np.array(ids, dtype)
+        lists = ids if kind == "categorical" else [ids[:1], ids[1:]]
+        filled = FRAME[:2] if kind == "multi" else FRAME[: len(ids)]
+        return filled.assign(id=lists)
+
+    exact, rounded = [2**bits - 1, 2**bits - 2, 1 - 2**bits], [1, 2, -(2**bits) - 1]
+
+    store = Store(write_store(frame(exact), schema, tmp_path / "exact").path)
+    with pytest.raises(DatasetFormatError, match=rf"'id': .*below 2\^{bits}, as larger ones are"):
+        write_store(frame(rounded), schema, tmp_path / "rounded")
+
+    assert store.table_sizes["id"] == 1 + len(exact)

@@ -293,6 +293,20 @@ def test_integers_beyond_63_bits_are_drafted_as_text(tmp_path):
     assert batch.column("hashed").to_pylist() == [str(2**63), "5", str(2**64 - 1), None]
 
 
+@pytest.mark.parametrize("most", [2.0**53, 2.0**64, float("inf")])
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_ids_that_floats_round_are_not_read(tmp_path, most, kind):
+    columns = {"label": [0, 1, 1], "site": list("aba"), "ad_id": [5.0, most, None]}
+    path = write_csv(tmp_path, columns) if kind == "csv" else tmp_path / "a.parquet"
+    if kind == "parquet":
+        pq.write_table(pa.table(columns), path)
+
+    guess = guess_schema([path])
+
+    assert list(guess.schema.columns) == ["site", "label"]
+    assert guess.reasons["ad_id"].startswith("ids in floats, which round them beyond 2^53")
+
+
 def test_groups_may_be_integers_beyond_63_bits(tmp_path):
     path = tmp_path / "a.parquet"
     users = pa.array([2**63, 5, 2**63, 5], pa.uint64())

@@ -35,7 +35,8 @@ class ColumnFacts:
 
     Attributes:
         name: The column.
-        kind: "integer", "number", "text", "bool", "time", "list", "empty", or "other".
+        kind: "integer", "number", "text", "bool", "time", "list", "empty", "rounded" (ids in floats
+            that do not hold them exactly), or "other".
         num_rows: Rows of the sample.
         num_missing: Those without a value.
         num_distinct: Different values; -1 for lists.
@@ -82,6 +83,8 @@ class ColumnFacts:
         """Why the type of the column is none of a feature; "" if it is one."""
         if self.kind == "other" or self.element_kind == "other":
             return "its type is neither numbers, text, times nor lists of these"
+        if self.kind == "rounded":
+            return "ids in floats, which round them beyond 2^53: write them as integers or text"
         if self.kind == "list" and self.element_kind == "number":
             return (
                 "lists of numbers that are not whole; if they weigh the values of another column, "
@@ -113,6 +116,8 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         if not len(array):  # each text is "nan"
             return ColumnFacts(kind="empty", **facts | {"num_missing": len(by_row)})
     if types.is_floating(array.type) and _is_whole_id(name, array):
+        if pc.max(pc.abs(array)).as_py() >= 2**53:
+            return ColumnFacts(kind="rounded", **facts)
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
         array, odd = text if text is not None else array.cast(pa.int64()), {}
     facts |= {"num_missing": len(by_row) - len(array) - odd.get("num_odd", 0), **odd}

@@ -230,6 +230,14 @@ def _integers(array: pa.Array) -> pa.Array:
         raise _Fault(None, "must be integers", "convert it to integers")
     way_out = 'correct it, or set values to "string"'
     return _cast(array, pa.int64(), "must be a signed integer of 64 bits", way_out)
+    if pa.types.is_floating(array.type):
+        bits = np.finfo(array.type.to_pandas_dtype()).nmant + 1
+        _require(
+            pc.less(pc.abs(array.cast(pa.float64())), 2.0**bits),
+            f"an integer in a column of {array.type} must be below 2^{bits}, as larger ones are "
+            "rounded",
+            'read the column as integers, such as by dtype "Int64" of pandas, or as text',
+        )
 
 
 def _strings(array: pa.Array) -> pa.Array:
