@@ -125,3 +125,11 @@ def test_floats_that_may_be_rounded_integers_are_no_ids(tmp_path, dtype, bits, k
         write_store(frame(rounded), schema, tmp_path / "rounded")
 
     assert store.table_sizes["id"] == 1 + len(exact)
+
+
+def test_a_label_of_text_nan_is_missing(tmp_path):
+    schema = Schema.from_dict(SCHEMA.as_dict() | {"positive": ">= 4"})
+    frame = FRAME.assign(click=pa.array(["5", "3", "nan", "4", "1"]).to_pandas())
+
+    with pytest.raises(DatasetFormatError, match=r"row 2 .*'click': must have a value, got 'nan'"):
+        write_store(frame, schema, tmp_path / "store")

@@ -133,8 +133,9 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         return _lists(array, column.values, column.split, schema.missing_values)
     if name == schema.label:
         if not may_be_null:
-            _require_valid(array, "fill it in, or leave the row out: a label must be known")
-        return _label(array, schema.positive_rule)
+        label = _label(array, schema.positive_rule)
+            _require_valid(label, "fill it in, or leave the row out: a label must be known")
+        return label
     if name == schema.timestamp:
         return _seconds(array, schema.timestamp_format)
     if name == schema.weight:
@@ -359,7 +360,7 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
         return pc.equal(array, rule.text).cast(pa.int8())
     if rule is not None:
         way_out = "correct it, or leave the row out"
-        number = _cast(array, pa.float64(), "must be a number", way_out)
+        number = plain(_cast(array, pa.float64(), "must be a number", way_out))
         compare = {
             "==": pc.equal,
             ">=": pc.greater_equal,
