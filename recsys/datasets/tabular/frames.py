@@ -153,11 +153,11 @@ class _FrameBatches:
             for name in names:
                 try:
                     array = arrow.array(block[name], from_pandas=True)
-                except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+                except (arrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
                     raise DatasetFormatError(
                         f"frame {number}, rows {start} to {start + len(block) - 1}, column "
-                        f"{name!r}: must have values of one type, got {str(error)[:200]}; convert "
-                        "the column"
+                        f"{name!r}: must have values of one type that Arrow has, got "
+                        f"{str(error)[:200]}; convert the column"
                     ) from error
                 is_chunked = isinstance(array, arrow.ChunkedArray)  # of a column of Arrow's
                 arrays.append(array.combine_chunks() if is_chunked else array)

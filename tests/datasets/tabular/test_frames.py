@@ -133,3 +133,11 @@ def test_a_label_of_text_nan_is_missing(tmp_path):
 
     with pytest.raises(DatasetFormatError, match=r"row 2 .*'click': must have a value, got 'nan'"):
         write_store(frame, schema, tmp_path / "store")
+
+
+@pytest.mark.parametrize(("column", "value"), [("item", 2**64), ("site", "\udc80")])
+def test_values_that_arrow_does_not_have_are_refused_by_their_column(tmp_path, column, value):
+    frame = FRAME.assign(**{column: pd.Series([*FRAME[column][:-1], value], dtype=object)})
+
+    with pytest.raises(DatasetFormatError, match=f"frame 0, rows 0 to 4, column '{column}'"):
+        write_store(frame, SCHEMA, tmp_path / "store")

@@ -372,6 +372,8 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
     if pa.types.is_boolean(array.type):
         return array.cast(pa.int8())
     found = array.dictionary_encode()
+    if pa.types.is_nested(array.type):
+        raise _Fault(None, "a label must be 0, 1, true or false", "take one value of each row")
     known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
     numbers = [known.get(str(each).lower(), -1) for each in found.dictionary.to_pylist()]
     label = pa.array(numbers, pa.int8()).take(found.indices)
