@@ -307,6 +307,16 @@ def test_ids_that_floats_round_are_not_read(tmp_path, most, kind):
     assert guess.reasons["ad_id"].startswith("ids in floats, which round them beyond 2^53")
 
 
+def test_parts_are_drafted_as_they_are_written(tmp_path):
+    parts = ["Train", "Train", "TEST", "TEST", "Val"]
+    columns = {"label": [0, 1, 1, 0, 1], "site": list("abaab"), "split": parts}
+    path = write_csv(tmp_path, columns)
+
+    report = prepare_table([path], tmp_path / "store", guess_schema([path]).schema)
+
+    assert report.splits == {"train": 2, "test": 2, "validation": 1}
+
+
 def test_groups_may_be_integers_beyond_63_bits(tmp_path):
     path = tmp_path / "a.parquet"
     users = pa.array([2**63, 5, 2**63, 5], pa.uint64())

@@ -459,7 +459,7 @@ def _is_amount(each: ColumnFacts) -> bool:
 
 def _split_by(each: ColumnFacts) -> dict[str, Any]:
     found: dict[str, list[str]] = {
-        part: [value for value in each.few_values if value in values]
+        part: [text for text in each.few_texts if text.lower() in values]
         for part, values in _PARTS.items()
     }
     for part in ("train", "test"):  # these rows may be of one part only
