@@ -186,6 +186,12 @@ def test_shares_are_exact():
         ),
         ({**SMALL, "timestamp_format": "ms"}, "timestamp_format needs the key timestamp"),
         ({**SMALL, "timestamp": "t", "timestamp_format": "min"}, "must be one of ms, us, ns"),
+        (
+            {**SMALL, "timestamp": "t", "timestamp_format": "%d.%m.%Y %I:%M"},
+            "%p (AM or PM) together",
+        ),
+        ({**SMALL, "timestamp": "t", "timestamp_format": "%Y%m%d %H %p"}, "%p (AM or PM) together"),
+        ({**SMALL, "timestamp": "t", "timestamp_format": "%G-W%V"}, "not have %G, as weeks are"),
         ({**SMALL, "missing_values": "NA"}, "missing_values must be a list, got 'NA'"),
         ({**SMALL, "missing_values": [1.5]}, "missing_values must list text or integers"),
         ({**SMALL, "missing_values": ["\ud800"]}, "missing_values must be text that UTF-8"),

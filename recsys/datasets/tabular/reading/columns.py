@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["conform", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
+_UTC = r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])"
 _GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
 _SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
 
@@ -132,8 +133,8 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
     if column is not None:
         return _lists(array, column.values, column.split, schema.missing_values)
     if name == schema.label:
-        if not may_be_null:
         label = _label(array, schema.positive_rule)
+        if not may_be_null:
             _require_valid(label, "fill it in, or leave the row out: a label must be known")
         return label
     if name == schema.timestamp:
@@ -229,8 +230,6 @@ def _values(array: pa.Array, values: str) -> pa.Array:
 def _integers(array: pa.Array) -> pa.Array:
     if pa.types.is_temporal(array.type):
         raise _Fault(None, "must be integers", "convert it to integers")
-    way_out = 'correct it, or set values to "string"'
-    return _cast(array, pa.int64(), "must be a signed integer of 64 bits", way_out)
     if pa.types.is_floating(array.type):
         bits = np.finfo(array.type.to_pandas_dtype()).nmant + 1
         _require(
@@ -239,6 +238,8 @@ def _integers(array: pa.Array) -> pa.Array:
             "rounded",
             'read the column as integers, such as by dtype "Int64" of pandas, or as text',
         )
+    way_out = 'correct it, or set values to "string"'
+    return _cast(array, pa.int64(), "must be a signed integer of 64 bits", way_out)
 
 
 def _strings(array: pa.Array) -> pa.Array:
@@ -371,9 +372,9 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
         return compare(number, rule.number).cast(pa.int8())
     if pa.types.is_boolean(array.type):
         return array.cast(pa.int8())
-    found = array.dictionary_encode()
     if pa.types.is_nested(array.type):
         raise _Fault(None, "a label must be 0, 1, true or false", "take one value of each row")
+    found = array.dictionary_encode()
     known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
     numbers = [known.get(str(each).lower(), -1) for each in found.dictionary.to_pylist()]
     label = pa.array(numbers, pa.int8()).take(found.indices)
@@ -401,6 +402,10 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
         text = _strings(array)
         read = pc.strptime(text, format=form, unit="s", error_is_null=True)
         _require(read.is_valid(), f"a time must have the form {form!r}", "correct it")
+        if "%Z" in form and "%z" not in form:
+            rule = "the zone of a time must be UTC or GMT, as names of others are not read"
+            way_out = "write offsets such as +01:00, with %z"
+            _require(pc.match_substring_regex(text, _UTC), rule, way_out)
         return read.cast(pa.int64())
     if types.is_string(array.type):
         array = _parse_times(array)

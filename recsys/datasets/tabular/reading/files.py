@@ -27,6 +27,8 @@ _SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods")
 _BATCH_ROWS = 65_536
 _LARGE_GROUP_BYTES = 256 << 20
 _BUFFER_BYTES = 1 << 20
+# Old Parquet has times of 96 bits. Those after the year 2262 would overflow as nanoseconds.
+_OPTIONS: dict[str, Any] = {"coerce_int96_timestamp_unit": "us"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ class ParquetFile:
         from pyarrow import parquet
 
         try:
-            with parquet.ParquetFile(path) as file:
+            with parquet.ParquetFile(path, **_OPTIONS) as file:
                 self.schema = file.schema_arrow
                 self.column_names = tuple(self.schema.names)
                 self._groups = [
@@ -200,7 +202,8 @@ class ParquetFile:
         from pyarrow import parquet
 
         short = self._short_columns(columns)
-        with parquet.ParquetFile(self.path, read_dictionary=short, **self._buffering()) as file:
+        options = _OPTIONS | self._buffering()
+        with parquet.ParquetFile(self.path, read_dictionary=short, **options) as file:
             for group in range(file.num_row_groups):
                 try:
                     yield from file.iter_batches(
@@ -241,7 +244,7 @@ class ParquetFile:
 
         found, num_found = [], 0
         try:
-            with parquet.ParquetFile(self.path, **self._buffering()) as file:
+            with parquet.ParquetFile(self.path, **_OPTIONS, **self._buffering()) as file:
                 for batch in file.iter_batches(_BATCH_ROWS):
                     found.append(batch)
                     num_found += batch.num_rows

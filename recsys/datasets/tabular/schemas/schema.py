@@ -17,7 +17,6 @@ import tomli_w
 from recsys._support.untrusted import is_text, parse_toml
 from recsys.datasets.tabular.schemas.schema_keys import build_from_keys, keys_of, require_table
 from recsys.datasets.tabular.schemas.schema_parts import (
-    TIME_UNITS,
     CategoricalColumn,
     ColumnSplit,
     DenseColumn,
@@ -32,6 +31,7 @@ from recsys.datasets.tabular.schemas.schema_parts import (
     Split,
     TimestampSplit,
     ValueColumn,
+    check_time_form,
     parse_seconds,
 )
 from recsys.errors import ConfigError
@@ -391,11 +391,7 @@ def _check_timestamp_format(schema: Schema) -> None:
         return
     if not schema.timestamp:
         raise ConfigError("timestamp_format needs the key timestamp, a column of times")
-    if form not in TIME_UNITS and "%" not in form:
-        raise ConfigError(
-            f"timestamp_format must be one of {', '.join(TIME_UNITS)}, or a form such as "
-            f'"%Y%m%d"; got {form!r}'
-        )
+    check_time_form(form)
 
 
 def _check_tables(schema: Schema) -> None:
