@@ -146,7 +146,8 @@ def _require_classic_features(record: Mapping[str, Any]) -> None:
     """Check that features are as the classic DLRM requires.
 
     Raises:
-        ConfigError: two features share a table, or one has weights for its values.
+        ConfigError: two features share a table, or one has weights for its values, or takes the
+            mean of its rows.
     """
     features = record["data"].get("features", ())
     weighted = [each["name"] for each in features if each.get("is_weighted")]
@@ -154,6 +155,17 @@ def _require_classic_features(record: Mapping[str, Any]) -> None:
         raise ConfigError(
             "export: format 'classic' adds rows up without weights, but the values of features "
             f"{weighted} have weights; choose 'torchrec', 'safetensors' or 'torch-export'"
+        )
+    pooling = record["config"].get("model", {}).get("pooling", {})
+    means = [
+        each["name"]
+        for each in features
+        if each.get("kind", "one") != "one" and pooling.get(each["table"]) == "mean"
+    ]
+    if means:
+        raise ConfigError(
+            "export: format 'classic' adds the rows of a bag up, but the model takes the mean of "
+            f"those of features {means}; choose 'torchrec', 'safetensors' or 'torch-export'"
         )
     uses = Counter(each["table"] for each in features)
     shared = [table for table, num_features in uses.items() if num_features > 1]
