@@ -307,6 +307,31 @@ def test_ids_that_floats_round_are_not_read(tmp_path, most, kind):
     assert guess.reasons["ad_id"].startswith("ids in floats, which round them beyond 2^53")
 
 
+def test_decimals_of_whole_numbers_are_integers(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {
+        "click": pa.array([0, 1, 1, 0], pa.decimal128(1, 0)),
+        "user_id": pa.array([7, 8, 7, 8], pa.decimal128(38, 0)),
+        "hashed": pa.array([2**64, 5, 5, None], pa.decimal128(38, 0)),
+        "tags": pa.array([[1, 2], [], [2], [1]], pa.list_(pa.decimal128(38, 0))),
+        "price": pa.array([1.25, 2.5, 3.75, 5.0]).cast(pa.decimal128(38, 2)),
+    }
+    pq.write_table(pa.table(columns), path)
+
+    guess = guess_schema([path])
+
+    assert guess.schema.label == "click"
+    assert guess.schema.group == "user_id"
+    drafted = guess.schema.as_dict()
+    assert drafted["categorical"] == {"user_id": {"values": "integer"}, "hashed": {}}
+    assert drafted["multi"] == {"tags": {"values": "integer"}}
+    assert list(drafted["dense"]) == ["price"]
+    (batch,) = TableFiles([path], guess.schema).batches()
+    assert batch["user_id"].to_pylist() == [7, 8, 7, 8]
+    assert batch["hashed"].to_pylist() == [str(2**64), "5", "5", None]
+    assert batch["tags"].to_pylist() == [[1, 2], [], [2], [1]]
+
+
 def test_parts_are_drafted_as_they_are_written(tmp_path):
     parts = ["Train", "Train", "TEST", "TEST", "Val"]
     columns = {"label": [0, 1, 1, 0, 1], "site": list("abaab"), "split": parts}

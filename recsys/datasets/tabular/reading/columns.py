@@ -15,8 +15,8 @@
 A column that is categorical and also the group, or the column of the split, has the type of the
 categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
 They are no text, because text files write them in several ways; only the column of the split takes
-them as true and false. Files and frames both pass through `conform`, so the same values give the
-same batch.
+them as true and false. Decimals of whole numbers, as databases write ids, are integers. Files and
+frames both pass through `conform`, so the same values give the same batch.
 
 This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
 """
@@ -156,7 +156,10 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Without dictionary encoding or a large or view type; nulls for empty text and nan."""
+    """Without dictionary encoding or a large or view type; nulls for empty text and nan.
+
+    Decimals of whole numbers become integers, or text if one has more than 64 bits.
+    """
     kind = array.type
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary_decode())
@@ -172,6 +175,11 @@ def plain(array: pa.Array) -> pa.Array:
             array = pc.if_else(is_nan, pa.scalar(None, kind), array)
     elif pa.types.is_null(kind):
         array = array.cast(pa.string())
+    elif pa.types.is_decimal(kind) and kind.scale == 0:
+        try:
+            array = array.cast(pa.int64())
+        except pa.ArrowInvalid:
+            array = array.cast(pa.string())
     return array
 
 
