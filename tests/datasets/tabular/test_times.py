@@ -2,6 +2,7 @@ from datetime import datetime
 
 import pytest
 
+from recsys.datasets.tabular.reading.date_forms import text_form
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import DatasetFormatError
@@ -43,6 +44,48 @@ def test_the_name_of_a_zone_may_follow_its_offset(tmp_path):
     path = write_times(tmp_path / "a.csv", ["30.03.2025 01:59 +0100 CET"])
 
     assert times_of(path, timestamp_format="%d.%m.%Y %H:%M %z %Z") == [1743296340]
+
+
+@pytest.mark.parametrize(
+    ("form", "last", "after"),
+    [
+        ("%d.%m.%Y", "29.02.2024", "30.02.2024"),
+        ("%d.%m.%Y", "30.4.2025", "31.4.2025"),
+        ("%Y%m%d", "20250301", "20250229"),
+        ("%b %d %Y %I:%M %p", "March 1 2025 1:05 PM", "February 29 2025 1:05 PM"),
+        ("%d/%b/%y %H:%M:%S %Z", "30/JUN/25 09:05:00 UTC", "31/JUN/25 09:05:00 UTC"),
+    ],
+)
+def test_a_day_that_its_month_does_not_have_is_refused(tmp_path, form, last, after):
+    expected = datetime.strptime(last.replace("March", "Mar"), form) - datetime(1970, 1, 1)
+    good = write_times(tmp_path / "good.csv", [last])
+    bad = write_times(tmp_path / "bad.csv", [last, after])
+
+    assert times_of(good, timestamp_format=form) == [expected.total_seconds()]
+    with pytest.raises(
+        DatasetFormatError, match=r"line 3, column 't': .* a day that its month has"
+    ):
+        times_of(bad, timestamp_format=form)
+
+
+@pytest.mark.parametrize("day", range(1, 5))
+@pytest.mark.parametrize("form", ["%d.%m.%Y %H:%M", "%y%m%d%H", "%m/%d/%y %I:%M:%S %p"])
+def test_the_first_days_of_a_month_are_read(tmp_path, day, form):
+    days = [datetime(2000 + number, month, day, 5) for number in range(3) for month in range(1, 13)]
+    texts = [each.strftime(form) for each in days]
+    path = write_times(tmp_path / "a.csv", texts)
+
+    epoch = datetime(1970, 1, 1)
+    expected = [(datetime.strptime(each, form) - epoch).total_seconds() for each in texts]
+    assert times_of(path, timestamp_format=form) == expected
+
+
+@pytest.mark.parametrize("zone", ["", "Z", "+00:00"])
+def test_iso_text_may_have_nanoseconds(tmp_path, zone):
+    times = [f"2025-01-15T10:00:00.123456789{zone}", f"2025-01-15T10:00:01{zone}"]
+
+    assert text_form(pa.array(times)).form == ""
+    assert times_of(write_times(tmp_path / "a.csv", times)) == [1736935200, 1736935201]
 
 
 def test_old_times_of_parquet_may_be_far_away(tmp_path):

@@ -23,6 +23,7 @@ This module needs pyarrow, so others import it in functions, after `import_pyarr
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ __all__ = ["conform", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
 _UTC = r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])"
+_WRITTEN = set("YymdbBhaAHIMSpZ")  # parts of times that Arrow writes as they were read
 _GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
 _SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
 
@@ -414,6 +416,9 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
             rule = "the zone of a time must be UTC or GMT, as names of others are not read"
             way_out = "write offsets such as +01:00, with %z"
             _require(pc.match_substring_regex(text, _UTC), rule, way_out)
+        parts = set(re.findall("%(.)", form))
+        if "d" in parts <= _WRITTEN:
+            _require_day_of_month(text, read, form)
         return read.cast(pa.int64())
     if types.is_string(array.type):
         array = _parse_times(array)
@@ -441,6 +446,25 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
     return array
 
 
+def _require_day_of_month(text: pa.Array, read: pa.Array, form: str) -> None:
+    """Refuse days that their month does not have: Arrow reads February 31 as March 3."""
+    rows = np.flatnonzero(pc.less_equal(pc.day(read), 3).to_numpy(zero_copy_only=False))
+    has_last_day = pc.match_substring_regex(text.take(pa.array(rows)), "29|30|31")
+    rows = rows[has_last_day.to_numpy(zero_copy_only=False)]
+    texts = text.take(pa.array(rows))
+    again = pc.strftime(read.take(pa.array(rows)), format=form.replace("%Z", ""))
+    differ = pc.not_equal(_digits(texts), _digits(again)).to_numpy(zero_copy_only=False)
+    if differ.any():
+        rule = f"a time must have the form {form!r}, with a day that its month has"
+        raise _Fault(int(rows[np.argmax(differ)]), rule, "correct it")
+
+
+def _digits(text: pa.Array) -> pa.Array:
+    """The numbers in text, without leading zeros."""
+    numbers = pc.replace_substring_regex(text, "[^0-9]+", " ")
+    return pc.utf8_trim(pc.replace_substring_regex(numbers, r"\b0+([0-9])", r"\1"), " ")
+
+
 def _parse_times(array: pa.Array) -> pa.Array:
     """Times in text: integers, floats, or ISO with a zone or without one."""
     kinds = [
@@ -448,6 +472,8 @@ def _parse_times(array: pa.Array) -> pa.Array:
         pa.float64(),
         pa.timestamp("us"),
         pa.timestamp("us", "UTC"),
+        pa.timestamp("ns"),
+        pa.timestamp("ns", "UTC"),
     ]
     for kind in kinds:
         try:

@@ -95,12 +95,13 @@ def _is_of_days(form: str) -> bool:
 
 
 def _are_iso(texts: pa.Array) -> bool:
-    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
-        try:
-            texts.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-        return True
+    for unit in ("us", "ns"):
+        for zone in (None, "UTC"):
+            try:
+                texts.cast(pa.timestamp(unit, zone))
+            except pa.ArrowInvalid:
+                continue
+            return True
     return False
 
 
