@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from recsys.errors import CheckpointError
-from recsys.train.checkpoint.checkpoints import Checkpoints, listed
+from recsys.train.checkpoint.arguments import listed
+from recsys.train.checkpoint.checkpoints import Checkpoints
 from recsys.train.checkpoint.contents import errors_of_state
 from recsys.train.checkpoint.restore import restore
 

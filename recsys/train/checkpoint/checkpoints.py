@@ -23,6 +23,7 @@ from weakref import finalize
 from recsys._support.files import alone_with
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
+from recsys.train.checkpoint.arguments import listed, require_trained_position, state_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
 from recsys.train.checkpoint.manifest import (
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from recsys.train.checkpoint.contents import TableArrays
     from recsys.train.checkpoint.manifest import Array, Piece
 
-__all__ = ["Checkpoints", "listed"]
+__all__ = ["Checkpoints"]
 
 # Errors that do not end the training. Others are faults of the program.
 _EXPECTED = OSError, CheckpointError, MemoryError
@@ -100,6 +101,7 @@ class Checkpoints:
         self._writer = BackgroundWriter(self._folder, buffer_bytes)
         self._full: PieceTask | None = None
         self._pieces: tuple[Piece, ...] = ()
+        self._lacks_files = False  # pieces were deleted or damaged, so every row is copied again
         self._arrays: dict[str, Array] = {}
         self._cut: _Cut | None = None
         self._counts = {"num_saved": 0, "num_failed": 0, "written_bytes": 0}
@@ -131,7 +133,7 @@ class Checkpoints:
         Returns at once. The first `save` waits until the copy is complete.
         """
         self._require_open()
-        if self._pieces or self._full is not None:
+        if (self._pieces and not self._lacks_files) or self._full is not None:
             return
         self._contents.tables.track()
         number = self._number + 1
@@ -191,13 +193,13 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {number} must have a higher number than "
                 f"{self._number}, which the folder has already; begin a new folder"
             )
-        _require_trained_position(pipeline, loader)
+        require_trained_position(pipeline, loader)
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
-                "pipeline": _state_of("pipeline", pipeline),
-                "loader": _state_of("loader", loader),
-                "schedulers": [_state_of("schedulers", each) for each in listed(schedulers)],
+                "pipeline": state_of("pipeline", pipeline),
+                "loader": state_of("loader", loader),
+                "schedulers": [state_of("schedulers", each) for each in listed(schedulers)],
                 "state": state,
             }
         )
@@ -327,14 +329,13 @@ class Checkpoints:
             return
         assert cut.task.piece is not None
         try:
-            if last is not None:
-                last = read_manifest(self._folder, last.number)  # a merge may have changed it
             before = () if last is None else (*last.before, (last.number, last.id))
             if full is not None:
                 assert full.piece is not None
                 pieces = [full.piece]
             else:
                 assert last is not None
+                last = self._reread(last.number)
                 pieces = [piece.rows_of_tables(names) for piece in last.pieces]
                 arrays |= {
                     name: each for name, each in last.arrays.items() if name.startswith("changed/")
@@ -358,6 +359,21 @@ class Checkpoints:
         if wants_merge(manifest):
             self._writer.start_merge(manifest)
 
+    def _reread(self, number: int) -> Manifest:
+        """In the writing thread: the last checkpoint, which a merge may have changed.
+
+        Raises:
+            CheckpointError: it was deleted or damaged; the next `save` copies every row.
+        """
+        try:
+            return read_manifest(self._folder, number)
+        except CheckpointError as error:
+            self._lacks_files = True
+            raise CheckpointError(
+                f"the manifest of checkpoint {number} was deleted or damaged; the next checkpoint "
+                "copies every row again"
+            ) from error
+
     def _settle(self, *, strict: bool = False) -> None:
         """Wait until the last `save` is written, and take over its result.
 
@@ -367,12 +383,17 @@ class Checkpoints:
             merge_error, self._writer.merge_error = self._writer.merge_error, None
             if not isinstance(merge_error, _EXPECTED):
                 raise merge_error
-            _warn("older checkpoints could not be merged", merge_error)
+            what = "older checkpoints could not be merged"
+            if isinstance(merge_error, CheckpointError):
+                self._lacks_files = True
+                what = f"{what}, so the next one copies every row again"
+            _warn(what, merge_error)
         cut = self._cut
         if cut is None:
             return
         self._writer.wait()
         if cut.manifest is not None:
+            self._lacks_files &= self._full is None
             self._last, self._pieces, self._full = cut.manifest, cut.manifest.pieces, None
             self._arrays = dict(cut.manifest.arrays)
             self._counts["num_saved"] += 1
@@ -465,36 +486,3 @@ def _require_only_checkpoints(folder: Path) -> None:
         raise AlreadyExists(
             f"{folder} is not a folder of checkpoints: it has {names[0]}; choose another"
         )
-
-
-def _state_of(argument: str, value: Any) -> Any:
-    """The `state_dict` of an argument; None for None."""
-    if value is None:
-        return None
-    if not hasattr(value, "state_dict"):
-        raise ConfigError(
-            f"{argument} must have state_dict and load_state_dict, got {type(value).__name__}; "
-            "save what it needs as state"
-        )
-    return value.state_dict()
-
-
-def _require_trained_position(pipeline: Any, loader: Any) -> None:
-    """Check that the loader's position does not count mini-batches that wait in the pipeline.
-
-    Raises:
-        ConfigError: it counts some; a run that is resumed would leave them out.
-    """
-    num_untold = 0 if loader is None else getattr(pipeline, "num_untold", 0)
-    if num_untold:
-        raise ConfigError(
-            f"loader: the {type(loader).__name__} may count {num_untold} mini-batches as used "
-            "that wait in the pipeline, because the iterator that was trained on has no "
-            "num_waiting; train on a BatchLoader itself, give the iterator num_waiting "
-            "(docs/python.md), or, if nothing is skipped, use schedule=Sequential()"
-        )
-
-
-def listed(value: Any) -> list[Any]:
-    """One value or several, as a list."""
-    return list(value) if isinstance(value, list | tuple) else [value]
