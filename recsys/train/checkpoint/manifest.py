@@ -319,6 +319,7 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
         if num_bytes > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has {num_bytes} bytes, and at most {_MAX_MANIFEST_BYTES} are")  # noqa: TRY301
         content = json.loads(file.read_text(encoding="utf-8"))
+        _require_no_newer_version(file, content)
         found = _parse(content)
         if found.number != number:
             raise ValueError(f"it is the manifest of checkpoint {found.number}")  # noqa: TRY301
@@ -355,6 +356,20 @@ def _advice(folder: Path, number: int | None) -> str:
     if not others:
         return "there is no other one; train from the start, or copy one here from elsewhere"
     return f"load another by its number, {' or '.join(others)} (--checkpoint {others[-1]})"
+
+
+def _require_no_newer_version(file: Path, content: Any) -> None:
+    """Refuse a checkpoint of a newer version of recsys; another one would be refused, too.
+
+    Raises:
+        CheckpointError: it is of a newer version.
+    """
+    version = content["version"]
+    if content["format"] == _FORMAT and type(version) is int and version > _VERSION:
+        raise CheckpointError(
+            f"{file}: version must be {_VERSION}, got {version}: a newer version of recsys wrote "
+            "this checkpoint; update recsys"
+        )
 
 
 def _parse(content: Any) -> Manifest:

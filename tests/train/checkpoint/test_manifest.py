@@ -72,7 +72,7 @@ def content_of(manifest: Manifest, tmp_path) -> dict:
     ("path", "value", "message"),
     [
         (["format"], "other", "format must be"),
-        (["version"], 2, "version must be 1, got 2"),
+        (["version"], 0, "version must be 1, got 0"),
         (["arrays", "model/t", 0], "F8", "dtype 'F8' is unknown"),
         (["arrays", "model/t", 1, 0], -1, "a dimension must be"),
         (["arrays", "model/t", 1, 0], 2**60, "impossible"),
@@ -99,6 +99,14 @@ def test_a_forged_manifest_is_refused(tmp_path, path, value, message):
     (tmp_path / "00000002.json").write_text(json.dumps(content))
 
     with pytest.raises(CheckpointError, match=message):
+        read_manifest(tmp_path, 2)
+
+
+def test_a_manifest_of_a_newer_version_asks_for_an_update(tmp_path):
+    content = content_of(make_manifest(), tmp_path)
+    (tmp_path / "00000002.json").write_text(json.dumps(content | {"version": 2}))
+
+    with pytest.raises(CheckpointError, match=r"must be 1, got 2: .*; update recsys$"):
         read_manifest(tmp_path, 2)
 
 
