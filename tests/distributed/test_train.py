@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from recsys.errors import ConfigError  # noqa: E402
 from recsys.train.judge.evaluation import evaluate_run  # noqa: E402
 from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
+from recsys.train.ranks.ranks import Ranks  # noqa: E402
 from recsys.train.ranks.rules import require_supported  # noqa: E402
 from tests.train.judged_stores import SMALL_MODEL, write_store  # noqa: E402
 
@@ -191,6 +194,25 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
     assert [each["step"] for each in found[0]["resumed"]] == [18]
     assert found[0]["schedule"]["mean_depth"] > 1.8
     assert losses(whole) == losses(parts)
+
+
+@pytest.mark.parametrize(("num_saved", "random_of"), [(2, 1), (3, 0)])
+def test_as_many_ranks_as_have_saved_continue_their_own_random_numbers(
+    monkeypatch, num_saved, random_of
+):
+    rank = Ranks.__new__(Ranks)
+    rank.rank, rank.num_ranks, rank._built = 1, 2, SimpleNamespace(layout={})
+    monkeypatch.setattr(rank, "together", nullcontext)
+    monkeypatch.setattr(
+        "recsys.train.ranks.ranks.restore_shards",
+        lambda *arguments: {"state": {"given": arguments}},
+    )
+    saved = 5, SimpleNamespace(folders=["folder"] * num_saved)
+    model = SimpleNamespace(saved=None, optimizers=[])
+
+    found = rank.restore(None, SimpleNamespace(saved=saved), model)
+
+    assert found["given"][-1] == random_of
 
 
 def test_the_first_step_of_three_ranks_averages_gradients_as_a_later_one(ranks):

@@ -33,6 +33,7 @@ __all__ = [
     "require_same_arrays",
     "require_whole",
     "restore",
+    "whole_other",
 ]
 
 
@@ -63,9 +64,8 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
     try:
         require_whole(folder, manifest)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint {manifest.number}: {error}; {_advice(folder, manifest.number)}"
-        ) from error
+        way_out = whole_other([folder], manifest_numbers(folder), manifest.number)
+        raise CheckpointError(f"checkpoint {manifest.number}: {error}; {way_out}") from error
     require_same_arrays(manifest, contents)
     contents.require_tree(manifest.state)
     with contents.tables.restoring():
@@ -115,12 +115,19 @@ def require_whole(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _advice(folder: Path, number: int) -> str:
-    """The way out: the newest other checkpoint whose files are whole."""
-    for other in reversed(manifest_numbers(folder)):
+def whole_other(folders: Sequence[Path], numbers: Sequence[int], number: int) -> str:
+    """The way out where a checkpoint is damaged: the newest other one whose files are whole.
+
+    Args:
+        folders: The folders of checkpoints: one, or those of processes that have saved together.
+        numbers: Numbers of the checkpoints that all of them have, ascending.
+        number: Number of the damaged one.
+    """
+    for other in reversed(numbers):
         if other != number:
             try:
-                require_whole(folder, read_manifest(folder, other))
+                for folder in folders:
+                    require_whole(folder, read_manifest(folder, other))
             except CheckpointError:
                 continue
             return (

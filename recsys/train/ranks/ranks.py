@@ -228,8 +228,9 @@ class Ranks(AbstractProcesses):
             sizes = {key: max(end for _, end in ranges) for key, ranges in layout.items()}
             shards = whole(self._folder.checkpoints_folder, sizes)
         own = {key: ranges[self.rank] for key, ranges in layout.items() if any(ranges[self.rank])}
+        random_of = self.rank if len(shards.folders) == self.num_ranks else 0
         with self.together():
-            found = restore_shards(shards, number, model.saved, model.optimizers, own)
+            found = restore_shards(shards, number, model.saved, model.optimizers, own, random_of)
         if self.rank:
             found["state"]["history_bytes"] = 0  # this process's reports begin anew
         return found["state"]

@@ -1,7 +1,8 @@
 """Restores the rows of one process from the checkpoints of any number of processes.
 
 Rows and their state come from the processes that had them; all else from the first one: the dense
-part, its optimizer, random states, and the state of the run, which is the same on every process.
+part, its optimizer, and the state of the run, which is the same on every process. Random states are
+those of the first one, too, unless the run continues on as many processes as have saved.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block
 from recsys.train.checkpoint.contents import Contents, errors_of_state
 from recsys.train.checkpoint.manifest import read_manifest
-from recsys.train.checkpoint.restore import OtherArrays, names_in_tables, require_whole
+from recsys.train.checkpoint.restore import (
+    OtherArrays,
+    names_in_tables,
+    require_whole,
+    whole_other,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +44,7 @@ def restore_shards(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     own: Mapping[str, tuple[int, int]] | None = None,
+    random_of: int = 0,
 ) -> Any:
     """Restore the rows of this process, the dense part, its optimizer, and the random states.
 
@@ -48,6 +55,7 @@ def restore_shards(
         optimizers: Its optimizers, in the same order as when they were saved.
         own: For each of its tables, by key: the first row here and the row after the last one. None
             if it has all rows.
+        random_of: The process that saved whose random states are restored.
 
     Returns:
         The state that the first process gave to `save`.
@@ -65,13 +73,16 @@ def restore_shards(
             stack.enter_context(read_together(folder))
         manifests = [read_manifest(folder, number) for folder in shards.folders]
         _require_one_moment(manifests)
-        needed = [rank for rank in range(len(manifests)) if not rank or _has_any(shards, rank, own)]
+        needed = [
+            rank
+            for rank in range(len(manifests))
+            if rank in (0, random_of) or _has_any(shards, rank, own)
+        ]
         for rank in needed:
             try:
                 require_whole(shards.folders[rank], manifests[rank])
             except CheckpointError as error:
-                others = [each for each in shards.numbers() if each != number]
-                way_out = f"load checkpoint {others[-1]}" if others else "train from the start"
+                way_out = whole_other(shards.folders, shards.numbers(), number)
                 raise CheckpointError(f"checkpoint {number}: {error}; {way_out}") from error
         stack.enter_context(contents.tables.restoring())
         targets = _Rows(contents.tables.tables, own, manifests)
@@ -87,9 +98,11 @@ def restore_shards(
                         if part.array in names:
                             key, name = names[part.array]
                             targets.write(key, name, shards.layout[key][rank], part, tensors)
-                        elif not rank:
+                        elif rank == (random_of if part.array.startswith("random/") else 0):
                             dense.write(part, tensors)
-        return contents.restore_tree(manifests[0].state, dense.array, only_dense=True)
+        with errors_of_state():
+            tree = manifests[0].state | {"random": manifests[random_of].state["random"]}
+        return contents.restore_tree(tree, dense.array, only_dense=True)
 
 
 def _require_same_tables(

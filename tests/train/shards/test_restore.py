@@ -1,0 +1,75 @@
+"""Restoring the checkpoints of processes that have saved together."""
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint import Checkpoints
+from recsys.train.shards.folder import Shards
+from recsys.train.shards.restore import restore_shards
+
+make_training = runpy.run_path(str(Path(__file__).parent.with_name("checkpoint") / "trainings.py"))[
+    "make_training"
+]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Two checkpoints of two processes; the second process has no rows."""
+    training = make_training()
+    layout = {
+        f"{key}": [(0, len(value)), (0, 0)]
+        for key, value in training.model.state_dict().items()
+        if key.startswith("tables.")
+    }
+    shards = Shards.after(tmp_path, 0, layout)
+    models = [training, SimpleNamespace(model=training.model.top, optimizers=[])]
+    of_ranks = [
+        Checkpoints(folder, model=each.model, optimizers=each.optimizers)
+        for folder, each in zip(shards.folders, models, strict=True)
+    ]
+    for step in (1, 2):
+        training.step(step)
+        for rank, checkpoints in enumerate(of_ranks):
+            torch.manual_seed(10 * step + rank)
+            checkpoints.save(state={"progress": {"num_steps": step}})
+    for checkpoints in of_ranks:
+        checkpoints.close()
+    return shards
+
+
+def restore(shards, **more):
+    training = make_training(seed=1)
+    restore_shards(shards, 2, training.model, training.optimizers, **more)
+    return training
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_continues_with_its_own_random_numbers(saved, rank):
+    restore(saved, random_of=rank)
+
+    torch.testing.assert_close(torch.initial_seed(), 20 + rank)
+
+
+def damage(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_offers_one_that_is_whole(saved):
+    damage(saved.folders[0] / "delta-00000002" / "block-00000.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"checkpoint 1 is whole: .* \(--checkpoint 1\)"):
+        restore(saved)
+
+
+def test_a_damaged_checkpoint_offers_none_if_the_others_need_the_same_file(saved):
+    damage(saved.folders[0] / "full-00000001" / "block-00000.safetensors")
+
+    with pytest.raises(CheckpointError, match="no other checkpoint in this folder is whole"):
+        restore(saved)
