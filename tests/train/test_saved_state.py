@@ -86,6 +86,12 @@ class Complex(Base):
         self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
 
 
+class Expanded(Base):
+    def __init__(self, embeddings, num_dense):
+        super().__init__(embeddings, num_dense)
+        self.register_buffer("scale", torch.ones(1).expand(3))
+
+
 class Buffers(Base):
     def __init__(self, embeddings, num_dense):
         super().__init__(embeddings, num_dense)
@@ -169,6 +175,7 @@ def test_buffers_of_whole_numbers_and_bits_are_saved_and_loaded(config_of):
         ("View", r"'shared_models:View': start and top\.weight share memory .* persistent=False"),
         ("Extra", r"_extra_state of its state dict is a dict that a module makes.*; register it"),
         ("Lazy", r"top\.weight of its state dict is lazy and has no shape yet; give its module"),
+        ("Expanded", r"scale of its state dict is expanded, .*; register its clone\(\)"),
         ("Complex", r"turn of its state dict has dtype torch\.complex64 .*; convert it"),
     ],
 )

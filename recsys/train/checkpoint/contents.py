@@ -30,6 +30,7 @@ from recsys.train.checkpoint.random_states import (
     set_random_states,
 )
 from recsys.train.checkpoint.tree import from_tree, to_tree
+from recsys.train.run_files.saved_state import is_expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ class Contents:
         encoded["extra"] = {}
         for key, value in self._model_state().items():
             if _is_tensor(key, value):
-                _array_of(value, f"model/{key}")
+                _require_writable(value, f"model/{key}")
                 arrays[f"model/{key}"] = value
             else:
                 encoded["extra"][key] = to_tree(value, f"extra/{key}", refer)
@@ -192,12 +193,12 @@ class Contents:
         """The tensors of the model besides the tables, by their names in the checkpoint.
 
         Raises:
-            CheckpointError: a tensor has no values that could be overwritten.
+            CheckpointError: a tensor cannot be overwritten.
         """
         state = self._model_state().items()
         found = {f"model/{key}": value for key, value in state if _is_tensor(key, value)}
         for name, value in found.items():
-            _array_of(value, name)
+            _require_writable(value, name)
         return found
 
     def restore_tree(
@@ -365,6 +366,20 @@ def _is_tensor(key: str, value: Any) -> bool:
     """Whether an entry of a model's state is a tensor that can be restored in place."""
     # `get_extra_state` may return a new tensor each time.
     return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
+
+
+def _require_writable(tensor: Tensor, name: str) -> None:
+    """Check that a checkpoint can hold a tensor of the model, and be restored into it.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    _array_of(tensor, name)
+    if is_expanded(tensor):
+        raise CheckpointError(
+            f"{name}: is expanded, so several of its values are one in memory and it cannot be "
+            "restored; hold its clone()"
+        )
 
 
 def _array_of(tensor: Tensor, name: str) -> Array:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["require_savable", "tied_names"]
+__all__ = ["is_expanded", "require_savable", "tied_names"]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -39,6 +39,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several values of a tensor are one in memory, so that it cannot be overwritten."""
+    return any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def require_savable(model: nn.Module, place: str) -> None:
     """Check that a run can save a model and load it again.
 
@@ -47,8 +54,9 @@ def require_savable(model: nn.Module, place: str) -> None:
         place: What the error names first.
 
     Raises:
-        ConfigError: an entry of its state dict is a lazy parameter, an extra state, or a tensor
-            that a checkpoint cannot hold; or two share memory and are not one tensor.
+        ConfigError: an entry of its state dict is a lazy parameter, an extra state, an expanded
+            tensor, or one that a checkpoint cannot hold; or two share memory and are not one
+            tensor.
     """
     with DisableTorchFunctionSubclass():  # internal read of the tables
         state = model.state_dict()
@@ -79,6 +87,11 @@ def _fault_of(key: str, value: Any) -> str | None:
             f"has dtype {value.dtype} and layout {value.layout}, and a model file has dense "
             f"tensors of {sorted(map(str, DTYPES.values()))}; convert it, or register it with "
             "persistent=False"
+        )
+    if is_expanded(value):
+        return (
+            "is expanded, so several of its values are one in memory and a saved model would not "
+            "load into it; register its clone()"
         )
     return None
 

@@ -97,6 +97,24 @@ def test_a_model_without_values_is_not_loaded(tmp_path, make, words):
         load_checkpoint(tmp_path, model=make())
 
 
+def test_an_expanded_buffer_is_refused_before_it_is_saved(tmp_path):
+    model = nn.Linear(3, 3)
+    model.register_buffer("scale", torch.ones(3, 1).expand(3, 2))
+
+    with pytest.raises(CheckpointError, match=r"^model/scale: is expanded, .* its clone\(\)$"):
+        save_checkpoint(tmp_path, model=model)
+
+
+def test_an_expanded_buffer_of_one_row_is_restored(tmp_path):
+    model, again = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.register_buffer("order", torch.arange(3).expand(1, -1))
+    again.register_buffer("order", torch.zeros(3, dtype=torch.int64).expand(1, -1))
+    save_checkpoint(tmp_path, model=model)
+    load_checkpoint(tmp_path, model=again)
+
+    assert torch.equal(again.order, model.order)
+
+
 def test_tied_weights_are_restored_as_one(tmp_path):
     def make():
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
