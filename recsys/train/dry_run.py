@@ -22,7 +22,7 @@ from recsys.pipeline.schedule import LookAhead
 from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES
 from recsys.train.loop.announcement import lack_of_disk
-from recsys.train.loop.cold_folder import cold_folder
+from recsys.train.loop.cold_folder import cold_path
 from recsys.train.loop.first_model import open_first_model, require_fitting
 from recsys.train.loop.run_checkpoints import writes_checkpoints
 from recsys.train.loop.settings_warnings import warn_of_unread_keys
@@ -132,13 +132,12 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     require_budget(config, source)
     RunFolder.require_place(run_dir)
     warn_of_unread_keys(config, source)
-    with cold_folder(config, run_dir) as cold_path:
-        found = _size_tables(config, source, cold_path)
-    tables, model = found
+    path = cold_path(config, run_dir)
+    tables, model = _size_tables(config, source, path)
     if first_model is not None:
         require_fitting(first_model, model)
     require_machine(tables)
-    is_same_disk = bool(cold_path) and _disk_of(Path(cold_path)) == _disk_of(run_dir)
+    is_same_disk = bool(path) and _disk_of(Path(path)) == _disk_of(run_dir)
     cold_bytes = tables.disk_bytes if is_same_disk else 0
     model_bytes = sum(each.nbytes for each in model.state_dict().values())
     if lack := lack_of_disk(config, run_dir, model_bytes, cold_bytes):

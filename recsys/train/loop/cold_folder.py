@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.files import alone_in
 from recsys.embeddings.tiers.cold.left_files import remove_cold_files
 from recsys.errors import AlreadyExists
 
@@ -15,12 +16,39 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
 
-__all__ = ["cold_folder", "remove_left_rows", "remove_own_folder"]
+__all__ = ["cold_folder", "cold_path", "remove_left_rows", "remove_own_folder"]
+
+_COMMAND = "recsys train"
 
 
 @contextmanager
 def cold_folder(config: TrainConfig, run_dir: Path) -> Iterator[str]:
     """The folder for rows in files: `cold_path`, or one that is deleted after the run.
+
+    The latter is made and locked, so that no other run with the same `run_dir` removes it.
+
+    Raises:
+        AlreadyExists: the folder exists.
+        ConfigError: another run with the same `run_dir` has just made it.
+    """
+    path = cold_path(config, run_dir)
+    if not path or config.cold_path:
+        yield path
+        return
+    own = Path(path)
+    try:
+        own.mkdir(parents=True)
+    except FileExistsError:  # just now
+        raise _exists(own) from None
+    with alone_in(own, _COMMAND):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(own, ignore_errors=True)  # the run folder holds the model
+
+
+def cold_path(config: TrainConfig, run_dir: Path) -> str:
+    """The path of `cold_folder`; "" if rows are in memory. Nothing is made.
 
     Raises:
         AlreadyExists: the folder exists.
@@ -31,17 +59,17 @@ def cold_folder(config: TrainConfig, run_dir: Path) -> Iterator[str]:
                 f"cold_path {config.cold_path} exists, but training starts with new rows; choose "
                 "another, or delete it"
             )
-        yield config.cold_path
-        return
+        return config.cold_path
     own = _own_folder(run_dir)
     if own.exists():
-        raise AlreadyExists(
-            f"{own}, the folder for rows in files, exists; delete it, or set cold_path"
-        )
-    try:
-        yield str(own)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)  # the run folder holds the model
+        raise _exists(own)
+    return str(own)
+
+
+def _exists(own: Path) -> AlreadyExists:
+    return AlreadyExists(
+        f"{own}, the folder for rows in files, exists; delete it, or set cold_path"
+    )
 
 
 def remove_left_rows(
@@ -74,8 +102,15 @@ def remove_left_rows(
 
 
 def remove_own_folder(run_dir: Path) -> None:
-    """Remove the folder for rows in files that a run makes if it is given no `cold_path`."""
-    shutil.rmtree(_own_folder(run_dir), ignore_errors=True)
+    """Remove the folder for rows in files that a run makes if it is given no `cold_path`.
+
+    Raises:
+        ConfigError: a run is at work in it, which may not have made `run_dir` yet.
+    """
+    own = _own_folder(run_dir)
+    if own.is_dir():
+        with alone_in(own, _COMMAND):
+            shutil.rmtree(own, ignore_errors=True)
 
 
 def _own_folder(run_dir: Path) -> Path:

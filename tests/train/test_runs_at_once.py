@@ -1,0 +1,69 @@
+"""Two processes that train in one folder at once: the second one is refused."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from recsys.errors import ConfigError
+from recsys.train.loop.progress import Progress
+from recsys.train.run_files.run_folder import RunFolder
+
+SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
+SETTINGS, TIERED, run = SHARED["SETTINGS"], SHARED["TIERED"], SHARED["run"]
+
+
+def test_a_run_that_starts_while_another_builds_its_tables_is_refused(
+    small_config, tmp_path, monkeypatch
+):
+    config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
+    found = []
+
+    def resume_and_compile(*arguments):
+        with pytest.raises(ConfigError, match=r"another `recsys train` is at work in .*run\.cold"):
+            run(config, tmp_path / "run", resume=True)
+        found.append((tmp_path / "run.cold" / "lock").exists())
+
+    monkeypatch.setattr("recsys.train.trainer.compile_kernels", resume_and_compile)
+
+    assert run(config, tmp_path / "run")["status"] == "finished"
+    assert found == [True]
+
+
+def test_one_process_at_a_time_trains_in_a_folder(small_config, tmp_path, monkeypatch):
+    config = small_config(*SETTINGS)
+    found = []
+    add = Progress.add
+
+    def add_and_resume(progress, *step):
+        add(progress, *step)
+        if progress.num_steps == 2:
+            with pytest.raises(ConfigError, match="another `recsys train` is at work in") as caught:
+                run(config, tmp_path / "run", resume=True)
+            found.append(caught)
+
+    monkeypatch.setattr(Progress, "add", add_and_resume)
+    run(config, tmp_path / "run")
+
+    assert len(found) == 1
+
+
+def test_a_run_that_starts_while_another_writes_its_first_file_is_refused(
+    small_config, tmp_path, monkeypatch
+):
+    config, other = small_config(*SETTINGS), small_config(*SETTINGS, "seed=5")
+    write_config, found = RunFolder.write_config, []
+
+    def start_other(folder, config):
+        monkeypatch.setattr(RunFolder, "write_config", write_config)
+        with pytest.raises(ConfigError, match="another `recsys train` is at work in") as caught:
+            run(other, tmp_path / "run")
+        found.append(caught)
+        write_config(folder, config)
+
+    monkeypatch.setattr(RunFolder, "write_config", start_other)
+    record = run(config, tmp_path / "run")
+
+    assert len(found) == 1
+    assert record["status"] == "finished"
+    assert RunFolder(tmp_path / "run").read_config() == config
