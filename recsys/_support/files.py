@@ -22,6 +22,7 @@ __all__ = [
     "existing",
     "flush_to_disk",
     "lock_if_free",
+    "make_folders",
     "read_together",
     "require_files",
     "require_new",
@@ -102,8 +103,12 @@ def _claim(partial: Path, file: Path) -> int | None:
             return descriptor
 
 
-def _lock(descriptor: int) -> None:
-    """Lock a file against other processes, if its file system can.
+def _lock(descriptor: int, *, is_shared: bool = False) -> None:
+    """Lock a file or a folder against other processes, if its file system can.
+
+    Args:
+        descriptor: The open file or folder.
+        is_shared: Lock it against exclusive locks alone, and wait until there is none.
 
     Raises:
         BlockingIOError: another process, or another descriptor, holds the lock.
@@ -111,7 +116,7 @@ def _lock(descriptor: int) -> None:
     import fcntl
 
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
@@ -125,8 +130,10 @@ def _remove_left(partial: Path, file: Path) -> None:
     Raises:
         BlockingIOError: another process, or another `with` block, is writing it.
     """
+    # NFS locks a file exclusively only if it is open for writing.
+    access = os.O_RDWR if os.access(partial, os.W_OK) else os.O_RDONLY
     try:
-        descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(partial, access | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP):  # a link
             raise
@@ -214,6 +221,17 @@ def existing(path: Path) -> Path:
     return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
+def make_folders(folder: Path) -> None:
+    """Make a folder and those above it that are missing, and flush their names to the disk.
+
+    Flushing a file in a new folder need not flush the folder's own name.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush_to_disk(each.parent)
+
+
 def flush_to_disk(path: Path) -> None:
     """Flush a file's content, or the names in a folder, to the disk (fsync)."""
     if sys.platform == "win32":  # cannot open folders, nor flush files opened for reading
@@ -292,17 +310,19 @@ def _is_at(descriptor: int, file: Path) -> bool:
 def read_together(folder: Path) -> Iterator[None]:
     """Hold a shared lock on a folder while its files are read; see `lock_if_free`.
 
-    A folder that does not exist is not locked, and nothing is locked on Windows.
+    A folder that does not exist is not locked. Nothing is locked on Windows, nor on a file system
+    without such locks.
     """
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, FileNotFoundError, NotADirectoryError):
+    if sys.platform == "win32":
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        yield
+        return
+    try:
+        _lock(descriptor, is_shared=True)
         yield
     finally:
         os.close(descriptor)
@@ -313,18 +333,17 @@ def lock_if_free(folder: Path) -> Iterator[bool]:
     """Hold an exclusive lock on a folder, unless another holds a lock on it, as `read_together`.
 
     Yields:
-        Whether the folder is locked. Always true on Windows.
+        Whether the folder is locked. Always true on Windows, and on a file system without such
+        locks.
     """
-    try:
-        import fcntl
-    except ImportError:
+    if sys.platform == "win32":
         yield True
         return
     descriptor = os.open(folder, os.O_RDONLY)
     is_locked = True
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except BlockingIOError:
             is_locked = False
         yield is_locked

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys._support.files import appearing_whole
+from recsys._support.files import alone_in, appearing_whole, make_folders, read_together
 from recsys.config import TrainConfig
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.train.run_files.run_folder import RunFolder
@@ -102,6 +102,34 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, number
         raise OSError(number, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / "scores.partial").write_text("left")
+
+    with appearing_whole(tmp_path / "scores") as partial:
+        partial.write_text("whole")
+
+    assert (tmp_path / "scores").read_text() == "whole"
+    with read_together(tmp_path), alone_in(tmp_path, "recsys train"):
+        pass
+
+
+def test_names_of_new_folders_are_flushed(tmp_path, calls):
+    make_folders(tmp_path / "runs" / "run")
+    assert calls == [("fsync", tmp_path / "runs"), ("fsync", tmp_path)]
+
+    make_folders(tmp_path / "runs" / "run")
+    assert len(calls) == 2
+
+
+def test_nfs_locks_what_a_killed_process_left(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def flock_of_nfs(descriptor, operation):
+        access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and access == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     (tmp_path / "scores.partial").write_text("left")
 
     with appearing_whole(tmp_path / "scores") as partial:
