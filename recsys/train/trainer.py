@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.files import alone_in
+from recsys._support.files import alone_in, make_folders
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
@@ -309,7 +309,7 @@ def _prepare(
     with processes.together():
         if earlier is None:
             RunFolder.require_place(run_dir)
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_folders(run_dir)
             stack.enter_context(alone_in(run_dir, "recsys train"))
             folder = RunFolder.create(run_dir, config)  # is refused if another run began first
         else:

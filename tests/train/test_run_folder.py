@@ -1,9 +1,13 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from recsys.config import TrainConfig
 from recsys.errors import ConfigError
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -30,6 +34,18 @@ RECORD = {
         "train_seconds": 0.5,
     },
 }
+
+
+def test_a_configuration_is_written_as_it_is_read_in_every_locale(tmp_path):
+    code = (
+        "import sys; from recsys.config import TrainConfig; "
+        "from recsys.train.run_files.run_folder import RunFolder; "
+        "RunFolder.create(sys.argv[1], TrainConfig(data='gr\\xf6\\xdfe'))"
+    )
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | locale, check=True)
+
+    assert RunFolder(tmp_path).read_config() == TrainConfig(data="gr\xf6\xdfe")
 
 
 def test_a_history_and_a_record_are_read_as_written(folder):

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 from weakref import finalize
 
-from recsys._support.files import alone_with
+from recsys._support.files import alone_with, make_folders
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.train.checkpoint.arguments import listed, require_trained_position, state_of
@@ -97,7 +97,7 @@ class Checkpoints:
         self._folder = Path(folder)
         _require_only_checkpoints(self._folder)
         self._contents = Contents(model, listed(optimizers))
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folders(self._folder)
         self._writer = BackgroundWriter(self._folder, buffer_bytes)
         self._full: PieceTask | None = None
         self._pieces: tuple[Piece, ...] = ()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from recsys._support.files import appearing_whole, require_place
+from recsys._support.files import appearing_whole, make_folders, require_place
 from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
@@ -154,7 +154,7 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         """Write `config.toml`."""
         with appearing_whole(self.config_file) as partial:
-            partial.write_text(to_toml(config))
+            partial.write_text(to_toml(config), encoding="utf-8")
 
     def history_bytes(self) -> int:
         """The length of the history in bytes; 0 if it has no line."""
@@ -387,7 +387,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: Any) -> None:
     """Write a JSON file atomically, with null for NaN and infinities; creates missing folders."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(file.parent)
     with appearing_whole(file) as partial:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 

@@ -204,6 +204,16 @@ def test_after_a_failure_at_any_operation_the_newest_checkpoint_opens(recorded, 
     assert set(restored) == {1, 2, 3, 4}
 
 
+def test_the_name_of_a_new_folder_of_checkpoints_is_flushed(tmp_path, monkeypatch):
+    recorder, training = Recorder(monkeypatch, tmp_path), make_training()
+    folder = tmp_path / "runs" / "saved"
+
+    Checkpoints(folder, model=training.model, optimizers=training.optimizers).close()
+
+    flushed = {path for operation, path, _ in recorder.events if operation == "fsync"}
+    assert {tmp_path, folder.parent} <= flushed
+
+
 def test_the_recorded_checkpoints_have_a_merge(recorded):
     kinds = [operation for operation, *_ in recorded.events]
     made = {path.name[:4] for operation, path, _ in recorded.events if operation == "mkdir"}
