@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.errors import CheckpointError
+from recsys.train.checkpoint.blocks import PieceWriter, Rows
 from recsys.train.checkpoint.manifest import (
     Array,
     Block,
@@ -44,6 +47,18 @@ def test_a_manifest_comes_back_equal(tmp_path):
 
     assert newest(tmp_path) == 2
     assert read_manifest(tmp_path) == make_manifest()
+
+
+def test_a_piece_may_have_more_blocks_than_their_names_have_digits_for(tmp_path):
+    writer = PieceWriter(tmp_path, "full-00000001", 1)
+    writer._blocks = [None] * 100_000  # 1.7 TB
+    writer.write(Rows({"model/b": torch.tensor([3])}, [Part("model/b", 0, 1)]))
+    piece = replace(make_manifest().pieces[0], blocks=tuple(writer._blocks[-1:]))
+    manifest = replace(make_manifest(), pieces=(piece,))
+
+    write_manifest(tmp_path, manifest)
+
+    assert read_manifest(tmp_path, 2) == manifest
 
 
 def test_a_missing_checkpoint_names_the_others(tmp_path):
