@@ -53,7 +53,8 @@ class RunCheckpoints:
             several processes, one that cannot be written has a number, too, so that all agree.
         newest_of_all: With several processes, which save together: the number of the newest
             complete checkpoint that all have, or None. A collective. None for one process.
-        when_complete: Is called once there is a checkpoint in `folder` that all processes have.
+        when_complete: Is called once there is a checkpoint in `folder` that all processes have,
+            and that the run continues from, or has written.
 
     Attributes:
         has_saved: Whether a checkpoint of this run was written, by this process or an earlier one.
@@ -76,6 +77,7 @@ class RunCheckpoints:
         self._made: Checkpoints | None = None
         self._has_failed = False  # to make the folder, since the last checkpoint was due
         self._number = self._known = numbers_after if after is None else after
+        self._complete_from = numbers_after + 1 if after is None else after
         self._saved_at: dict[str, int] = {}  # position of the last `save`
         self._complete: list[dict[str, int]] = []
         self.has_saved = after is not None or numbers_after > 0
@@ -146,7 +148,7 @@ class RunCheckpoints:
             return
         self._made.pin(number)
         self._note(number)
-        if not self._is_complete:
+        if not self._is_complete and number >= self._complete_from:
             self._is_complete = True
             self._when_complete()
 
