@@ -379,15 +379,14 @@ class Checkpoints:
 
         Ctrl-C may end this at any place; then the next call does it again.
         """
-        if self._writer.merge_error is not None:
-            merge_error, self._writer.merge_error = self._writer.merge_error, None
+        merge_error = self._writer.merge_error
+        if merge_error is not None:
+            self._lacks_files |= isinstance(merge_error, CheckpointError)
+            self._writer.merge_error = None
             if not isinstance(merge_error, _EXPECTED):
                 raise merge_error
-            what = "older checkpoints could not be merged"
-            if isinstance(merge_error, CheckpointError):
-                self._lacks_files = True
-                what = f"{what}, so the next one copies every row again"
-            _warn(what, merge_error)
+            copies = ", so the next one copies every row again" if self._lacks_files else ""
+            _warn(f"older checkpoints could not be merged{copies}", merge_error)
         cut = self._cut
         if cut is None:
             return

@@ -71,3 +71,24 @@ def test_a_piece_that_cannot_be_merged_is_copied_again(tmp_path, monkeypatch, lo
 
     assert not (tmp_path / "full-00000001").exists()
     require_restores(training, tmp_path)
+
+
+def test_ctrl_c_while_a_failed_merge_is_told_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
+    training = make_training()
+    with saved(training, tmp_path) as checkpoints:
+        save_step(training, checkpoints, 0)
+        (tmp_path / "full-00000001" / "block-00000.safetensors").unlink()
+        save_step(training, checkpoints, 1)
+        with monkeypatch.context() as context:
+            context.setattr("recsys.train.checkpoint.checkpoints._warn", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save()
+
+        save_step(training, checkpoints, 2)
+
+    require_restores(training, tmp_path)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
