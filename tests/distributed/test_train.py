@@ -88,6 +88,17 @@ def test_all_ranks_know_the_metrics_of_all_samples(plain):
     ]
 
 
+def test_any_number_of_ranks_divides_a_mini_batch_of_an_evaluation(ranks, tmp_path, plain):
+    (expected, _), _ = plain
+    # Of 114 samples, the first 113 are one mini-batch, and one rank has no sample of the next.
+    settings = ["checkpoint.every_seconds=1000", "eval.batch_size=113"]
+    first, second = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
+
+    assert first["metrics"] == second["metrics"]
+    for split, metrics in expected["metrics"].items():
+        assert first["metrics"][split] == pytest.approx(metrics, rel=1e-5)
+
+
 def test_a_budget_changes_no_bit(ranks, tmp_path, plain):
     _, resident = plain
     settings = ["budget=60KiB", "cold_tier=file", "eval.every_steps=9"]

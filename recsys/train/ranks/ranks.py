@@ -206,7 +206,7 @@ class Ranks(AbstractProcesses):
 
     def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
         """This process's part of every mini-batch."""
-        self._most_evaluated = batch_size // self.num_ranks
+        self._most_evaluated = -(-batch_size // self.num_ranks)
         return BatchLoader(
             source, split, batch_size, shuffle=False, rank=self.rank, num_ranks=self.num_ranks
         )

@@ -49,16 +49,13 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
             "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
             "process"
         )
-    for key, size in (
-        ("batch_size", config.batch_size),
-        ("eval.batch_size", config.eval.batch_size),
-    ):
-        if size % num_ranks:
-            raise ConfigError(
-                f"{key} must be a multiple of the number of processes, {num_ranks}, got {size}; "
-                f"start a number that divides {size}, or, for a new run, set it to "
-                f"{-(-size // num_ranks) * num_ranks}"
-            )
+    if config.batch_size % num_ranks:
+        size = config.batch_size
+        raise ConfigError(
+            f"batch_size must be a multiple of the number of processes, {num_ranks}, got {size}; "
+            f"start a number that divides {size}, or, for a new run, set it to "
+            f"{-(-size // num_ranks) * num_ranks}"
+        )
     last = len(source.splits["train"]) % config.batch_size
     if 0 < last < num_ranks:
         raise ConfigError(
