@@ -17,6 +17,7 @@ from ranks_train import SETTINGS, run_training  # noqa: E402  # imports TorchRec
 
 from recsys.config import load_config  # noqa: E402
 from recsys.errors import ConfigError  # noqa: E402
+from recsys.models import DLRMTrain  # noqa: E402
 from recsys.train.judge.evaluation import evaluate_run  # noqa: E402
 from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
@@ -168,6 +169,38 @@ def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
     np.testing.assert_allclose(losses(ours), losses(theirs), rtol=1e-4)
     assert not (ours / "checkpoints").exists()  # the shards are newer
     assert len(list((ours / "shards").iterdir())) == 1
+
+
+def test_in_bf16_two_ranks_continue_as_one_process_that_computes_both_halves(
+    ranks, tmp_path, monkeypatch
+):
+    begun, ours, theirs = (tmp_path / name for name in ("begun", "ours", "theirs"))
+    # Every table is on one rank, and every mini-batch a whole one. So both sum rows in one order.
+    settings = [f"synthetic.table_sizes={[60] * 26}", "synthetic.num_samples=298", "precision=bf16"]
+    settings += ["checkpoint.every_steps=3"]
+    run_training(begun, settings)
+    shutil.copytree(begun, ours)
+    shutil.copytree(begun, theirs)
+    more = [*settings, "epochs=3"]
+
+    found = ranks("trains_a_run", run=str(ours), settings=more, resume=True)
+    forward = DLRMTrain.forward
+
+    def in_halves(model, batch):
+        parts = []
+        for samples in torch.arange(len(batch.labels)).chunk(2):
+            torch.clear_autocast_cache()  # else bfloat16 weights add up the gradients of both
+            parts.append(forward(model, batch.select(samples)))
+        loss = (parts[0][0] + parts[1][0]) / 2
+        logits, labels = (torch.cat([part[1][place] for part in parts]) for place in (1, 2))
+        return loss, (loss.detach(), logits, labels)
+
+    monkeypatch.setattr(DLRMTrain, "forward", in_halves)
+    run_training(theirs, more, resume=True)
+
+    assert [each["step"] for each in found[0]["resumed"]] == [4]
+    assert found[0]["num_steps"] == 12
+    require_equal(ours, theirs)
 
 
 def test_one_process_continues_a_run_of_ranks(ranks, tmp_path):
