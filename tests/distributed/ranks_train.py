@@ -51,6 +51,14 @@ class Wide(torch.nn.Module):
         return self.linear(self.embeddings(batch.sparse_features).values())
 
 
+class Dropping(Wide):
+    """As `Wide`, with dropout: each process draws as many numbers as it has samples."""
+
+    def forward(self, batch):
+        vectors = self.embeddings(batch.sparse_features).values()
+        return self.linear(torch.nn.functional.dropout(vectors, training=self.training))
+
+
 def run_training(
     run, settings=(), resume=False, checkpoint=None, base=SETTINGS, data="synthetic:criteo-kaggle"
 ):

@@ -259,6 +259,21 @@ def test_as_many_ranks_as_have_saved_continue_their_own_random_numbers(
     assert found["given"][-1] == random_of
 
 
+def test_each_rank_draws_on_where_it_stopped(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    # The last mini-batch of the first epoch has 13 samples for one rank, and 14 for the other.
+    settings = ["model.name=ranks_train:Dropping", "synthetic.num_samples=330"]
+    settings += ["checkpoint.every_steps=3"]
+    ranks("trains_a_run", run=str(whole), settings=[*settings, "epochs=2"])
+
+    ranks("trains_a_run", run=str(parts), settings=settings)
+    found = ranks("trains_a_run", run=str(parts), settings=[*settings, "epochs=2"], resume=True)
+
+    assert [each["step"] for each in found[0]["resumed"]] == [5]
+    require_equal(whole, parts)
+    assert losses(whole) == losses(parts)
+
+
 def test_the_first_step_of_three_ranks_averages_gradients_as_a_later_one(ranks):
     (own, first, later), *others = ranks("averages_gradients", 3)
 
