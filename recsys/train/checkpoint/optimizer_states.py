@@ -59,14 +59,17 @@ def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[i
                 raise TypeError(f"{name} of a param group cannot be {str(value)[:50]}")
     for key, values in state["state"].items():
         parameter = parameters[key]
+        if id(parameter) in tables:
+            continue
         for name, value in values.items():
-            is_array = isinstance(value, torch.Tensor) and value.dim() > 0
-            if name not in _OF_PARAMETER or id(parameter) in tables:
+            if name not in _OF_PARAMETER or value is None:
                 continue
-            if value is not None and (not is_array or value.shape != parameter.shape):
-                raise ValueError(
-                    f"{name} of parameter {key} must have shape {tuple(parameter.shape)}"
-                )
+            known = optimizer.state.get(parameter, {}).get(
+                name
+            )  # of TorchRec's RowWiseAdagrad: (E, 1)
+            shape = (known if isinstance(known, torch.Tensor) else parameter).shape
+            if not isinstance(value, torch.Tensor) or value.shape != shape:
+                raise ValueError(f"{name} of parameter {key} must have shape {tuple(shape)}")
 
 
 def _is_setting(value: Any, own: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -362,12 +363,45 @@ def test_a_damaged_state_of_an_optimizer_is_refused(change):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train(model, [optimizer])
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     check_optimizer_state(optimizer, state, ())
     change(state)
 
     with pytest.raises((ValueError, TypeError, KeyError)):
         check_optimizer_state(optimizer, state, ())
+
+
+def _of_torchrec(parameters, **options):
+    found = pytest.importorskip("torchrec.optim.rowwise_adagrad", exc_type=ImportError)
+    return found.RowWiseAdagrad(parameters, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "options"),
+    [
+        ((), torch.optim.SGD, {"momentum": 0.9}),
+        ((), torch.optim.Adam, {}),
+        ((5, 4), _of_torchrec, {}),  # has one number for each row
+    ],
+)
+def test_states_of_other_shapes_than_those_of_a_matrix_are_loaded(tmp_path, shape, kind, options):
+    def step():
+        optimizer.zero_grad()
+        (model.offset.sum() - 1).square().backward()
+        optimizer.step()
+
+    model = nn.Module()
+    model.offset = nn.Parameter(torch.zeros(shape))
+    optimizer = kind([model.offset], lr=0.1, **options)
+    step()
+    save_checkpoint(tmp_path, model=model, optimizers=optimizer)
+    step()
+    expected = model.offset.detach().clone()
+    step()
+    load_checkpoint(tmp_path, model=model, optimizers=optimizer)
+    step()
+
+    assert torch.equal(model.offset, expected)
 
 
 def test_the_row_optimizer_of_a_module_need_not_be_given(tmp_path):
