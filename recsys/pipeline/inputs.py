@@ -182,14 +182,14 @@ class Inputs:
             raise ValueError(_unknown_ids(setting, unknown))
         return found
 
-    def require_same_tiers(self) -> None:
-        """Check, at little cost, that no module with rows in two tiers was replaced.
+    def require_same_modules(self) -> None:
+        """Check, at little cost, that no module whose rows recsys updates was replaced.
 
         Raises:
             ValueError: `recsys.restore` has replaced one.
         """
-        if any(module.row_updater is None for module in self.modules.values()):
-            self._require_same_modules("schedule")
+        if any(module.row_updater is None for module in self._updated.values()):
+            self._require_same_modules("pipeline")
 
     def _require_same_modules(self, setting: str) -> None:
         for name, module in self._updated.items():

@@ -370,6 +370,7 @@ class TrainPipeline:
             return found
         if self.skipping is not None:
             self.skipping.begin_step(current)
+        self._inputs.require_same_modules()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._windows.release_claims(except_of=window)
@@ -459,7 +460,6 @@ class TrainPipeline:
 
     def _look_ahead(self, current: MiniBatch, window: Window) -> None:
         """Claim slots for the current mini-batch, then for as many of those ahead as possible."""
-        self._inputs.require_same_tiers()
         window.send(current, self._inputs)
         self._num_steps, self._steps_at_depth = self._num_steps + 1, self._steps_at_depth + 1
         if self._allowed_depth < self._depth and self._steps_at_depth > _STEPS_UNTIL_DEEPER:

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import recsys
+from recsys.embeddings import SGD
 from recsys.errors import ConfigError
-from recsys.pipeline import LookAhead, TrainPipeline
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 
 
 class Model(nn.Module):
@@ -72,9 +73,10 @@ def test_only_the_iterator_ends_the_data(place):
 
 
 @pytest.mark.parametrize("accelerates_again", [False, True])
-def test_a_model_that_was_restored_needs_a_new_pipeline(accelerates_again):
+@pytest.mark.parametrize("schedule", [LookAhead(2), Sequential()])
+def test_a_model_that_was_restored_needs_a_new_pipeline(schedule, accelerates_again):
     model, optimizer = accelerated()
-    pipeline = TrainPipeline(model, optimizer, schedule=LookAhead(2), ids=lambda ids: {"bag": ids})
+    pipeline = TrainPipeline(model, optimizer, schedule=schedule, ids=lambda ids: {"bag": ids})
     iterator = iter(BATCHES)
     pipeline.progress(iterator)
     recsys.restore(model)
@@ -82,6 +84,19 @@ def test_a_model_that_was_restored_needs_a_new_pipeline(accelerates_again):
         recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
 
     with pytest.raises(
-        ValueError, match=r"schedule: 'bag' is another module.* a new TrainPipeline"
+        ValueError, match=r"pipeline: 'bag' is another module.* a new TrainPipeline"
     ):
         list(pipeline.steps(iterator))
+
+
+def test_resident_rows_that_a_restored_model_would_not_update_are_refused():
+    model = Model()
+    recsys.accelerate(model, optimizer=SGD(lr=0.1))
+    pipeline = TrainPipeline(model, torch.optim.SGD(model.layer.parameters(), lr=0.1))
+    iterator = iter(BATCHES)
+    pipeline.progress(iterator)
+    recsys.restore(model)
+
+    with pytest.raises(ValueError, match=r"'bag' is another module.* a new TrainPipeline"):
+        pipeline.progress(iterator)
+    assert model.bag.weight.grad is None
