@@ -66,7 +66,8 @@ def accelerate(
 
     With a formula as optimizer, a copy or a pickle of the whole model updates its own rows. A copy
     of a part of the model has plain tables and warns at its first lookup. With a torch optimizer, a
-    copy leaves gradients at the tables, as plain PyTorch does.
+    copy leaves gradients at the tables, as plain PyTorch does: with `lazy_adam`, a copied Adam
+    updates every row in each step, until `restore` and `accelerate` are called for the copy.
 
     The tables are fixed until `restore`: if a Parameter is replaced (`load_state_dict(...,
     assign=True)`, `torch.func.functional_call`), the next lookup raises. `load_state_dict` and
@@ -107,7 +108,8 @@ def accelerate(
             with tables of none of them is not replaced. An optimizer that is made later gets
             gradients of whole tables, and is no faster than before: call `restore`, and
             `accelerate` with it.
-            A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward.
+            A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward,
+            so accumulation, clipping and `GradScaler` do not reach them.
             None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
             `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its
             formula, and keeps its hooks and state until `restore`.

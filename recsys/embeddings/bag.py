@@ -61,6 +61,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         optimizer: The update rule of the rows; None leaves gradients to a torch optimizer.
         auto_apply: Whether `optimizer` updates rows at the end of each backward. If False,
             `row_optimizer.step()` updates them once for all backward passes since the last step.
+            Accumulation, clipping and `GradScaler` need False: with True, each backward updates
+            rows by its gradients as they are, which are those of the scaled loss.
             One thread trains; others may evaluate meanwhile, under `torch.no_grad()`.
         stochastic_rounding: For rows of bfloat16 or float16 with an optimizer: round up or down at
             random so that a row is right on average, as FBGEMM does. False rounds to nearest, which
