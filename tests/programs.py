@@ -310,6 +310,22 @@ def _go_back_to_a_loss(run, batches, draw):
 def _restore(run, batches, draw):
     run.zero_grad()
     run.losses.clear()
+    _accelerate_anew(run, batches, draw)
+
+
+def _act_between_backward_and_step(run, batches, draw):
+    run.zero_grad()
+    run.losses.clear()
+    loss = run.model(batches[0])
+    backward(loss)
+    found = draw.choice([_evaluate, _save, _copy, _read_state, _accelerate_anew])(
+        run, batches[1:], draw
+    )
+    run.step()
+    return [loss, *(found or [])]
+
+
+def _accelerate_anew(run, batches, draw):
     if run.is_accelerated:
         recsys.restore(run.model)
         run.accelerate()
@@ -336,6 +352,7 @@ _THINGS = [
     _write,
     _freeze_for_a_step,
     _read_gradients,
+    _act_between_backward_and_step,
     _keep_a_loss,
     _go_back_to_a_loss,
     _restore,
