@@ -64,9 +64,8 @@ def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[i
         for name, value in values.items():
             if name not in _OF_PARAMETER or value is None:
                 continue
-            known = optimizer.state.get(parameter, {}).get(
-                name
-            )  # of TorchRec's RowWiseAdagrad: (E, 1)
+            # Known from the start is the state of TorchRec's RowWiseAdagrad, (E, 1).
+            known = optimizer.state.get(parameter, {}).get(name)
             shape = (known if isinstance(known, torch.Tensor) else parameter).shape
             if not isinstance(value, torch.Tensor) or value.shape != shape:
                 raise ValueError(f"{name} of parameter {key} must have shape {tuple(shape)}")
