@@ -357,9 +357,10 @@ def format_skipping(skipped: Mapping[str, Any] | None) -> list[str]:
             "only"
         )
     if skipped["staleness"] is not None:
-        lines += _staleness_lines(skipped["staleness"])
+        lines += _staleness_lines(skipped["staleness"], skipped["policy"])
     if skipped["guard"] is not None:
-        lines += _guard_lines(skipped["guard"])
+        has_skipped = bool(skipped["num_skipped"] or skipped.get("num_lookups_left_out"))
+        lines += _guard_lines(skipped["guard"], has_skipped=has_skipped)
     predictor = skipped.get("importance") or {"predictor_logloss": None}
     if predictor["predictor_logloss"] is not None:
         lines.append(
@@ -383,7 +384,9 @@ def _left_out(skipped: Mapping[str, Any]) -> str:
     if policy["name"] in _KEEP_EVERYTHING:
         what = _frozen(skipped) or _KEEP_EVERYTHING[policy["name"]]
         return f"{what}; all {num_seen:,} samples were trained on"
-    asked = f", asked for {policy['share']:.1%}" if "share" in policy else ""
+    # With a given threshold, the share means nothing.
+    is_share_given = "share" in policy and policy.get("staleness", {}).get("threshold") is None
+    asked = f", asked for {policy['share']:.1%}" if is_share_given else ""
     return (
         f"{skipped['share_skipped']:.1%} of {num_seen:,} samples by {policy['name']}{asked}; "
         f"{num_seen - skipped['num_skipped']:,} trained on"
@@ -398,15 +401,17 @@ def _frozen(skipped: Mapping[str, Any]) -> str:
     return f"{skipped['share_lookups_left_out']:.1%} of the updates of {num_lookups:,} lookups"
 
 
-def _staleness_lines(staleness: Mapping[str, Any]) -> list[str]:
+def _staleness_lines(staleness: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
     windows = staleness["windows"]
     if not windows:
         return ["stale rows          none: no window of skip.staleness has ended"]
     last, thawed = windows[-1], sum(window["num_thawed"] for window in windows)
+    # Of a long run some windows have no entry, but the first and the last have one.
+    num_windows = 1 + (last["step"] - windows[0]["step"]) // policy["staleness"]["window"]
     threshold = "none" if last["threshold"] is None else f"{last['threshold']:.3g}"
     return [
         f"stale rows          {_largest(last['stale_rows'])}; threshold {threshold}",
-        f"thawed              {_times('row', thawed)}, in {_times('window', len(windows))}",
+        f"thawed              {_times('row', thawed)}, in {_times('window', num_windows)}",
         f"tracker             {format_bytes(staleness['memory_bytes'])} of memory",
     ]
 
@@ -423,7 +428,7 @@ def _largest(stale_rows: Mapping[str, int]) -> str:
     )
 
 
-def _guard_lines(guard: Mapping[str, Any]) -> list[str]:
+def _guard_lines(guard: Mapping[str, Any], *, has_skipped: bool) -> list[str]:
     num_windows, num_decisions = guard["num_windows"], guard["num_decisions"]
     found = f"guard               {_times('window', num_windows)}, "
     if not num_decisions:
@@ -431,6 +436,8 @@ def _guard_lines(guard: Mapping[str, Any]) -> list[str]:
             return [f"{found}so nothing was compared; lower skip.guard.every"]
         if not any(guard["estimates"].values()):
             return [f"{found}but too few labels of 0 or of 1 to compare; raise skip.guard.steps"]
+        if not has_skipped:
+            return [f"{found}and nothing was skipped between them"]
         return [f"{found}all inside the bands"]
     shown = [describe_decision(each) for each in guard["decisions"][-_DECISIONS_SHOWN:]]
     last = f"; the last {len(shown)}:" if num_decisions > len(shown) else ""

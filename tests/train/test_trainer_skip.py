@@ -5,13 +5,17 @@ import os
 import re
 import runpy
 import signal
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from recsys.embeddings import Staleness
+from recsys.embeddings.staleness.windows import thin_windows
 from recsys.errors import ConfigError
+from recsys.pipeline import DropInput
 from recsys.report.page import write_report
 from recsys.report.summary import format_run, format_skipping
 
@@ -316,7 +320,7 @@ def test_decisions_of_the_guard_are_told_newest_last():
         (0, {}, "no window, so nothing was compared; lower skip.guard.every"),
         (1, {"auc": 0.7}, "1 window, so nothing was compared; lower skip.guard.every"),
         (2, {}, "2 windows, but too few labels of 0 or of 1 to compare; raise skip.guard.steps"),
-        (2, {"auc": 0.7}, "2 windows, all inside the bands"),
+        (2, {"auc": 0.7}, "2 windows, and nothing was skipped between them"),
     ],
 )
 def test_a_guard_that_compared_nothing_says_so(num_windows, estimates, text):
@@ -333,3 +337,39 @@ def test_a_guard_that_compared_nothing_says_so(num_windows, estimates, text):
         f"guard               {text}",
         "threshold           none: no epoch had a sample to find one on",
     ]
+
+
+@pytest.mark.parametrize(
+    "left_out", [{"num_skipped": 1}, {"num_lookups_left_out": 1, "share_lookups_left_out": 0.5}]
+)
+def test_a_guard_that_found_no_harm_says_so(left_out):
+    estimates = {"all": {"auc": 0.7}, "skipped": {}}
+    skipped = {
+        "policy": {"name": "importance"},
+        **{"num_seen": 10, "num_skipped": 0, "share_skipped": 0.1, "num_checked": 0},
+        **{"num_stale": 0, "staleness": None},
+        "guard": {"num_windows": 2, "num_decisions": 0, "decisions": [], "estimates": estimates},
+    }
+
+    assert format_skipping(skipped | left_out)[-1] == (
+        "guard               2 windows, all inside the bands"
+    )
+
+
+def test_a_long_run_tells_how_many_windows_it_had_and_no_share_beside_a_threshold():
+    policy = DropInput(staleness=Staleness(window=50, threshold=0.01), guard=None)
+    windows = []
+    for number in range(1, 1001):
+        window = {"step": 50 * number, "threshold": 0.01, "stale_rows": {"t": 3}, "num_thawed": 2}
+        windows = thin_windows([*windows, window], 50)
+    assert len(windows) < 300
+    skipped = {
+        "policy": {"name": "drop_input", **asdict(policy)},
+        **{"num_seen": 10, "num_skipped": 1, "share_skipped": 0.1, "num_checked": 0},
+        **{"num_stale": 0, "staleness": {"windows": windows, "memory_bytes": 1}, "guard": None},
+    }
+
+    first, _, thawed, _ = format_skipping(skipped)
+
+    assert first == "skipped             10.0% of 10 samples by drop_input; 9 trained on"
+    assert thawed == "thawed              2,000 rows, in 1,000 windows"
