@@ -167,10 +167,11 @@ def _ablate(
 def seconds_to_auc(
     history: Sequence[Mapping[str, Any]], split: str, target_auc: float
 ) -> tuple[float, int] | None:
-    """Seconds of training and samples trained on until a run first reached an AUC.
+    """Seconds of training and samples seen until a run first reached an AUC.
 
     The first evaluation at or above the target counts, without interpolation. The seconds leave
-    evaluations out. None if no evaluation of the split reached the target.
+    evaluations out, and the samples include those that were skipped. None if no evaluation of the
+    split reached the target.
     """
     for entry in history:
         found = entry.get(split)
@@ -409,10 +410,9 @@ def late_quality(
     no evaluation of the split has an AUC.
     """
     last = max((entry["num_samples"] for entry in history), default=0)
+    begin = round((1 - share) * last, 6)  # (1 - 0.7) * 20 is above 6 in floating point
     found = [
-        entry[split]
-        for entry in history
-        if entry.get(split) and entry["num_samples"] >= (1 - share) * last
+        entry[split] for entry in history if entry.get(split) and entry["num_samples"] >= begin
     ]
     aucs = [metrics["auc"] for metrics in found if metrics["auc"] is not None]
     if not aucs:

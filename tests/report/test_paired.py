@@ -295,6 +295,18 @@ def test_late_quality_is_the_mean_of_the_evaluations_in_the_last_part():
     assert late_quality([], "test", 0.25) is None
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7, 0.9])
+def test_the_evaluation_at_the_beginning_of_the_last_part_counts(share):
+    history = [
+        {"num_samples": 1000 * number, "test": {"auc": 0.7, "logloss": 0.5}}
+        for number in range(1, 21)
+    ]
+
+    found = late_quality(history, "test", share)
+
+    assert found["num_evaluations"] == round(20 * share) + 1
+
+
 def test_the_mean_over_the_last_part_of_training_is_tabulated(ablation, tmp_path):
     config = ablation(
         "eval.every_steps = 4\n[ablate]\nseeds = [0]\nlate_share = 0.5\n"
