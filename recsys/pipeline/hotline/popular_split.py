@@ -244,6 +244,7 @@ class PopularSplit:
         for name, value in counters.items():
             setattr(self, name, value)
         self.is_loss_a_sum = is_loss_a_sum
+        self._num_rows.clear()  # the counts of the tiers are now those of the state
 
     def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
         """Whether all rows have arrived, so that there is no fetch to hide.

@@ -334,6 +334,26 @@ def test_a_resumed_split_continues_with_its_counters_and_popular_rows(small, tie
     assert others_residency.counts.num_lookups == residency.counts.num_lookups * 14 // 10
 
 
+def test_a_pipeline_that_has_run_continues_with_a_state_of_more_rows(small, tiered):
+    tables, model, dense, _ = tiered(num_slots=40)
+    batches = [in_turn(tables, [0, 1, 2, 100 + number]) for number in range(30)]
+    schedule = Hotline(learning_steps=4, pinned_share=0.5)
+    pipeline = TrainPipeline(model, dense, schedule=schedule)
+    small.run(pipeline, iter(batches[:24]))
+    state = pipeline.state_dict()
+
+    _, other, its_dense, residency = tiered(num_slots=40)
+    resumed = TrainPipeline(other, its_dense, schedule=schedule)
+    small.run(resumed, iter(batches[:2]))
+    resumed.load_state_dict(state)
+    small.run(resumed, iter(batches[24:]))
+
+    # The rows of the state that it had not claimed itself are not those of one mini-batch.
+    most_rows = resumed.state_dict()["popular_split"]["most_rows"]
+    assert most_rows == state["popular_split"]["most_rows"]
+    assert len(residency.hot.popular_rows()) == 6
+
+
 def test_a_state_loads_into_less_fast_memory_and_into_another_schedule(small, tiered):
     tables, model, dense, _ = tiered(num_slots=40)
     schedule = Hotline(learning_steps=4, pinned_share=0.5)
