@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Position", "Refill", "Refilled"]
+__all__ = ["Position", "Refill", "Refilled", "full_size_of"]
 
 # Raw mini-batches for one mini-batch, after which the next ones are kept whole.
 _MOST_RAW = 256
@@ -357,6 +357,30 @@ class Refill:
     def _write_num_waiting(self, iterator: Any) -> None:
         if hasattr(iterator, "num_waiting"):
             iterator.num_waiting = self.num_raw_waiting
+
+
+def full_size_of(loader: Any, refilled_by: str) -> int:
+    """The samples of a loader's full mini-batches; 0 if unknown.
+
+    Args:
+        loader: The loader.
+        refilled_by: The setting that leaves samples out and replaces them; empty if none does.
+
+    Raises:
+        ValueError: mini-batches are refilled, and the loader hands out one process's part of each.
+            Processes leave out different numbers of samples, so one of them would make more steps
+            than another, which would wait forever.
+    """
+    num_ranks = getattr(loader, "num_ranks", 1)
+    if refilled_by and num_ranks > 1:
+        raise ValueError(
+            f"{refilled_by} fills mini-batches up with later samples, so it needs whole ones, but "
+            f"the loader hands out the part of one of {num_ranks} processes (num_ranks); train on "
+            "one process, or use Importance or RandomDrop(refill=False), which make a step of each "
+            "part"
+        )
+    size: int = getattr(loader, "batch_size", 0)
+    return size
 
 
 def _size_of(batch: Any, setting: str) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.staleness.tracker import StalenessTracker
     from recsys.pipeline.inputs import Inputs
     from recsys.pipeline.skip.guard import QualityGuard
-    from recsys.pipeline.skip.policies import FreezeRows, Observe, Policy
+    from recsys.pipeline.skip.policies import FreezeRows, Observe
 
 __all__ = ["SampleChoice", "first_bits", "gives_weights", "leaves_samples_out", "random_bits"]
 
@@ -32,7 +32,7 @@ __all__ = ["SampleChoice", "first_bits", "gives_weights", "leaves_samples_out", 
 _MOST_PERIOD = 32
 
 
-def leaves_samples_out(policy: Policy) -> bool:
+def leaves_samples_out(policy: object) -> bool:
     """Whether a policy leaves samples out; the others only look at them."""
     return isinstance(policy, DropInput | Subsample | Importance | RandomDrop)
 

@@ -37,7 +37,7 @@ from recsys.pipeline.skip.policies import (
     RandomDrop,
     stale_share,
 )
-from recsys.pipeline.skip.refill import Position, Refill
+from recsys.pipeline.skip.refill import Position, Refill, full_size_of
 from recsys.pipeline.skip.sample_choice import SampleChoice, gives_weights, leaves_samples_out
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ class Skipping:
         Samples of an earlier iterator without support for weak references are dropped.
 
         Raises:
-            ValueError: mini-batches of another training iterator wait; or the iterator must not be
-                read ahead; or one that is trained on is used for evaluation; or it was closed.
+            ValueError: mini-batches of another training iterator wait; the iterator must not be
+                read ahead, has parts of mini-batches, or is for evaluation, too; or it was closed.
         """
         if is_training and self._is_closed:
             raise ValueError(f"{self._setting} was closed; build a new TrainPipeline to train on")
@@ -219,12 +219,12 @@ class Skipping:
         if position.offset and not (self._is_loaded or is_continued):
             # The samples that wait are dropped, as mini-batches are with their iterator.
             position = position._replace(offset=0, num_raw=position.num_raw + 1)
-        self._is_loaded = False
-        if isinstance(iterator, BatchIterator):
-            size = getattr(iterator.loader, "batch_size", position.full_size)
-            position = position._replace(full_size=size)
-        choose = self._choose if self.paper is None else self.paper.chooser(iterator)
         refills = getattr(self.policy, "refill", not isinstance(self.policy, Importance))
+        if isinstance(iterator, BatchIterator):
+            setting = self._setting if refills and leaves_samples_out(self.policy) else ""
+            position = position._replace(full_size=full_size_of(iterator.loader, setting))
+        self._is_loaded = False
+        choose = self._choose if self.paper is None else self.paper.chooser(iterator)
         mark = self._clock.mark
         self._refill = Refill(choose, position, self._setting, self._warn, mark, refills=refills)
         window.refill = self._refill

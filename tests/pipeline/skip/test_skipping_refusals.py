@@ -61,6 +61,23 @@ def test_an_adaptive_fae_loader_is_refused(skips, name):
         run.pipeline.progress(iter(loader))
 
 
+@pytest.mark.parametrize("name", ["random_drop", "drop_input", "subsample"])
+def test_parts_of_mini_batches_are_not_refilled(skips, name):
+    run = skips.Run(Sequential(), skips.POLICIES[name])
+    loader = BatchLoader(skips.Clicks(), "train", 16, shuffle=False, rank=0, num_ranks=2)
+
+    with pytest.raises(ValueError, match=r"part of one of 2 processes.*train on one process"):
+        run.pipeline.progress(iter(loader))
+
+
+def test_parts_of_mini_batches_are_trained_on_where_none_is_refilled(skips):
+    for policy in (RandomDrop(share=0.5, refill=False), skips.POLICIES["observe"]):
+        run = skips.Run(Sequential(), policy)
+        loader = BatchLoader(skips.Clicks(), "train", 16, shuffle=False, rank=0, num_ranks=2)
+        run.pipeline.progress(iter(loader))
+        assert run.pipeline.skipping.num_seen == 8
+
+
 def test_a_model_without_predictions_is_refused_with_a_guard(skips):
     run = skips.Run(Sequential(), skips.POLICIES["freeze_rows guarded"])
     plain = run.pipeline._forward
