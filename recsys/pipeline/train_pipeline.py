@@ -159,7 +159,7 @@ class TrainPipeline:
             if isinstance(schedule, Hotline):
                 self.popular_split = PopularSplit(schedule, model, self._inputs.tiers)
         self._has_warned_of_depth = self._has_warned_of_other_ids = False
-        self._windows, self._num_steps, self._num_ahead = Windows(), 0, 0
+        self._windows = Windows()
         self._current: MiniBatch | None = None
         self.skipping: Skipping | None = None
         if skip is not None:
@@ -167,7 +167,7 @@ class TrainPipeline:
 
     @property
     def mean_depth(self) -> float:
-        """Mini-batches ahead whose rows had slots, on average over the steps so far."""
+        """Mini-batches ahead whose rows had slots, on average over steps of this schedule."""
         return self._num_ahead / max(1, self._num_steps)
 
     @property
@@ -400,7 +400,7 @@ class TrainPipeline:
         self._current_schedule = schedule
         self._depth = 0 if isinstance(schedule, Sequential) else schedule.depth
         self._allowed_depth = self._depth  # mini-batches ahead for which there are enough slots
-        self._steps_at_depth = 0
+        self._steps_at_depth = self._num_steps = self._num_ahead = 0
 
     def _split(self, current: MiniBatch) -> list[MicroBatch]:
         if self.popular_split is None:

@@ -141,6 +141,21 @@ def test_trying_and_choosing_change_no_bit(small):
     small.require_equal(runs[0][0], runs[1][0])
 
 
+def test_the_mean_depth_is_that_of_the_current_candidate(small):
+    batches = [small.make_batch(small.tables, seed) for seed in range(30)]
+    model = small.Model(small.tables, Adagrad(lr=0.1), budget=30_000)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    auto = Auto((LookAhead(1), LookAhead(4)), steps_per_turn=1)
+    pipeline = TrainPipeline(model, dense, schedule=auto)
+    iterator, depths = iter(batches), []
+
+    for _ in range(17):  # a turn has 9 steps
+        pipeline.progress(iterator)
+        depths.append(pipeline.mean_depth)
+
+    assert (depths[7], depths[-1]) == (1, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
