@@ -137,9 +137,12 @@ def format_commits(record: Mapping[str, Any]) -> list[str]:
 
 
 def _is_evaluated_only_at_its_end(run: Mapping[str, Any]) -> bool:
-    every_steps: int = run["config"]["eval"]["every_steps"]
-    num_steps: int = run["throughput"]["num_steps"]
-    return run["status"] == "finished" and every_steps > num_steps
+    config, throughput = run["config"], run["throughput"]
+    # Evaluations go by the steps that a run without skipping makes for the samples seen.
+    num_full_steps = -(-throughput["num_samples"] // config["batch_size"])
+    num_steps: int = max(throughput["num_steps"], num_full_steps)
+    every_steps: int = config["eval"]["every_steps"]
+    return run["status"] == "finished" and every_steps >= num_steps
 
 
 def format_ablation(record: Mapping[str, Any]) -> str:

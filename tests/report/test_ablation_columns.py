@@ -1,5 +1,12 @@
+import pytest
+
 from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
-from recsys.report.ablation_table import format_ablation, format_outcomes, make_rows
+from recsys.report.ablation_table import (
+    format_ablation,
+    format_evaluations,
+    format_outcomes,
+    make_rows,
+)
 from recsys.report.paired import make_differences, paired_cells
 from tests.report.test_paired import CONFIG, cell_of
 
@@ -63,6 +70,28 @@ def test_a_metric_that_no_cell_has_is_named_below_the_table_and_has_no_column():
         "Equal in all cells: seconds of training 10.0; samples trained on 1,000; samples seen, "
         "skipped ones included 1,000.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "num_steps", "expected"),
+    [
+        (5, 10, "one is made every 500 samples"),
+        (9, 10, "one is made every 900 samples"),
+        (9, 8, "one is made every 900 samples"),  # a fifth of its samples was skipped
+        (10, 10, "the only one is made after the last step"),
+        (10, 8, "the only one is made after the last step"),
+        (11, 10, "the only one is made after the last step"),
+    ],
+)
+def test_what_is_said_of_evaluations_goes_by_the_samples_seen(every_steps, num_steps, expected):
+    cells = [cell_of("none", 0), cell_of("drop", 0)]
+    for cell in cells:
+        cell["run"]["config"] |= {"eval": {"every_steps": every_steps}, "batch_size": 100}
+        cell["run"]["throughput"]["num_steps"] = num_steps
+
+    record = record_of(cells, target_auc=0.9, target_split="test", eval_every_samples=100)
+
+    assert format_evaluations(record) == expected
 
 
 def test_a_table_without_any_value_keeps_its_columns():
