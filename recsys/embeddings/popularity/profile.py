@@ -359,8 +359,8 @@ class PopularityProfile:
         """A profile for the `tables` of a model, with the counts of this one.
 
         A table takes the counts of the profile's table of the same name. If there is none, it takes
-        the sum over the profile's tables that count exactly its features (for a store, each column
-        is such a table).
+        the sum over tables of the profile that count exactly its features, each once (for a store,
+        each column is such a table).
 
         Raises:
             ProfileError: a table has no counts here, or has another number of rows.
@@ -369,7 +369,7 @@ class PopularityProfile:
         own_sizes = self._rows.table_sizes
         for position, (name, size) in enumerate(found._rows.table_sizes.items()):
             features = set(found._rows.features[name])
-            counted = [name] if name in own_sizes else self._counted_alone(features)
+            counted = [name] if name in own_sizes else self._rows.tables_of(features)
             if not counted:
                 raise ProfileError(
                     f"table {name!r} (features {sorted(features)}) is not in the profile, which "
@@ -469,12 +469,6 @@ class PopularityProfile:
         self._rows.add(block, lambda sample: named_from + int(numbers[sample]))
         self.num_samples += block.num_samples
         self.num_samples_seen += num_seen
-
-    def _counted_alone(self, features: set[str]) -> list[str]:
-        """The tables in which these features, and no others, were counted."""
-        tables = [name for name, own in self._rows.features.items() if set(own) <= features]
-        covered = {feature for name in tables for feature in self._rows.features[name]}
-        return tables if covered == features else []
 
     def _require_columns(self, source: SampleSource) -> None:
         """Check the sizes of the source's columns. Missing columns raise when they are counted."""

@@ -77,6 +77,16 @@ class RowCounts:
             "; count the same tables for both"
         )
 
+    def tables_of(self, features: set[str]) -> list[str]:
+        """Tables that count each of some features once, and no others; empty without such."""
+        tables: list[str] = []
+        left = set(features)
+        for name, own in sorted(self.features.items(), key=lambda each: -len(each[1])):
+            if left.issuperset(own):  # or another table has counted one of them, too
+                tables.append(name)
+                left.difference_update(own)
+        return [] if left else tables
+
     def replace(self, values: NDArray[Any]) -> None:
         """Use other counts of the same rows; `values` is not copied."""
         self.values, self._most = values, int(values.max(initial=0))

@@ -347,6 +347,19 @@ def test_a_table_of_several_features_takes_the_sum_of_their_counts():
         profile.for_tables([both]).for_tables([again])
 
 
+def test_a_feature_that_several_tables_look_up_is_counted_once():
+    def table(name, *features):
+        return TableConfig(name=name, num_embeddings=3, embedding_dim=4, feature_names=features)
+
+    profile = PopularityProfile([table("wide", "a"), table("deep", "a", "b"), table("own", "b")])
+    profile.add(bags({"a": [[0, 1]], "b": [[1, 2]]}))
+
+    found = profile.for_tables([table("both", "a", "b"), table("one", "a")])
+
+    assert found.counts("both").tolist() == [1, 2, 1]
+    assert found.counts("one").tolist() == [1, 1, 0]
+
+
 def sized(name, size):
     return TableConfig(name=name, num_embeddings=size, embedding_dim=4)
 
