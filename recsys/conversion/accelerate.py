@@ -25,7 +25,14 @@ from recsys.conversion.accelerated import (
     describe_outlook,
 )
 from recsys.conversion.choice import choose_budget, choose_tables, device_of
-from recsys.conversion.exchange import KEPT, counterpart, exchange, names_of, tables_of
+from recsys.conversion.exchange import (
+    KEPT,
+    counterpart,
+    exchange,
+    give_back,
+    names_of,
+    tables_of,
+)
 from recsys.conversion.model_plan import require_arguments
 from recsys.embeddings.attach import attach
 from recsys.embeddings.bag import HotColdEmbeddingBag
@@ -182,7 +189,7 @@ def restore(model: nn.Module) -> Accelerated:
     """Put back the modules that `accelerate` replaced.
 
     Rows and optimizer state are as trained. Gradients that no step has used become each table's
-    `grad`.
+    `grad`. Hooks, settings and other attributes are those that the replacements have now.
 
     Args:
         model: The model that was given to `accelerate`.
@@ -218,9 +225,7 @@ def restore(model: nn.Module) -> Accelerated:
     for module, each in kept.items():
         module.detach()
         originals[module] = each.module
-        each.module.training = module.training
-        for ours, theirs in zip(module.holders(), _holders(each.module), strict=True):
-            theirs._parameters["weight"] = ours._parameters["weight"]
+        give_back(module, each.module)
         del module.__dict__[KEPT]
     exchange(model, originals)
     return Accelerated(_describe(names, originals), (), (_LEFT_TO_CALLER,), ())
@@ -243,14 +248,6 @@ class _Original:
         self.__dict__.update(state)
         if self.link is not None:
             self.link.num_modules += 1
-
-
-def _holders(module: nn.Module) -> list[nn.Module]:
-    """The modules whose `weight`s are the tables of a torch or TorchRec module."""
-    for name in ("embedding_bags", "embeddings"):
-        if hasattr(module, name):
-            return list(getattr(module, name).values())
-    return [module]
 
 
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"

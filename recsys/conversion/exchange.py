@@ -28,6 +28,7 @@ __all__ = [
     "find_of_other_classes",
     "find_recsys",
     "find_replaceable",
+    "give_back",
     "names_of",
     "tables_in",
     "tables_of",
@@ -146,6 +147,29 @@ def counterpart(module: nn.Module) -> AbstractTables:
         for new, old in zip(ours.holders(), cast("Any", module).embeddings.values(), strict=True):
             _share_hooks(new, old)
     return ours
+
+
+def give_back(ours: AbstractTables, module: nn.Module) -> None:
+    """Give the module that `ours` replaced its Parameters, and what was set on `ours` meanwhile."""
+    for new, old in [(ours, module), *zip(ours.holders(), _holders(module), strict=True)]:
+        if isinstance(new, TableModule):
+            for name, value in new.__dict__.items():
+                if name not in _OURS and not hasattr(TableModule, name):
+                    old.__dict__[name] = value
+        else:
+            old.training = new.training
+            _share_hooks(old, new)
+
+
+_OURS = ("row_optimizer", KEPT)  # attributes of objects only; torch's modules have neither
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """The modules whose `weight`s are the tables of a torch or TorchRec module."""
+    for name in ("embedding_bags", "embeddings"):
+        if hasattr(module, name):
+            return list(getattr(module, name).values())
+    return [module]
 
 
 def _share_hooks(ours: nn.Module, module: nn.Module) -> None:

@@ -136,6 +136,27 @@ def test_restore_puts_the_same_objects_back_with_rows_and_hooks_as_they_are():
     assert calls == ["forward"]
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_restore_keeps_what_was_set_on_the_replacements():
+    model = Holder(a=bag(), b=nn.Embedding(5, 2))
+    optimizer = sgd(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    called = []
+    for each in (model.a, model.b):
+        each.register_full_backward_hook(lambda module, *_: called.append(type(module)))
+        each.max_norm, each.tag = 0.5, "mine"
+    before = set(vars(bag())) | {"tag"}
+
+    recsys.restore(model)
+    (model.a(INDICES, OFFSETS).sum() + model.b(INDICES).sum()).backward()
+
+    assert set(called) == {nn.EmbeddingBag, nn.Embedding}
+    for each in (model.a, model.b):
+        assert (each.max_norm, each.tag) == (0.5, "mine")
+        assert float(each.weight.detach().norm(dim=1)[INDICES].max()) <= 0.5 + 1e-6
+    assert set(vars(model.a)) == before
+
+
 def test_after_restore_the_optimizer_steps_once_and_by_itself():
     model, plain = (Holder(a=bag()) for _ in range(2))
     plain.load_state_dict(model.state_dict())
