@@ -654,3 +654,52 @@ def test_sharing_tables_whose_rows_are_in_slots_is_warned_of():
         tiered.share_memory()
 
     assert all(bag.weight.is_shared() for bag in tiered)
+
+
+class WithPositions(nn.Module):
+    """With one sample, the gradient of `positions` may be on the memory of that of `table`."""
+
+    def __init__(self, table, num_positions, dim):
+        super().__init__()
+        self.table, self.dense = table, nn.Linear(dim, 1)
+        self.positions = nn.Parameter(torch.zeros(num_positions, dim))
+
+    def forward(self, ids):
+        found = self.table(ids)
+        return self.dense((found + self.positions.view(1, *found.shape[1:])).tanh())
+
+
+def accumulate(model, ids):
+    model(ids.flip(1)).sum().backward()
+
+
+def clip(model, ids):
+    nn.utils.clip_grad_norm_([model.positions], 0.01)
+
+
+def scale_data(model, ids):
+    model.positions.grad.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("budget", [None, 420], ids=["resident", "tiered"])
+@pytest.mark.parametrize("then", [accumulate, clip, scale_data])
+@pytest.mark.parametrize("kind", ["bag", "embedding", "max_norm"])
+def test_a_gradient_is_its_own_if_the_mini_batch_has_one_sample(kind, then, budget):
+    if kind == "bag":
+        plain = WithPositions(nn.EmbeddingBag(30, 4, mode="sum"), 1, 4)
+    else:
+        max_norm = 1.0 if kind == "max_norm" else None
+        plain = WithPositions(nn.Embedding(30, 4, max_norm=max_norm), 6, 4)
+    model = copy.deepcopy(plain)
+    of_plain, optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model))
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    for number in range(3):
+        ids = torch.randint(0, 30, (1, 6), generator=torch.Generator().manual_seed(number))
+        for each, its_optimizer in ((plain, of_plain), (model, optimizer)):
+            its_optimizer.zero_grad()
+            each(ids).sum().backward()
+            then(each, ids)
+            its_optimizer.step()
+
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.detach().clone(), expected.detach())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.torch_compat import version_of
-from recsys.embeddings.lookup.fused_lookup import with_dense_rows
+from recsys.embeddings.lookup.fused_lookup import own_if_one_sample, with_dense_rows
 from recsys.embeddings.rows.bag_input import are_bounds
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Bags, counts_up
@@ -93,10 +93,12 @@ class Call(NamedTuple):
     rows: Sequence[Tensor]  # views of the memory of all tables of the group
     tables: Sequence[nn.Parameter]  # all tables of the group
     number: int
+    is_one_sample: bool  # see `own_if_one_sample`
 
     def entry(self, gradient: Tensor) -> LedgerEntry:
         """The ledger entry of the call."""
         gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
+        gradient = own_if_one_sample(gradient, is_one_sample=self.is_one_sample)
         version, lookups, ticket = version_of(gradient), self.lookups, self.ticket
         rows = self.input.bags() if isinstance(self.input, KeptInput) else self.input
         bags = rows if ticket is None else ticket.bags

@@ -176,6 +176,7 @@ class BagCalls:
             rows,
             group.tables,
             next_lookup(),
+            bags[:1] in ((), (1,)),
         )
         # A view, because the node calls hooks of all of its outputs, with None where there is no
         # gradient.

@@ -148,6 +148,7 @@ class BagLookup(NamedTuple):
             updater=self.bag.row_updater,
             explain=self._explain(bags),
             padding_idx=self.bag.padding_idx if bags.are_ids else None,
+            num_samples=bags.shape[0] if bags.shape else None,
         )
 
     def _made_for(self, looked_up: BagInput, bags: BagInput) -> Any:

@@ -44,6 +44,7 @@ __all__ = [
     "count_distinct",
     "empty_result",
     "fused_lookup",
+    "own_if_one_sample",
     "prefetch_parts",
     "result_in",
     "with_dense_rows",
@@ -70,6 +71,7 @@ def fused_lookup(
     explain: Callable[[int], Exception],
     num_stacked: int = 0,
     padding_idx: int | None = None,
+    num_samples: int | None = None,
 ) -> Tensor:
     """Look up and pool all parts; each writes its own columns of the result.
 
@@ -83,6 +85,7 @@ def fused_lookup(
         explain: Maps the position of an invalid id to the error to raise.
         num_stacked: F, to return the F pooled vectors of a sample as (F, W / F); else 0.
         padding_idx: For bags of one id: a row that is looked up but gets no gradient.
+        num_samples: Number of samples that have the B bags; None for B.
 
     Shape:
         bag_weights (N,); result (B, W) or (B, F, W / F); both in the compute dtype of the rows.
@@ -129,7 +132,9 @@ def fused_lookup(
             tables = (updater.grad_anchor,)
         is_recomputed = updater is not None and current_pass() != NO_PASS
         joined = updater.join_pass() if updater is not None and is_recomputed else None
-        work = _Work(calls, ids, updater, explain, joined, num_stacked, next_lookup(), padding_idx)
+        is_one_sample = 1 in (num_samples, parts[0].bags.batch_size)
+        more = next_lookup(), padding_idx, is_one_sample
+        work = _Work(calls, ids, updater, explain, joined, num_stacked, *more)
         # torch's own `apply` first checks all arguments, in Python, for tensors of functorch
         # transforms. If recsys made all of the tensors, there are none.
         has_own_tensors = updater is not None and bag_weights is None
@@ -299,6 +304,7 @@ class _Work(NamedTuple):
     num_stacked: int
     number: int
     padding_idx: int | None
+    is_one_sample: bool
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -399,6 +405,7 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
     """Add the gradient to the ledgers of tables that still require one; copy the ids."""
     if updater.auto_apply:
         updater.begin_pass(work.joined)
+    gradient = own_if_one_sample(gradient, is_one_sample=work.is_one_sample)
     for found, requiring in work.calls:
         group, ticket, row = found.group, found.ticket, work.padding_idx
         requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # without tables frozen since
@@ -442,6 +449,16 @@ def with_dense_rows(gradient: Tensor) -> Tensor:
             return gradient.contiguous()
         width *= size
     return gradient if stride[0] >= width else gradient.contiguous()
+
+
+def own_if_one_sample(gradient: Tensor, *, is_one_sample: bool) -> Tensor:
+    """A clone of the gradient of a mini-batch of one sample; others as given.
+
+    There, autograd can make the `grad` of another parameter on the same memory, such as that of
+    positions in `embedding(ids) + positions.unsqueeze(0)`: it has nothing to add up over samples.
+    What is written to that `grad` must not change the gradient in the ledger.
+    """
+    return gradient.clone() if is_one_sample else gradient
 
 
 def _versions(work: _Work) -> list[int]:

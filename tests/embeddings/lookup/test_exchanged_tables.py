@@ -470,11 +470,11 @@ def test_a_grad_is_deleted_as_of_any_parameter():
 
 def test_a_gradient_that_was_overwritten_is_said_once():
     model, optimizer = accelerated(plain_bag())
-    ids, gradient = torch.tensor([4]), torch.ones(1, 4)
-    model[0](ids, OFFSETS).backward(gradient)
+    ids, gradient = torch.tensor([4, 2]), torch.ones(2, 4)
+    model[0](ids, torch.tensor([0, 1])).backward(gradient)
 
     gradient.fill_(7)
-    ids.fill_(1)
+    ids = torch.tensor([1])
 
     with pytest.raises(RuntimeError, match="was overwritten after its backward"):
         optimizer.step()
