@@ -462,4 +462,9 @@ def own_if_one_sample(gradient: Tensor, *, is_one_sample: bool) -> Tensor:
 
 
 def _versions(work: _Work) -> list[int]:
-    return [version_of(table) for found, _ in work.calls for table in found.group.tables]
+    """The versions of the tables that are looked up; others may be written to until backward."""
+    return [
+        version_of(found.group.tables[number])
+        for found, _ in work.calls
+        for number in found.lookups.distinct_tables
+    ]
