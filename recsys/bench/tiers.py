@@ -35,6 +35,7 @@ from recsys.bench.parts.scheduled import (
     sum_counts,
     train_plainly,
 )
+from recsys.bench.parts.shares import FLOOR, require_shares
 from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
     from recsys.batch import Batch
     from recsys.models.dlrm import DLRM
 
-__all__ = ["FLOOR", "OPTIMIZERS", "SHARES", "bench_tiers"]
+__all__ = ["OPTIMIZERS", "SHARES", "bench_tiers"]
 
-FLOOR = "floor"
 SHARES = (FLOOR, "0.02", "0.05", "0.1", "0.2", "0.5", "1")
 _NUM_WARM_UP_ROUNDS = 3
 _STATE_SIZES = {"sgd": 0, "rowwise_adagrad": 1}
@@ -81,7 +81,11 @@ def bench_tiers(
         num_fill_steps: Mini-batches whose lookups fill a tier before the first round.
         table_sizes: Rows per table.
         is_quick: Whether turns are as short as the schedules allow.
+
+    Raises:
+        ConfigError: a share is neither "floor" nor above 0 and at most 1.
     """
+    require_shares(shares)
     config = _config(dim, batch_size, optimizer, table_sizes)
     steps = steps_of_turn(batch_size, schedules, is_quick=is_quick)
     num_steps = steps.num_all * (num_rounds + _NUM_WARM_UP_ROUNDS) + max(map(num_ahead, schedules))

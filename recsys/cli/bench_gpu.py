@@ -116,14 +116,13 @@ def bench_gpu(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    from recsys.bench.gpu.cases import FLOOR, QUICK, SCHEDULES_MEASURED, Plan
+    from recsys.bench.gpu.cases import QUICK, SCHEDULES_MEASURED, Plan
     from recsys.bench.parts.scheduled import parse_schedules
+    from recsys.bench.parts.shares import FLOOR, require_shares
 
     defaults = QUICK if options.quick else Plan()
     shares = tuple(options.shares or defaults.shares)
-    for share in shares:
-        if share != FLOOR and not _is_share(share):
-            raise ConfigError(f"--shares must be {FLOOR!r} or above 0 and at most 1, got {share!r}")
+    require_shares(shares)
     if shares[0] in (FLOOR, "1"):
         raise ConfigError(
             f"--shares must begin with a share below 1, which has room for all schedules, got "
@@ -147,10 +146,3 @@ def _plan(options: argparse.Namespace) -> Plan:
         capture=options.device == "cuda" and not options.no_capture,
         is_quick=options.quick,
     )
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False

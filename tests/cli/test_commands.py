@@ -288,6 +288,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "lookup", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
         (["bench", "models", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
+        (["bench", "step", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
         (["bench", "skipping", "--batch-sizes", "0"], "batch sizes must be in [1, 12800], got [0]"),
         (["bench", "distributed", "--json", "."], ". is a folder; name a file to be written"),
         (
@@ -306,6 +307,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "tiers", "--json", "x.png"], "x.png is where the curve goes"),
+        (["bench", "tiers", "--shares", "half"], "must be 'floor' or above 0 and at most 1"),
+        (["bench", "tiers", "--shares", "2"], "must be 'floor' or above 0 and at most 1, got '2'"),
         (["bench", "tiers", "--schedule", "fae"], "'fae' must be one of the schedules"),
     ],
 )

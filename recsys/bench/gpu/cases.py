@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recsys.bench.parts.shares import FLOOR
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "FLOOR",
     "PRESETS",
     "QUICK",
     "SCHEDULES_MEASURED",
@@ -33,7 +33,6 @@ __all__ = [
     "cases_of",
 ]
 
-FLOOR = "floor"
 SHARES = ("0.1", FLOOR, "0.05", "0.2", "0.5", "1")
 SCHEDULES_MEASURED = ("sequential", "lookahead-1", "lookahead-2", "hotline")
 PRESETS = ("kaggle", "nvidia")

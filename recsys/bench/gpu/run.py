@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from recsys._support.machine import set_num_threads, tune_allocator
-from recsys.bench.gpu.cases import FLOOR, cases_of
+from recsys.bench.gpu.cases import cases_of
 from recsys.bench.gpu.checks import run_checks
 from recsys.bench.gpu.clock import gemm_seconds, measure_limits, precision_of
 from recsys.bench.gpu.fbgemm import FbgemmLoop
@@ -23,6 +23,7 @@ from recsys.bench.gpu.rows import RESIDENT, Floor, Measured, rows_of_case, table
 from recsys.bench.gpu.samples import MiniBatches, Stream, coverage_of
 from recsys.bench.gpu.tables import Tables
 from recsys.bench.parts.harness import take_turns
+from recsys.bench.parts.shares import FLOOR
 from recsys.embeddings.kernels.choice import host_copies_on
 from recsys.errors import ConfigError
 

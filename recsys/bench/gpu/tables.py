@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from recsys.bench.gpu.baselines import GatheredBags, HybridBags, PlainBags
-from recsys.bench.gpu.cases import FLOOR
 from recsys.bench.gpu.clock import allocated_bytes
 from recsys.bench.gpu.fbgemm import ManagedBags
 from recsys.bench.gpu.host_tables import HostTables, bags_on
 from recsys.bench.gpu.providers import LEARNING_RATE
+from recsys.bench.parts.shares import FLOOR
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.lookup.device_tables import empty_tables
 from recsys.embeddings.optimizer import SGD

@@ -1,0 +1,35 @@
+"""Budgets of benchmarks: shares of the bytes of all rows, or the least that training needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["FLOOR", "require_shares"]
+
+FLOOR = "floor"
+
+
+def require_shares(shares: Iterable[str]) -> None:
+    """Check the option `--shares`.
+
+    Args:
+        shares: Shares as text, or "floor".
+
+    Raises:
+        ConfigError: one is neither "floor" nor a number above 0 and at most 1.
+    """
+    for share in shares:
+        if share != FLOOR and not _is_share(share):
+            raise ConfigError(f"--shares must be {FLOOR!r} or above 0 and at most 1, got {share!r}")
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
