@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from numbers import Integral
 from typing import Final, SupportsIndex
 
@@ -43,7 +44,8 @@ def parse_bytes(size: str | SupportsIndex, name: str = "size") -> int:
             "fraction without a unit; add one, as in 0.5GiB"
         )
     power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
-    num_bytes = float(number) * (1024 if binary else 1000) ** power
+    # Not a float, which would make 1000 of 1.001KB, and change numbers above 2**53.
+    num_bytes = Decimal(number) * (1024 if binary else 1000) ** power
     if num_bytes > _MOST:
         raise ConfigError(
             f"{name} must be at most {_MOST} bytes, got {number[:40]!r} {prefix or ''}"

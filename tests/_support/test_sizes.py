@@ -21,6 +21,9 @@ from recsys.errors import ConfigError
         ("3MB", 3_000_000),
         ("1g", 10**9),
         (" 4kib ", 4096),
+        ("1.001KB", 1001),
+        (str(2**53 + 1), 2**53 + 1),
+        (str(2**63 - 1), 2**63 - 1),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text, expected):
