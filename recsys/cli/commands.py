@@ -21,6 +21,7 @@ from recsys.cli.benches import add_bench_options
 from recsys.cli.checks import require_data, require_model
 from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
+from recsys.cli.output import accept_any_text
 from recsys.cli.popularity import add_popularity_options
 from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
@@ -49,6 +50,7 @@ _SET: Final[dict[str, Any]] = {
 def run(arguments: Sequence[str]) -> int:
     """As `recsys.cli.main`, with every option known."""
     options = _parse(arguments)
+    accept_any_text()
     try:
         if getattr(options, "json", None) is not None:
             require_place(options.json)  # before work that can take an hour

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys.cli.output import accept_any_text
 from recsys.datasets.store_meta import read_meta
 from recsys.datasets.tabular.reading.paths import find_files
 from recsys.datasets.tabular.schemas.named import find_schema
@@ -110,5 +111,6 @@ def _inspect(options: argparse.Namespace) -> int:
     )
     for warning in guess.warnings:
         warnings.warn(warning, stacklevel=2)
+    accept_any_text("utf-8")  # as TOML is
     print(guess.to_toml(), end="")
     return 0
