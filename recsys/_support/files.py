@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ __all__ = [
     "alone_in",
     "alone_with",
     "appearing_whole",
+    "as_argument",
     "describe_taken",
     "existing",
     "flush_to_disk",
@@ -174,6 +176,11 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
                 "one out"
             )
         seen[place] = file
+
+
+def as_argument(path: Path | str) -> str:
+    """A path in a command that a message names, in quotes where a shell needs them."""
+    return shlex.quote(str(path))
 
 
 def describe_taken(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from recsys._support.files import as_argument
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.store_meta import read_meta
 from recsys.errors import ConfigError
@@ -44,7 +45,8 @@ def require_model(run: str) -> None:
         status = record["status"]
         may_continue = record.get("checkpoints") is not None and status != "diverged"
     if status != "finished":
-        way_on = f"; continue it by `recsys train --run {run} --resume`" if may_continue else ""
+        command = f"recsys train --run {as_argument(run)} --resume"
+        way_on = f"; continue it by `{command}`" if may_continue else ""
         warnings.warn(
             f"{run} {_ENDS.get(status, 'has not ended')}, and this is the model that it saved when "
             f"it last stopped{way_on}",

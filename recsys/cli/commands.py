@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
-from recsys._support.files import require_files, require_place
+from recsys._support.files import as_argument, require_files, require_place
 from recsys._support.plain_warnings import plain_warnings
 from recsys.cli.benches import add_bench_options
 from recsys.cli.checks import require_data, require_model
@@ -265,7 +265,7 @@ def _train(options: argparse.Namespace) -> int:
         print(format_run(record, run_dir))
         is_told = record.get("tiers") is not None and not is_unpooled(config.model)
         if is_told and not reason_against(config, record):
-            print(f"recsys what-if {run_dir} predicts other budgets, depths and tiers")
+            print(f"recsys what-if {as_argument(run_dir)} predicts other budgets, depths and tiers")
     return _INTERRUPTED if record["status"] == "interrupted" else 0
 
 

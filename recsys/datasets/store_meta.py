@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.files import as_argument
 from recsys._support.untrusted import is_count, is_int, is_text, parse_json
 from recsys.datasets.splits import SPLITS
 from recsys.datasets.store_features import KINDS
@@ -79,8 +80,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         reason = "is not a store: it has no meta.json" if path.exists() else "does not exist"
         raise StoreError(
             f"{path} {reason}; prepare a store with "
-            f"`recsys prepare table FILES --schema SCHEMA --out {path}`, or with "
-            f"`recsys prepare criteo-kaggle RAW --out {path}`"
+            f"`recsys prepare table FILES --schema SCHEMA --out {as_argument(path)}`, or with "
+            f"`recsys prepare criteo-kaggle RAW --out {as_argument(path)}`"
         )
     try:
         meta = parse_json(file.read_bytes())
@@ -98,17 +99,18 @@ def read_meta(path: Path) -> dict[str, Any]:
 def _not_prepared(path: Path) -> StoreError:
     """The error for a file in place of a store; it names the command that makes a store of it."""
     suffixes = {suffix.lower() for suffix in path.suffixes}
+    file = as_argument(path)
     of_table = (
-        f"`recsys inspect {path} > schema.toml` and "
-        f"`recsys prepare table {path} --schema schema.toml --out STORE`"
+        f"`recsys inspect {file} > schema.toml` and "
+        f"`recsys prepare table {file} --schema schema.toml --out STORE`"
     )
     if suffixes & _TABLE_SUFFIXES:
-        of_new_rows = f"`recsys prepare table {path} --like ITS_STORE --out STORE`"
+        of_new_rows = f"`recsys prepare table {file} --like ITS_STORE --out STORE`"
         kind, way_out = "a table", f"{of_table}; for a model that is trained, by {of_new_rows}"
     elif ".npz" in suffixes:
-        kind, way_out = "an npz archive", f"`recsys prepare classic-npz {path} --out STORE`"
+        kind, way_out = "an npz archive", f"`recsys prepare classic-npz {file} --out STORE`"
     else:
-        of_text = f"`recsys prepare criteo-kaggle {path} --out STORE` for raw Criteo text"
+        of_text = f"`recsys prepare criteo-kaggle {file} --out STORE` for raw Criteo text"
         kind, way_out = "a file", f"{of_text}, or {of_table} for a CSV, TSV or Parquet table"
     return StoreError(
         f"{path} is {kind}, and data must be a store, the folder that `recsys prepare` makes; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes
 from recsys.pipeline.skip.guard_decisions import describe_decision
 from recsys.pipeline.stalls import format_stalls, stage_seconds
@@ -210,7 +211,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     if record["status"] != "finished":
         lines.append(f"{record['status']} at step {throughput['num_steps']:,}")
         if record["status"] == "interrupted" and record["checkpoints"] is not None:
-            lines.append(f"continue it by: recsys train --run {run_dir} --resume")
+            lines.append(f"continue it by: recsys train --run {as_argument(run_dir)} --resume")
         lines += ["measured so far:", ""]
     if record.get("stopped_early") is not None:
         lines += [*format_stopped_early(record["stopped_early"]), ""]

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from recsys._support.files import as_argument
 from recsys.datasets.criteo.parse import MOST_BAD_LINES, explain
 from recsys.errors import DatasetFormatError, MissingDependency
 
@@ -36,10 +37,11 @@ _ZST_PIECE_BYTES = 2 * 2**10
 
 def not_criteo(file: Path) -> str:
     """The sentence of an error that tells where a file of another format goes."""
+    name = as_argument(file)
     return (
         "Raw Criteo text has 40 fields separated by tabs and no header. For another table, such as "
-        f"a CSV file, take `recsys inspect {file} > schema.toml` and "
-        f"`recsys prepare table {file} --schema schema.toml --out STORE`"
+        f"a CSV file, take `recsys inspect {name} > schema.toml` and "
+        f"`recsys prepare table {name} --schema schema.toml --out STORE`"
     )
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import torch
 
+from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
 from recsys.embeddings.optimizer import require_formula
@@ -367,7 +368,8 @@ class HotPlan:
         plan = about.get("plan")
         if plan is None:
             raise ProfileError(
-                f"{file} is a profile, not a plan; make one with `recsys plan {file} --budget ...`"
+                f"{file} is a profile, not a plan; make one with "
+                f"`recsys plan {as_argument(file)} --budget ...`"
             )
         if not isinstance(plan, dict) or set(plan) != {"tables", *_ARGUMENTS}:
             raise ProfileError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.files import appearing_whole
+from recsys._support.files import appearing_whole, as_argument
 from recsys._support.machine import memory_bytes
 from recsys._support.npy_files import NpzFile, read_array
 from recsys._support.sizes import format_bytes
@@ -70,7 +70,7 @@ def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
     if file.is_dir():
         raise ProfileError(
             f"{file} is a folder, not a profile; if it is a store, count its lookups with "
-            f"`recsys profile {file} --out PROFILE.npz`, and name that file"
+            f"`recsys profile {as_argument(file)} --out PROFILE.npz`, and name that file"
         )
     try:
         with NpzFile(file) as archive:
@@ -113,7 +113,8 @@ def _read_meta(file: Path, archive: NpzFile) -> dict[str, Any]:
 
 def _no_profile(file: Path, fault: str) -> ProfileError:
     return ProfileError(
-        f"{file} is not a profile ({fault}); make one with `recsys profile STORE --out {file}`"
+        f"{file} is not a profile ({fault}); make one with "
+        f"`recsys profile STORE --out {as_argument(file)}`"
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.files import appearing_whole, require_new
+from recsys._support.files import appearing_whole, as_argument, require_new
 from recsys._support.torch_files import opened_for_torch
 from recsys.errors import CheckpointError, ConfigError
 from recsys.models.convert import to_classic
@@ -122,7 +122,8 @@ def _checkpoints_of(run_dir: str | Path) -> Path:
         raise CheckpointError(
             f"{folder.shards_folder}: checkpoints of several processes cannot be exported; export "
             "the model of the finished run, without --checkpoint and --since, or continue the run "
-            f"on one process by `recsys train --run {run_dir} --resume`, which writes others"
+            f"on one process by `recsys train --run {as_argument(run_dir)} --resume`, which writes "
+            "others"
         )
     return folder.checkpoints_folder
 

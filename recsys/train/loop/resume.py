@@ -10,7 +10,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys._support.files import alone_in
+from recsys._support.files import alone_in, as_argument
 from recsys._support.nested_keys import flat
 from recsys.config import build_config, describe_config, load_config, read_tree
 from recsys.errors import AlreadyExists, ConfigError
@@ -157,7 +157,7 @@ def resumed_config(
         if data is None:
             raise ConfigError(
                 f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
-                f"--run {run_dir} --resume"
+                f"--run {as_argument(run_dir)} --resume"
             )
         return load_config(file, settings, **values)
     base, changes = read_tree(stored), read_tree(file, settings)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.batch import features_by_table, has_bags, has_weighted_bags
 from recsys.config import SYNTHETIC_PREFIX
@@ -183,8 +184,8 @@ def _require_encoding_of(data: Mapping[str, Any], store: Store) -> None:
     raise ConfigError(
         f"store {store.path}: values must have the rows, and dense columns the rules, that they "
         f"had in {name}, the data of the run; got others, by the key encoding of meta.json; "
-        f"prepare the files with `recsys prepare table FILES --like {name} --out STORE`, or train "
-        f"again if {name} was prepared again since"
+        f"prepare the files with `recsys prepare table FILES --like {as_argument(name)} --out "
+        f"STORE`, or train again if {name} was prepared again since"
     )
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from recsys._support.files import appearing_whole, make_folders, require_place
+from recsys._support.files import appearing_whole, as_argument, make_folders, require_place
 from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
@@ -112,7 +112,7 @@ class RunFolder:
         if not folder.config_file.is_file():
             raise ConfigError(
                 f"{folder.path} is not a run: it has no config.toml; make one with "
-                f"`recsys train DATA --run {folder.path}`"
+                f"`recsys train DATA --run {as_argument(folder.path)}`"
             )
         return folder
 
@@ -272,18 +272,18 @@ class RunFolder:
             ConfigError: there is no saved model.
         """
         if not self.model_file.is_file():
+            own = as_argument(self.path)
             if self.config_file.is_file() and not self.record_file.is_file():
                 raise ConfigError(
                     f"{self.path} has no {self.model_file.name} yet: its run has not ended; if it "
-                    f"was killed, continue it by `recsys train --run {self.path} --resume`"
+                    f"was killed, continue it by `recsys train --run {own} --resume`"
                 )
             way_out = "train with save_model = true and to the end"
             has_checkpoints = self.checkpoints_folder.is_dir() or self.shards_folder.is_dir()
             may_continue = "finished", "interrupted"
             if has_checkpoints and self.read_record()["status"] in may_continue:
                 way_out = (
-                    f"continue it by `recsys train --run {self.path} --resume --set "
-                    "save_model=true`"
+                    f"continue it by `recsys train --run {own} --resume --set save_model=true`"
                 )
             raise ConfigError(
                 f"{self.path} has no {self.model_file.name}: the run saved no model; {way_out}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from recsys._support.files import as_argument
 from recsys._support.untrusted import is_finite_number, is_text
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.encoding.dense import DenseRule
@@ -98,7 +99,7 @@ class Encoder:
             raise ConfigError(
                 f"store {store.path}: a history is made from earlier positive rows, so a model "
                 f"with histories predicts stores alone; make one of {labelled}rows with `recsys "
-                f"prepare table FILES --like {store.path} --out STORE`{others}"
+                f"prepare table FILES --like {as_argument(store.path)} --out STORE`{others}"
             )
         _, self._numbers, self._maker = read_rules(store)
         self.schema = _of_features(schema)
