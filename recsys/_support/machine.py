@@ -21,6 +21,7 @@ from recsys._version import __version__
 __all__ = [
     "cpu_vendor",
     "describe_environment",
+    "limits_of_groups",
     "lower_thread_priority",
     "memory_bytes",
     "num_cores",
@@ -123,10 +124,38 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int | None:
-    """Bytes of this machine's memory; None if the system does not report them."""
+    """Bytes of memory that this process may use; None if the system does not report them.
+
+    They are those of the machine, or of the container if it has a lower limit.
+    """
     if not hasattr(os, "sysconf"):  # Windows
         return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = limits_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([of_machine, *limits])
+
+
+def limits_of_groups(groups: Path, root: Path) -> list[int]:
+    """The limits of memory of the control groups (Linux) of a process, and of those above them.
+
+    Args:
+        groups: Lists the groups, by lines such as `0::/a/b`, or of version 1, `4:memory:/a/b`.
+        root: Where the groups are mounted. Those of a container may begin at its own group.
+    """
+    found = []
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        own = top / path.lstrip("/")
+        for folder in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such group here; no limit: "max"
+                found.append(int((folder / file).read_text()))
+            if folder == top:
+                break
+    return found
 
 
 def cpu_vendor() -> str | None:

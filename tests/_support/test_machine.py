@@ -40,6 +40,38 @@ def test_peak_memory_only_grows():
     assert machine.peak_memory_bytes() >= len(block)
 
 
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, [5000]),
+        ("0::/\n", {"memory.max": "7000"}, [7000]),
+        ("0::/of/the/host\n", {"memory.max": "7000"}, [7000]),
+        ("4:cpu,memory:/a\n3:cpu:/a\n", {"memory/a/memory.limit_in_bytes": "9000"}, [9000]),
+        ("4:memory:/a\n", {"memory.max": "1", "cpu/a/memory.limit_in_bytes": "2"}, []),
+        ("", {"memory.max": "7000"}, []),
+    ],
+)
+def test_limits_of_memory_are_those_of_the_groups_of_the_process(
+    tmp_path, groups, limits, expected
+):
+    (tmp_path / "groups").write_text(groups)
+    for name, limit in limits.items():
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
+
+    assert machine.limits_of_groups(tmp_path / "groups", tmp_path / "root") == expected
+    assert machine.limits_of_groups(tmp_path / "none", tmp_path / "root") == []
+
+
+def test_memory_is_at_most_that_of_the_container(monkeypatch):
+    alone = machine.memory_bytes()
+    monkeypatch.setattr(machine, "limits_of_groups", lambda *_: [4096, 2**70])
+
+    assert machine.memory_bytes() == 4096
+    assert alone > 2**30
+
+
 @pytest.mark.parametrize("wanted", [None, "1", " 1,2 ", "0", "", "many", "9" * 30])
 def test_threads_are_set_for_torch(monkeypatch, wanted):
     before = torch.get_num_threads()
