@@ -299,8 +299,12 @@ def _write(
     schema = rows.schema
     if not rows.are_for_test:
         if not (rows.codes == TRAIN).any():
+            fault = f"the training part has none of {len(rows.codes)} rows"
+            if like is None:
+                raise DatasetFormatError(f"{fault}; change [split]")
             raise DatasetFormatError(
-                f"the training part has none of {len(rows.codes)} rows; change [split]"
+                f"{fault}, divided by [split] of store {like.path}; prepare that store with "
+                "another [split], such as shares (test, validation), and first train on it again"
             )
         _warn_of_one_label(rows)
     if rules is None:

@@ -284,6 +284,17 @@ def test_rows_to_train_on_need_the_column_of_the_split(tmp_path):
         )
 
 
+def test_a_split_by_moments_leaves_no_later_rows_to_train_on(tmp_path):
+    split = {"by": "timestamp", "test_from": 8, "validation_from": 7}
+    tree = CLICKS | {"timestamp": "ts", "split": split}
+    write_store(clicks(10).assign(ts=range(10)), Schema.from_dict(tree), tmp_path / "store")
+    later = clicks(10).assign(ts=range(10, 20))
+
+    message = r"none of 10 rows, divided by \[split\] of store .*store; prepare that store with"
+    with pytest.raises(DatasetFormatError, match=message):
+        write_store(later, None, tmp_path / "new", like=tmp_path / "store", split=True)
+
+
 def test_negatives_are_drawn_for_rows_like_a_store(tmp_path):
     tree = {
         "group": "user",
