@@ -53,11 +53,16 @@ def test_the_name_of_a_zone_may_follow_its_offset(tmp_path):
         ("%d.%m.%Y", "30.4.2025", "31.4.2025"),
         ("%Y%m%d", "20250301", "20250229"),
         ("%b %d %Y %I:%M %p", "March 1 2025 1:05 PM", "February 29 2025 1:05 PM"),
+        ("%e/%m/%Y", "1/3/2025", "29/2/2025"),
+        ("%F %T", "2025-03-01 10:30:29", "2025-02-29 10:30:29"),
+        ("%D %R", "06/30/25 10:30", "06/31/25 10:30"),
         ("%d/%b/%y %H:%M:%S %Z", "30/JUN/25 09:05:00 UTC", "31/JUN/25 09:05:00 UTC"),
     ],
 )
 def test_a_day_that_its_month_does_not_have_is_refused(tmp_path, form, last, after):
-    expected = datetime.strptime(last.replace("March", "Mar"), form) - datetime(1970, 1, 1)
+    same = form.replace("%e", "%d").replace("%F", "%Y-%m-%d").replace("%D", "%m/%d/%y")
+    same = same.replace("%T", "%H:%M:%S").replace("%R", "%H:%M")
+    expected = datetime.strptime(last.replace("March", "Mar"), same) - datetime(1970, 1, 1)
     good = write_times(tmp_path / "good.csv", [last])
     bad = write_times(tmp_path / "bad.csv", [last, after])
 

@@ -52,7 +52,7 @@ __all__ = ["conform", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
 _UTC = r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])"
-_WRITTEN = set("YymdbBhaAHIMSpZ")  # parts of times that Arrow writes as they were read
+_WRITTEN = set("YymdeDFbBhaAHIMSTRpZ")  # parts of times that Arrow writes as they were read
 _GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
 _SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
 
@@ -417,7 +417,7 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
             way_out = "write offsets such as +01:00, with %z"
             _require(pc.match_substring_regex(text, _UTC), rule, way_out)
         parts = set(re.findall("%(.)", form))
-        if "d" in parts <= _WRITTEN:
+        if parts & set("deDF") and parts <= _WRITTEN:
             _require_day_of_month(text, read, form)
         return read.cast(pa.int64())
     if types.is_string(array.type):
