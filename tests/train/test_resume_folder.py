@@ -215,14 +215,14 @@ def test_a_run_that_ended_refuses_other_data(small_config, prepare, tmp_path, st
     config = small_config("batch_size=64", every, f"data={tmp_path / 'store'}")
     if ends != "finished":
         stop_at((5, signal.SIGINT))
-    run(config, tmp_path / "run")
-    before = (tmp_path / "run" / "run.json").read_bytes()
+    run(config, tmp_path / "its run")
+    before = (tmp_path / "its run" / "run.json").read_bytes()
 
-    with pytest.raises(ConfigError, match="was trained on other data: the fingerprint was"):
-        run(replace(config, data=str(tmp_path / "other")), tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"was trained on other data: .* --set 'init_from=.*run'"):
+        run(replace(config, data=str(tmp_path / "other")), tmp_path / "its run", resume=True)
 
-    assert (tmp_path / "run" / "run.json").read_bytes() == before
-    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
+    assert (tmp_path / "its run" / "run.json").read_bytes() == before
+    assert run(config, tmp_path / "its run", resume=True)["status"] == "finished"
 
 
 def test_a_checkpoint_that_would_not_be_used_is_refused(small_config, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.files import as_argument
 from recsys._support.states import SavedState
 from recsys.errors import ConfigError
 from recsys.train.callbacks.run_callbacks import RunCallbacks
@@ -113,5 +114,5 @@ def require_fingerprint(run_dir: Path, fingerprint: Any, source: SampleSource) -
         raise ConfigError(
             f"{run_dir} was trained on other data: the fingerprint was {fingerprint!r} then and is "
             f"{source.fingerprint!r} now; name the data of the run, or go on with "
-            f"other data in a new run by --set init_from={run_dir}"
+            f"other data in a new run by --set {as_argument(f'init_from={run_dir}')}"
         )
