@@ -1,5 +1,6 @@
 """`init_from`: a run that begins with the model of another one."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -112,6 +113,14 @@ def test_a_run_that_does_not_fit_is_refused_by_name(tmp_path, first, start):
     refused("its features by table must be those of the run", "synthetic.table_sizes=[900, 700, 1]")
     (first / "model.safetensors").unlink()
     refused("the run saved no model")
+
+
+def test_a_run_that_did_not_finish_is_told(tmp_path, first):
+    record = json.loads((first / "run.json").read_text())
+    (first / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
+
+    with pytest.warns(UserWarning, match="first is 'interrupted', not 'finished', and this run"):
+        dry_run(config_of(init_from=str(first)), tmp_path / "run")
 
 
 def test_training_goes_on_with_newer_rows(tmp_path):

@@ -6,6 +6,7 @@ samples and schedules of learning rates begin anew.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from recsys.train.parts.build import require_features_of
@@ -23,7 +24,7 @@ _WAY_OUT = "init_from needs a run with the same model.* keys, and data prepared 
 
 
 def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | None:
-    """The run that `init_from` names; None without one.
+    """The run that `init_from` names; None without one. Warns if that run did not finish.
 
     Args:
         config: The configuration of the new run.
@@ -37,7 +38,14 @@ def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | N
         return None
     folder = RunFolder.open(config.init_from)
     folder.require_model()
-    require_features_of(folder.read_record(), source)
+    record = folder.read_record()
+    require_features_of(record, source)
+    if record["status"] != "finished":
+        warnings.warn(
+            f"init_from: the status of {folder.path} is {record['status']!r}, not 'finished', and "
+            "this run begins with the model that it saved when it stopped",
+            stacklevel=2,
+        )
     return folder
 
 
