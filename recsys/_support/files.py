@@ -6,7 +6,7 @@ import errno
 import os
 import shlex
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from recsys.errors import AlreadyExists, ConfigError
@@ -236,7 +236,8 @@ def make_folders(folder: Path) -> None:
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        flush_to_disk(each.parent)
+        with suppress(PermissionError):  # a folder that may be written to, and not read
+            flush_to_disk(each.parent)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -144,7 +144,7 @@ def limits_of_groups(groups: Path, root: Path) -> list[int]:
     """
     found = []
     lines = groups.read_text().splitlines() if groups.is_file() else []
-    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+    for controllers, path in (line.split(":", 2)[1:] for line in lines if line):
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "memory" if controllers else root

@@ -44,7 +44,7 @@ def test_peak_memory_only_grows():
     ("groups", "limits", "expected"),
     [
         ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, [5000]),
-        ("0::/\n", {"memory.max": "7000"}, [7000]),
+        ("\n0::/\n", {"memory.max": "7000"}, [7000]),
         ("0::/of/the/host\n", {"memory.max": "7000"}, [7000]),
         ("4:cpu,memory:/a\n3:cpu:/a\n", {"memory/a/memory.limit_in_bytes": "9000"}, [9000]),
         ("4:memory:/a\n", {"memory.max": "1", "cpu/a/memory.limit_in_bytes": "2"}, []),
