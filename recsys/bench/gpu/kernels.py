@@ -32,7 +32,7 @@ def kernels_of_step(provider: AbstractProvider, device: torch.device) -> list[di
     for _ in range(_NUM_STEPS_BEFORE):
         provider.step()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         provider.step().item()
     found = [
         {

@@ -59,6 +59,7 @@ def device(request, monkeypatch):
 
 
 @pytest.mark.in_ci("numba-file", "cuda")
+@pytest.mark.filterwarnings("ignore:cold_tier='file'. 'cuda.* cannot read files by itself")
 @pytest.mark.parametrize(("tier", "num_toys"), [("resident", 40), ("host", 20), ("file", 20)])
 def test_policy_equals_the_oracle(tier, num_toys, device, tmp_path):
     seen = dict.fromkeys(("drops", "does not converge", "drops unseen rows", "has no sample"), 0)

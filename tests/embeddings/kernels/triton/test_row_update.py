@@ -173,8 +173,10 @@ def test_sums_of_integers_give_the_bits_of_torch_up_to_square_roots(
     found = train(row_update, *arguments, num_steps=2, seed=chance)
 
     expected = train(by_torch, *arguments, num_steps=2, seed=chance)
+    # On a GPU torch's mean multiplies by 1 / D.
+    is_mean_exact = triton_device.type == "cpu" or dim & (dim - 1) == 0
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        if number >= len(SIZES) or isinstance(optimizer, SGD):
+        if (number >= len(SIZES) and is_mean_exact) or isinstance(optimizer, SGD):
             assert torch.equal(ours, theirs)
         else:  # torch's square root on a CPU is not rounded to nearest
             torch.testing.assert_close(ours, theirs, **TOLERANCES[dtype])
