@@ -1,77 +1,59 @@
-"""`torch.cuda.make_graphed_callables` on the CPU, with what makes the real one hard to use.
+"""CUDA graphs of the dense part on the CPU, with what makes the real ones hard to use.
 
-It runs the function a few times before it captures. Inputs are copied to the sample arguments,
-results and gradients are in memory that the next replay overwrites, and the gradients of a replay
-are lost as soon as the next one begins. Backward runs in the autocast state of the capture.
+Functions are called a few times before they are recorded. What they return is in memory that the
+next replay overwrites, and the results of later graphs are lost as soon as the first one is
+replayed. A replay runs in the autocast state of the recording.
 """
 
 import torch
 
-from recsys.pipeline import captured_dense
+from recsys.pipeline import captured_dense, dense_graphs
 
 
 def capture_on_cpu(monkeypatch):
-    """Let the dense part be captured on the CPU; the result counts calls of the function below."""
+    """Let the dense part be captured on the CPU; the result has one entry for each capture."""
     made = []
 
-    def make(function, samples, **options):
-        made.append(function)
-        return make_graphed_callables(function, samples, **options)
+    def make(*_):
+        made.append(FakeRecorder())
+        return made[-1]
 
     monkeypatch.setattr(captured_dense, "_CAN_CAPTURE", {"cuda", "cpu"})
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make)
+    monkeypatch.setattr(dense_graphs, "GraphRecorder", make)
     return made
 
 
-def make_graphed_callables(
-    function, samples, num_warmup_iters=3, allow_unused_input=False, pool=None
-):
-    if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
-        raise RuntimeError("make_graphed_callables does not support the autocast caching")
-    required = [each for each in samples if each.requires_grad]
-    for _ in range(num_warmup_iters):
-        outputs = function(*samples)
-        _gradients(outputs, required, map(torch.randn_like, outputs), allow_unused_input)
-    is_autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    outputs = function(*samples)
-    static_outputs = [each.detach().clone() for each in outputs]
-    static_seeds = [torch.empty_like(each) for each in outputs]
-    found = _gradients(outputs, required, static_seeds, allow_unused_input)
-    static_gradients = [None if each is None else each.clone() for each in found]
+class FakeRecorder:
+    """As `recsys._support.graphs.GraphRecorder`."""
 
-    class Graphed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            for sample, each in zip(samples, inputs, strict=True):
-                assert sample.shape == each.shape
-                if sample.data_ptr() != each.data_ptr():
-                    sample.copy_(each)
-            for each in static_gradients:
-                if each is not None:
-                    each.data.fill_(torch.nan)
-            with torch.enable_grad():
-                Graphed.outputs = function(*samples)
-            for static, each in zip(static_outputs, Graphed.outputs, strict=True):
-                static.data.copy_(each.detach())  # a graph's writes change no version
-            return tuple(each.detach() for each in static_outputs)
+    def __init__(self):
+        self._results = []  # of each graph
 
-        @staticmethod
-        def backward(ctx, *gradients):
-            for seed, each in zip(static_seeds, gradients, strict=True):
-                seed.copy_(each)
-            with torch.autocast("cpu", dtype, enabled=is_autocast, cache_enabled=False):
-                found = _gradients(Graphed.outputs, required, static_seeds, allow_unused_input)
-            for static, each in zip(static_gradients, found, strict=True):
-                if static is not None:
-                    static.data.copy_(each)
-            of_required = iter(static_gradients)
-            taken = [next(of_required) if each.requires_grad else None for each in samples]
-            return tuple(None if each is None else each.detach() for each in taken)
+    def warm_up(self, launches):
+        for launch in launches * 3:
+            launch()
 
-    return Graphed.apply
+    def record(self, launch):
+        is_first = not self._results
+        is_autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        found = [None if each is None else each.clone() for each in launch()]
+        self._results.append(found)
+
+        def replay():
+            if is_first:
+                for results in self._results[1:]:
+                    _write(results, [None if each is None else torch.nan for each in results])
+            with (
+                torch.enable_grad(),
+                torch.autocast("cpu", dtype, enabled=is_autocast, cache_enabled=False),
+            ):
+                _write(found, launch())
+
+        return found, replay
 
 
-def _gradients(outputs, inputs, seeds, allow_unused_input):
-    pairs = [pair for pair in zip(outputs, seeds, strict=True) if pair[0].requires_grad]
-    outputs, seeds = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, inputs, seeds, allow_unused=allow_unused_input)
+def _write(places, values):
+    for place, value in zip(places, values, strict=True):
+        if place is not None:
+            # A graph's writes change no version.
+            place.data.copy_(torch.as_tensor(value).detach())

@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from recsys._support.torch_compat import end_allocation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["graph_on", "restored"]
+__all__ = ["GraphRecorder", "restored"]
+
+_Result = TypeVar("_Result")
 
 
-def graph_on(device: torch.device) -> Callable[..., Any]:
-    """`torch.cuda.graph` for a device; meanwhile other threads may move rows and load data.
+class GraphRecorder:
+    """Records what functions launch as CUDA graphs; meanwhile other threads may move rows.
 
-    By itself torch captures on a stream of the device that it captured on first.
+    All graphs are recorded on one stream, so one may contain the backward of another.
+
+    Args:
+        device: Where the functions launch.
+        pool: The memory of the graphs, from `torch.cuda.graph_pool_handle`.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return partial(torch.cuda.graph, stream=stream, capture_error_mode="thread_local")
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        # By itself torch captures on a stream of the device that it captured on first.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = pool
+
+    def warm_up(self, launches: Sequence[Callable[[], Any]]) -> None:
+        """Call functions in turn, three times: libraries choose kernels and take memory."""
+        before = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            for launch in (*launches,) * 3:
+                launch()
+        before.wait_stream(self._stream)
+
+    def record(self, launch: Callable[[], _Result]) -> tuple[_Result, Callable[[], None]]:
+        """Record what a function launches; nothing runs yet.
+
+        Returns:
+            What the function returned, which each replay overwrites; and what replays.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            result = launch()
+        return result, graph.replay
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import warnings
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from recsys._support.graphs import graph_on, restored
+from recsys._support.graphs import GraphRecorder, restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -135,8 +135,7 @@ def _record(
     """Record what a function launches; nothing runs yet."""
     device = inputs[0].device
     places = [each.clone() for each in inputs]
-    graph = torch.cuda.CUDAGraph()
     pool = _pool(device, torch.cuda.current_stream(device).cuda_stream)
-    with restored(device, pool), graph_on(device)(graph, pool=pool):
-        result = launch(*places)
-    return _Recorded(places, graph.replay, result, reads)
+    with restored(device, pool):
+        result, replay = GraphRecorder(device, pool).record(partial(launch, *places))
+    return _Recorded(places, replay, result, reads)

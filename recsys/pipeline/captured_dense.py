@@ -1,35 +1,32 @@
 """The dense part of a step, replayed as CUDA graphs: one for forward, one for backward.
 
-pooled vectors, dense features, labels -> captured forward  -> loss, logits
-gradient of the loss                   -> captured backward -> gradients of vectors and parameters
-
 Launching the operations of the MLPs one by one takes the host longer than the GPU needs for them.
-Lookups, row updates and optimizers are not captured, so nothing about them changes.
-
-The results of a graph, gradients included, are in memory that its next replay overwrites, and
-backward overwrites what it reads of forward. So each graph is replayed once between `zero_grad` and
-`step`, and the loss and the logits are copied.
+Lookups, row updates and optimizers are not captured, so nothing about them changes. `dense_graphs`
+has the graphs; this module decides which steps replay them, and hands their gradients on.
 """
 
 from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from recsys._support.graphs import graph_on, restored
-from recsys._support.torch_compat import has_global_hooks, plain_grad
+from recsys._support.torch_compat import (
+    has_global_hooks,
+    has_gradient_hooks,
+    plain_grad,
+    set_plain_grad,
+)
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.models.archs import AbstractPooledModel, SparseArch
 from recsys.models.dlrm import DLRMTrain
+from recsys.pipeline.dense_graphs import DenseGraphs, form_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["CapturedDense"]
 
@@ -59,9 +56,11 @@ class CapturedDense:
         self._model = cast("DLRMTrain", model)
         self.reason = ""
         self.num_replays = 0
-        self._num_backward = 0  # the replay whose backward was the last one
         self.pool: Any = None
-        self._graphs: _Graphs | None = None
+        self._graphs: DenseGraphs | None = None
+        self._state: list[Any] = []  # result of `_state` at the capture
+        self._replayed: _Replayed | None = None  # the forward whose backward is to come
+        self._earlier: Tensor | None = None  # the loss of the replay before it
         self._tables = [each for each in model.modules() if isinstance(each, AbstractTables)]
         # Of rows that recsys updates, gradients are in ledgers.
         updated = {
@@ -84,7 +83,7 @@ class CapturedDense:
         if not self._is_ready():
             yield
             return
-        self._was_called = False
+        self._was_called, self._replayed = False, None
         attributes = vars(self._model)  # setting those of a module takes ten times as long
         attributes.update(run_dense=self._run, vectors=self._vectors())
         try:
@@ -123,7 +122,7 @@ class CapturedDense:
             obstacle = _obstacle(self._model)  # such as a hook that is newer than the pipeline
             if obstacle:
                 self._give_up(obstacle)
-        elif self._graphs.state != _state(self._model):
+        elif self._state != _state(self._model):
             self._graphs = None
             self._give_up(
                 "hooks, parameters, requires_grad or modes of the dense part are others than in "
@@ -152,33 +151,56 @@ class CapturedDense:
             self._graphs = self._capture(inputs)
         if self._graphs is None:
             return self._model.loss_of(*inputs)
-        if not torch.is_grad_enabled() or self._graphs.form != _form(inputs):
+        if not torch.is_grad_enabled() or self._graphs.form != form_of(inputs):
             self.leave_out("they have other shapes, dtypes or precision than the first one")
             return self._model.loss_of(*inputs)
         self._num_misfits, self.num_replays = 0, self.num_replays + 1
-        loss, logits = self._graphs.replay(*inputs, *self._graphs.parameters)
-        loss = loss.clone()
-        if loss.requires_grad:
-            loss.register_hook(partial(self._require_first_backward, self.num_replays))  # type: ignore[no-untyped-call]
-        return loss, logits.detach().clone()
+        loss, logits = self._graphs.forward(inputs)
+        self._replayed = _Replayed(loss.requires_grad_(), inputs)
+        return loss, logits
 
-    def _require_first_backward(self, number: int, _: Tensor) -> None:
-        """Check that a backward is the first one of the last replay; see the top of this module."""
-        if number != self.num_replays or number == self._num_backward:
-            raise RuntimeError(
-                "capture=True: backward runs once for each step, and before the next one, because "
-                "its graph overwrites what it reads; compute a second gradient of the loss, or "
-                "that of an earlier step, with capture=False"
-            )
-        self._num_backward = number
-
-    def _capture(self, inputs: tuple[Tensor, ...]) -> _Graphs | None:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> DenseGraphs | None:
+        self._state = _state(self._model)
         try:
-            return _captured(self._model, inputs, self.pool)
+            return DenseGraphs(self._model, _dense_parameters(self._model), inputs, self.pool)
         except Exception as error:  # torch's, the GPU's, or the model's; without graphs it may work
             [line, *_] = [*str(error).splitlines(), ""]
             self._give_up(f"capturing failed with {type(error).__name__}: {line}")
             return None
+
+    def backward(self, total: Tensor) -> None:
+        """In place of `total.backward()`, after the forward of a step.
+
+        Args:
+            total: The loss, or one made from it, such as a sum with others.
+
+        Raises:
+            RuntimeError: `total` depends on the loss of an earlier step.
+        """
+        replayed, graphs, self._replayed = self._replayed, self._graphs, None
+        if replayed is None or graphs is None:
+            total.backward()  # type: ignore[no-untyped-call]
+            return
+        loss, inputs = replayed
+        earlier, self._earlier = self._earlier, loss
+        is_loss = total is loss and not has_gradient_hooks(loss)
+        seed = None if is_loss else _seed_of(loss, earlier, total)
+        if seed is None and not is_loss:
+            total.backward()  # type: ignore[no-untyped-call]
+            return
+        of_inputs, of_parameters = graphs.backward(seed)
+        found = list(zip(inputs, of_inputs, strict=True))
+        for parameter, gradient in zip(graphs.parameters, of_parameters, strict=True):
+            if is_loss and _is_only_set(parameter):
+                set_plain_grad(parameter, gradient)  # takes a fraction of the time
+            else:
+                found.append((parameter, gradient))
+        found = [pair for pair in found if pair[1] is not None]
+        if not is_loss:
+            found.append((total, None))
+        if found:  # in one pass, after which rows may be updated
+            tensors, gradients = zip(*found, strict=True)
+            torch.autograd.backward(tensors, gradients)
 
     def _give_up(self, reason: str, effect: str = "has no effect") -> None:
         self.reason, self._has_warned = reason, False
@@ -190,131 +212,41 @@ class CapturedDense:
             warnings.warn(f"capture=True {what}", stacklevel=5)
 
 
-class _Graphs(NamedTuple):
-    """What was captured.
+class _Replayed(NamedTuple):
+    """A forward that was replayed.
 
     Attributes:
-        replay: Maps dense features, pooled vectors, labels and parameters to loss and logits.
-        parameters: Those of the dense part.
-        vectors: Where the graphs read the pooled vectors, (B, F, D).
-        form: Result of `_form`, at that time.
-        state: Result of `_state`, at that time.
+        loss: The loss, a leaf: what is made from it is differentiated op by op.
+        inputs: Dense features, pooled vectors and labels.
     """
 
-    replay: Callable[..., tuple[Tensor, Tensor]]
-    parameters: list[nn.Parameter]
-    vectors: Tensor
-    form: list[Any]
-    state: list[Any]
+    loss: Tensor
+    inputs: Sequence[Tensor]
 
 
-class _DensePart(nn.Module):
-    """`loss_of` as the forward of a module, for `functional_call`."""
-
-    def __init__(self, train_model: DLRMTrain) -> None:
-        super().__init__()
-        self.train_model = train_model
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.train_model.loss_of(*inputs)
-
-
-def _captured(model: DLRMTrain, inputs: tuple[Tensor, ...], pool: Any) -> _Graphs:
-    """Capture the dense part for inputs like these, which stay as they are."""
-    form, state, device = _form(inputs), _state(model), inputs[1].device
-    named = dict(_dense_parameters(model))
-    names = [f"train_model.{name}" for name in named]
-    part = _DensePart(model)
-    autocast = partial(
-        torch.autocast,
-        device.type,
-        torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,  # copies of parameters must be made anew in each replay
-    )
-
-    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        # Forward alone: backward runs without autocast, as it does outside of graphs.
-        with autocast():
-            values = dict(zip(names, tensors[len(inputs) :], strict=True))
-            loss, logits = functional_call(part, values, tensors[: len(inputs)])
-            return loss, logits.detach()  # otherwise backward would add its gradient, zeros
-
-    # Graphs read parameters in place, and copies of the inputs, which each replay writes. Aliases
-    # have no autograd nodes or hooks of the parameters, which would otherwise be captured, or
-    # belong to the stream of the capture.
-    samples = [
-        *(_like(each.detach().clone(), each) for each in inputs),
-        *(_like(each.detach(), each) for each in named.values()),
-    ]
-    if pool is None and device.type == "cuda":
-        pool = torch.cuda.graph_pool_handle()
-    # For a forward that is not captured: nodes of the samples would belong to this stream.
-    others = [_like(each.detach(), each) for each in samples]
-    with (
-        restored(device, pool),
-        torch.autocast(device.type, enabled=False),
-        warnings.catch_warnings(),
-    ):
-        # Of the samples, whose gradients are returned and not accumulated.
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
-        _require_leaves(forward(*others)[0], others)
-        replay = _make_graphed(forward, tuple(samples), pool, device)
-    return _Graphs(replay, list(named.values()), samples[1].detach(), form, state)
-
-
-def _like(alias: Tensor, original: Tensor) -> Tensor:
-    return alias.requires_grad_(original.requires_grad)
-
-
-def _require_leaves(loss: Tensor, samples: list[Tensor]) -> None:
-    """Check that a loss depends on no other tensors that require a gradient: they would get none.
+def _seed_of(loss: Tensor, earlier: Tensor | None, total: Tensor) -> Tensor | None:
+    """The gradient of a loss, from what was made from it; None if nothing was.
 
     Raises:
-        ValueError: it does.
+        RuntimeError: something was made from an earlier loss, too.
     """
-    known, seen, waiting = set(map(id, samples)), set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
-        if leaf is not None and id(leaf) not in known:
-            raise ValueError(
-                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that is no parameter "
-                "of the dense part, such as one of sparse_arch"
-            )
-        waiting.extend(following for following, _ in node.next_functions)
-
-
-def _make_graphed(
-    function: Callable[..., tuple[Tensor, Tensor]],
-    samples: tuple[Tensor, ...],
-    pool: Any,
-    device: torch.device,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`make_graphed_callables` on a device; it has no argument for how it captures."""
-    graph = torch.cuda.graph
-    if device.type == "cuda":
-        torch.cuda.graph = graph_on(device)  # type: ignore[assignment, misc]
-    try:
-        found = torch.cuda.make_graphed_callables(
-            function, samples, allow_unused_input=True, pool=pool
+    losses = [loss] if earlier is None else [loss, earlier]
+    seed, *others = torch.autograd.grad(total, losses, retain_graph=True, allow_unused=True)
+    if any(each is not None for each in others):
+        raise RuntimeError(
+            "capture=True: the loss of a step depends on that of an earlier step, whose graph was "
+            "replayed again; use loss.detach() there, or capture=False"
         )
-    finally:
-        torch.cuda.graph = graph  # type: ignore[misc]
-    return cast("Callable[..., tuple[Tensor, Tensor]]", found)
+    return seed
 
 
-def _form(inputs: tuple[Tensor, ...]) -> list[Any]:
-    """What inputs and settings must have in common with those of the capture."""
-    device_type = inputs[1].device.type
-    return [
-        *((each.shape, each.dtype, each.device, each.requires_grad) for each in inputs),
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        torch.backends.cuda.matmul.fp32_precision,
-    ]
+def _is_only_set(parameter: nn.Parameter) -> bool:
+    """Whether all that backward does with a parameter's gradient is to set `grad`."""
+    return (
+        plain_grad(parameter) is None
+        and not has_gradient_hooks(parameter)
+        and not hasattr(parameter, "_in_backward_optimizers")  # a hook of its node calls them
+    )
 
 
 def _state(model: DLRMTrain) -> list[Any]:

@@ -439,7 +439,8 @@ class TrainPipeline:
             raise TrainingDiverged(explain_loss(total.item(), batch))
         if weight != 1.0 and not loss.dim():
             total = total * weight
-        total.backward()  # type: ignore[no-untyped-call]
+        backward = torch.Tensor.backward if self.captured is None else self.captured.backward
+        backward(total)
         self.clock.mark("backward")
         return loss.detach(), output
 

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
 
 from recsys import DLRM, DLRMTrain
 from recsys.embeddings.baselines import TorchEmbeddingBags
@@ -200,33 +203,132 @@ def test_a_second_forward_of_a_step_runs_op_by_op(batches):
     require_same(batches, custom_model_fwd=twice, num_replays=6)
 
 
-def _twice(kept, loss):
-    """The loss, after a gradient of it."""
-    torch.autograd.grad(loss, kept["weight"], retain_graph=True)
+def _scaled(model, loss):
+    return loss * 3
+
+
+def _regularized(model, loss):
+    parameters = dense_parameters(model)
+    return loss + 0.1 * sum(each.square().sum() for each in parameters)
+
+
+def _with_a_hook(model, loss):
+    loss.register_hook(lambda gradient: gradient * 2)
     return loss
 
 
-def _with_an_earlier_one(kept, loss):
-    """From the second step on, the loss and that of the step before."""
-    before, kept["loss"] = kept.get("loss"), loss
-    return loss if before is None else loss + before
+def _without_the_loss(model, loss):
+    return dense_parameters(model)[0].square().sum()
 
 
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("change", [_twice, _with_an_earlier_one])
-def test_a_second_backward_of_a_step_is_refused(batches, change):
-    model = make_model()
-    kept = {"weight": dense_parameters(model)[0]}
+@pytest.mark.parametrize("auto_apply", [True, False])
+@pytest.mark.parametrize("change", [_scaled, _regularized, _with_a_hook, _without_the_loss])
+def test_what_is_made_from_the_loss_is_trained_on(batches, change, auto_apply):
+    def wrap(model):
+        def forward(batch):
+            loss, output = model(batch)
+            return change(model, loss), output
 
-    def forward(batch):
-        loss, output = model(batch)
-        return change(kept, loss), output
+        return forward
 
-    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
-    pipeline = TrainPipeline(model, optimizer, capture=True, custom_model_fwd=forward)
+    options = {"custom_model_fwd": wrap, "auto_apply": auto_apply}
+    found = require_same(batches, num_replays=6, **options)
 
-    with pytest.raises(RuntimeError, match="capture=True: backward runs once for each step"):
-        list(pipeline.steps(batches))
+    plain = train(batches, capture=False, auto_apply=auto_apply)
+    assert any(not torch.equal(found.weights[name], each) for name, each in plain.weights.items())
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("auto_apply", [True, False])
+def test_a_loss_of_the_vectors_updates_rows_once(batches, auto_apply):
+    """Its gradient and that of the graph reach the lookup in one pass, as they do op by op."""
+
+    def wrap(model):
+        kept = []
+        model.model.sparse_arch.register_forward_hook(lambda _, __, out: kept.append(out))
+
+        def forward(batch):
+            loss, output = model(batch)
+            return loss + kept.pop().square().mean(), output
+
+        return forward
+
+    options = {"custom_model_fwd": wrap, "auto_apply": auto_apply, "optimizer": Adagrad(lr=0.1)}
+    require_same(batches, num_replays=6, **options)
+
+
+@pytest.mark.usefixtures("made")
+def test_a_loss_for_each_sample_is_summed(batches):
+    def change(model):
+        model.loss_fn = nn.BCEWithLogitsLoss(reduction="none")
+
+    require_same(batches, change=change, num_replays=6)
+
+
+@pytest.mark.usefixtures("made")
+def test_a_share_of_a_whole_mini_batch_weighs_its_loss(batches):
+    found = require_same(batches, batch_size=2 * B, num_replays=6)
+
+    plain = train(batches, capture=False)
+    assert not torch.equal(found.outputs[-1][0], plain.outputs[-1][0])
+
+
+def _double(model):
+    dense_parameters(model)[0].register_hook(lambda gradient: gradient * 2)
+
+
+def _halve(model):
+    def halve(parameter):
+        parameter.grad *= 0.5
+
+    dense_parameters(model)[1].register_post_accumulate_grad_hook(halve)
+
+
+def _step_in_backward(model):
+    last = [dense_parameters(model)[-1]]
+    apply_optimizer_in_backward(torch.optim.SGD, last, {"lr": 0.3})
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("change", [_double, _halve, _step_in_backward])
+def test_hooks_of_parameters_are_called(batches, change):
+    found = require_same(batches, change=change, num_replays=6)
+
+    plain = train(batches, capture=False)
+    assert any(not torch.equal(found.weights[name], each) for name, each in plain.weights.items())
+
+
+@pytest.mark.usefixtures("made")
+def test_the_loss_of_an_earlier_step_is_refused(batches):
+    losses = []
+
+    def wrap(model):
+        def forward(batch):
+            loss, output = model(batch)
+            losses.append(loss)
+            return sum(losses[-2:]), output
+
+        return forward
+
+    with pytest.raises(RuntimeError, match="capture=True: the loss of a step depends on that of"):
+        train(batches, capture=True, custom_model_fwd=wrap)
+
+    assert len(losses) == 2
+
+
+@pytest.mark.usefixtures("made")
+def test_the_loss_has_no_graph_that_other_gradients_could_be_taken_of(batches):
+    def wrap(model):
+        def forward(batch):
+            loss, output = model(batch)
+            torch.autograd.grad(loss, dense_parameters(model)[0], retain_graph=True)
+            return loss, output
+
+        return forward
+
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        train(batches, capture=True, custom_model_fwd=wrap)
 
 
 def _keep(model):

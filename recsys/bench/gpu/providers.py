@@ -213,7 +213,8 @@ class PlainLoop(AbstractProvider):
         with nullcontext() if self.captured is None else self.captured.one_step():
             loss, _ = self._forward(batch)
         self._between(self._batch(self._next))
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward = torch.Tensor.backward if self.captured is None else self.captured.backward
+        backward(loss)
         with replaying(self.captured is not None and not self.captured.reason):
             for optimizer in self._optimizers:
                 optimizer.step()
