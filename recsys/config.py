@@ -237,7 +237,7 @@ class TrainConfig:
         "fp32", "of the dense part; bf16 keeps parameters in fp32", choices=("fp32", "bf16")
     )
     capture: bool = _key(
-        False, "replay the dense part of models of pooled bags as CUDA graphs; for device cuda"
+        True, "replay steps of models of pooled bags as CUDA graphs; without effect on a CPU"
     )
     init_from: str = _key(
         "",

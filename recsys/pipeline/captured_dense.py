@@ -28,7 +28,7 @@ from recsys.pipeline.dense_graphs import DenseGraphs, form_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["CapturedDense"]
+__all__ = ["CapturedDense", "may_capture"]
 
 # Device types whose work can be captured. Tests add "cpu".
 _CAN_CAPTURE = {"cuda"}
@@ -289,6 +289,14 @@ def _dense_parameters(model: DLRMTrain) -> list[tuple[str, nn.Parameter]]:
     return [
         (name, each) for name, each in model.named_parameters() if not name.startswith(_EMBEDDINGS)
     ]
+
+
+def may_capture(model: nn.Module) -> bool:
+    """Whether a model is of a kind that is captured, on a device whose work can be."""
+    is_known = _has_forward_of(model, DLRMTrain) and _has_forward_of(
+        cast("DLRMTrain", model).model, AbstractPooledModel
+    )
+    return is_known and any(each.device.type in _CAN_CAPTURE for each in model.parameters())
 
 
 def _obstacle(model: nn.Module) -> str:

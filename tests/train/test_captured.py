@@ -25,29 +25,32 @@ def test_a_run_whose_dense_part_is_captured_is_the_same_run(
 ):
     made = capture_on_cpu(monkeypatch)
     settings = (f"model.name={model}", f"precision={precision}", "budget=8KiB", "num_threads=1")
-    expected = run(small_config(*settings), tmp_path / "plain")
+    expected = run(small_config(*settings, "capture=false"), tmp_path / "plain")
 
-    found = run(small_config(*settings, "capture=true"), tmp_path / "captured")
+    found = run(small_config(*settings), tmp_path / "captured")
 
     require_equal(found, expected)
     assert len(made) == 1
 
 
-def test_on_the_cpu_a_run_goes_on_without_and_says_so(small_config, tmp_path):
-    expected = run(small_config(), tmp_path / "plain")
+@pytest.mark.parametrize("settings", [("schedule.name=hotline", "budget=8KiB"), ()])
+def test_what_is_never_captured_is_not_told(small_config, tmp_path, monkeypatch, settings):
+    """Under Hotline parts of mini-batches are trained on; without settings, on the CPU."""
+    made = []
+    if settings:
+        made = capture_on_cpu(monkeypatch)
 
-    with pytest.warns(UserWarning, match="capture=True has no effect: the dense part is on 'cpu'"):
-        found = run(small_config("capture=true"), tmp_path / "captured")
+    run(small_config(*settings), tmp_path / "run")  # where a warning is an error
 
-    require_equal(found, expected)
+    assert not made
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_is_captured_and_about_the_same(small_config, tmp_path):
-    expected = run(small_config("device=cuda"), tmp_path / "plain")
+    expected = run(small_config("device=cuda", "capture=false"), tmp_path / "plain")
 
-    found = run(small_config("device=cuda", "capture=true"), tmp_path / "captured")
+    found = run(small_config("device=cuda"), tmp_path / "captured")
 
     for name, value in expected[1].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-4)

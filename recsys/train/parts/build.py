@@ -35,6 +35,7 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
+from recsys.pipeline.captured_dense import may_capture
 from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
 from recsys.train.parts.budget import window_lookups
@@ -424,7 +425,8 @@ def build_pipeline(
         custom_model_fwd=forward,
         clock=clock,
         batch_size=config.batch_size // (1 if processes is None else processes.num_ranks),
-        capture=config.capture,
+        # Parts of mini-batches, of which `Hotline` makes two, are not replayed.
+        capture=config.capture and config.schedule.name != "hotline" and may_capture(model),
     )
 
 
