@@ -200,7 +200,9 @@ class CapturedDense:
             found.append((total, None))
         if found:  # in one pass, after which rows may be updated
             tensors, gradients = zip(*found, strict=True)
-            torch.autograd.backward(tensors, gradients)
+            # For a CUDA device autograd would hand over to a thread of its own, and back.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(tensors, gradients)
 
     def _give_up(self, reason: str, effect: str = "has no effect") -> None:
         self.reason, self._has_warned = reason, False
