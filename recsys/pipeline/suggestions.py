@@ -168,7 +168,7 @@ def too_deep(schedule: Schedule | Auto, tiers: Sequence[Tiers], wanted: int, dep
         f"{each.hot.num_slots} rows of embedding_dim {each.hot.rows.shape[1]}" for each in tiers
     )
     remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
-    # A device is not asked how many rows a mini-batch has, so the host counts the most.
+    # The host does not wait to learn how many rows the last one has, so it counts the most.
     may = "may have" if any(each.are_reached for each in tiers) else "has"
     return (
         f"schedule={schedule}: a budget with slots for {slots} "

@@ -96,3 +96,29 @@ def test_the_next_mini_batch_is_claimed_however_often_a_bag_is_called(num_calls)
         pass
 
     assert pipeline.mean_depth == pytest.approx(19 / 20)
+
+
+def test_two_mini_batches_ahead_are_claimed_if_their_rows_fit_and_their_lookups_would_not(
+    monkeypatch,
+):
+    budget = 4 * 3000 + 60 * (16 + 8)
+    bag = HotColdEmbeddingBag(3000, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
+    [tiers] = bag.tiers()
+    assert tiers.hot.num_slots == 60
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = bag
+
+        def forward(self, ids):
+            return bag(ids).square().sum(), None
+
+    monkeypatch.setattr(tiers.hot, "claim", lambda *_, **__: pytest.fail("a claim is waited for"))
+    pipeline = TrainPipeline(Model(), None, schedule=LookAhead(2), ids=lambda batch: {"bag": batch})
+    # 30 lookups of 10 rows each: 10 + 10 + 30 are at most 60, but 30 + 30 + 30 are not.
+    batches = [(torch.arange(30) % 10 + 10 * number).view(15, 2) for number in range(20)]
+    for _ in pipeline.steps(batches):
+        pass
+
+    assert pipeline.mean_depth == pytest.approx((18 * 2 + 1) / 20)

@@ -184,14 +184,19 @@ def _tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:
 
 
 class AheadQueue:
-    """The tickets of one table group that wait for their lookups."""
+    """The tickets of one table group that wait for their lookups.
+
+    Attributes:
+        batch: The number of the mini-batch that tickets are made for; None if each counts as that
+            of a mini-batch of its own.
+    """
 
     def __init__(self) -> None:
         # By the tables that are looked up, because a model may have hundreds of separate bags;
         # each list in the order its tickets were made. Some may have been released.
         self._of_tables: dict[tuple[int, ...], list[Ticket]] = {}
         self._num_made = 0
-        self._batch: int | None = None
+        self.batch: int | None = None
 
     def __bool__(self) -> bool:
         """Whether a ticket is waiting; forgets released tickets if none is."""
@@ -209,14 +214,14 @@ class AheadQueue:
 
         Until the first call, each ticket counts as that of a mini-batch of its own.
         """
-        self._batch = (self._batch or 0) + 1
+        self.batch = (self.batch or 0) + 1
 
     def num_before(self, lookups: Lookups) -> int:
         """The number of earlier mini-batches with waiting tickets for these lookups."""
         found = [each for each in self._held_of(lookups) if each.lookups is lookups]
-        if self._batch is None:
+        if self.batch is None:
             return len(found)
-        return len({each.batch for each in found} - {self._batch})
+        return len({each.batch for each in found} - {self.batch})
 
     def num_claims(self) -> int:
         """How many claims the waiting tickets are of; parts of a split ticket have one together."""
@@ -225,7 +230,7 @@ class AheadQueue:
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""
         for ticket in tickets:
-            ticket.ids, ticket.queue, ticket.batch = ids, self, self._batch
+            ticket.ids, ticket.queue, ticket.batch = ids, self, self.batch
             ticket.number = self._num_made
             self._num_made += 1
             self._keep(ticket.lookups, [*self._held_of(ticket.lookups), ticket])

@@ -12,9 +12,10 @@ ordered queue, so no row is fetched before its own write-back.
 A device that copies rows by itself (`DeviceCopies`) needs no list of them on the host. If the
 slots suffice for the most rows that all tickets can need, releases, a claim and its transfer are
 then only queued on the device, in the order of transfers: what computes meanwhile waits for none of
-them. Otherwise the host waits for the result of the claim, as it must to copy rows itself, to unpin
-rows, and to refuse a claim. Everything else that reads or changes the records of slots waits for
-all transfers.
+them. If they may not suffice, the host reads how many rows the claims queued earlier have (`Holds`)
+and judges again. If they still may not, the host waits for the result of the new claim, as it must
+to copy rows itself, to unpin rows, and to refuse a claim. Everything else that reads or changes the
+records of slots waits for all transfers.
 
 Evaluation claims no slots. When no transfer is pending, the current copy of a row is in its slot
 or, if it has none, in the cold store.
@@ -26,7 +27,6 @@ takes the first row whose count is zero. So frequently used rows stay, without a
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from contextlib import nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -39,14 +39,8 @@ from recsys._support.replays import are_replaying
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
 from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
 from recsys.embeddings.tiers.counts import ClaimCounter
-from recsys.embeddings.tiers.ticket import (
-    MOST_HELD,
-    HeldSlots,
-    Hold,
-    NotEnoughSlots,
-    Ticket,
-    Transferred,
-)
+from recsys.embeddings.tiers.holds import MOST_HELD, Hold, Holds, Need
+from recsys.embeddings.tiers.ticket import NotEnoughSlots, Ticket, Transferred
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
 from recsys.embeddings.tiers.written_rows import WrittenRows
 
@@ -93,10 +87,7 @@ class Residency:
         self.times = TransferClock()
         self.queue = TransferQueue()
         self.changed_rows: ChangedRows | None = None
-        self._held: set[HeldSlots] = set()
-        self._released: deque[HeldSlots] = deque()  # their holds have died; still in `_held`
-        self._dropped: list[Any] = []  # slots taken out of `_held`, to be released
-        self._most_needed = 0  # the most slots that `_held` can need
+        self._holds = Holds()
         self._written = WrittenRows()
         self._has_warned = False
 
@@ -119,6 +110,7 @@ class Residency:
         in_background: bool = False,
         may_unpin: bool = True,
         may_wait: bool = True,
+        batch: int | None = None,
     ) -> Ticket:
         """Claim a slot for every row of a mini-batch, and fetch the rows that have none yet.
 
@@ -128,7 +120,11 @@ class Residency:
             in_background: Whether the queue's thread must fetch the rows. If False and no transfer
                 is pending, the rows are fetched before this returns.
             may_unpin: Whether rows of a plan may be unpinned for the claim.
-            may_wait: Whether the host may wait for a device that copies rows by itself.
+            may_wait: Whether the host may wait for the claim, if a device copies rows by itself.
+                The device then has nothing left to do. If False, the host may still wait for
+                claims of other mini-batches: as a rule they were queued a step ago, and the device
+                has had that step to do since.
+            batch: The number of the mini-batch in `AheadQueue`; None for one of its own.
 
         Raises:
             NoSuchRow: a value is not a row of its table; nothing was claimed.
@@ -138,21 +134,25 @@ class Residency:
             RuntimeError: a slot cannot count more tickets; nothing was claimed.
         """
         self._written.mark()
-        if len(self._held) - len(self._released) >= MOST_HELD:
+        if (num_held := len(self._holds)) >= MOST_HELD:
             raise RuntimeError(
-                f"{len(self._held)} lookups hold rows in fast memory, which is the maximum; delete "
+                f"{num_held} lookups hold rows in fast memory, which is the maximum; delete "
                 "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
         by_device = self._is_copied_by_device()
-        queued = self._queue_claim(lookups, bags) if by_device else None
-        if queued is not None:
-            return queued
-        if by_device and not may_wait:
-            raise NotEnoughSlots(self, self.hot.num_slots + 1)
+        if by_device:
+            # A queued claim releases these in `in_order`, so after the caller's last use of them.
+            self._holds.take_released()
+            most_rows = self._most_rows(lookups, bags, None if may_wait else batch)
+            if most_rows is not None:
+                return self._queue_claim(lookups, bags, most_rows, batch)
+            if not may_wait:
+                raise NotEnoughSlots(self, self.hot.num_slots + 1)
         self._collect()
         claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
-        hold = self._hold(claim, claim.num_rows)
+        bound = count_most_rows(self.hot.map, lookups, bags) if by_device else claim.num_rows
+        hold = self._hold(claim, Need(bound, claim.num_rows))
         after_hits, moves = self._transferred(by_device), claim.moves
         if len(moves.fetched_rows):
             in_order = self.hot.in_order()
@@ -163,24 +163,24 @@ class Residency:
         after, fetched = self._transferred(by_device), moves.fetched_slots
         return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
 
-    def _queue_claim(self, lookups: Lookups, bags: Any) -> Ticket | None:
+    def _queue_claim(
+        self, lookups: Lookups, bags: Any, most_rows: int, batch: int | None
+    ) -> Ticket:
         """Queue releases, a claim and its transfer on the device, in the order of transfers.
 
-        Returns:
-            None if there may be too few slots; then nothing was claimed.
+        Args:
+            lookups: As for `claim`.
+            bags: As for `claim`.
+            most_rows: The most rows that the claim can need; there are slots for them.
+            batch: As for `claim`.
         """
-        # These are released in `in_order`, so after the caller's last use of them.
-        self._take_released()
-        most_rows = self._most_rows(lookups, bags)
-        if most_rows is None:
-            return None
         self.hot.prepare(lookups, bags)
         found: list[tuple[QueuedClaim, Hold, Any]] = []
 
         def run() -> None:
             begin = perf_counter()
             with self.hot.in_order():
-                found.append(self._claim_in_order(lookups, bags, most_rows))
+                found.append(self._claim_in_order(lookups, bags, most_rows, batch))
             self.times.fetched(begin, perf_counter())
 
         # A failure half-way ends the queue: rows may have got slots without being copied there.
@@ -188,10 +188,11 @@ class Residency:
         [(claim, hold, after_claim)] = found
         after = self._transferred(True)
         hits = after if after_claim is None else Transferred(0, after_claim)
+        hold.event = hits.event
         return Ticket(hold, lookups, claim.slot_of_value, after, hits, claim.moves.fetched_slots)
 
     def _claim_in_order(
-        self, lookups: Lookups, bags: Any, most_rows: int
+        self, lookups: Lookups, bags: Any, most_rows: int, batch: int | None
     ) -> tuple[QueuedClaim, Hold, Any]:
         """See `_queue_claim`; the caller is in the order of transfers.
 
@@ -201,13 +202,22 @@ class Residency:
         copies = self._copies
         assert copies is not None
         is_one = are_replaying()  # then everything is the replay of one graph
-        last = self._dropped.pop() if is_one and self._dropped else None
+        dropped = self._holds.dropped
+        last = dropped.pop() if is_one and dropped else None
         self._release()
         copies.keep()
+        # By bounds, which equal steps have in common: a graph is for one number. There are slots
+        # for this claim, so the others need at most the rest.
+        num_left = self.hot.num_slots - self.hot.map.num_pinned - most_rows
         claim = self.hot.queue_claim(
-            lookups, bags, most_rows, self._most_needed, last, copies if is_one else None
+            lookups,
+            bags,
+            most_rows,
+            min(self._holds.bound, num_left),
+            last,
+            copies if is_one else None,
         )
-        hold = self._hold(claim, most_rows)
+        hold = self._hold(claim, Need(most_rows, most_rows, claim.counts, batch))
         after_claim = None if is_one else self.hot.record_transfers()
         if not is_one:
             copies.launch(claim.moves)
@@ -215,11 +225,10 @@ class Residency:
             self._written.add(claim.moves.written_rows, self.changed_rows)
         return claim, hold, after_claim
 
-    def _hold(self, claim: SlotClaim | QueuedClaim, most_rows: int) -> Hold:
+    def _hold(self, claim: SlotClaim | QueuedClaim, need: Need) -> Hold:
         """Count a claim, and note the slots that it holds."""
         hold = Hold(self, claim.held)
-        self._held.add(HeldSlots.of(hold, most_rows, self._released))
-        self._most_needed += most_rows
+        self._holds.add(hold, need)
         self.counter.add(claim)
         return hold
 
@@ -236,11 +245,16 @@ class Residency:
         finally:
             self._warn_of_unpinned()
 
-    def _most_rows(self, lookups: Lookups, bags: Any) -> int | None:
-        """The most rows that a claim can need; None if there may be too few slots for it."""
+    def _most_rows(self, lookups: Lookups, bags: Any, but_of: int | None) -> int | None:
+        """The most rows that a claim can need; None if there may be too few slots for it.
+
+        Args:
+            lookups: As for `claim`.
+            bags: As for `claim`.
+            but_of: See `Holds.leave`.
+        """
         count = count_most_rows(self.hot.map, lookups, bags)
-        num_unpinned = self.hot.num_slots - self.hot.map.num_pinned
-        return count if self._most_needed + count <= num_unpinned else None
+        return count if self._holds.leave(count, self.hot, but_of) else None
 
     def _transferred(self, by_device: bool) -> Transferred:
         """The point after all transfers so far."""
@@ -460,25 +474,15 @@ class Residency:
     def _collect(self) -> None:
         """Release what was dropped; the slots can be read and changed after that."""
         self.hot.after_transfers()
-        self._take_released()
+        self._holds.take_released()
         self._release()
-
-    def _take_released(self) -> None:
-        """Take holds that died out of the counts; `_release` does so on the device."""
-        if not self._released:
-            return
-        with interrupts_held_back():  # slots that are taken off the list must be released
-            while self._released:
-                held = self._released.popleft()
-                self._held.discard(held)
-                self._most_needed -= held.most_rows
-                self._dropped.append(held.slots)
 
     def _release(self) -> None:
         """Release what was taken out of the counts, on the current stream."""
-        while self._dropped:
-            self.hot.release(self._dropped[-1])
-            self._dropped.pop()
+        dropped = self._holds.dropped
+        while dropped:
+            self.hot.release(dropped[-1])
+            dropped.pop()
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""

@@ -186,6 +186,18 @@ class Slots:
         """In `in_order`: the event after what was queued in it so far; None without a stream."""
         return None if self._stream is None else self._stream.record()
 
+    def read_counts(self, counts: Tensor, event: Any) -> list[int]:
+        """The counts of a queued claim; the host waits for it, but for nothing queued later.
+
+        Args:
+            counts: See `QueuedClaim`.
+            event: The event after the claim; None without a stream.
+        """
+        if self._stream is not None:
+            return self._stream.read(counts, event)
+        found: list[int] = counts.tolist()
+        return found
+
     def after_transfers(self, last: Any = None, made: Any = None) -> None:
         """Have the caller's stream wait for transfers.
 

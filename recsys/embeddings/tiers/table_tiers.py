@@ -183,6 +183,7 @@ class Tiers(AbstractInTurn):
                     may_unpin=False,
                     # Waiting for a device is worth it for the current mini-batch and the next one.
                     may_wait=self.ahead.num_before(layer) <= 1,
+                    batch=self.ahead.batch,
                 )
                 tickets.append(ticket)
             self.ahead.add(tickets, ids)

@@ -10,20 +10,16 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Sequence
 
     from torch import Tensor
 
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
+    from recsys.embeddings.tiers.holds import Hold
     from recsys.embeddings.tiers.residency import Residency
 
-__all__ = ["MOST_HELD", "HeldSlots", "Hold", "NotEnoughSlots", "Ticket", "Transferred"]
-
-
-# The maximum number of tickets at a time: a slot counts them in an int16.
-MOST_HELD = 2**15 - 1
+__all__ = ["NotEnoughSlots", "Ticket", "Transferred"]
 
 
 class NotEnoughSlots(Exception):  # stays inside this package: callers name the budget
@@ -238,39 +234,3 @@ class Ticket:
         # Through the hold, so that a released ticket does not keep the slots' memory alive.
         assert self._hold is not None
         return self._hold.residency
-
-
-class Hold:
-    """What one or more tickets share; when the last one drops it, its slots are released.
-
-    Args:
-        residency: Gets the slots back.
-        slots: The slots.
-    """
-
-    def __init__(self, residency: Residency, slots: Any) -> None:
-        self.residency, self.slots = residency, slots
-
-
-class HeldSlots(ref[Hold]):
-    """A weak reference to a hold. When the hold dies, Python appends this object to `released`.
-
-    Any thread may drop the last reference to a hold, at any time. Appending to a deque is atomic,
-    and no signal handler can come before it, as it can before the first statement of a `__del__`.
-
-    Attributes:
-        slots: The slots.
-        most_rows: The most slots that these can be, as far as the host knows.
-    """
-
-    __slots__ = ("most_rows", "slots")
-
-    slots: Any
-    most_rows: int
-
-    @classmethod
-    def of(cls, hold: Hold, most_rows: int, released: deque[HeldSlots]) -> HeldSlots:
-        """Note the slots of a hold. Keep the result until it is in `released`."""
-        found = cls(hold, released.append)
-        found.slots, found.most_rows = hold.slots, most_rows
-        return found

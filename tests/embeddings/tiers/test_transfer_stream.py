@@ -21,12 +21,21 @@ from tests.host_copies import HOST_COPIES, reach_host
 NUM_ROWS = 300
 
 
+class FakeEvent(frozenset):
+    """What comes before the event."""
+
+    host_waited_for = frozenset()
+
+    def synchronize(self):
+        FakeEvent.host_waited_for |= self
+
+
 class FakeStream:
     def __init__(self, device=None, priority=0):
         self.before = frozenset()
 
     def record_event(self):
-        return self.before
+        return FakeEvent(self.before)
 
     def wait_event(self, event):
         self.before |= event
@@ -75,6 +84,7 @@ class FakeMemory:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
+    monkeypatch.setattr(FakeEvent, "host_waited_for", frozenset())
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
@@ -136,6 +146,25 @@ def test_nothing_is_waited_for_before_the_first_transfer(cuda):
     TransferStream([FakeMemory()]).wait()
 
     assert not cuda.default.before
+
+
+def test_numbers_are_read_after_their_event_and_after_nothing_that_was_queued_later(cuda):
+    class FakeNumbers:
+        def tolist(self):
+            return [cuda.current_stream().work("read")]
+
+    stream = TransferStream([FakeMemory()])
+    with stream.transfer():
+        cuda.current_stream().work("claim")
+        made = stream.record()
+        cuda.current_stream().work("copies")
+    cuda.default.work("step")
+
+    [before] = stream.read(FakeNumbers(), made)
+
+    assert FakeEvent.host_waited_for == {"claim"}
+    assert not before  # no work of the stream: `tolist` would wait for it
+    assert cuda.current_stream() is cuda.default
 
 
 def test_memory_of_the_slots_is_kept_for_the_stream_that_uses_it(cuda):
@@ -283,6 +312,28 @@ def test_claims_and_releases_are_made_between_transfers_and_no_step_waits_for_la
     assert releases == 3
     fetched = [before for (name, *_), (_, before) in run.copies.items() if name == "fetch"]
     assert all(claims[0] in before for before in fetched)
+
+
+@pytest.mark.parametrize("are_replayed", [False, True])
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_a_claim_that_fits_by_the_counts_of_the_one_before_waits_for_no_step_after_that(
+    cuda, is_reached, are_replayed
+):
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
+    batches = [torch.tensor([[0, 0, 0, 1, 1, 1, 2]]) + 3 * step for step in range(5)]
+
+    with replaying(are_replayed):
+        run.bag.prefetch(batches[0])
+        for step, (ids, following) in enumerate(itertools.pairwise(batches)):
+            assert run.bag.prefetch(following).is_held
+            claims = [key for key, *_ in run.claims if key[0] == "queue_claim"]
+            assert len(claims) == step + 2
+            assert claims[step] in FakeEvent.host_waited_for
+            assert claims[step + 1] not in FakeEvent.host_waited_for
+            has_copied = set(run.of_row("fetch", 3 * step)) <= FakeEvent.host_waited_for
+            assert has_copied == are_replayed  # then one graph makes claim and copies
+            run.compute(step, ids)
+            assert step - 1 not in FakeEvent.host_waited_for
 
 
 @pytest.mark.parametrize("is_reached", [True], indirect=True)

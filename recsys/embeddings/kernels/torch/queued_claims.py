@@ -1,8 +1,9 @@
 """Claims of slots on a device that the host does not wait for.
 
 The host cannot take back what it has queued, so it must know before that there are enough slots.
-It counts the most rows that each ticket can need. If all tickets together need at most the slots
-that are not pinned, the claim finds its slots, whatever its ids are.
+It counts the most rows that each ticket can need, or reads the counts of an earlier claim. If all
+tickets together need at most the slots that are not pinned, the claim finds its slots, whatever its
+ids are.
 
 Letters: as in `slots`.
 """

@@ -121,6 +121,7 @@ class TransferStream:
     put in     `transfer` records an event on the caller's stream
     transfer   this stream waits for that event, copies rows, and records an event of its own
     use        `wait` has the caller's stream wait for the event of the last transfer
+    read       `read` has the host wait for an event, and copies numbers on a stream without work
 
     So a transfer runs after everything that the caller had queued when it was put in: the last
     use of the slots that it evicts. Computing on rows runs after their transfer. Memory that a
@@ -138,6 +139,7 @@ class TransferStream:
         for memory in memories:
             memory.record_stream(self._stream)
         self._done: torch.cuda.Event | None = None
+        self._reading: torch.cuda.Stream | None = None  # of `read`
 
     def transfer(self) -> AbstractContextManager[None]:
         """A context for one transfer that is put in now; any thread may enter it."""
@@ -179,6 +181,23 @@ class TransferStream:
             done = self._done  # the queue's thread may replace it meanwhile
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
+
+    def read(self, numbers: Tensor, made: torch.cuda.Event) -> list[int]:
+        """Copy numbers to the host, which waits for the event after which they are known.
+
+        This stream and the caller's have later work queued. So the copy runs on a third one, which
+        has none: the host does not wait for that work.
+
+        Args:
+            numbers: Made by a transfer.
+            made: The event.
+        """
+        made.synchronize()
+        if self._reading is None:
+            self._reading = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._reading):
+            found: list[int] = numbers.tolist()  # done on return, so the memory may be freed then
+        return found
 
     def keep(self, tensor: Tensor) -> None:
         """Keep memory, of whichever stream, until the caller's stream is done with it."""
