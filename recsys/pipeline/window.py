@@ -275,6 +275,11 @@ def _to(batch: Any, device: torch.device | None) -> Any:
     if device is None:
         return batch
     if hasattr(batch, "to"):
+        if device.type == "cuda" and hasattr(batch, "pin_memory"):
+            # From other memory the host copies in step with the device. What is on the device
+            # already cannot be pinned.
+            with suppress(RuntimeError):
+                batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: _to(value, device) for key, value in batch.items()}
