@@ -80,6 +80,7 @@ class _Case(NamedTuple):
         is_jagged: Whether a sample has several ids per table.
         share: The budget's share of the bytes of rows and state; 0 for none.
         is_evaluation: Whether a step is a forward without gradients.
+        device: Where the model and its mini-batches are.
     """
 
     kind: str
@@ -89,6 +90,7 @@ class _Case(NamedTuple):
     is_jagged: bool = False
     share: float = 0.0
     is_evaluation: bool = False
+    device: str = "cpu"
 
     @property
     def has_dense_gradients(self) -> bool:
@@ -105,6 +107,8 @@ class _Case(NamedTuple):
         found = f"model={self.kind},B={self.batch_size},D={DIM},optimizer={self.optimizer}"
         if self.is_evaluation:
             found += ",pass=evaluation"
+        if self.device != "cpu":
+            found += f",device={self.device}"
         if self.kind == "classic":
             return found
         ids = "steps" if self.kind == "tbsm" else "jagged" if self.is_jagged else "one-hot"
@@ -123,6 +127,7 @@ def bench_models(
     sequence_batch_sizes: Sequence[int] = (256, 2048),
     share: float = 0.0,
     is_evaluation: bool = False,
+    device: str = "cpu",
 ) -> list[Row]:
     """Measure every case.
 
@@ -137,14 +142,18 @@ def bench_models(
         sequence_batch_sizes: B of TBSM; upstream's is 256.
         share: The budget of `in_slots`, as a share of the bytes of rows and state; 0 leaves it out.
         is_evaluation: Whether evaluation is measured in place of training.
+        device: "cpu" or "cuda", where models and mini-batches are.
 
     Raises:
-        ConfigError: a batch size is below 1, or the share is not between 0 and 1.
+        ConfigError: a batch size is below 1, the share is not between 0 and 1, or PyTorch sees no
+            such device.
     """
     if min(batch_sizes) < 1:
         raise ConfigError(f"bench models: batch sizes must be at least 1, got {min(batch_sizes)}")
     if not 0 <= share < 1:
         raise ConfigError(f"bench models: share must be at least 0 and below 1, got {share}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("bench models: PyTorch sees no CUDA device; leave --device out")
     set_num_threads(0)  # as the processes do, for the record of the run
     of_whole = {
         "classic": (batch_sizes, KAGGLE_TABLE_SIZES),
@@ -158,13 +167,23 @@ def bench_models(
             tuple(min(size, max_rows) for size in table_sizes),
             share=share,
             is_evaluation=is_evaluation,
+            device=device,
         )
         for kind, (sizes, table_sizes) in of_whole.items()
         if kind in kinds
         for batch_size, optimizer in product(sizes, optimizers)
     ]
     others = [
-        _Case(kind, optimizer, batch_size, (max_rows,) * count, is_jagged, share, is_evaluation)
+        _Case(
+            kind,
+            optimizer,
+            batch_size,
+            (max_rows,) * count,
+            is_jagged,
+            share,
+            is_evaluation,
+            device,
+        )
         for kind, count, is_jagged, batch_size, optimizer in product(
             SHALLOW_KINDS, table_counts, (False, True), small_batch_sizes, optimizers
         )
@@ -215,13 +234,22 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
     torch.manual_seed(0)
     batches = [
         make_batch(
-            case.kind, case.table_sizes, case.batch_size, is_jagged=case.is_jagged, seed=seed
+            case.kind,
+            case.table_sizes,
+            case.batch_size,
+            is_jagged=case.is_jagged,
+            seed=seed,
+            device=case.device,
         )
         for seed in range(_NUM_BATCHES)
     ]
-    models: dict[str, nn.Module] = {"torch": make_model(case.kind, case.table_sizes)}
+    models: dict[str, nn.Module] = {
+        "torch": make_model(case.kind, case.table_sizes).to(case.device)
+    }
     if case.kind in WHOLE_KINDS:
-        models["no_tables"] = make_without_tables(case.kind, len(case.table_sizes), case.batch_size)
+        models["no_tables"] = make_without_tables(
+            case.kind, len(case.table_sizes), case.batch_size, case.device
+        )
     models["recsys"] = copy.deepcopy(models["torch"])
     if case.share:
         models["in_slots"] = copy.deepcopy(models["torch"])
@@ -243,7 +271,7 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
         num_timed = steps_of_turn(case.batch_size)
         num_before, num_warm_up_rounds = min(num_timed, _NUM_STEPS_BEFORE), _NUM_WARM_UP_ROUNDS
     turns = {
-        provider: timed(step, num_before=num_before, num_timed=num_timed)
+        provider: timed(step, num_before=num_before, num_timed=num_timed, device=case.device)
         for provider, step in steps.items()
     }
     with warnings.catch_warnings():

@@ -80,6 +80,9 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         help="measure them with a budget, too: this share of the bytes of rows and state",
     )
     models.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where models are; default: cpu"
+    )
+    models.add_argument(
         "--evaluation", action="store_true", help="measure forwards without gradients, not steps"
     )
     _add_tiers_options(tiers)
@@ -225,6 +228,7 @@ def _bench_models(options: argparse.Namespace) -> int:
         table_counts=(1, 4) if options.quick else (1, 4, 26),
         share=options.share,
         is_evaluation=options.evaluation,
+        device=options.device,
     )
     return _show_rows(rows, options)
 

@@ -181,7 +181,7 @@ def accelerate(
         tuple(each.description for each in specs) or (_LEFT_TO_CALLER,),
         rules,
         None if len(links) != 1 else links[0].row_optimizer,
-        *describe_outlook([link.updater for link in links]),
+        *describe_outlook([link.updater for link in links], len(counterparts)),
     )
 
 

@@ -99,11 +99,12 @@ class Accelerated:
         return [*of_modules, *self.rules]
 
 
-def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
+def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[str, str]:
     """Say where the rows are, and what speed to expect.
 
     Args:
         updaters: Everything in recsys that updates rows; empty if only torch does.
+        num_modules: Number of modules that look them up, each by a call of its own.
     """
     if not updaters:
         return "", "expect the same speed as before: recsys updates no rows here"
@@ -121,14 +122,23 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
             "has no state"
         )
     tiers = [each for updater in updaters for each in updater.tiers()]
+    [device, *_] = [group.group.device for group in groups]
+    is_apart = device.type != "cpu" and num_modules > _FEW_TABLES
+    if is_apart:
+        speed = (
+            f"expect longer steps: on '{device}' each of {num_modules} modules is looked up"
+            f"{', and its rows fetched,' if tiers else ''} by itself, which takes the host longer "
+            "than in PyTorch; one HotColdEmbeddingBagCollection looks up all tables at once"
+        )
     if not tiers:
         return f"all {total} are in fast memory", speed
     hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))
     place = "in memory" if all(each.files is None for each in tiers) else "in files"
-    speed = (
-        "expect longer steps: a budget saves fast memory, and rows that are not in it must be "
-        "fetched; recsys.pipeline.TrainPipeline fetches them before their step"
-    )
+    if not is_apart:
+        speed = (
+            "expect longer steps: a budget saves fast memory, and rows that are not in it must be "
+            "fetched; recsys.pipeline.TrainPipeline fetches them before their step"
+        )
     return f"{hot_bytes} of fast memory for {total}; the other rows are {place}", speed
 
 

@@ -148,3 +148,22 @@ def test_the_accelerated_model_computes_what_the_plain_one_does(kind, is_jagged,
             its_optimizer.step()
 
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(ConfigError, match="PyTorch sees no CUDA device; leave --device out"):
+        bench_models([8], ["sgd"], num_rounds=6, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_models_may_be_on_a_gpu():
+    rows = bench_models(
+        [8], ["sgd"], num_rounds=6, kinds=["classic"], max_rows=500, share=0.8, device="cuda"
+    )
+
+    case = "model=classic,B=8,D=16,optimizer=sgd,device=cuda"
+    assert {row.case for row in rows} == {case}
+    assert {row.provider for row in rows} == {"torch", "recsys", "in_slots", "no_tables"}

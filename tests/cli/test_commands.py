@@ -125,6 +125,7 @@ def test_options_are_these_and_no_others():
                 "--optimizers": "",
                 "--models": "",
                 "--share": "",
+                "--device": "",
                 "--evaluation": "",
                 "--quick": "",
                 "--json": "",

@@ -1,11 +1,13 @@
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import recsys
+from recsys.conversion.accelerated import describe_outlook
 from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.choice import NUMBA
 
@@ -78,6 +80,26 @@ def test_shorter_steps_are_expected_with_an_optimizer_that_has_state():
     result = recsys.accelerate(model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1))
 
     assert result.expected == "expect shorter steps: 1 table is updated by 1 kernel call a step"
+
+
+def test_longer_steps_are_expected_of_many_modules_on_a_device():
+    """There each lookup is launched by itself."""
+    group = SimpleNamespace(
+        group=SimpleNamespace(device=torch.device("cuda", 0)),
+        space_size=lambda: SimpleNamespace(state_sizes=()),
+    )
+    updater = SimpleNamespace(
+        resident_bytes=lambda: 10, num_tables=26, groups=[group], tiers=lambda: []
+    )
+
+    found = [describe_outlook([updater], num_modules)[1] for num_modules in (26, 1)]
+
+    assert found[0] == (
+        "expect longer steps: on 'cuda:0' each of 26 modules is looked up by itself, which takes "
+        "the host longer than in PyTorch; one HotColdEmbeddingBagCollection looks up all tables at "
+        "once"
+    )
+    assert found[1].startswith("expect shorter steps: 26 tables are updated by 1 kernel call")
 
 
 def test_a_module_used_in_two_places_is_exchanged_once_for_both():

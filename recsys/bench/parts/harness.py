@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
+import torch
 
 from recsys._support.machine import describe_environment
 from recsys.train.run_files.run_folder import write_json
@@ -140,7 +141,11 @@ def steps_of_turn(batch_size: int) -> int:
 
 
 def timed(
-    function: Callable[[], object], *, num_before: int = 0, num_timed: int = 1
+    function: Callable[[], object],
+    *,
+    num_before: int = 0,
+    num_timed: int = 1,
+    device: str = "cpu",
 ) -> Callable[[], float]:
     """Make a function that measures how many seconds a call of `function` takes.
 
@@ -149,14 +154,21 @@ def timed(
         num_before: Untimed calls first, so that the timed calls find the caches as their own
             earlier calls leave them, not as another provider leaves them.
         num_timed: Timed calls; the result is their mean.
+        device: Where the function computes. With "cuda", time ends when the device has finished.
     """
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
 
     def call() -> float:
         for _ in range(num_before):
             function()
+        wait()
         begin = time.perf_counter()
         for _ in range(num_timed):
             function()
+        wait()
         return (time.perf_counter() - begin) / num_timed
 
     return call

@@ -66,18 +66,26 @@ def make_model(kind: str, table_sizes: Sequence[int]) -> nn.Module:
     return _Shallow(_TABLES[kind](table_sizes), len(table_sizes))
 
 
-def make_without_tables(kind: str, num_tables: int, batch_size: int) -> nn.Module:
+def make_without_tables(
+    kind: str, num_tables: int, batch_size: int, device: str = "cpu"
+) -> nn.Module:
     """Make a model of `WHOLE_KINDS` with constant vectors instead of lookups."""
-    model = make_model(kind, [1] * num_tables)
+    model = make_model(kind, [1] * num_tables).to(device)
     shapes: list[tuple[int, ...]] = [(batch_size, DIM)] * num_tables
     if kind == "tbsm":
         shapes = [(batch_size, length, DIM) for length in _STEPS]
-    model.tables = _Constants(shapes)
+    model.tables = _Constants(shapes, device)
     return model
 
 
 def make_batch(
-    kind: str, table_sizes: Sequence[int], batch_size: int, *, is_jagged: bool, seed: int
+    kind: str,
+    table_sizes: Sequence[int],
+    batch_size: int,
+    *,
+    is_jagged: bool,
+    seed: int,
+    device: str = "cpu",
 ) -> TableBatch:
     """Make a mini-batch.
 
@@ -86,7 +94,8 @@ def make_batch(
         table_sizes: Rows of each table.
         batch_size: B.
         is_jagged: Whether a sample has several ids per table.
-        seed: Seed of all random numbers.
+        seed: Seed of all random numbers, which are drawn on the CPU.
+        device: Where its tensors are.
     """
     generator = torch.Generator().manual_seed(seed)
     ids, all_lengths = [], []
@@ -96,11 +105,11 @@ def make_batch(
         if is_jagged:
             lengths = torch.randint(1, 2 * MEAN_LENGTH, (batch_size,), generator=generator)
         drawn = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64)
-        ids.append((num_rows * drawn**8).long())
-        all_lengths.append(lengths)
+        ids.append((num_rows * drawn**8).long().to(device))
+        all_lengths.append(lengths.to(device))
     labels = (torch.rand(batch_size, generator=generator) < 0.25).float()
     dense = torch.rand(batch_size, NUM_DENSE, generator=generator)
-    return TableBatch(dense, _INPUTS[kind](ids, all_lengths), labels)
+    return TableBatch(dense.to(device), _INPUTS[kind](ids, all_lengths), labels.to(device))
 
 
 def _with_offsets(ids: list[Tensor], lengths: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -113,8 +122,9 @@ def _as_matrices(ids: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
         return list(torch.stack(ids, dim=1).unbind(1))
     found = []
     for each, its in zip(ids, lengths, strict=True):
-        is_id = torch.arange(int(its.max())) < its.unsqueeze(1)
-        found.append(torch.zeros(is_id.shape, dtype=torch.int64).masked_scatter(is_id, each))
+        is_id = torch.arange(int(its.max()), device=its.device) < its.unsqueeze(1)
+        padded = torch.zeros_like(is_id, dtype=torch.int64)
+        found.append(padded.masked_scatter(is_id, each))
     return found
 
 
@@ -199,9 +209,9 @@ class _Steps(nn.Module):
 class _Constants(nn.Module):
     """Returns the same vectors for every mini-batch; they get a gradient."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: str) -> None:
         super().__init__()
-        self.vectors = [torch.randn(shape) for shape in shapes]
+        self.vectors = [torch.randn(shape).to(device) for shape in shapes]
 
     def forward(self, inputs: object) -> list[Tensor]:
         return [each.detach().requires_grad_() for each in self.vectors]
