@@ -46,6 +46,7 @@ from recsys._support.torch_compat import (
     top_saved_tensors_hooks,
     tracing_state,
     version_of,
+    versions_of,
 )
 
 
@@ -137,6 +138,7 @@ def test_a_write_in_place_is_a_new_version():
     view.zero_()
 
     assert version_of(tensor) == version_of(view) == before + 2
+    assert versions_of([tensor, torch.zeros(1), view]) == [before + 2, 0, before + 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from recsys._support.torch_compat import version_of
+from recsys._support.torch_compat import version_of, versions_of
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
@@ -128,4 +128,4 @@ class TableVersions:
         return known.detach()
 
     def _now(self) -> list[int]:
-        return list(map(version_of, self._tensors))
+        return versions_of(self._tensors)
