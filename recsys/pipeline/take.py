@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recsys._support.torch_compat import version_of
+from recsys._support.torch_compat import versions_of
+from recsys.batch import JaggedIds
 from recsys.pipeline.inputs import is_torchrec, items_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["OverwrittenBatch", "take"]
 
-_HOLD_NO_TENSORS = (int, float, str, bytes, type(None), nn.Module)
+_HOLD_NO_TENSORS = (str, int, float, bytes, type(None), nn.Module)  # the most frequent first
 _MOST_ITEMS = 1000  # longer lists are of numbers or texts
 
 
@@ -44,10 +45,10 @@ def take(iterator: Iterator[Any], waiting: Sequence[Any]) -> Any:
         Exception: any error of the iterator.
     """
     before = [_tensors_in(each) for each in waiting]
-    versions = [list(map(version_of, tensors)) for tensors in before]
+    versions = [versions_of(tensors) for tensors in before]
     batch = next(iterator)
     for earlier, tensors, old in zip(waiting, before, versions, strict=True):
-        new = list(map(version_of, tensors))
+        new = versions_of(tensors)
         # Views have one version, so a write to another part of a large tensor counts, too.
         is_overwritten = new != old and any(
             _overlap(tensor, returned)
@@ -86,18 +87,19 @@ def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 def _tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of a mini-batch, also those inside its containers and attributes."""
     found: list[Tensor] = []
-    unseen = [(batch, 0)]
-    while unseen:
-        value, depth = unseen.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif is_torchrec(value):  # what it computes of these are views and copies
-            parts = value.values(), value.weights_or_none(), value.offsets_or_none()
-            found += [each for each in (*parts, value.lengths_or_none()) if each is not None]
-        elif not (isinstance(value, list | tuple) and len(value) > _MOST_ITEMS):
-            unseen += [
-                (each, depth + 1)
-                for each in items_of(value, depth)
-                if not isinstance(each, _HOLD_NO_TENSORS)
-            ]
+    containers: list[tuple[Iterable[Any], int]] = [((batch,), 0)]  # with the depth of their items
+    for values, depth in containers:  # the loop goes on with those that it appends
+        for value in values:
+            if depth and isinstance(value, _HOLD_NO_TENSORS):
+                continue
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif type(value) is JaggedIds:
+                parts = value.values(), value.weights_or_none(), value.offsets()
+                found += [each for each in parts if each is not None]
+            elif is_torchrec(value):  # what it computes of these are views and copies
+                parts = value.values(), value.weights_or_none(), value.offsets_or_none()
+                found += [each for each in (*parts, value.lengths_or_none()) if each is not None]
+            elif not (isinstance(value, list | tuple) and len(value) > _MOST_ITEMS):
+                containers.append((items_of(value, depth), depth + 1))
     return [each for each in found if not each.is_inference()]  # those have no version

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -364,6 +365,17 @@ def one_object(batches):
         yield made
 
 
+def ids_written_to(batches, part):
+    ids = copy.deepcopy(batches[0].sparse_features)
+    for batch in batches:
+        getattr(ids, part)().add_(0)
+        yield dataclasses.replace(batch, sparse_features=copy.copy(ids))
+
+
+values_of_ids = partial(ids_written_to, part="values")
+offsets_of_ids = partial(ids_written_to, part="offsets")
+
+
 def two_tensors_in_turn(batches):
     return in_parts_of_a_tensor(batches, 2)
 
@@ -375,7 +387,9 @@ def in_parts_of_a_tensor(batches, num_parts=5):
         yield dataclasses.replace(batch, labels=part)
 
 
-@pytest.mark.parametrize("give", [one_tensor, two_tensors_in_turn, one_object])
+@pytest.mark.parametrize(
+    "give", [one_tensor, two_tensors_in_turn, one_object, values_of_ids, offsets_of_ids]
+)
 def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_are_trained_on(
     small, pair, batches, give
 ):
