@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.lookup.device_tables import AbstractTables, tables_in
-from recsys.embeddings.tiers.transfers import MoveSeconds
+from recsys.embeddings.tiers.transfers import MoveSeconds, Together
 from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.pipeline.stalls import Moved
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Inputs", "cancel", "cancel_left", "is_torchrec", "items_of"]
 
 _MOST_NESTED = 4
+_HOLD_NO_FEATURES = (Tensor, str, bytes, nn.Module)
 
 
 class Inputs:
@@ -131,10 +131,9 @@ class Inputs:
             Exception: any error of a module about its input, or of `ids`; nothing is claimed then.
         """
         claims: list[Prefetched] = []
-        with ExitStack() as stack:
-            for tiers in self._known_tiers:
-                tiers.ahead.begin_batch()
-                stack.enter_context(tiers.residency.queue.together())
+        for tiers in self._known_tiers:
+            tiers.ahead.begin_batch()
+        with Together([tiers.residency.queue for tiers in self._known_tiers]):
             try:
                 unknown: list[str] = []
                 for prefetch, arguments in self._prefetches(batch, unknown):
@@ -315,14 +314,14 @@ def _features_of(module: nn.Module) -> set[str]:
     return {feature for table in tables for feature in table.feature_names}
 
 
-def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:
+def _features_in(value: Any, depth: int = 0) -> list[Features]:
     """The sparse features in a mini-batch, also inside its containers and attributes."""
+    if isinstance(value, _HOLD_NO_FEATURES):
+        return []
     if isinstance(value, JaggedIds) or is_torchrec(value):
-        yield cast("Features", value)
-        return
-    if not isinstance(value, Tensor | nn.Module | str | bytes):
-        for part in items_of(value, depth):
-            yield from _features_in(part, depth + 1)
+        return [cast("Features", value)]
+    parts = items_of(value, depth)
+    return [found for part in parts for found in _features_in(part, depth + 1)]
 
 
 def items_of(value: Any, depth: int) -> Iterable[Any]:

@@ -17,16 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.jit import work_alone
 from recsys.errors import TiersFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["MoveSeconds", "TransferClock", "TransferQueue"]
+__all__ = ["MoveSeconds", "Together", "TransferClock", "TransferQueue"]
 
 
 class TransferQueue:
@@ -89,18 +89,12 @@ class TransferQueue:
         self._tell("wait", begin)  # the caller has waited for it
         self.require_intact()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Together:
         """Let the thread begin when this context ends, because waking it takes a while.
 
         It begins earlier if a transfer is waited for. Contexts do not nest.
         """
-        self._is_together = True
-        try:
-            yield
-        finally:
-            self._is_together = False
-            self._wake_thread()
+        return Together([self])
 
     def wait(self, number: int) -> None:
         """Wait until a transfer and all before it have run.
@@ -204,6 +198,28 @@ class TransferQueue:
     def _tell(self, what: str, begin: float) -> None:
         if self.on_span is not None:
             self.on_span(what, begin, perf_counter())
+
+
+class Together(NamedTuple):
+    """The context of `TransferQueue.together`, for several queues.
+
+    Attributes:
+        queues: The queues.
+    """
+
+    queues: Sequence[TransferQueue]
+
+    def __enter__(self) -> None:
+        """Let no thread begin."""
+        for each in self.queues:
+            each._is_together = True
+
+    def __exit__(self, *error: object) -> None:
+        """Let all threads begin."""
+        for each in self.queues:
+            each._is_together = False
+        for each in self.queues:  # if one raises, waiting for the others still wakes their threads
+            each._wake_thread()
 
 
 @dataclass(slots=True)  # not frozen: every step makes some, and frozen ones take 3 times as long
