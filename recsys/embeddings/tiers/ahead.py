@@ -148,13 +148,12 @@ class _Given(NamedTuple):
         A tensor from `Tensor.data` has a version of its own, so it is another one.
         """
         own = self.tensor
-        return (
-            self.version != _UNSEEN
-            and _root_of(tensor) is _root_of(own)
+        is_same = tensor is own or (
+            _root_of(tensor) is _root_of(own)
             and (tensor.data_ptr(), tensor.dtype) == (own.data_ptr(), own.dtype)
             and (tensor.shape, tensor.stride()) == (own.shape, own.stride())
-            and version_of(tensor) == self.version
         )
+        return is_same and self.version != _UNSEEN and version_of(tensor) == self.version
 
 
 _UNSEEN = -1

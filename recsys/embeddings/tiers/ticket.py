@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -171,7 +170,7 @@ class Ticket:
         Args:
             bags: The input of the lookup; its values are rows.
         """
-        taken = copy(self)
+        taken = self._copy()
         taken.bags, taken.ids, taken.queue = bags.at_slots(self.slot_of_value), None, None
         self.is_taken, self._hold = True, None
         return taken
@@ -214,12 +213,18 @@ class Ticket:
 
     def _part(self, places: Tensor, ids: InputIds | None, *, was_missing: bool) -> Ticket:
         """Make the ticket for the values at `places`; see `split` for `was_missing`."""
-        part = copy(self)
+        part = self._copy()
         part.ids = ids
         is_tensor = isinstance(self.slot_of_value, torch.Tensor)
         part.slot_of_value = self.slot_of_value[places if is_tensor else places.numpy()]
         part._after = self._after if was_missing else self._after_hits
         return part
+
+    def _copy(self) -> Ticket:
+        """As `copy.copy`, which takes four times as long."""
+        found = Ticket.__new__(Ticket)
+        found.__dict__.update(self.__dict__)
+        return found
 
     def release(self) -> None:
         """Release the slots; a second call does nothing."""

@@ -105,7 +105,8 @@ class TorchBags(NamedTuple):
     def at_slots(self, slot_of_value: Tensor) -> TorchBags:
         """The same bags with slots in place of rows; a padding id has the slot `NOWHERE`."""
         padding = None if self.padding is None else NOWHERE
-        return self._replace(values=slot_of_value, padding=padding, given=())
+        _, offsets, weights, batch_size, is_mean, _, _ = self
+        return TorchBags(slot_of_value, offsets, weights, batch_size, is_mean, padding)
 
     def without_row(self, row: int, slot_of_value: Tensor | None = None) -> TorchBags:
         """As `Bags.without_row`; the values stay, and kernels skip them."""
@@ -132,7 +133,8 @@ class TorchBags(NamedTuple):
     @property
     def num_features(self) -> int:
         """F."""
-        num_bags = len(self.values) if self.offsets is None else len(self.offsets) - 1
+        # `len` of a tensor is Python.
+        num_bags = self.values.numel() if self.offsets is None else self.offsets.numel() - 1
         return num_bags // self.batch_size if self.batch_size else 0
 
     def bounds(self) -> Tensor:
