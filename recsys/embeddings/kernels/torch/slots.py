@@ -101,12 +101,12 @@ class TorchSlots(NamedTuple):
     @property
     def num_rows(self) -> int:
         """R."""
-        return len(self.slot_of_row) - 1
+        return self.slot_of_row.numel() - 1  # `len` of a tensor is Python
 
     @property
     def num_slots(self) -> int:
         """S."""
-        return len(self.row_of_slot) - 1
+        return self.row_of_slot.numel() - 1
 
 
 class TorchSlotMap:
@@ -249,7 +249,8 @@ class Transfer(NamedTuple):
         written_slots: The slot of each.
         fetched_rows: Rows that must be fetched, (U,).
         fetched_slots: The slot of each.
-        is_enough: Whether there were slots for all, () of any dtype; if not, nothing was changed.
+        is_enough: Whether there were slots for all, one number of any dtype; if not, nothing was
+            changed.
     """
 
     written_rows: Tensor

@@ -38,6 +38,7 @@ _BLOCK_VALUES = 256
 _BLOCK_SLOTS = 512
 _MOST_PROGRAMS = 256  # that look at slots: each reads the counts of all of them
 _NUM_NUMBERS = 16  # so that the lists after them begin at a multiple of 64 bytes
+_SIZES_OF_NUMBERS = (1, 1, 6, 8)  # `bad`, `is_enough`, those of `StartedClaim.counts`, unused
 _NUM_LISTS = 6  # of U places each
 
 
@@ -75,24 +76,21 @@ class StartedClaim(NamedTuple):
             because there are too few slots or a value is refused, and all lists hold only
             `NOWHERE`.
         rows: The distinct rows looked up, (U,) int32, with `NOWHERE` between them.
-        listed: In one array, which is one argument of a launch and one copy to the host: numbers,
-            the lists of `transfer`, `rows`, `held`.
+        counts: The last six of `ClaimNumbers`, on the device, (6,) int32.
+        result: In one array, so that one copy brings a part to the host: numbers, the lists of
+            `transfer`, `rows`, `held`, `slot_of_value`.
     """
 
     slot_of_value: Tensor
     held: Tensor
     transfer: Transfer
     rows: Tensor
-    listed: Tensor
-
-    @property
-    def counts(self) -> Tensor:
-        """The last six of `ClaimNumbers`, on the device, (6,) int32."""
-        return self.listed[2:8]
+    counts: Tensor
+    result: Tensor
 
     def wait(self) -> tuple[ClaimNumbers, NDArray[np.int32]]:
         """Wait for the device; the numbers, and the lists of `transfer`, (4, U)."""
-        listed = self.listed[: _NUM_NUMBERS + 4 * len(self.held)].cpu().numpy()
+        listed = self.result[: _NUM_NUMBERS + 4 * len(self.held)].cpu().numpy()
         return ClaimNumbers(*listed[:8].tolist()), listed[_NUM_NUMBERS:].reshape(4, -1)
 
 
@@ -156,11 +154,11 @@ def claim(
         )
         reads = layer, None if copies is None else copies.reads
         result = cast("Tensor", replays.run(key, launch, inputs, reads))
-    num_values = len(bags.values)
-    sizes = [_NUM_NUMBERS, *[num_places] * _NUM_LISTS, num_values]
-    numbers, *lists, rows, held, slot_of_value = result.split_with_sizes(sizes)
-    listed = result[: len(result) - num_values]
-    return StartedClaim(slot_of_value, held, Transfer._make([*lists, numbers[1]]), rows, listed)
+    sizes = [*_SIZES_OF_NUMBERS, *[num_places] * _NUM_LISTS, bags.values.numel()]
+    _, is_enough, counts, _, *moved, rows, held, slot_of_value = result.split_with_sizes(sizes)
+    return StartedClaim(
+        slot_of_value, held, Transfer._make([*moved, is_enough]), rows, counts, result
+    )
 
 
 def _launch(
@@ -174,7 +172,7 @@ def _launch(
     values: Tensor,
     released: Tensor | None = None,
 ) -> Tensor:
-    """Launch the kernels of `claim`; the result is `StartedClaim.listed`, then `slot_of_value`."""
+    """Launch the kernels of `claim`; the result is `StartedClaim.result`."""
     if released is not None:
         release(slots, released)
     num_values, device = len(values), values.device
