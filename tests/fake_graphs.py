@@ -36,7 +36,7 @@ class FakeRecorder:
     def record(self, launch):
         is_first = not self._results
         is_autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        found = [None if each is None else each.clone() for each in launch()]
+        found = list(launch())
         self._results.append(found)
 
         def replay():

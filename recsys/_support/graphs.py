@@ -12,7 +12,7 @@ from recsys._support.torch_compat import end_allocation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["GraphRecorder", "restored"]
+__all__ = ["GraphRecorder", "current_stream", "restored"]
 
 _Result = TypeVar("_Result")
 
@@ -53,6 +53,11 @@ class GraphRecorder:
         ):
             result = launch()
         return result, graph.replay
+
+
+def current_stream(device: torch.device) -> Any:
+    """Where this thread launches on a device; None if it has no streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 @contextmanager

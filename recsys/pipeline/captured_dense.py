@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recsys._support.graphs import current_stream
 from recsys._support.torch_compat import (
     has_global_hooks,
     has_gradient_hooks,
@@ -60,7 +61,6 @@ class CapturedDense:
         self._graphs: DenseGraphs | None = None
         self._state: list[Any] = []  # result of `_state` at the capture
         self._replayed: _Replayed | None = None  # the forward whose backward is to come
-        self._earlier: Tensor | None = None  # the loss of the replay before it
         self._tables = [each for each in model.modules() if isinstance(each, AbstractTables)]
         # Of rows that recsys updates, gradients are in ledgers.
         updated = {
@@ -88,6 +88,9 @@ class CapturedDense:
         attributes.update(run_dense=self._run, vectors=self._vectors())
         try:
             yield
+        except BaseException:
+            self._replayed = None  # it keeps what autograd saved of the lookups
+            raise
         finally:
             attributes.update(run_dense=None, vectors=None)
         if not self._was_called:
@@ -155,8 +158,8 @@ class CapturedDense:
             self.leave_out("they have other shapes, dtypes or precision than the first one")
             return self._model.loss_of(*inputs)
         self._num_misfits, self.num_replays = 0, self.num_replays + 1
-        loss, logits = self._graphs.forward(inputs)
-        self._replayed = _Replayed(loss.requires_grad_(), inputs)
+        loss, logits = self._graphs.apply(inputs)
+        self._replayed = _Replayed(loss, loss.grad_fn, inputs, current_stream(loss.device))
         return loss, logits
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> DenseGraphs | None:
@@ -173,36 +176,23 @@ class CapturedDense:
 
         Args:
             total: The loss, or one made from it, such as a sum with others.
-
-        Raises:
-            RuntimeError: `total` depends on the loss of an earlier step.
         """
         replayed, graphs, self._replayed = self._replayed, self._graphs, None
-        if replayed is None or graphs is None:
+        if replayed is None or graphs is None or not _is_only_set(replayed, total, graphs):
             total.backward()  # type: ignore[no-untyped-call]
             return
-        loss, inputs = replayed
-        earlier, self._earlier = self._earlier, loss
-        is_loss = total is loss and not has_gradient_hooks(loss)
-        seed = None if is_loss else _seed_of(loss, earlier, total)
-        if seed is None and not is_loss:
-            total.backward()  # type: ignore[no-untyped-call]
-            return
-        of_inputs, of_parameters = graphs.backward(seed)
-        found = list(zip(inputs, of_inputs, strict=True))
-        for parameter, gradient in zip(graphs.parameters, of_parameters, strict=True):
-            if is_loss and _is_only_set(parameter):
-                set_plain_grad(parameter, gradient)  # takes a fraction of the time
-            else:
-                found.append((parameter, gradient))
-        found = [pair for pair in found if pair[1] is not None]
-        if not is_loss:
-            found.append((total, None))
-        if found:  # in one pass, after which rows may be updated
-            tensors, gradients = zip(*found, strict=True)
+        # Autograd takes several times as long for each parameter.
+        found = graphs.backward(replayed.node.number)
+        num_inputs = len(replayed.inputs)
+        for parameter, gradient in zip(graphs.parameters, found[num_inputs:], strict=True):
+            if gradient is not None:
+                set_plain_grad(parameter, gradient)
+        pairs = list(zip(replayed.inputs, found[:num_inputs], strict=True))
+        inputs = [each for each, gradient in pairs if gradient is not None]
+        if inputs:  # in one pass, after which rows may be updated
             # For a CUDA device autograd would hand over to a thread of its own, and back.
             with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(tensors, gradients)
+                torch.autograd.backward(inputs, [each for _, each in pairs if each is not None])
 
     def _give_up(self, reason: str, effect: str = "has no effect") -> None:
         self.reason, self._has_warned = reason, False
@@ -218,36 +208,40 @@ class _Replayed(NamedTuple):
     """A forward that was replayed.
 
     Attributes:
-        loss: The loss, a leaf: what is made from it is differentiated op by op.
+        loss: The loss.
+        node: Its node of autograd.
         inputs: Dense features, pooled vectors and labels.
+        stream: The stream of the forward.
     """
 
     loss: Tensor
+    node: Any
     inputs: Sequence[Tensor]
+    stream: Any
 
 
-def _seed_of(loss: Tensor, earlier: Tensor | None, total: Tensor) -> Tensor | None:
-    """The gradient of a loss, from what was made from it; None if nothing was.
-
-    Raises:
-        RuntimeError: something was made from an earlier loss, too.
-    """
-    losses = [loss] if earlier is None else [loss, earlier]
-    seed, *others = torch.autograd.grad(total, losses, retain_graph=True, allow_unused=True)
-    if any(each is not None for each in others):
-        raise RuntimeError(
-            "capture=True: the loss of a step depends on that of an earlier step, whose graph was "
-            "replayed again; use loss.detach() there, or capture=False"
-        )
-    return seed
-
-
-def _is_only_set(parameter: nn.Parameter) -> bool:
-    """Whether all that backward does with a parameter's gradient is to set `grad`."""
+def _is_only_set(replayed: _Replayed, total: Tensor, graphs: DenseGraphs) -> bool:
+    """Whether all that backward does with gradients of parameters is to set `grad`."""
+    loss = replayed.loss
     return (
-        plain_grad(parameter) is None
-        and not has_gradient_hooks(parameter)
-        and not hasattr(parameter, "_in_backward_optimizers")  # a hook of its node calls them
+        total is loss
+        and loss.grad_fn is replayed.node  # not changed in place
+        and current_stream(loss.device) == replayed.stream
+        and not any(map(_is_gradient_seen, (loss, *replayed.inputs)))
+        and not any(map(_has_other_effects, graphs.parameters))
+    )
+
+
+def _is_gradient_seen(tensor: Tensor) -> bool:
+    return has_gradient_hooks(tensor) or tensor.retains_grad
+
+
+def _has_other_effects(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has a gradient, or backward calls hooks with it."""
+    return (
+        plain_grad(parameter) is not None
+        or has_gradient_hooks(parameter)
+        or hasattr(parameter, "_in_backward_optimizers")  # a hook of its node calls them
     )
 
 

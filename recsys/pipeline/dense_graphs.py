@@ -5,7 +5,7 @@ gradient of the loss                   -> backward -> gradients of inputs and pa
 
 Graphs read parameters in place, and inputs where each replay copies them. Their results, gradients
 included, are in memory that the next replay overwrites, and backward overwrites what it reads of
-forward. So each of the two is replayed at most once in a step.
+forward. So each of the two is replayed at most once in a step. For autograd, both are one node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.func import functional_call
 
 from recsys._support.graphs import GraphRecorder, restored
+from recsys._support.torch_compat import plain_apply
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,17 +66,20 @@ class DenseGraphs:
         self.vectors = self._places[1]
         self._required = [number for number, each in enumerate(samples) if each.requires_grad]
         required = [samples[number] for number in self._required]
+        num_inputs = sum(number < len(inputs) for number in self._required)
         device = self.vectors.device
         if pool is None and device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
         compute = _forward_of(model, names, len(inputs), device)
+        self._num_forward, self._is_forward_unused = 0, False
 
         def forward() -> tuple[Tensor, Tensor]:
             self._loss, logits = compute(*samples)
             return self._loss.detach(), logits.detach()
 
         def backward() -> Sequence[Tensor | None]:
-            return torch.autograd.grad(self._loss, required, self._seed, allow_unused=True)
+            found = torch.autograd.grad(self._loss, required, self._seed, allow_unused=True)
+            return _in_own_memory(found, required, num_inputs, [self._seed, *samples])
 
         # For a forward that is not captured: nodes of the samples would belong to this stream.
         others = [_like(each.detach(), each) for each in samples]
@@ -94,40 +99,96 @@ class DenseGraphs:
             self._results, self._replay_forward = recorder.record(forward)
             self._gradients, self._replay_backward = recorder.record(backward)
 
-    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Replay the forward; the loss and the logits, which later replays leave as they are.
+    def apply(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Replay the forward; the loss, for autograd, and the logits.
+
+        Later replays leave them as they are. If `backward` is not called, autograd replays it.
 
         Args:
             inputs: Dense features, pooled vectors and labels, of the same `form`.
+        """
+        found: tuple[Tensor, Tensor] = _apply(self, *inputs, *self.parameters)
+        return found
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[int, Tensor, Tensor]:
+        """Replay the forward.
+
+        Args:
+            inputs: As of `apply`.
+
+        Returns:
+            The number of this replay, the loss and the logits.
         """
         for place, given in zip(self._places, inputs, strict=True):
             if place.data_ptr() != given.data_ptr():
                 place.copy_(given.detach())
         self._replay_forward()
+        self._num_forward += 1
+        self._is_forward_unused = True
         loss, logits = self._results
-        return loss.clone(), logits.clone()
+        return self._num_forward, loss.clone(), logits.clone()
 
-    def backward(self, seed: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def backward(self, number: int, seed: Tensor | None = None) -> list[Tensor | None]:
         """Replay the backward of the last forward.
 
         Args:
+            number: The number of that forward.
             seed: The gradient of the loss; None for ones.
 
         Returns:
-            The gradients of inputs and of parameters, which the next replay overwrites; None for a
+            The gradients of inputs and parameters, which the next replay overwrites; None for a
             tensor that requires or gets none.
+
+        Raises:
+            RuntimeError: there was another forward since, or this is its second backward.
         """
+        if number != self._num_forward or not self._is_forward_unused:
+            raise RuntimeError(
+                "capture=True: backward runs once for each step, and before the next one, because "
+                "its graph overwrites what it reads; compute a second gradient of the loss, or "
+                "that of an earlier step, with capture=False"
+            )
+        self._is_forward_unused = False
         if seed is not None:
             self._seed.copy_(seed)
         self._replay_backward()
         if seed is not None:
             self._seed.fill_(1)
-        num_inputs = len(self._places)
-        found: list[Tensor | None] = [None] * (num_inputs + len(self.parameters))
-        for number, gradient in zip(self._required, self._gradients, strict=True):
+        found: list[Tensor | None] = [None] * (len(self._places) + len(self.parameters))
+        for at, gradient in zip(self._required, self._gradients, strict=True):
             # An alias: a caller may give the tensor other memory by `data`.
-            found[number] = None if gradient is None else gradient.detach()
-        return found[:num_inputs], found[num_inputs:]
+            found[at] = None if gradient is None else gradient.detach()
+        return found
+
+
+class _Replay(Function):
+    """Forward and backward of graphs as one node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: DenseGraphs, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Replay the forward; the number of the replay is an attribute of the node."""
+        ctx.graphs = graphs
+        num_inputs = len(tensors) - len(graphs.parameters)
+        ctx.number, loss, logits = graphs.forward(tensors[:num_inputs])
+        ctx.mark_non_differentiable(logits)
+        ctx.set_materialize_grads(False)
+        return loss, logits
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        """Replay the backward; hooks and callers may keep the gradients."""
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError(
+                "capture=True: gradients of a replayed loss cannot be differentiated again; train "
+                "on such a loss with capture=False"
+            )
+        if seed is None:
+            return (None,) * len(ctx.needs_input_grad)
+        found = ctx.graphs.backward(ctx.number, seed)
+        return None, *(None if each is None else each.clone() for each in found)
+
+
+_apply = plain_apply(_Replay)
 
 
 def form_of(inputs: Sequence[Tensor]) -> list[Any]:
@@ -171,6 +232,37 @@ class _DensePart(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.train_model.loss_of(*inputs)
+
+
+def _in_own_memory(
+    gradients: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
+    num_inputs: int,
+    others: Iterable[Tensor],
+) -> list[Tensor | None]:
+    """Give parameters gradients with their strides, none in memory of another tensor.
+
+    So does autograd when it sets `grad`. Callers may then change each in place.
+
+    Args:
+        gradients: The gradients of inputs, then those of parameters.
+        tensors: The inputs and parameters.
+        num_inputs: Inputs among them; their gradients stay as they are.
+        others: Other tensors whose memory gradients may share.
+    """
+    found = list(gradients)
+    taken = {each.untyped_storage().data_ptr() for each in others}
+    for at, (gradient, tensor) in enumerate(zip(gradients, tensors, strict=True)):
+        own = gradient
+        if own is None:
+            continue
+        if at >= num_inputs and (
+            own.stride() != tensor.stride() or own.untyped_storage().data_ptr() in taken
+        ):
+            own = torch.empty_like(tensor, requires_grad=False).copy_(own)
+        taken.add(own.untyped_storage().data_ptr())
+        found[at] = own
+    return found
 
 
 def _like(alias: Tensor, original: Tensor) -> Tensor:

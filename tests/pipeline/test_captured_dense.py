@@ -299,38 +299,6 @@ def test_hooks_of_parameters_are_called(batches, change):
     assert any(not torch.equal(found.weights[name], each) for name, each in plain.weights.items())
 
 
-@pytest.mark.usefixtures("made")
-def test_the_loss_of_an_earlier_step_is_refused(batches):
-    losses = []
-
-    def wrap(model):
-        def forward(batch):
-            loss, output = model(batch)
-            losses.append(loss)
-            return sum(losses[-2:]), output
-
-        return forward
-
-    with pytest.raises(RuntimeError, match="capture=True: the loss of a step depends on that of"):
-        train(batches, capture=True, custom_model_fwd=wrap)
-
-    assert len(losses) == 2
-
-
-@pytest.mark.usefixtures("made")
-def test_the_loss_has_no_graph_that_other_gradients_could_be_taken_of(batches):
-    def wrap(model):
-        def forward(batch):
-            loss, output = model(batch)
-            torch.autograd.grad(loss, dense_parameters(model)[0], retain_graph=True)
-            return loss, output
-
-        return forward
-
-    with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        train(batches, capture=True, custom_model_fwd=wrap)
-
-
 def _keep(model):
     """A hook of the embeddings that keeps what they give, as for an analysis."""
     model.kept = []
