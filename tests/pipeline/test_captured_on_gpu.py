@@ -126,6 +126,36 @@ def test_replayed_steps_with_rows_in_two_tiers_wait_for_nothing():
 
 @pytest.mark.gpu
 @on_a_gpu
+@pytest.mark.parametrize("auto_apply", [True, False])
+def test_losses_on_a_gpu_are_those_of_autograd(auto_apply):
+    """Autograd replays the backward graph, in a thread of its own."""
+    seen = []
+
+    def wrap(model):
+        parameters, gradients = dense_parameters(model), []
+        parameters[0].register_hook(gradients.append)
+        seen.append(gradients)
+
+        def forward(batch):
+            loss, output = model(batch)
+            loss *= 3
+            return loss + 0.1 * sum(each.square().sum() for each in parameters), output
+
+        return forward
+
+    options = {"custom_model_fwd": wrap, "auto_apply": auto_apply, "device": "cuda:0"}
+    expected = train(on_gpu(), capture=False, **options)
+
+    found = train(on_gpu(), capture=True, **options)
+
+    assert found.captured.num_replays == 8
+    require_close(found, expected, TOLERANCES["fp32"])
+    for ours, theirs in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_a_gpu
 def test_random_draws_on_a_gpu_are_those_op_by_op():
     expected = train(on_gpu(), capture=False, change=add_dropout, device="cuda:0")
 
