@@ -73,6 +73,10 @@ class CapturedDense:
         if obstacle:
             self._give_up(obstacle)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles capture anew: graphs read the parameters of this model."""
+        return vars(self) | {"_graphs": None, "_replayed": None, "pool": None}
+
     @contextmanager
     def one_step(self) -> Iterator[None]:
         """Let the first forward of the model in this context replay its dense part.
@@ -281,10 +285,8 @@ def _dense_modules(model: DLRMTrain) -> list[nn.Module]:
     return found
 
 
-def _dense_parameters(model: DLRMTrain) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (name, each) for name, each in model.named_parameters() if not name.startswith(_EMBEDDINGS)
-    ]
+def _dense_parameters(model: DLRMTrain) -> list[nn.Parameter]:
+    return [each for name, each in model.named_parameters() if not name.startswith(_EMBEDDINGS)]
 
 
 def may_capture(model: nn.Module) -> bool:

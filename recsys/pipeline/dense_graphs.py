@@ -35,7 +35,7 @@ class DenseGraphs:
 
     Args:
         model: The model; its parameters must stay where they are.
-        named: The parameters of its dense part, by their names in the model.
+        parameters: The parameters of its dense part.
         inputs: Dense features, pooled vectors and labels; they stay as they are.
         pool: Memory pool of the graphs, from `torch.cuda.graph_pool_handle`; None for their own.
 
@@ -52,12 +52,12 @@ class DenseGraphs:
     def __init__(
         self,
         model: DLRMTrain,
-        named: Iterable[tuple[str, nn.Parameter]],
+        parameters: Iterable[nn.Parameter],
         inputs: Sequence[Tensor],
         pool: Any = None,
     ) -> None:
         self.form = form_of(inputs)
-        names, self.parameters = map(list, zip(*named, strict=True))
+        self.parameters = list(parameters)
         samples = [_like(each.detach().clone(), each) for each in inputs]
         # Aliases have no autograd nodes or hooks of the parameters, which would otherwise be
         # captured, or belong to the stream of the capture.
@@ -70,7 +70,7 @@ class DenseGraphs:
         device = self.vectors.device
         if pool is None and device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
-        compute = _forward_of(model, names, len(inputs), device)
+        compute = _forward_of(model, self.parameters, len(inputs), device)
         self._num_forward, self._is_forward_unused = 0, False
 
         def forward() -> tuple[Tensor, Tensor]:
@@ -202,11 +202,19 @@ def form_of(inputs: Sequence[Tensor]) -> list[Any]:
 
 
 def _forward_of(
-    model: DLRMTrain, names: Sequence[str], num_inputs: int, device: torch.device
+    model: DLRMTrain, parameters: Sequence[nn.Parameter], num_inputs: int, device: torch.device
 ) -> Any:
     """A function of inputs and parameters that computes loss and logits, in the autocast of now."""
     part = _DensePart(model)
-    names = [f"train_model.{name}" for name in names]
+    numbers = {id(each): number for number, each in enumerate(parameters, num_inputs)}
+    # Every attribute once: `functional_call` restores the wrong tensor to an attribute that it sets
+    # twice, by two names of a module.
+    places = [
+        (f"{name}.{key}", numbers[id(each)])
+        for name, module in part.named_modules()
+        for key, each in module._parameters.items()
+        if id(each) in numbers
+    ]
     autocast = partial(
         torch.autocast,
         device.type,
@@ -217,8 +225,8 @@ def _forward_of(
 
     def compute(*tensors: Tensor) -> Any:
         with autocast():
-            values = dict(zip(names, tensors[num_inputs:], strict=True))
-            return functional_call(part, values, tensors[:num_inputs])
+            values = {name: tensors[number] for name, number in places}
+            return functional_call(part, values, tensors[:num_inputs], tie_weights=False)
 
     return compute
 

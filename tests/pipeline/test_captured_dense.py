@@ -1,5 +1,8 @@
 """The dense part replayed as CUDA graphs, for which a stand-in runs on the CPU."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -176,6 +179,52 @@ def test_parameters_of_the_model_itself_and_unused_ones_are_trained(batches):
 
     assert found.weights["model.scale"] != 1
     assert found.weights["model.unused"].tolist() == [1, 1, 1]
+
+
+def _name_a_module_twice(model):
+    model.model.another_name = model.model.over_arch.model[0]
+
+
+def _share_a_parameter(model):
+    first, second = (each._linear for each in model.model.dense_arch.model._mlp)
+    first.weight = nn.Parameter(torch.rand(D, 5))
+    first.bias = second.bias
+    second.weight = nn.Parameter(torch.rand(D, D))
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("change", [_name_a_module_twice, _share_a_parameter])
+def test_shared_modules_and_parameters_are_trained(batches, change):
+    losses = []
+    for capture in (False, True):
+        model = make_model()
+        change(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+        pipeline = TrainPipeline(model, optimizer, capture=capture)
+        losses.append([loss for loss, _ in pipeline.steps(batches)])
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert parameter is before[name]
+
+    assert pipeline.captured.num_replays == len(batches)
+    assert all(map(torch.equal, *losses))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_a_pipeline_captures_anew(made, batches, copied):
+    model = make_model()
+    pipeline = TrainPipeline(model, torch.optim.SGD(dense_parameters(model), lr=0.1), capture=True)
+    list(pipeline.steps(batches[:3]))
+    other = copied(pipeline)
+
+    losses = [
+        [loss for loss, _ in each.steps([make_batch(seed) for seed in range(3, 6)])]
+        for each in (pipeline, other)
+    ]
+
+    assert all(map(torch.equal, *losses))
+    assert len(made) == 2
+    assert other.captured.num_replays == 6
 
 
 @pytest.mark.usefixtures("made")
