@@ -45,6 +45,39 @@ def test_ids_made_one_hot_are_known_to_be_wherever_they_go():
     assert not others.is_known_one_hot()
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 0)])
+def test_offsets_of_one_hot_ids_are_made_where_they_go(monkeypatch, shape):
+    """Only the values are copied, so that a GPU is sent half as much."""
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.zeros(shape, dtype=torch.int32))
+    copied = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda tensor, *args, **kw: copied.append(tensor) or to(tensor, *args, **kw),
+    )
+
+    moved = ids.pin_memory().to("meta", non_blocking=True)
+
+    assert [each.data_ptr() for each in copied] == [ids.values().data_ptr()] * 2
+    assert (moved.keys(), moved.stride()) == (ids.keys(), ids.stride())
+    for name in ("values", "offsets"):
+        ours, theirs = getattr(moved, name)(), getattr(ids, name)()
+        assert (ours.shape, ours.dtype, ours.device.type) == (theirs.shape, theirs.dtype, "meta")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_hot_ids_on_a_gpu_are_those_of_the_host():
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2], [3, 4]]))
+
+    moved = ids.pin_memory().to("cuda", non_blocking=True)
+
+    assert moved.offsets().tolist() == ids.offsets().tolist()
+    assert moved.values().tolist() == ids.values().tolist()
+
+
 def test_one_hot_ids_are_taken_without_a_copy():
     ids_FB = torch.arange(6).view(2, 3)
 

@@ -307,10 +307,17 @@ class JaggedIds:
         """
         if self._values.device == torch.device(device):
             return self
+        if self._is_known_one_hot:  # offsets count up: they are made there
+            moved = self._values.to(device, non_blocking=non_blocking)
+            return self._unchecked_one_hot(self._keys, moved)
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> JaggedIds:
         """A copy in page-locked memory, for asynchronous transfer."""
+        if self._is_known_one_hot:  # `to` copies no offsets
+            ids = self._unchecked(self._keys, self._values.pin_memory(), self._offsets, None)
+            ids._is_known_one_hot = True
+            return ids
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -321,9 +328,7 @@ class JaggedIds:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedIds:
         weights = None if self._weights is None else change(self._weights)
-        ids = self._unchecked(self._keys, change(self._values), change(self._offsets), weights)
-        ids._is_known_one_hot = self._is_known_one_hot
-        return ids
+        return self._unchecked(self._keys, change(self._values), change(self._offsets), weights)
 
     @classmethod
     def _unchecked(
@@ -337,6 +342,7 @@ class JaggedIds:
 
     @classmethod
     def _unchecked_one_hot(cls, keys: Sequence[str], rows_FB: Tensor) -> JaggedIds:
+        """One value for each feature and sample, in any shape."""
         offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
         ids = cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
         ids._is_known_one_hot = True
