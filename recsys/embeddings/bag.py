@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 
@@ -228,7 +229,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         """
         if not self.tiers():
             return Prefetched(())
-        return self._bag_lookup().prefetch(self._read(input, offsets, per_sample_weights))
+        return self._request(input, offsets, per_sample_weights).claim()
 
     def parts(
         self,
@@ -361,6 +362,14 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             dtype=self.weight.dtype,
             is_deferred=self._group is not None and self._group.kernels.errors is not None,
         )
+
+    def _request(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> PrefetchRequest:
+        return self._bag_lookup().request(self._read(input, offsets, per_sample_weights))
 
     def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
         return functional.embedding_bag(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 
@@ -181,11 +182,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         """
         if not self.tiers():
             return Prefetched(())
-        claimed = self._bag_lookup().prefetch(read_ids(input))
-        if input.dim() > 1 and input.numel():
-            step = input.numel() // len(input)
-            claimed.make_samples(torch.arange(0, input.numel() + 1, step, device="cpu"))
-        return claimed
+        return self._request(input).claim()
 
     def parts(self, input: Tensor) -> list[Part]:
         """The rows that `forward` looks up; see `AbstractTables.parts`."""
@@ -278,6 +275,13 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         )
         ours.weight = module.weight
         return ours
+
+    def _request(self, input: Tensor) -> PrefetchRequest:
+        request = self._bag_lookup().request(read_ids(input))
+        if input.dim() < 2 or not input.numel():
+            return request
+        step = input.numel() // len(input)
+        return request._replace(first_bags=torch.arange(0, input.numel() + 1, step, device="cpu"))
 
     @not_compiled
     def _break_graph(self, input: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -20,6 +21,7 @@ from recsys.embeddings.update.in_backward import read_marks
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.tier_arguments import TierArguments
     from recsys.embeddings.update.row_updater import Places, RowUpdater
@@ -120,6 +122,17 @@ class TableModule(AbstractTables):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; see `AbstractTables`."""
         return super().__getstate__() | {"_group": None, "_lookups": None}
+
+    def prefetch_request(self, *arguments: Any) -> PrefetchRequest | None:
+        """What `prefetch` claims; see `AbstractTables.prefetch_request`."""
+        group = self._group
+        if group is None or group.tiers is None:
+            return None
+        return self._request(*arguments)
+
+    @abstractmethod
+    def _request(self, *arguments: Any) -> PrefetchRequest:
+        """What `prefetch` claims; arguments are those of `forward`."""
 
     def _bag_lookup(self) -> BagLookup:
         if self._parameters.get("weight") is not self._known_tables[0]:

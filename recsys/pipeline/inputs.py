@@ -17,6 +17,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.lookup.device_tables import AbstractTables, tables_in
+from recsys.embeddings.lookup.prefetch_requests import prefetch_together
 from recsys.embeddings.tiers.transfers import MoveSeconds, Together
 from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.pipeline.stalls import Moved
@@ -136,9 +137,9 @@ class Inputs:
         with Together([tiers.residency.queue for tiers in self._known_tiers]):
             try:
                 unknown: list[str] = []
-                for prefetch, arguments in self._prefetches(batch, unknown):
-                    claims.append(prefetch(*arguments))
-                    if not claims[-1].has_room:
+                for claim in self._claims(batch, unknown):
+                    claims.append(claim)
+                    if not claim.has_room:
                         cancel(claims)
                         return None
                 self._warn_of(unknown)
@@ -202,15 +203,19 @@ class Inputs:
                     "after recsys.restore or recsys.accelerate; build a new TrainPipeline"
                 )
 
-    def _prefetches(
-        self, batch: Any, unknown: list[str]
-    ) -> Iterator[tuple[Callable[..., Prefetched], tuple[Any, ...]]]:
-        """The `prefetch` of each lookup, and its arguments; see `_calls`."""
+    def _claims(self, batch: Any, unknown: list[str]) -> Iterator[Prefetched]:
+        """The claims for all lookups, each as it is made; see `_calls`."""
+        requests = []
         for module, arguments in self._calls(batch, self.modules, unknown):
-            yield module.prefetch, arguments
+            request = module.prefetch_request(*arguments)
+            if request is None:
+                yield module.prefetch(*arguments)
+            else:
+                requests.append(request)
+        yield from prefetch_together(requests)
         for divided in self.divided:
             for features in _features_in(batch):
-                yield divided.prefetch, (features,)
+                yield divided.prefetch(cast("JaggedIds", features))
 
     def _calls(
         self, batch: Any, modules: Mapping[str, AbstractTables], unknown: list[str]

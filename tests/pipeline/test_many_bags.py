@@ -20,8 +20,13 @@ class Bags(nn.Module):
         )
 
     def forward(self, ids_T4):
-        pooled = [bag(ids[:, None]) for bag, ids in zip(self.bags, ids_T4, strict=True)]
+        pooled = [bag(ids) for bag, ids in zip(self.bags, ids_of(ids_T4), strict=True)]
         return torch.cat(pooled, 1).square().mean(), None
+
+
+def ids_of(ids_T4):
+    """Bags of 1, 2, 3, ... ids: with as many ids, all tables would make one claim."""
+    return [ids[:, None].expand(-1, 1 + number) for number, ids in enumerate(ids_T4)]
 
 
 def pipeline_of(model, schedule):
@@ -31,7 +36,7 @@ def pipeline_of(model, schedule):
         model,
         optimizer,
         schedule=schedule,
-        ids=lambda batch: {f"bags.{number}": ids[:, None] for number, ids in enumerate(batch)},
+        ids=lambda batch: {f"bags.{number}": ids for number, ids in enumerate(ids_of(batch))},
     )
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.lookup.device_tables import require_same_device
-from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
+from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup
+from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.row_space import compute_dtype
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.table_module import TableModule
-    from recsys.embeddings.tiers.ahead import Prefetched
 
 __all__ = ["BagLookup"]
 
@@ -93,11 +93,10 @@ class BagLookup(NamedTuple):
             bags = bags.without(self.bag.padding_idx)
         return [Part(self.group, self.lookups, self._made(bags))]
 
-    def prefetch(self, bags: BagInput) -> Prefetched:
-        """Start to fetch the rows for `pool` of the same bags.
+    def request(self, bags: BagInput) -> PrefetchRequest:
+        """The request to fetch the rows for `pool` of the same bags.
 
         Raises:
-            IdOutOfRange: an id is not a row.
             MalformedBags: as `pool`.
             ValueError: as `pool`.
         """
@@ -105,9 +104,8 @@ class BagLookup(NamedTuple):
         bags = self._without_padding(self._checked(bags)._replace(weights=None))
         looked_up = _one_by_one(torch.unique(bags.values)) if self._needs_distinct else bags
         part = Part(self.group, self.lookups, self._made_for(looked_up, bags))
-        claimed = prefetch_parts([part], self._explain(bags))
-        claimed.can_split = not self._needs_distinct  # a row may belong to several samples
-        return claimed
+        # Of distinct rows, one may belong to several samples.
+        return PrefetchRequest(part, self._explain(bags), can_split=not self._needs_distinct)
 
     @property
     def _needs_distinct(self) -> bool:
@@ -115,7 +113,7 @@ class BagLookup(NamedTuple):
         return self.bag.mode == "max" or self.bag.scale_grad_by_freq
 
     def _checked(self, bags: BagInput) -> BagInput:
-        """Check the input; prefetch and lookup raise the same errors.
+        """Check the input; request and lookup raise the same errors.
 
         Raises:
             MalformedBags: on a device, offsets do not make bags.

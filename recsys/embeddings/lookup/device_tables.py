@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.ahead import Prefetched
@@ -147,6 +148,14 @@ class AbstractTables(nn.Module, ABC):
         Returns:
             The claim on slots; it need not be kept.
         """
+
+    def prefetch_request(self, *arguments: Any) -> PrefetchRequest | None:
+        """What `prefetch` claims, for `prefetch_together`; None to call `prefetch`.
+
+        Args:
+            arguments: Those of `forward`.
+        """
+        return None
 
     @abstractmethod
     def parts(self, *arguments: Any) -> list[Part]:

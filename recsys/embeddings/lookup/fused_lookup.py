@@ -46,6 +46,7 @@ __all__ = [
     "fused_lookup",
     "own_if_one_sample",
     "prefetch_parts",
+    "require_grad",
     "result_in",
     "with_dense_rows",
 ]
@@ -152,7 +153,7 @@ def _refuse_ddp(parts: Sequence[Part]) -> None:
     Raises:
         RuntimeError: it does.
     """
-    if _require_grad(parts):
+    if require_grad(parts):
         raise RuntimeError(
             "DistributedDataParallel: a recsys optimizer does not share its row updates between "
             "processes; build the tables without optimizer=, or call recsys.accelerate without "
@@ -173,13 +174,13 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
     """
     tickets: list[Ticket] = []
     with DisableTorchFunctionSubclass():  # internal reads of tables
-        if not _require_grad(parts):
+        if not require_grad(parts):
             return Prefetched(())
         try:
             for group, lookups, bags in parts:
                 assert group.tiers is not None
                 space = group.space(lookups.distinct_tables)
-                tickets += group.tiers.claim_ahead(space, lookups, bags)
+                tickets += group.tiers.claim_ahead(space, [(lookups, bags)])
         except BaseException as error:
             for ticket in tickets:
                 ticket.release()
@@ -189,11 +190,11 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
                 raise
             bad = error.position  # explained below, as in `fused_lookup`
         else:
-            return Prefetched(tickets, needs_slots=partial(_require_grad, parts))
+            return Prefetched(tickets, needs_slots=partial(require_grad, parts))
     raise explain(bad)
 
 
-def _require_grad(parts: Sequence[Part]) -> bool:
+def require_grad(parts: Sequence[Part]) -> bool:
     """Whether a table of the parts requires a gradient now; else rows are read in place."""
     return any(part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts)
 

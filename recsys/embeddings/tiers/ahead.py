@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.tiers.ticket import Ticket
 
-__all__ = ["AheadQueue", "InputIds", "Prefetched"]
+__all__ = ["AheadQueue", "InputIds", "Prefetched", "tensor_of"]
 
 
 class InputIds(NamedTuple):
@@ -52,11 +52,11 @@ class InputIds(NamedTuple):
     given: Sequence[_Given] = ()
 
     @classmethod
-    def copy(cls, bags: Bags) -> InputIds:
-        """Copy the ids of a module's input."""
-        offsets = None if bags.offsets is None else _tensor_of(bags.offsets).clone()
+    def copy(cls, bags: Bags, values: Tensor | None = None) -> InputIds:
+        """Copy the ids of a module's input; `values` are copied already unless they are None."""
+        offsets = None if bags.offsets is None else tensor_of(bags.offsets).clone()
         given = [_Given.of(each) for each in _given(bags)]
-        values = _tensor_of(bags.values).clone()
+        values = tensor_of(bags.values).clone() if values is None else values
         return cls(values, offsets, bags.batch_size, _padding_of(bags), given)
 
     def in_place_of(self, bags: Any) -> Any:
@@ -81,9 +81,9 @@ class InputIds(NamedTuple):
         """Whether these ids equal those of an input; the host waits if they are on a device."""
         if not self._are_like(bags):
             return False
-        if not torch.equal(self.values, _tensor_of(bags.values)):
+        if not torch.equal(self.values, tensor_of(bags.values)):
             return False
-        offsets = None if bags.offsets is None else _tensor_of(bags.offsets)
+        offsets = None if bags.offsets is None else tensor_of(bags.offsets)
         if self.offsets is not None and offsets is not None:
             return torch.equal(self.offsets, offsets)
         known = self.offsets if offsets is None else offsets
@@ -177,7 +177,7 @@ def _padding_of(bags: Any) -> int | None:
     return padding
 
 
-def _tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:
+def tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:
     """Ids as a tensor where they are, whatever the default device is."""
     return ids if isinstance(ids, torch.Tensor) else torch.from_numpy(ids)
 
@@ -256,8 +256,9 @@ class AheadQueue:
         return None
 
     def give_up_last(self) -> None:
-        """Release the last ticket, if there is one."""
-        for ticket in self.waiting()[-1:]:
+        """Release the last ticket, if there is one, and those that share its slots."""
+        waiting = self.waiting()
+        for ticket in [each for each in waiting if each.held is waiting[-1].held]:
             ticket.release()
 
     def give_up_all(self) -> None:

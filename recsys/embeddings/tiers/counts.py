@@ -31,7 +31,7 @@ class TierCounts(NamedTuple):
     Attributes:
         num_lookups: Values looked up.
         num_hits: Values whose row was in its slot.
-        num_rows: Distinct rows of each ticket, summed over tickets.
+        num_rows: Distinct rows of each claim, summed over claims.
         num_rows_hit: Distinct rows that were in their slot.
         num_fetched: Rows fetched from the cold store.
         num_written_back: Rows written back to it.

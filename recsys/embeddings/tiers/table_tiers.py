@@ -27,7 +27,8 @@ from recsys._support.interrupts import interrupts_held_back
 from recsys._support.lasting_tensors import lasting_tensors
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written
-from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
+from recsys.embeddings.tiers.ahead import AheadQueue
+from recsys.embeddings.tiers.ahead_claims import claim_for_one, claim_for_several
 from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.forecast import Forecast
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
@@ -154,15 +155,17 @@ class Tiers(AbstractInTurn):
             ticket.wait()
         return tickets
 
-    def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
-        """Claim slots for a later lookup, and fetch its rows in the background.
+    def claim_ahead(
+        self, tables: RowSpace, looked_up: Sequence[tuple[Lookups, Bags]]
+    ) -> list[Ticket]:
+        """Claim slots for later lookups, and fetch their rows in the background.
 
         Only `claim` with exactly the same ids takes these tickets.
 
         Args:
             tables: The tables of the cold store.
-            lookups: Which features will be looked up in which tables.
-            bags: The input.
+            looked_up: Which features will be looked up in which tables, and the input. If there are
+                several, they make one claim; see `claim_for_several`.
 
         Raises:
             ColdTierError: rows are in files that another process has opened.
@@ -173,21 +176,11 @@ class Tiers(AbstractInTurn):
         """
         with interrupts_held_back():
             self._require_owner()
-            self._reload_before_lookup(tables, lookups.distinct_tables)
-            ids, tickets = InputIds.copy(bags), []
-            for layer in lookups.layers():
-                ticket = self.residency.claim(
-                    layer,
-                    ids.in_place_of(bags),
-                    in_background=True,
-                    may_unpin=False,
-                    # Waiting for a device is worth it for the current mini-batch and the next one.
-                    may_wait=self.ahead.num_before(layer) <= 1,
-                    batch=self.ahead.batch,
-                )
-                tickets.append(ticket)
-            self.ahead.add(tickets, ids)
-            return tickets
+            used = [table for lookups, _ in looked_up for table in lookups.distinct_tables]
+            self._reload_before_lookup(tables, used)
+            if len(looked_up) == 1:
+                return claim_for_one(self.residency, self.ahead, *looked_up[0])
+            return claim_for_several(self.residency, self.ahead, looked_up)
 
     def _require_owner(self) -> None:
         """Check that files are those of this process; see `ColdFiles.require_owner`."""
@@ -338,7 +331,7 @@ class Tiers(AbstractInTurn):
             ticket, updated, claimed = entry.ticket, entry.lookups, entry.claimed
             assert ticket is not None
             assert claimed is not None
-            if entry.is_cut:
+            if entry.is_cut or ticket.is_shared:
                 self.hot.map.mark_dirty(entry.bags.values)
                 continue
             is_whole = updated is claimed or updated.distinct_tables == claimed.distinct_tables

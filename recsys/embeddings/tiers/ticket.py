@@ -71,6 +71,7 @@ class Ticket:
         number: For a ticket made ahead, its number in the queue; a part has that of the whole.
         batch: For a ticket made ahead, the number of its mini-batch in the queue; None for none.
         is_taken: Whether its slots were passed on, to a ticket of the lookup or to parts.
+        is_shared: Whether its slots are also those of other lookups, which the claim was for.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Ticket:
         self.queue: AheadQueue | None = None
         self.number = 0
         self.batch: int | None = None
-        self.is_taken = False
+        self.is_taken = self.is_shared = False
         self._hold: Hold | None = hold
         self._after, self._after_hits = after, after_hits
         # With the event after the claim; more than one for joined tickets.
@@ -164,6 +165,17 @@ class Ticket:
         was_fetched_N = hot.are_among(self.slot_of_value, fetched)
         return self.ids.samples_with(was_fetched_N, self.lookups.positions.tolist()).cpu()
 
+    def share(self, lookups: Lookups, slot_of_value: Tensor) -> Ticket:
+        """Make the ticket for one of the lookups that the claim was for.
+
+        Args:
+            lookups: The lookup.
+            slot_of_value: The slots of its values; a view of those of this ticket.
+        """
+        shared = self._copy()
+        shared.lookups, shared.slot_of_value, shared.is_shared = lookups, slot_of_value, True
+        return shared
+
     def take(self, bags: Any) -> Ticket:
         """Pass the slots on to a new ticket, for the lookup.
 
@@ -187,7 +199,9 @@ class Ticket:
             if ticket._hold is not None:
                 joined.setdefault(ticket._residency, []).append(ticket)
         for tickets in joined.values():
-            fetched = [each for ticket in tickets for each in ticket._fetched]
+            # Tickets of one claim share a list.
+            lists = {id(ticket._fetched): ticket._fetched for ticket in tickets}
+            fetched = [each for of_claim in lists.values() for each in of_claim]
             before = tickets[0]._after_hits.number
             for ticket in tickets:
                 ticket._fetched = fetched

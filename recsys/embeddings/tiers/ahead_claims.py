@@ -1,0 +1,125 @@
+"""Claims for lookups of a later mini-batch: one for each lookup, or one for several of them.
+
+A claim takes much Python, and on a device about thirty launches, however few rows it is for. So
+lookups in several tables can share one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys.embeddings.rows.lookups import Lookups
+from recsys.embeddings.tiers.ahead import InputIds, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.embeddings.rows.lookups import Bags
+    from recsys.embeddings.tiers.ahead import AheadQueue
+    from recsys.embeddings.tiers.residency import Residency
+    from recsys.embeddings.tiers.ticket import Ticket
+
+__all__ = ["claim_for_one", "claim_for_several"]
+
+
+def claim_for_one(
+    residency: Residency, queue: AheadQueue, lookups: Lookups, bags: Bags
+) -> list[Ticket]:
+    """Claim slots for a lookup; the tickets are queued.
+
+    Args:
+        residency: Makes the claim.
+        queue: Gets the tickets.
+        lookups: Which features will be looked up in which tables.
+        bags: The input.
+
+    Returns:
+        One ticket; more if a feature is looked up in several tables.
+
+    Raises:
+        Exception: any error of `Residency.claim`.
+    """
+    ids, tickets = InputIds.copy(bags), []
+    for layer in lookups.layers():
+        ticket = residency.claim(
+            layer,
+            ids.in_place_of(bags),
+            in_background=True,
+            may_unpin=False,
+            may_wait=_may_wait(queue, layer),
+            batch=queue.batch,
+        )
+        tickets.append(ticket)
+    queue.add(tickets, ids)
+    return tickets
+
+
+def claim_for_several(
+    residency: Residency, queue: AheadQueue, looked_up: Sequence[tuple[Lookups, Any]]
+) -> list[Ticket]:
+    """Make one claim for several lookups of a mini-batch; the tickets are queued.
+
+    A claim depends on which values are looked up in which table, but not on their bags. So in the
+    input of this claim, each lookup has a feature, and bag i is value i.
+
+    Args:
+        residency: Makes the claim.
+        queue: Gets the tickets.
+        looked_up: Lookups, each in one table, and their bags. These have equally many values, at
+            least one, of one dtype and with one padding.
+
+    Returns:
+        A ticket for each lookup.
+
+    Raises:
+        Exception: any error of `Residency.claim`. A position in it is one among all values.
+    """
+    first_lookups, first_bags = looked_up[0]
+    num_values = len(first_bags.values)
+    # Also a copy of the ids; see `InputIds`.
+    values = torch.cat([tensor_of(bags.values) for _, bags in looked_up])
+    whole = residency.claim(
+        _side_by_side(
+            tuple(lookups.distinct_tables[0] for lookups, _ in looked_up), first_lookups.width
+        ),
+        first_bags._replace(
+            values=values if isinstance(first_bags.values, torch.Tensor) else values.numpy(),
+            offsets=None,
+            weights=None,
+            batch_size=num_values,
+            is_mean=False,
+        ),
+        in_background=True,
+        may_unpin=False,
+        may_wait=all(_may_wait(queue, lookups) for lookups, _ in looked_up),
+        batch=queue.batch,
+    )
+    tickets = []
+    slots = whole.slot_of_value.reshape(-1, num_values)
+    copies = values.view(-1, num_values)
+    for (lookups, bags), slots_N, values_N in zip(looked_up, slots, copies, strict=True):
+        ticket = whole.share(lookups, slots_N)
+        queue.add([ticket], InputIds.copy(bags, values_N))
+        tickets.append(ticket)
+    return tickets
+
+
+def _may_wait(queue: AheadQueue, lookups: Lookups) -> bool:
+    """Whether waiting for a device is worth it: for the current mini-batch and the next one."""
+    return queue.num_before(lookups) <= 1
+
+
+@lru_cache(maxsize=64)  # kernels keep what they make of the objects
+def _side_by_side(tables: tuple[int, ...], dim: int) -> Lookups:
+    """A lookup in each of these tables; lookup k is of feature k, and writes the columns there."""
+    numbers = np.arange(len(tables), dtype=np.uint64)
+    return Lookups(
+        tables=np.array(tables, np.uint64),
+        positions=numbers,
+        columns=numbers * np.uint64(dim),
+        width=len(tables) * dim,
+    )
