@@ -126,10 +126,12 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
     is_apart = device.type != "cpu" and num_modules > _FEW_TABLES
     if is_apart:
         speed = (
-            f"expect longer steps: on '{device}' each of {num_modules} modules is looked up"
-            f"{', and its rows fetched,' if tiers else ''} by itself, which takes the host longer "
-            "than in PyTorch; one HotColdEmbeddingBagCollection looks up all tables at once"
+            f"expect longer steps: on '{device}' each of {num_modules} modules is looked up by "
+            "itself, which takes the host longer than in PyTorch; one "
+            "HotColdEmbeddingBagCollection looks up all tables at once"
         )
+        if tiers:
+            speed += ", and recsys.pipeline.TrainPipeline fetches rows before their step"
     if not tiers:
         return f"all {total} are in fast memory", speed
     hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))

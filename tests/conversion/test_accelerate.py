@@ -88,18 +88,26 @@ def test_longer_steps_are_expected_of_many_modules_on_a_device():
         group=SimpleNamespace(device=torch.device("cuda", 0)),
         space_size=lambda: SimpleNamespace(state_sizes=()),
     )
-    updater = SimpleNamespace(
-        resident_bytes=lambda: 10, num_tables=26, groups=[group], tiers=lambda: []
-    )
+    tiers = SimpleNamespace(hot=SimpleNamespace(num_bytes=5), files=None)
 
-    found = [describe_outlook([updater], num_modules)[1] for num_modules in (26, 1)]
+    def outlook(num_modules, *tiers):
+        updater = SimpleNamespace(
+            resident_bytes=lambda: 10, num_tables=26, groups=[group], tiers=lambda: tiers
+        )
+        return describe_outlook([updater], num_modules)[1]
 
-    assert found[0] == (
+    found = outlook(26)
+    assert found == (
         "expect longer steps: on 'cuda:0' each of 26 modules is looked up by itself, which takes "
         "the host longer than in PyTorch; one HotColdEmbeddingBagCollection looks up all tables at "
         "once"
     )
-    assert found[1].startswith("expect shorter steps: 26 tables are updated by 1 kernel call")
+    with_budget = outlook(26, tiers)
+    assert with_budget == (
+        f"{found}, and recsys.pipeline.TrainPipeline fetches rows before their step"
+    )
+    assert outlook(1).startswith("expect shorter steps: 26 tables are updated by 1 kernel call")
+    assert outlook(1, tiers).startswith("expect longer steps: a budget saves fast memory")
 
 
 def test_a_module_used_in_two_places_is_exchanged_once_for_both():
