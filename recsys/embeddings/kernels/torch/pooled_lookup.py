@@ -44,8 +44,8 @@ def pooled_lookup(
             without a lookup do not change.
 
     Returns:
-        Always -1. Errors of the input are recorded in `space.errors`; parts of `result` that depend
-        on invalid input are undefined.
+        Always -1. Errors of the input are recorded in `space.errors`. An id that is not a row adds
+        zeros to its bag; bags of other invalid input are undefined.
     """
     if not bags.batch_size or not len(lookups.tables):
         return -1
@@ -54,7 +54,8 @@ def pooled_lookup(
     if bags.is_plain:
         rows_LB = locate_one_hot(space, whole, bags)
         note_bad_rows(space, whole, bags, rows_LB)
-        _write(whole, space.read(rows_LB.t().reshape(-1)), result)
+        rows_N = rows_LB.t().reshape(-1)
+        _write(whole, _zeros_for_no_row(space, rows_N, space.read(rows_N)), result)
         return -1
     for layer in layers:
         note_errors(space, layer, bags)
@@ -94,7 +95,7 @@ def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tenso
     rows_ND = space.read(rows_N)
     if bags.weights is not None:
         rows_ND = rows_ND * bags.weights.to(rows_ND.dtype).unsqueeze(1)
-    rows_ND = torch.where((rows_N < space.num_rows).unsqueeze(1), rows_ND, 0)
+    rows_ND = _zeros_for_no_row(space, rows_N, rows_ND)
     pooled = torch.segment_reduce(
         rows_ND, "sum", offsets=bags.bounds(), axis=0, unsafe=True, initial=0
     )
@@ -103,6 +104,11 @@ def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tenso
     pooled_FBD = pooled.view(-1, bags.batch_size, space.dim)
     pooled_LBD = pooled_FBD.index_select(0, layer.positions)
     return pooled_LBD.transpose(0, 1).reshape(-1, space.dim)
+
+
+def _zeros_for_no_row(space: TorchRows | TieredRows, rows_N: Tensor, rows_ND: Tensor) -> Tensor:
+    """What was read, with zeros for no row: `read` returns any row for it, or an empty slot."""
+    return torch.where((rows_N < space.num_rows).unsqueeze(1), rows_ND, 0)
 
 
 def _write(layer: Layer, pooled: Tensor, result: Tensor) -> None:

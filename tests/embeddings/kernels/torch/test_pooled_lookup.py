@@ -4,9 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu import pooled_lookup as numba
+from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.torch.slot_rows import TieredRows, number_rows
+from recsys.embeddings.kernels.torch.slots import TorchSlotMap
+from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.errors import MalformedBags
 
@@ -109,6 +113,27 @@ def test_the_first_value_that_is_no_row_is_told_later(make_case, longest, bad):
         space.errors.poll()
     assert error.value.args == (2,)
     space.errors.check()  # and only once
+
+
+@pytest.mark.parametrize("kind", ["rows", "slots and copies"])
+@pytest.mark.parametrize("offsets", [None, torch.arange(5)], ids=["one-hot", "jagged"])
+def test_an_id_that_is_no_row_adds_zeros_whatever_is_in_memory(offsets, kind):
+    rows = torch.full((4, 3), torch.nan)
+    rows[1] = 5
+    space = TorchRowSpace([rows])
+    if kind != "rows":
+        numbers = number_rows([4], 3, rows)
+        slots = TorchSlotMap(numbers, 2).tensors  # empty
+        space = TieredRows(numbers, slots, rows[:2], torch.tensor([1, 3]), rows[[1, 3]])
+    found = torch.full((4, 3), 7.0)
+    bags = TorchBags(torch.tensor([1, -1, 4, 1]), offsets, None, 4, is_mean=False)
+
+    pooled_lookup(space, Lookups.one(0, 3), bags, found)
+
+    assert found.tolist() == [[5] * 3, [0] * 3, [0] * 3, [5] * 3]
+    space.errors.report(KeyError)
+    with pytest.raises(KeyError):
+        space.errors.check()
 
 
 def test_values_of_features_that_are_not_looked_up_may_be_anything(make_case):
