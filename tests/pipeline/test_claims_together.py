@@ -4,6 +4,7 @@ On the CPU, and on a device that copies rows by itself, for which the CPU stands
 """
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.lookup.prefetch_requests import prefetch_together
+from recsys.embeddings.tiers.ahead import InputIds
 from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import IdOutOfRange
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
@@ -343,6 +345,65 @@ def test_the_slots_of_a_shared_claim_are_given_up_at_once(claims):
     assert claim.is_given_up
     assert not claim.is_held
     assert claims == [True, False, False]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("wrong", [[1], [3], [0, 2]], ids=str)
+def test_bags_of_other_ids_than_known_need_no_more_slots(wrong, schedule):
+    class Shifted(Bags):
+        def forward(self, batch):
+            changed = [(ids + 37) % 150 if bag in wrong else ids for bag, ids in enumerate(batch)]
+            return super().forward(changed)
+
+    batches = make_batches()
+    expected = train(Shifted(), batches)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other ids, and of a budget for a shorter look-ahead
+        found = train(Shifted(), batches, most_rows(batches), schedule)
+
+    split = found[2].popular_split
+    require_equal(found, expected, is_split=split is not None and split.num_split > 0)
+
+
+def test_a_lookup_that_lacks_slots_gets_those_of_a_shared_claim_that_no_lookup_needs():
+    model, [batch] = Bags(), make_batches(count=1)
+    num_rows = most_rows([batch])
+    accelerate(model, num_rows)
+    [claim] = prefetch(model, batch)
+    [tiers] = model.bags[0].tiers()
+    kept = [model.bags[0](batch[0]), model.bags[3](batch[3])]
+    num_kept = len(batch[0].unique()) + len(batch[3].unique())
+
+    others = torch.arange(100, 100 + num_rows - num_kept).view(-1, 1)
+    kept.append(model.bags[1](others))
+
+    assert claim.is_given_up
+    assert tiers.residency.num_claimed == num_rows
+    del kept
+    assert tiers.residency.num_claimed == 0
+
+
+def test_an_error_after_a_shared_claim_leaves_no_ticket(monkeypatch):
+    model, [batch] = Bags(), make_batches(count=1)
+    accelerate(model, 200)
+    [tiers] = model.bags[0].tiers()
+    copies, copy = [], InputIds.copy
+
+    def fail_at_third(*arguments):
+        copies.append(arguments)
+        if len(copies) == 3:
+            raise MemoryError
+        return copy(*arguments)
+
+    monkeypatch.setattr(InputIds, "copy", fail_at_third)
+
+    with pytest.raises(MemoryError):
+        prefetch(model, batch)
+
+    gc.collect()  # the error's frames
+    assert not tiers.ahead
+    assert tiers.residency.num_claimed == 0
 
 
 def test_slots_stay_claimed_until_the_last_lookup_is_done():

@@ -98,14 +98,16 @@ def claim_for_several(
         may_wait=all(_may_wait(queue, lookups) for lookups, _ in looked_up),
         batch=queue.batch,
     )
-    tickets = []
     slots = whole.slot_of_value.reshape(-1, num_values)
     copies = values.view(-1, num_values)
-    for (lookups, bags), slots_N, values_N in zip(looked_up, slots, copies, strict=True):
-        ticket = whole.share(lookups, slots_N)
-        queue.add([ticket], InputIds.copy(bags, values_N))
-        tickets.append(ticket)
-    return tickets
+    # Queued only after all are made: an error, such as too little memory, must leave none there.
+    made = [
+        (whole.share(lookups, slots_N), InputIds.copy(bags, values_N))
+        for (lookups, bags), slots_N, values_N in zip(looked_up, slots, copies, strict=True)
+    ]
+    for ticket, ids in made:
+        queue.add([ticket], ids)
+    return [ticket for ticket, _ in made]
 
 
 def _may_wait(queue: AheadQueue, lookups: Lookups) -> bool:

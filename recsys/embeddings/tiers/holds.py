@@ -12,16 +12,22 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+import numpy as np
+import torch
+
 from recsys._support.interrupts import interrupts_held_back
+from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.tiers.counts import TierCounts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from recsys.embeddings.tiers.residency import Residency
     from recsys.embeddings.tiers.slots import Slots
 
-__all__ = ["MOST_HELD", "Hold", "Holds", "Need"]
+__all__ = ["MOST_HELD", "Hold", "Holds", "LookupHold", "Need"]
 
 
 # The maximum number of tickets at a time: a slot counts them in an int16.
@@ -38,11 +44,32 @@ class Hold:
     Attributes:
         event: The event after a queued claim; None for one that was waited for, and without a
             stream.
+        lookups: What the tickets of each lookup share, if the claim was for several.
     """
 
     def __init__(self, residency: Residency, slots: Any) -> None:
         self.residency, self.slots = residency, slots
         self.event: Any = None
+        self.lookups: list[ref[LookupHold]] = []
+
+
+class LookupHold:
+    """What the tickets of one lookup share, if its claim was for several.
+
+    Args:
+        whole: What all of these lookups share.
+        slot_of_value: The slots of this one; negative numbers stand for none.
+    """
+
+    def __init__(self, whole: Hold, slot_of_value: Any) -> None:
+        self.whole, self.slot_of_value = whole, slot_of_value
+        self.residency = whole.residency
+        whole.lookups.append(ref(self))
+
+    @property
+    def slots(self) -> Any:
+        """Those of all of these lookups."""
+        return self.whole.slots
 
 
 class Need(NamedTuple):
@@ -123,6 +150,32 @@ class Holds:
                 self.bound -= held.need.bound
                 self.dropped.append(held.slots)
 
+    def drop_unneeded(self) -> bool:
+        """Add slots that only released lookups of a shared claim needed to `dropped`.
+
+        The host waits for a device.
+
+        Returns:
+            Whether there were any.
+        """
+        found = False
+        for held in self._held:
+            hold = held()
+            if hold is None or not hold.lookups:
+                continue
+            left = [each for each in (lookup() for lookup in hold.lookups) if each is not None]
+            if not left or len(left) == len(hold.lookups):
+                continue  # without any, it is released as a whole
+            is_needed = _are_among(hold.slots, [each.slot_of_value for each in left])
+            num_rows = int(is_needed.sum())
+            self.dropped.append(_selected(hold.slots, ~is_needed))
+            held.slots = hold.slots = _selected(hold.slots, is_needed)
+            hold.lookups = [ref(each) for each in left]
+            self.num_needed += num_rows - held.need.num_rows
+            held.need = held.need._replace(num_rows=num_rows, counts=None)
+            found = True
+        return found
+
     def leave(self, num_rows: int, hot: Slots, but_of: int | None = None) -> bool:
         """Whether they surely leave enough slots for a claim; pinned slots stay pinned.
 
@@ -159,3 +212,17 @@ class Holds:
         num_rows = TierCounts(*hot.read_counts(need.counts, hold.event)).num_rows
         self.num_needed += num_rows - need.num_rows
         held.need = need._replace(num_rows=num_rows, counts=None)
+
+
+def _are_among(slots: Any, of_lookups: Sequence[Any]) -> Any:
+    """Whether each number is a slot of one of the lookups."""
+    if isinstance(slots, torch.Tensor):
+        return (slots >= 0) & torch.isin(slots, torch.cat([*of_lookups]))
+    return np.isin(slots, np.concatenate(of_lookups))
+
+
+def _selected(slots: Any, is_selected: Any) -> Any:
+    """Some of the slots. On a device, their number stays, because kernels are for one number."""
+    if isinstance(slots, torch.Tensor):
+        return torch.where(is_selected, slots, NOWHERE)
+    return slots[is_selected]

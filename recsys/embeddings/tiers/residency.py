@@ -144,14 +144,14 @@ class Residency:
         if by_device:
             # A queued claim releases these in `in_order`, so after the caller's last use of them.
             self._holds.take_released()
-            most_rows = self._most_rows(lookups, bags, None if may_wait else batch)
-            if most_rows is not None:
+            most_rows = count_most_rows(self.hot.map, lookups, bags)
+            if self._holds.leave(most_rows, self.hot, None if may_wait else batch):
                 return self._queue_claim(lookups, bags, most_rows, batch)
             if not may_wait:
                 raise NotEnoughSlots(self, self.hot.num_slots + 1)
         self._collect()
         claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
-        bound = count_most_rows(self.hot.map, lookups, bags) if by_device else claim.num_rows
+        bound = most_rows if by_device else claim.num_rows
         hold = self._hold(claim, Need(bound, claim.num_rows))
         after_hits, moves = self._transferred(by_device), claim.moves
         if len(moves.fetched_rows):
@@ -244,17 +244,6 @@ class Residency:
             raise
         finally:
             self._warn_of_unpinned()
-
-    def _most_rows(self, lookups: Lookups, bags: Any, but_of: int | None) -> int | None:
-        """The most rows that a claim can need; None if there may be too few slots for it.
-
-        Args:
-            lookups: As for `claim`.
-            bags: As for `claim`.
-            but_of: See `Holds.leave`.
-        """
-        count = count_most_rows(self.hot.map, lookups, bags)
-        return count if self._holds.leave(count, self.hot, but_of) else None
 
     def _transferred(self, by_device: bool) -> Transferred:
         """The point after all transfers so far."""
@@ -476,6 +465,11 @@ class Residency:
         self.hot.after_transfers()
         self._holds.take_released()
         self._release()
+
+    def release_unneeded(self) -> bool:
+        """Release slots that shared claims need no longer; see `Holds.drop_unneeded`."""
+        self._collect()
+        return self._holds.drop_unneeded()
 
     def _release(self) -> None:
         """Release what was taken out of the counts, on the current stream."""

@@ -199,12 +199,12 @@ class Tiers(AbstractInTurn):
             try:
                 ticket = self.residency.claim(lookups, bags, may_unpin=not has_others)
             except NotEnoughSlots:
-                if not has_others:
+                self.ahead.give_up_last()
+                if not self.residency.release_unneeded() and not has_others:
                     raise
             else:
                 ticket.bags = bags.at_slots(ticket.slot_of_value)
                 return ticket
-            self.ahead.give_up_last()
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
         """Pool rows from their slots or from the tables; see `Residency.look_up`."""

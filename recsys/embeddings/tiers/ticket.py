@@ -8,6 +8,8 @@ from weakref import ref
 import numpy as np
 import torch
 
+from recsys.embeddings.tiers.holds import Hold, LookupHold
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
-    from recsys.embeddings.tiers.holds import Hold
     from recsys.embeddings.tiers.residency import Residency
 
 __all__ = ["NotEnoughSlots", "Ticket", "Transferred"]
@@ -90,7 +91,7 @@ class Ticket:
         self.number = 0
         self.batch: int | None = None
         self.is_taken = self.is_shared = False
-        self._hold: Hold | None = hold
+        self._hold: Hold | LookupHold | None = hold
         self._after, self._after_hits = after, after_hits
         # With the event after the claim; more than one for joined tickets.
         self._fetched: list[tuple[Any, Any]] = [(fetched, after_hits.event)]
@@ -172,7 +173,9 @@ class Ticket:
             lookups: The lookup.
             slot_of_value: The slots of its values; a view of those of this ticket.
         """
+        assert isinstance(self._hold, Hold)
         shared = self._copy()
+        shared._hold = LookupHold(self._hold, slot_of_value)
         shared.lookups, shared.slot_of_value, shared.is_shared = lookups, slot_of_value, True
         return shared
 

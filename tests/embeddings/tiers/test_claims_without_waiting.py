@@ -261,7 +261,7 @@ def test_a_claim_that_fails_half_way_fails_the_tiers(device, monkeypatch, waits)
         raise RuntimeError("out of memory")
 
     if waits:
-        monkeypatch.setattr(tiers.residency, "_most_rows", lambda *_: None)
+        monkeypatch.setattr(tiers.residency._holds, "leave", lambda *_: False)
         monkeypatch.setattr(tiers.hot, "claim", fail)
     else:
         monkeypatch.setattr(tiers.residency._copies, "launch", fail)
