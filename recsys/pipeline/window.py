@@ -275,7 +275,7 @@ def _to(batch: Any, device: torch.device | None) -> Any:
     if device is None:
         return batch
     if hasattr(batch, "to"):
-        if device.type == "cuda" and hasattr(batch, "pin_memory"):
+        if device.type == "cuda" and _may_pin(type(batch)):
             # From other memory the host copies in step with the device. What is on the device
             # already cannot be pinned.
             with suppress(RuntimeError):
@@ -288,3 +288,16 @@ def _to(batch: Any, device: torch.device | None) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(_to(value, device) for value in batch)
     return batch
+
+
+def _may_pin(kind: type) -> bool:
+    """Whether `pin_memory` of a class keeps what its `to` does.
+
+    If a subclass has a `to` of its own, a `pin_memory` that it inherits may lose its attributes.
+    """
+    for each in kind.__mro__:
+        if "pin_memory" in vars(each):
+            return True
+        if "to" in vars(each):
+            return False
+    return False

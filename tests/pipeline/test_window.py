@@ -12,8 +12,7 @@ import torch
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.errors import NonFiniteGradient
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
-from recsys.pipeline.window import MiniBatch, Window
-from tests.captured_training import make_batch
+from recsys.pipeline.window import Window
 
 BUDGET = 30_000  # of 830 rows and their state
 
@@ -444,61 +443,3 @@ def test_a_step_may_change_its_mini_batch_and_what_mini_batches_share(small, pai
 
     assert found[0] == found[1]
     small.require_equal(*models)
-
-
-class Pinned:
-    """A mini-batch that notes what is done with it."""
-
-    def __init__(self, is_on_device):
-        self.is_on_device, self.done = is_on_device, []
-
-    def pin_memory(self):
-        if self.is_on_device:
-            raise RuntimeError("cannot pin: only dense CPU tensors can be pinned")
-        self.done.append("pinned")
-        return self
-
-    def to(self, device, non_blocking=False):
-        self.done.append(f"to {device}, {non_blocking}")
-        return self
-
-
-@pytest.mark.parametrize(
-    ("device", "is_on_device", "done"),
-    [
-        ("cuda:0", False, ["pinned", "to cuda:0, True"]),
-        ("cuda:0", True, ["to cuda:0, True"]),
-        ("cpu", False, ["to cpu, True"]),
-    ],
-)
-def test_copies_to_a_gpu_begin_in_page_locked_memory(device, is_on_device, done):
-    batch = Pinned(is_on_device)
-    found = MiniBatch({"part": [batch]})
-
-    found.move(torch.device(device))
-
-    assert found.batch == {"part": [batch]}
-    assert batch.done == done
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_mini_batches_go_to_a_gpu_and_stay_there():
-    device, batch = torch.device("cuda", 0), make_batch(0)
-    moved = MiniBatch(batch)
-    moved.move(device)
-    again = MiniBatch(moved.batch)
-
-    again.move(device)
-
-    found = again.batch
-    assert (
-        found.sparse_features.values().data_ptr() == moved.batch.sparse_features.values().data_ptr()
-    )
-    for ours, theirs in (
-        (found.dense_features, batch.dense_features),
-        (found.sparse_features.values(), batch.sparse_features.values()),
-        (found.labels, batch.labels),
-    ):
-        assert ours.device == device
-        assert torch.equal(ours.cpu(), theirs)

@@ -1,0 +1,96 @@
+"""Mini-batches are moved to a GPU through page-locked memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.batch import Batch, JaggedIds
+from recsys.pipeline import window
+from recsys.pipeline.window import MiniBatch
+from tests.captured_training import make_batch
+
+
+class Pinned:
+    """A mini-batch that notes what is done with it."""
+
+    def __init__(self, is_on_device):
+        self.is_on_device, self.done = is_on_device, []
+
+    def pin_memory(self):
+        if self.is_on_device:
+            raise RuntimeError("cannot pin: only dense CPU tensors can be pinned")
+        self.done.append("pinned")
+        return self
+
+    def to(self, device, non_blocking=False):
+        self.done.append(f"to {device}, {non_blocking}")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("device", "is_on_device", "done"),
+    [
+        ("cuda:0", False, ["pinned", "to cuda:0, True"]),
+        ("cuda:0", True, ["to cuda:0, True"]),
+        ("cpu", False, ["to cpu, True"]),
+    ],
+)
+def test_copies_to_a_gpu_begin_in_page_locked_memory(device, is_on_device, done):
+    batch = Pinned(is_on_device)
+    found = MiniBatch({"part": [batch]})
+
+    found.move(torch.device(device))
+
+    assert found.batch == {"part": [batch]}
+    assert batch.done == done
+
+
+class MovedWithName(Pinned):
+    """A subclass whose own `to` keeps what an inherited `pin_memory` may not know of."""
+
+    name = "first"
+
+    def to(self, device, non_blocking=False):
+        return super().to(device, non_blocking)
+
+
+class PinnedWithName(MovedWithName):
+    def pin_memory(self):
+        return super().pin_memory()
+
+
+@pytest.mark.parametrize(("kind", "is_pinned"), [(MovedWithName, False), (PinnedWithName, True)])
+def test_a_pin_memory_that_may_lose_attributes_of_a_subclass_is_not_called(kind, is_pinned):
+    batch = kind(is_on_device=False)
+
+    MiniBatch(batch).move(torch.device("cuda:0"))
+
+    assert ("pinned" in batch.done) == is_pinned
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, JaggedIds, Batch, nn.Parameter])
+def test_kinds_of_mini_batches_that_are_pinned(kind):
+    assert window._may_pin(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_mini_batches_go_to_a_gpu_and_stay_there():
+    device, batch = torch.device("cuda", 0), make_batch(0)
+    moved = MiniBatch(batch)
+    moved.move(device)
+    again = MiniBatch(moved.batch)
+
+    again.move(device)
+
+    found = again.batch
+    assert (
+        found.sparse_features.values().data_ptr() == moved.batch.sparse_features.values().data_ptr()
+    )
+    for ours, theirs in (
+        (found.dense_features, batch.dense_features),
+        (found.sparse_features.values(), batch.sparse_features.values()),
+        (found.labels, batch.labels),
+    ):
+        assert ours.device == device
+        assert torch.equal(ours.cpu(), theirs)
