@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from recsys._support.overrides import fits_override
 from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
 from recsys.embeddings.lookup.bag_lookup import BagLookup
 from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table
@@ -127,6 +128,8 @@ class TableModule(AbstractTables):
         """What `prefetch` claims; see `AbstractTables.prefetch_request`."""
         group = self._group
         if group is None or group.tiers is None:
+            return None
+        if not fits_override(type(self), "_request", "prefetch"):
             return None
         return self._request(*arguments)
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from recsys._support.overrides import fits_override
 from recsys.pipeline.inputs import cancel
 from recsys.pipeline.take import OverwrittenBatch, take
 
@@ -275,9 +276,9 @@ def _to(batch: Any, device: torch.device | None) -> Any:
     if device is None:
         return batch
     if hasattr(batch, "to"):
-        if device.type == "cuda" and _may_pin(type(batch)):
+        if device.type == "cuda" and fits_override(type(batch), "pin_memory", "to"):
             # From other memory the host copies in step with the device. What is on the device
-            # already cannot be pinned.
+            # already cannot be pinned. A `pin_memory` that does not fit `to` may lose attributes.
             with suppress(RuntimeError):
                 batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
@@ -288,16 +289,3 @@ def _to(batch: Any, device: torch.device | None) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(_to(value, device) for value in batch)
     return batch
-
-
-def _may_pin(kind: type) -> bool:
-    """Whether `pin_memory` of a class keeps what its `to` does.
-
-    If a subclass has a `to` of its own, a `pin_memory` that it inherits may lose its attributes.
-    """
-    for each in kind.__mro__:
-        if "pin_memory" in vars(each):
-            return True
-        if "to" in vars(each):
-            return False
-    return False

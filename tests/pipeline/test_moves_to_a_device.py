@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from recsys._support.overrides import fits_override
 from recsys.batch import Batch, JaggedIds
-from recsys.pipeline import window
 from recsys.pipeline.window import MiniBatch
 from tests.captured_training import make_batch
 
@@ -70,7 +70,7 @@ def test_a_pin_memory_that_may_lose_attributes_of_a_subclass_is_not_called(kind,
 
 @pytest.mark.parametrize("kind", [torch.Tensor, JaggedIds, Batch, nn.Parameter])
 def test_kinds_of_mini_batches_that_are_pinned(kind):
-    assert window._may_pin(kind)
+    assert fits_override(kind, "pin_memory", "to")
 
 
 @pytest.mark.gpu
