@@ -257,7 +257,7 @@ def _state(model: DLRMTrain) -> list[Any]:
         if module._parameters:
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    # `_Graphs` keeps the parameter alive, and graphs have its address.
+                    # `DenseGraphs` keeps the parameter alive, and graphs have its address.
                     found += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
     return found
 

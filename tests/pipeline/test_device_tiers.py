@@ -72,25 +72,31 @@ def test_hotline_says_that_the_host_waits_for_the_device(small, monkeypatch):
         TrainPipeline(model, None, schedule=Hotline())
 
 
+class OneBag(nn.Module):
+    """Calls a bag with 60 slots for each part of a mini-batch."""
+
+    def __init__(self, num_calls=1):
+        super().__init__()
+        budget = 4 * 3000 + 60 * (16 + 8)
+        self.bag = HotColdEmbeddingBag(3000, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
+        [self.tiers] = self.bag.tiers()
+        assert self.tiers.hot.num_slots == 60
+        self.num_calls = num_calls
+
+    def ids(self, batch):
+        return {"bag": [*batch.chunk(self.num_calls)]}
+
+    def pipeline(self):
+        return TrainPipeline(self, None, schedule=LookAhead(2), ids=self.ids)
+
+    def forward(self, batch):
+        return sum(self.bag(ids).square().sum() for ids in batch.chunk(self.num_calls)), None
+
+
 @pytest.mark.parametrize("num_calls", [1, 3])
 @pytest.mark.filterwarnings("ignore:schedule=LookAhead")
 def test_the_next_mini_batch_is_claimed_however_often_a_bag_is_called(num_calls):
-    budget = 4 * 3000 + 60 * (16 + 8)
-    bag = HotColdEmbeddingBag(3000, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
-    [tiers] = bag.tiers()
-    assert tiers.hot.num_slots == 60
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = bag
-
-        def forward(self, batch):
-            return sum(bag(ids).square().sum() for ids in batch.chunk(num_calls)), None
-
-    pipeline = TrainPipeline(
-        Model(), None, schedule=LookAhead(2), ids=lambda batch: {"bag": [*batch.chunk(num_calls)]}
-    )
+    pipeline = OneBag(num_calls).pipeline()
     # 72 lookups may be more rows than there are slots; they turn out to be fewer.
     batches = [torch.randint(0, 5, (36, 2)) + number for number in range(20)]
     for _ in pipeline.steps(batches):
@@ -102,21 +108,10 @@ def test_the_next_mini_batch_is_claimed_however_often_a_bag_is_called(num_calls)
 def test_two_mini_batches_ahead_are_claimed_if_their_rows_fit_and_their_lookups_would_not(
     monkeypatch,
 ):
-    budget = 4 * 3000 + 60 * (16 + 8)
-    bag = HotColdEmbeddingBag(3000, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
-    [tiers] = bag.tiers()
-    assert tiers.hot.num_slots == 60
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = bag
-
-        def forward(self, ids):
-            return bag(ids).square().sum(), None
-
-    monkeypatch.setattr(tiers.hot, "claim", lambda *_, **__: pytest.fail("a claim is waited for"))
-    pipeline = TrainPipeline(Model(), None, schedule=LookAhead(2), ids=lambda batch: {"bag": batch})
+    model = OneBag()
+    hot = model.tiers.hot
+    monkeypatch.setattr(hot, "claim", lambda *_, **__: pytest.fail("a claim is waited for"))
+    pipeline = model.pipeline()
     # 30 lookups of 10 rows each: 10 + 10 + 30 are at most 60, but 30 + 30 + 30 are not.
     batches = [(torch.arange(30) % 10 + 10 * number).view(15, 2) for number in range(20)]
     for _ in pipeline.steps(batches):

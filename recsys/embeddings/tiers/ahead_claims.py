@@ -1,6 +1,6 @@
 """Claims for lookups of a later mini-batch: one for each lookup, or one for several of them.
 
-A claim takes much Python, and on a device about thirty launches, however few rows it is for. So
+A claim takes much Python, and on a device dozens of launches, however few rows it is for. So
 lookups in several tables can share one.
 """
 
