@@ -229,7 +229,7 @@ class TrainConfig:
     num_threads: int = _key(
         0, "threads that compute; 0: OMP_NUM_THREADS where it is set, else one per core", least=0
     )
-    prefetch: int = _key(2, "mini-batches read ahead, at least", least=1)
+    prefetch: int = _key(4, "mini-batches read ahead, at least", least=1)
     shuffle: bool = _key(
         True, "train on the samples in an order drawn for every epoch; false: in that of the data"
     )

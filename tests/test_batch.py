@@ -67,6 +67,18 @@ def test_offsets_of_one_hot_ids_are_made_where_they_go(monkeypatch, shape):
         assert (ours.shape, ours.dtype, ours.device.type) == (theirs.shape, theirs.dtype, "meta")
 
 
+def test_offsets_of_one_hot_ids_are_made_when_they_are_asked_for(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "arange", None)
+        ids = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 5, 6]]))
+        assert ids.to("cpu").stride() == ids.select(torch.tensor([2, 0, 1])).stride() == 3
+
+    with torch.inference_mode():
+        assert ids.offsets().tolist() == list(range(7))
+    assert not ids.offsets().is_inference()
+    assert ids.lengths().tolist() == [1] * 6
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_hot_ids_on_a_gpu_are_those_of_the_host():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.batch.bags_of_samples import (
     places_of_bags,
@@ -116,7 +117,7 @@ class JaggedIds:
         if weights is not None:
             _require_tensors(weights=weights)
         self._values = values
-        self._offsets = offsets
+        self._offsets: Tensor | None = offsets  # None until asked for, if known to count up
         self._is_known_one_hot = False
         self._weights = weights
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
@@ -199,11 +200,15 @@ class JaggedIds:
 
     def offsets(self) -> Tensor:
         """Bag boundaries, (F * B + 1,)."""
+        if self._offsets is None:
+            rows = self._values
+            with lasting_tensors():
+                self._offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
         return self._offsets
 
     def lengths(self) -> Tensor:
         """Bag sizes, (F * B,)."""
-        return self._offsets[1:] - self._offsets[:-1]
+        return self.offsets()[1:] - self.offsets()[:-1]
 
     def weights_or_none(self) -> Tensor | None:
         """Lookup weights, (N,), or None."""
@@ -215,7 +220,9 @@ class JaggedIds:
 
     def stride(self) -> int:
         """B, the number of samples."""
-        return (self._offsets.numel() - 1) // len(self._keys)  # `len` of a tensor is Python
+        if self._is_known_one_hot:
+            return self._values.numel() // len(self._keys)  # `len` of a tensor is Python
+        return (self.offsets().numel() - 1) // len(self._keys)
 
     def __getitem__(self, key: str) -> JaggedIds:
         """The bags of one feature, or KeyError; reads two offsets on the host."""
@@ -223,7 +230,7 @@ class JaggedIds:
             raise KeyError(f"JaggedIds has no feature {key!r}; it has {self._keys}")
         batch_size = self.stride()
         begin = self._keys.index(key) * batch_size
-        offsets = self._offsets[begin : begin + batch_size + 1]
+        offsets = self.offsets()[begin : begin + batch_size + 1]
         lookups = slice(int(offsets[0]), int(offsets[-1]))
         weights = None if self._weights is None else self._weights[lookups]
         return JaggedIds([key], self._values[lookups], offsets - offsets[0], weights)
@@ -246,7 +253,7 @@ class JaggedIds:
         if self._is_known_one_hot:
             rows_FM = self._values.view(len(self._keys), batch_size).index_select(1, samples)
             return self._unchecked_one_hot(self._keys, rows_FM)
-        places, offsets = places_of_samples(self._offsets, batch_size, samples)
+        places, offsets = places_of_samples(self.offsets(), batch_size, samples)
         weights = None if self._weights is None else self._weights[places]
         return self._unchecked(self._keys, self._values[places], offsets, weights)
 
@@ -307,17 +314,15 @@ class JaggedIds:
         """
         if self._values.device == torch.device(device):
             return self
-        if self._is_known_one_hot:  # offsets count up: they are made there
+        if self._is_known_one_hot:  # offsets count up
             moved = self._values.to(device, non_blocking=non_blocking)
             return self._unchecked_one_hot(self._keys, moved)
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> JaggedIds:
         """A copy in page-locked memory, for asynchronous transfer."""
-        if self._is_known_one_hot:  # `to` copies no offsets
-            ids = self._unchecked(self._keys, self._values.pin_memory(), self._offsets, None)
-            ids._is_known_one_hot = True
-            return ids
+        if self._is_known_one_hot:
+            return self._unchecked_one_hot(self._keys, self._values.pin_memory())
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -328,11 +333,11 @@ class JaggedIds:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedIds:
         weights = None if self._weights is None else change(self._weights)
-        return self._unchecked(self._keys, change(self._values), change(self._offsets), weights)
+        return self._unchecked(self._keys, change(self._values), change(self.offsets()), weights)
 
     @classmethod
     def _unchecked(
-        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> JaggedIds:
         """Skip the checks, which read all offsets; for offsets that are valid by construction."""
         ids = object.__new__(cls)
@@ -343,8 +348,7 @@ class JaggedIds:
     @classmethod
     def _unchecked_one_hot(cls, keys: Sequence[str], rows_FB: Tensor) -> JaggedIds:
         """One value for each feature and sample, in any shape."""
-        offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
-        ids = cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
+        ids = cls._unchecked(keys, rows_FB.reshape(-1), None, None)
         ids._is_known_one_hot = True
         return ids
 
@@ -359,7 +363,7 @@ class JaggedIds:
         except (ImportError, OSError) as error:
             raise cannot_import_torchrec("JaggedIds.to_torchrec", error) from error
         return KeyedJaggedTensor(
-            keys=self._keys, values=self._values, offsets=self._offsets, weights=self._weights
+            keys=self._keys, values=self._values, offsets=self.offsets(), weights=self._weights
         )
 
     @classmethod

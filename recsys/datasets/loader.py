@@ -1,4 +1,4 @@
-"""Mini-batches of a source: shuffled by a seed, read ahead by a thread, exactly resumable.
+"""Mini-batches of a source: shuffled by a seed, read ahead by threads, exactly resumable.
 
 The order of samples in an epoch is a function of (seed, epoch), so a position is two numbers: the
 epoch and the next sample. Batches that are read ahead, or that a `TrainPipeline` has taken but not
@@ -56,6 +56,7 @@ class BatchLoader(ResumableLoader[int]):
         seed: Seed of the shuffling.
         drop_last: Leave out a last batch smaller than B.
         prefetch: Batches read ahead, at least.
+        pin_memory: Hand out batches in page-locked memory, from which CUDA copies without waiting.
         permutation_seed: If given, permute the samples inside each batch by this seed. Each batch
             keeps its set of samples.
         rank: With several processes that train together, the number of this one. Each hands out
@@ -78,7 +79,8 @@ class BatchLoader(ResumableLoader[int]):
         shuffle: bool,
         seed: int = 0,
         drop_last: bool = False,
-        prefetch: int = 2,
+        prefetch: int = 4,
+        pin_memory: bool = False,
         permutation_seed: int | None = None,
         rank: int = 0,
         num_ranks: int = 1,
@@ -113,7 +115,7 @@ class BatchLoader(ResumableLoader[int]):
         self.rank, self.num_ranks = rank, num_ranks
         self.epoch = 0
         self._samples = source.splits[split]
-        self._reader = ReadAhead(source, prefetch)
+        self._reader = ReadAhead(source, prefetch, pin_memory=pin_memory)
         self._num_used = len(self._samples)
         if drop_last:
             self._num_used -= self._num_used % batch_size
@@ -140,7 +142,7 @@ class BatchLoader(ResumableLoader[int]):
         return 0
 
     def finish_reading(self) -> None:
-        """Wait until the reading thread is idle; it stays idle until the next batch is taken.
+        """Wait until the reading threads are idle; they stay so until the next batch is taken.
 
         Benchmarks call it before they stop a clock in the middle of an iteration.
         """

@@ -1,4 +1,4 @@
-"""A thread that reads mini-batches before they are needed.
+"""Threads that read mini-batches before they are needed.
 
 Small mini-batches are read in groups: handing one from thread to thread, which waits for the GIL,
 takes longer than reading it.
@@ -11,6 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
+
+from recsys._support.machine import num_cores
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ReadAhead", "num_read_ahead"]
 
 _SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 2048, 16
+_CORES_PER_READER = 4  # the others train
 
 
 def num_read_ahead(prefetch: int, batch_size: int) -> int:
@@ -32,27 +37,38 @@ def num_read_ahead(prefetch: int, batch_size: int) -> int:
 class ReadAhead:
     """Reads mini-batches of a source in order, some of them ahead.
 
-    The running iteration of `read` owns the reading thread, which ends with the iteration.
+    As many of them are read at once as there are readers: one thread for every four cores. The
+    running iteration of `read` owns these threads, which end with the iteration.
 
     Args:
         source: Is read.
         num_ahead: Mini-batches read ahead, at least; see `num_read_ahead`.
+        pin_memory: Return mini-batches in page-locked memory, from which CUDA copies without
+            waiting.
+
+    Raises:
+        ConfigError: `pin_memory` is set, and there is no CUDA device.
     """
 
-    def __init__(self, source: SampleSource, num_ahead: int) -> None:
-        self._source, self._num_ahead = source, num_ahead
+    def __init__(self, source: SampleSource, num_ahead: int, *, pin_memory: bool = False) -> None:
+        if pin_memory and not torch.cuda.is_available():
+            raise ConfigError(
+                "pin_memory=True is for copies to a CUDA device, and there is none; leave it out"
+            )
+        self._source, self._num_ahead, self._pin_memory = source, num_ahead, pin_memory
         self._ahead: deque[tuple[int, Future[_Read]]] = deque()  # sizes and results of groups
 
     def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
         """The samples of each part as a mini-batch; one iteration at a time."""
-        reader = ThreadPoolExecutor(1, "recsys-load")
+        num_readers = min(self._num_ahead, max(1, num_cores() // _CORES_PER_READER))
+        readers = ThreadPoolExecutor(num_readers, "recsys-load")
         groups = _grouped(parts)
         # Each iteration has its own queue: a Ctrl-C below leaves nothing for the next one.
         ahead = self._ahead = deque()
 
         def read_on() -> None:
             while sum(num for num, _ in ahead) < self._num_ahead and (group := next(groups, None)):
-                ahead.append((len(group), reader.submit(self._read_group, group)))
+                ahead.append((len(group), readers.submit(self._read_group, group)))
 
         try:
             read_on()
@@ -65,7 +81,7 @@ class ReadAhead:
                     raise error
         finally:
             self._ahead = deque()
-            reader.shutdown(cancel_futures=True)
+            readers.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
         """Wait until all groups under way are read; no other is read before the next is taken."""
@@ -75,7 +91,8 @@ class ReadAhead:
         read = _Read([], None)
         try:
             for samples in group:
-                read.batches.append(self._source.read(samples.astype(np.int64)))
+                batch = self._source.read(samples.astype(np.int64))
+                read.batches.append(batch.pin_memory() if self._pin_memory else batch)
         except Exception as error:  # raised after the mini-batches before it are handed out
             return read._replace(error=error)
         return read

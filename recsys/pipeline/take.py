@@ -95,7 +95,10 @@ def _tensors_in(batch: Any) -> list[Tensor]:
             if isinstance(value, Tensor):
                 found.append(value)
             elif type(value) is JaggedIds:
-                parts = value.values(), value.weights_or_none(), value.offsets()
+                offsets = (
+                    None if value.is_known_one_hot() else value.offsets()
+                )  # made when asked for
+                parts = value.values(), value.weights_or_none(), offsets
                 found += [each for each in parts if each is not None]
             elif is_torchrec(value):  # what it computes of these are views and copies
                 parts = value.values(), value.weights_or_none(), value.offsets_or_none()

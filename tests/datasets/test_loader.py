@@ -339,7 +339,7 @@ def parts_read(num_samples, batch_size, prefetch, num_taken):
         next(batches)
     loader.finish_reading()
     batches.close()
-    return ended
+    return sorted(ended)  # with many cores, several are read at once
 
 
 def test_when_reading_is_finished_nothing_more_is_read_until_the_next_batch_is_asked_for():
@@ -361,6 +361,36 @@ def test_a_ctrl_c_while_the_reader_is_waited_for_leaves_nothing_to_the_next_iter
             batches.close()
 
     assert [numbers(batch) for batch in loader] == [[number] for number in range(51, 100)]
+
+
+def test_with_many_cores_several_batches_are_read_at_once_and_come_in_order(monkeypatch):
+    class AllAtOnce(Numbered):
+        def read(self, samples):
+            everyone_reads.wait()
+            return super().read(samples)
+
+    everyone_reads = threading.Barrier(3, timeout=30)
+    monkeypatch.setattr(read_ahead, "num_cores", lambda: 12)
+
+    loader = BatchLoader(AllAtOnce(36_000), "train", 3000, shuffle=False)
+
+    assert [numbers(batch)[0] for batch in loader] == list(range(18_000, 36_000, 3000))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_are_read_into_page_locked_memory():
+    loader = BatchLoader(Numbered(6), "train", 2, shuffle=False, pin_memory=True)
+
+    for batch in loader:
+        parts = batch.dense_features, batch.sparse_features.values(), batch.labels
+        assert all(each.is_pinned() for each in parts)
+
+
+def test_page_locked_memory_without_a_device_that_reads_it_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="pin_memory=True is for copies to a CUDA device"):
+        BatchLoader(Numbered(6), "train", 2, shuffle=False, pin_memory=True)
 
 
 def test_small_batches_are_read_by_2048_samples_or_16():

@@ -78,6 +78,7 @@ class HotColdLoader(ResumableLoader[_Position]):
         fae: The scheduler's constants.
         seed: Seed of the order.
         prefetch: The least number of mini-batches to read ahead within a turn.
+        pin_memory: As for `BatchLoader`.
 
     Attributes:
         epoch: Epochs that have ended.
@@ -99,7 +100,8 @@ class HotColdLoader(ResumableLoader[_Position]):
         fae: FAE,
         *,
         seed: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 4,
+        pin_memory: bool = False,
     ) -> None:
         samples, is_hot = source.splits[split], np.asarray(is_hot)
         if is_hot.dtype != np.bool_:  # integers would choose samples by their numbers
@@ -128,7 +130,7 @@ class HotColdLoader(ResumableLoader[_Position]):
         numbers = np.arange(samples.start, samples.stop)
         self._samples = [numbers[~is_hot], numbers[is_hot]]
         self._is_hot_digest = hashlib.sha256(np.packbits(is_hot).tobytes()).hexdigest()[:16]
-        self._reader = ReadAhead(source, prefetch)
+        self._reader = ReadAhead(source, prefetch, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         """Mini-batches in a whole epoch."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PredictReport", "predict_run"]
 
-_PREFETCH = 2
+_PREFETCH = 4
 _WRITTEN_ROWS = 1 << 17  # of a row group, at least
 
 

@@ -280,6 +280,8 @@ def build_loader(
 
     FAE classifies every sample as hot or cold, and keeps the result in the folder of the store.
     """
+    # `build_model` refuses a device that is missing.
+    pin_memory = config.device == "cuda" and torch.cuda.is_available()
     if config.schedule.name != "fae":
         return BatchLoader(
             source,
@@ -288,6 +290,7 @@ def build_loader(
             shuffle=config.shuffle,
             seed=config.seed,
             prefetch=config.prefetch,
+            pin_memory=pin_memory,
             permutation_seed=permutation_seed(config),
             rank=rank,
             num_ranks=num_ranks,
@@ -317,6 +320,7 @@ def build_loader(
         ),
         seed=config.seed,
         prefetch=config.prefetch,
+        pin_memory=pin_memory,
     )
 
 
