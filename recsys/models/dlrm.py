@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recsys.embeddings.lookup.fused_lookup import result_in
+from recsys.embeddings.lookup.result_memory import result_in
 from recsys.models.archs import MLP, AbstractPooledModel, DenseArch, OverArch, SparseArch
 from recsys.models.interaction import InteractionArch
 

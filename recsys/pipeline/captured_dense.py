@@ -22,6 +22,7 @@ from recsys._support.torch_compat import (
     set_plain_grad,
 )
 from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.fused_lookup import keep_gradient
 from recsys.models.archs import AbstractPooledModel, SparseArch
 from recsys.models.dlrm import DLRMTrain
 from recsys.pipeline.dense_graphs import DenseGraphs, form_of
@@ -191,12 +192,21 @@ class CapturedDense:
         for parameter, gradient in zip(graphs.parameters, found[num_inputs:], strict=True):
             if gradient is not None:
                 set_plain_grad(parameter, gradient)
-        pairs = list(zip(replayed.inputs, found[:num_inputs], strict=True))
-        inputs = [each for each, gradient in pairs if gradient is not None]
-        if inputs:  # in one pass, after which rows may be updated
+        pairs = [
+            (given, gradient)
+            for given, gradient in zip(replayed.inputs, found[:num_inputs], strict=True)
+            if gradient is not None
+        ]
+        if len(pairs) == 1:
+            [(given, gradient)] = pairs
+            # Results that are there were offered no one else; see `_vectors`.
+            is_hidden = given.data_ptr() == graphs.vectors.data_ptr()
+            if is_hidden and keep_gradient(given, gradient):
+                return
+        if pairs:  # in one pass, after which rows may be updated
             # For a CUDA device autograd would hand over to a thread of its own, and back.
             with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(inputs, [each for _, each in pairs if each is not None])
+                torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs])
 
     def _give_up(self, reason: str, effect: str = "has no effect") -> None:
         self.reason, self._has_warned = reason, False

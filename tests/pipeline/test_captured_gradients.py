@@ -248,6 +248,56 @@ def test_gradients_pass_autograd_only_if_hooks_may_see_them(monkeypatch, batches
     assert all((each is None) is (change is not _keep_gradient_of_vectors) for each in seeds)
 
 
+def _keep_vectors(model):
+    model.model.sparse_arch.register_forward_hook(lambda *_: None)
+
+
+def _freeze_rows(model):
+    model.model.sparse_arch.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "auto_apply", "num_passes"),
+    [
+        (lambda _: None, False, 1),  # the first step, whose vectors are not yet in the graph
+        (lambda _: None, True, 6),
+        (_keep_vectors, False, 6),
+        (_freeze_rows, False, 0),
+    ],
+)
+@pytest.mark.parametrize("budget", [None, 9000])
+def test_gradients_of_rows_pass_autograd_only_if_it_is_needed(
+    monkeypatch, batches, change, auto_apply, num_passes, budget
+):
+    """A hook may keep the vectors, and only a pass of autograd can end with an update."""
+    options = {"auto_apply": auto_apply, "change": change, "budget": budget}
+    expected = train(batches, capture=False, **options)
+    passes = []
+    own = torch.autograd.backward
+    monkeypatch.setattr(
+        torch.autograd, "backward", lambda *given: (passes.append(given), own(*given))
+    )
+
+    found = train(batches, capture=True, **options)
+
+    assert len(passes) == num_passes
+    require_equal(found, expected)
+
+
+def test_ids_that_change_before_backward_are_refused(batches):
+    def wrap(model):
+        def forward(batch):
+            result = model(batch)
+            if batch is batches[2]:
+                batch.sparse_features.values().zero_()
+            return result
+
+        return forward
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(batches, capture=True, auto_apply=False, custom_model_fwd=wrap)
+
+
 def test_a_backward_on_another_stream_is_left_to_autograd(monkeypatch, batches):
     """Autograd lets the stream of the forward wait for that of the gradient, and vice versa."""
     seeds, streams = [], iter(range(100))

@@ -14,7 +14,8 @@ import torch
 
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup
 from recsys.embeddings.kernels.cpu.row_update import row_update
-from recsys.embeddings.lookup.fused_lookup import empty_result, with_dense_rows
+from recsys.embeddings.lookup.fused_lookup import with_dense_rows
+from recsys.embeddings.lookup.result_memory import empty_result
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Bags
 from recsys.embeddings.rows.row_space import RowSpace

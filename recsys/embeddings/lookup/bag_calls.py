@@ -45,7 +45,7 @@ from recsys._support.torch_compat import (
 from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.bag_call import BagArguments, Call, KeptInput
-from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES
+from recsys.embeddings.lookup.result_memory import MAX_KEPT_BYTES
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
 from recsys.embeddings.rows.ledger import next_lookup
 from recsys.embeddings.rows.row_space import compute_dtype

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
-from recsys._support.memory import empty_rows
 from recsys._support.torch_compat import (
     NO_PASS,
     DisableTorchFunctionSubclass,
@@ -24,6 +21,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.cpu.row_gradients import row_gradients
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
+from recsys.embeddings.lookup.result_memory import empty_result
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
 from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
 from recsys.embeddings.rows.lookups import Bags, Lookups, require_no_transform
@@ -32,27 +30,22 @@ from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from recsys.embeddings.lookup.table_group import ResolvedLookup, TableGroup
     from recsys.embeddings.tiers.ticket import Ticket
     from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = [
-    "MAX_KEPT_BYTES",
     "Part",
     "count_distinct",
-    "empty_result",
     "fused_lookup",
+    "keep_gradient",
     "own_if_one_sample",
     "prefetch_parts",
     "require_grad",
-    "result_in",
     "with_dense_rows",
 ]
-
-
-MAX_KEPT_BYTES = 32 * 2**20
 
 
 class Part(NamedTuple):
@@ -257,45 +250,6 @@ def _look_up_where_rows_are(
     return result
 
 
-def empty_result(
-    dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
-) -> Tensor:
-    """Memory for pooled rows, (B, W) or (B, F, W / F); `result_in`'s if it fits."""
-    batch_size, width = bags.batch_size, lookups.width
-    shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
-    offered: Tensor | None = getattr(_offered, "memory", None)
-    if offered is not None and (offered.shape, offered.dtype, offered.device) == (
-        shape,
-        dtype,
-        device,
-    ):
-        _offered.memory = None
-        return offered.detach()
-    # glibc gets larger blocks from the system each time, in small pages: at 100 MiB the page
-    # faults took longer than the lookup.
-    is_large = batch_size * width * dtype.itemsize > MAX_KEPT_BYTES
-    return (empty_rows if is_large else torch.empty)(*shape, dtype=dtype, device=device)
-
-
-@contextmanager
-def result_in(memory: Tensor | None) -> Iterator[None]:
-    """Have the first lookup in this context write its result to `memory`, if the result fits.
-
-    Args:
-        memory: What a CUDA graph reads, so that the result need not be copied there. Its numbers
-            are overwritten. None for no memory.
-    """
-    before = getattr(_offered, "memory", None)
-    _offered.memory = memory
-    try:
-        yield
-    finally:
-        _offered.memory = before
-
-
-_offered = threading.local()
-
-
 class _Work(NamedTuple):
     calls: Sequence[tuple[ResolvedLookup, Lookups]]
     ids: Sequence[Tensor]
@@ -364,11 +318,45 @@ class _FusedLookup(torch.autograd.Function):
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
 
+_NODE: Any = _FusedLookup._backward_cls  # the type of its contexts
 _backward_once: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(
     _FusedLookup.backward
 )
 # `torch.autograd.Function.apply` without its check for functorch transforms.
 _apply_plainly: Callable[..., Any] = plain_apply(_FusedLookup)
+
+
+def keep_gradient(pooled: Tensor, gradient: Tensor) -> bool:
+    """In place of `pooled.backward(gradient)`, if all that it does is to fill ledgers.
+
+    Autograd takes several times as long.
+
+    Args:
+        pooled: A result of `fused_lookup`; no hook may see its gradient, and nothing else may need
+            its graph.
+        gradient: Its gradient.
+
+    Shape:
+        pooled and gradient, of one shape.
+
+    Returns:
+        Whether ledgers have the gradient.
+
+    Raises:
+        RuntimeError: ids were changed in place after the lookup.
+    """
+    ctx: Any = pooled.grad_fn
+    if type(ctx) is not _NODE:
+        return False
+    work: _Work = ctx.work
+    updater, (_, of_weights, *of_tables) = work.updater, ctx.needs_input_grad
+    if updater is None or updater.auto_apply or of_weights or not any(of_tables):
+        return False  # only a pass of autograd can end with an update
+    ctx.saved_tensors  # noqa: B018  # raises if one was changed
+    ctx.work = None
+    with DisableTorchFunctionSubclass():
+        _keep(work, updater, with_dense_rows(gradient))
+    return True
 
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:

@@ -5,7 +5,7 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.lookup.fused_lookup import result_in
+from recsys.embeddings.lookup.result_memory import result_in
 
 TABLES = [TableConfig(name=name, num_embeddings=50, embedding_dim=4) for name in "ab"]
 IDS = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 4, 0]]))
