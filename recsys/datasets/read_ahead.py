@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -61,7 +62,10 @@ class ReadAhead:
     def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
         """The samples of each part as a mini-batch; one iteration at a time."""
         num_readers = min(self._num_ahead, max(1, num_cores() // _CORES_PER_READER))
-        readers = ThreadPoolExecutor(num_readers, "recsys-load")
+        begin = None
+        if self._pin_memory:  # a thread begins with device 0, and would take memory there
+            begin = partial(torch.cuda.set_device, torch.cuda.current_device())
+        readers = ThreadPoolExecutor(num_readers, "recsys-load", begin)
         groups = _grouped(parts)
         # Each iteration has its own queue: a Ctrl-C below leaves nothing for the next one.
         ahead = self._ahead = deque()
