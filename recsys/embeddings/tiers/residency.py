@@ -265,7 +265,8 @@ class Residency:
             TiersFailed: a transfer has failed.
         """
         self._settle()
-        return self.hot.look_up(tables, self._cold, lookups, bags, result)
+        copies = self._copies if self._is_copied_by_device() else None
+        return self.hot.look_up(tables, self._cold, copies, lookups, bags, result)
 
     def read_rows(self, rows: NDArray[np.int64]) -> Tensor:
         """Copy rows from where they are; see `Tiers.read_rows`. No row moves."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
     from recsys.embeddings.kernels.torch.slots import Copies
     from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
     from recsys.embeddings.tiers.cold.host_store import ColdStore
     from recsys.embeddings.tiers.forecast import Forecast
 
@@ -380,13 +381,19 @@ class Slots:
         return found
 
     def look_up(
-        self, tables: RowSpace, cold: ColdStore, lookups: Lookups, bags: Any, result: Tensor
+        self,
+        tables: RowSpace,
+        cold: ColdStore,
+        copies: DeviceCopies | None,
+        lookups: Lookups,
+        bags: Any,
+        result: Tensor,
     ) -> int:
         """Pool rows from their slots or from the cold store; see `Residency.look_up`.
 
         On the CPU, rows without a slot are read from the tables, which are in memory or mapped
-        into it. On a device, the host waits for the list of these rows, and copies them from the
-        cold store.
+        into it. A device reads them by `copies`; without these, the host waits for the list of
+        these rows, and copies them from the cold store.
         """
         if self._staging is None:
             if self._both is None or self._both[0] is not tables:
@@ -397,8 +404,11 @@ class Slots:
         known_U = self.map.slot_of_row[rows_U.clamp(min=0)]
         is_elsewhere = (known_U == NOWHERE) | (known_U >= AWAITED)
         others = rows_U[(rows_U != NOWHERE) & is_elsewhere]
-        copies = self._staging.read(cold, others.cpu().numpy().astype(np.int32))
-        rows = TieredRows(self._numbers, self.map.tensors, self.rows, others, copies)
+        if copies is None:
+            found = self._staging.read(cold, others.cpu().numpy().astype(np.int32))
+        else:
+            found = copies.read(others.int())
+        rows = TieredRows(self._numbers, self.map.tensors, self.rows, others, found)
         return pooled_lookup(rows, lookups, bags, result)
 
     def read_rows(self, cold: ColdStore, rows: NDArray[np.int64]) -> Tensor:

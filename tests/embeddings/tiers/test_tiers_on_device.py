@@ -23,6 +23,7 @@ from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.tiers.cold.staging import Staging
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 from tests.fake_replays import record_on_cpu
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
@@ -241,6 +242,21 @@ def test_evaluation_claims_no_slots_and_writes_nothing_back(device):
     assert any(dirty)
     train(modules, device, seed=1)
     require_equal(*modules)
+
+
+def test_a_device_that_reaches_the_host_reads_missing_rows_by_itself(
+    device, is_reached, monkeypatch
+):
+    resident, tiered = pair(device, SGD(lr=0.1))
+    train([resident, tiered], device)
+    for tiers in tiered.tiers():
+        tiers.flush()
+        tiers.residency.hot.drop_unclaimed()  # so every row is missing
+    monkeypatch.setattr(Staging, "read", None)
+
+    ids = make_ids(torch.Generator().manual_seed(1), device)
+    with torch.no_grad(), nullcontext() if is_reached else pytest.raises(TypeError):
+        assert torch.equal(tiered(ids).values(), resident(ids).values())
 
 
 def test_what_others_write_to_the_tables_is_heeded(device):

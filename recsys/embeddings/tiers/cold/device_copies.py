@@ -18,6 +18,7 @@ from recsys.embeddings.kernels.torch.row_space import upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -110,6 +111,23 @@ class DeviceCopies:
         """
         self._copy(self._kernels.fetch_rows, rows, slots)
 
+    def read(self, rows: Tensor) -> Tensor:
+        """Copy rows, without their state, to the device; no slot changes.
+
+        Args:
+            rows: Row numbers, counted over all tables, ascending.
+
+        Shape:
+            rows (M,) int32; result (M, D).
+        """
+        found = self._memories[0].new_empty(len(rows), self._memories[0].shape[1])
+        if len(rows):
+            self.keep()
+            places = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
+            with self._current_device():
+                self._kernels.fetch_rows(self._hosts[0], rows, places, found)
+        return found
+
     def write_back(self, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state from slots to the tables; see `fetch`."""
         self._copy(self._kernels.write_rows, rows, slots)
@@ -117,7 +135,7 @@ class DeviceCopies:
     def launch(self, moves: Transfer) -> None:
         """Write back and fetch what a claim on the device lists; call `keep` before.
 
-        Triton launches kernels on the current device, so that must be this one.
+        The slots' device must be current.
         """
         self._launch(self._kernels.write_rows, moves.written_rows, moves.written_slots)
         self._launch(self._kernels.fetch_rows, moves.fetched_rows, moves.fetched_slots)
@@ -144,8 +162,12 @@ class DeviceCopies:
         if not len(rows):
             return
         self.keep()
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with self._current_device():
             self._launch(copy, upload(rows, self._device), upload(slots, self._device))
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        """Triton launches kernels on the current device, so that must be this one."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, copy: Callable[..., None], rows: Tensor, slots: Tensor) -> None:
         for host, memory in zip(self._hosts, self._memories, strict=True):
