@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
     "docs/callbacks.md",
+    "docs/gpu.md",
     "docs/popularity.md",
     "docs/python.md",
     "docs/schedules.md",
