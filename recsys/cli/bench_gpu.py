@@ -82,6 +82,11 @@ def add_gpu_options(gpu: argparse.ArgumentParser) -> None:
         help="also list the time by kernel of one step, and time copies of rows by themselves",
     )
     gpu.add_argument(
+        "--no-baselines",
+        action="store_true",
+        help="measure every budget beside the resident tables alone",
+    )
+    gpu.add_argument(
         "--no-capture",
         action="store_true",
         help="launch the dense part op by op, in place of replaying it as CUDA graphs, for all "
@@ -143,6 +148,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         seconds=options.seconds,
         case_seconds=options.case_seconds,
         has_kernels=options.kernels,
+        has_baselines=not options.no_baselines,
         capture=options.device == "cuda" and not options.no_capture,
         is_quick=options.quick,
     )

@@ -143,6 +143,7 @@ def test_options_are_these_and_no_others():
                 "--seconds": "",
                 "--case-seconds": "",
                 "--kernels": "",
+                "--no-baselines": "",
                 "--no-capture": "",
                 "--json": "",
             },

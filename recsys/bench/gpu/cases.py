@@ -8,7 +8,7 @@ Both have Criteo Kaggle's 26 tables: 16.1 GiB at D=128. NVIDIA publishes figures
 15 GB with other Criteo tables, under the name DLRM small.
 
 A case is a model, a batch size, a precision and a budget. The first budget of `shares` is measured
-beside all other providers, the others beside the resident tables alone.
+beside all other providers, if `has_baselines`, the others beside the resident tables alone.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Plan:
         seconds: No case begins later than this after the start.
         case_seconds: Rounds of a case stop after about so long, but not before three.
         has_kernels: Whether the kernels of one step are listed.
+        has_baselines: Whether the first budget is measured beside all other providers.
         capture: Whether every provider replays its dense part as CUDA graphs.
         is_quick: Whether turns are as short as possible.
     """
@@ -124,6 +125,7 @@ class Plan:
     seconds: float = 480.0
     case_seconds: float = 10.0
     has_kernels: bool = False
+    has_baselines: bool = True
     capture: bool = False
     is_quick: bool = False
 
@@ -154,7 +156,7 @@ def cases_of(plan: Plan) -> list[tuple[int, list[Case]]]:
     return [
         (
             dim,
-            [Case(model, first, has_baselines=True) for model in of_dim]
+            [Case(model, first, plan.has_baselines) for model in of_dim]
             + [Case(model, share, has_baselines=False) for model in of_dim for share in others],
         )
         for dim, of_dim in models.items()

@@ -30,6 +30,12 @@ def test_the_published_model_has_these_sizes():
     assert Model("kaggle", 64, 2048, "tf32").over_arch == [512, 256, 1]
 
 
+def test_baselines_can_be_left_out():
+    cases = cases_of(Plan(has_baselines=False))
+
+    assert not any(each.has_baselines for _, of_dim in cases for each in of_dim)
+
+
 def test_presets_can_be_chosen():
     [(dim, cases)] = cases_of(Plan(presets=("nvidia",), shares=("0.1",)))
 

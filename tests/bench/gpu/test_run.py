@@ -160,7 +160,16 @@ def test_the_dense_part_is_captured_on_cuda_unless_told_otherwise(monkeypatch, o
 
     main(["bench", "gpu", *options])
 
-    assert [plan.capture for plan in plans] == [expected]
+    assert [(plan.capture, plan.has_baselines) for plan in plans] == [(expected, True)]
+
+
+def test_baselines_can_be_left_out_by_an_option(monkeypatch):
+    plans = []
+    monkeypatch.setattr(run, "bench_gpu", lambda plan, _: plans.append(plan))
+
+    main(["bench", "gpu", "--device", "cpu", "--quick", "--no-baselines"])
+
+    assert [plan.has_baselines for plan in plans] == [False]
 
 
 @pytest.mark.usefixtures("one_thread")
