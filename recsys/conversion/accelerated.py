@@ -126,12 +126,15 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
     is_apart = device.type != "cpu" and num_modules > _FEW_TABLES
     if is_apart:
         speed = (
-            f"expect longer steps: on '{device}' each of {num_modules} modules is looked up by "
-            "itself, which takes the host longer than in PyTorch; one "
+            f"expect the host to set the speed of small mini-batches: on '{device}' each of "
+            f"{num_modules} modules is looked up by a launch of its own, as in PyTorch; one "
             "HotColdEmbeddingBagCollection looks up all tables at once"
         )
         if tiers:
-            speed += ", and recsys.pipeline.TrainPipeline fetches rows before their step"
+            speed += (
+                ". With a budget expect longer steps: each module claims slots by itself, and "
+                "recsys.pipeline.TrainPipeline claims them for all, before their step"
+            )
     if not tiers:
         return f"all {total} are in fast memory", speed
     hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))

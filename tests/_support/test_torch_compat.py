@@ -26,6 +26,7 @@ from recsys._support.torch_compat import (
     are_functorch_transforms_active,
     base_of,
     current_pass,
+    current_stream_number,
     end_allocation,
     has_global_hooks,
     has_gradient_hooks,
@@ -397,6 +398,23 @@ def test_onednn_multiplies_bfloat16_where_it_says_so():
     else:
         with pytest.raises(RuntimeError):
             onednn_linear(ones, ones, None, "none", [], "")
+
+
+def test_the_cpu_has_one_stream():
+    assert current_stream_number(torch.device("cpu")) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streams_have_numbers():
+    device = torch.device("cuda", torch.cuda.current_device())
+    other = torch.cuda.Stream()
+
+    with torch.cuda.stream(other):
+        found = current_stream_number(device)
+
+    assert found == other.cuda_stream
+    assert current_stream_number(device) == torch.cuda.current_stream(device).cuda_stream
 
 
 @pytest.mark.gpu

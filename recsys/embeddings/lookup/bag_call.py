@@ -6,6 +6,7 @@ from operator import ne
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from recsys._support.torch_compat import version_of
 from recsys.embeddings.lookup.fused_lookup import own_if_one_sample, with_dense_rows
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from recsys.embeddings.kernels.torch.bags import TorchBags
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.ticket import Ticket
 
-__all__ = ["BagArguments", "Call", "KeptInput"]
+__all__ = ["BagArguments", "Call", "KeptInput", "with_own_ids"]
 
 
 class BagArguments(NamedTuple):
@@ -84,7 +86,7 @@ class Call(NamedTuple):
     """What backward needs of one call."""
 
     lookups: Lookups
-    input: KeptInput | Bags
+    input: KeptInput | Bags | TorchBags
     padding_idx: int | None  # of bags of one id: a row that gets no gradient
     ticket: Ticket | None  # with rows in two tiers; then `input` is `Bags`
     given: Sequence[Tensor]  # the arguments of the call
@@ -94,13 +96,14 @@ class Call(NamedTuple):
     tables: Sequence[nn.Parameter]  # all tables of the group
     number: int
     is_one_sample: bool  # see `own_if_one_sample`
+    is_own: bool = True  # whether the caller cannot write to the memory of `input`
 
     def entry(self, gradient: Tensor) -> LedgerEntry:
         """The ledger entry of the call."""
         gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
         gradient = own_if_one_sample(gradient, is_one_sample=self.is_one_sample)
         version, lookups, ticket = version_of(gradient), self.lookups, self.ticket
-        rows = self.input.bags() if isinstance(self.input, KeptInput) else self.input
+        rows: Any = self.input.bags() if isinstance(self.input, KeptInput) else self.input
         bags = rows if ticket is None else ticket.bags
         if self.padding_idx is not None:
             slots = None if ticket is None else ticket.slot_of_value
@@ -127,3 +130,19 @@ class Call(NamedTuple):
                 "inplace operation: the ids, offsets or weights of a lookup in a table; give it a "
                 "clone of them"
             )
+
+
+def with_own_ids(taken: Sequence[tuple[Call, Tensor]]) -> Sequence[tuple[Call, Tensor]]:
+    """Copy ids on a device, which the caller may overwrite; those of all calls in one launch.
+
+    Args:
+        taken: Calls with equally many one-hot bags, and the gradients of their outputs.
+    """
+    if all(call.is_own for call, _ in taken):
+        return taken
+    inputs: list[Any] = [call.input for call, _ in taken]  # `TorchBags`
+    copies = torch.cat([bags.values for bags in inputs]).view(len(taken), -1)
+    return [
+        (call._replace(input=bags._replace(values=values, given=())), gradient)
+        for (call, gradient), bags, values in zip(taken, inputs, copies.unbind(), strict=True)
+    ]

@@ -28,6 +28,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.bag_calls import BagCalls
+from recsys.embeddings.lookup.device_calls import DeviceCalls
 from recsys.embeddings.lookup.sparse_gradients import (
     leave_grads,
     of_tables,
@@ -133,7 +134,7 @@ class TableGroup:
         self._has_updater = False
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
-        self._calls: BagCalls | None = None
+        self._calls: BagCalls | DeviceCalls | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
@@ -196,7 +197,7 @@ class TableGroup:
     def known_space(self) -> RowSpace | None:
         """The memory as last seen, for `BagCalls`; None if these need `fused_lookup`."""
         space = self._space
-        if space is None or self.tiers is not None or self.kernels.errors is not None:
+        if space is None or self.tiers is not None:
             return None
         return None if space.is_narrow else space
 
@@ -246,7 +247,15 @@ class TableGroup:
     def forget_space(self) -> None:
         """Drop the cached memory of the tables, because it has changed."""
         self._space = None
-        self.kernels = kernels_on(self.device)
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        """Take the kernels for the device of the rows, which may be another one."""
+        kernels = kernels_on(self.device)
+        if self._calls is not None and self._calls.errors is not kernels.errors:
+            self._calls.close()
+            self._calls = None
+        self.kernels = kernels
 
     def set_tiers(self, tiers: Tiers | None) -> None:
         """Keep rows in these tiers; None makes all rows resident."""
@@ -269,10 +278,11 @@ class TableGroup:
         space = self.kernels.make_space(tables) if self.tiers is None else RowSpace(tables)
         return cast("RowSpace", space)
 
-    def calls(self, updater: RowUpdater) -> BagCalls:
+    def calls(self, updater: RowUpdater) -> BagCalls | DeviceCalls:
         """The lookups in single tables of this group."""
         if self._calls is None:
-            self._calls = BagCalls(updater, self)
+            by_host = self.kernels.errors is None
+            self._calls = (BagCalls if by_host else DeviceCalls)(updater, self)
         return self._calls
 
     def bind(self) -> None:
@@ -307,7 +317,7 @@ class TableGroup:
             self.tables = before
             raise
         unbind_table(before[number], self)
-        self.kernels = kernels_on(self.device)
+        self._choose_kernels()
 
     def release(self) -> None:
         """Make the tables plain Parameters again; the ledger becomes their `grad`."""

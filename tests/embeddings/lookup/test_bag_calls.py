@@ -272,7 +272,7 @@ def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each
         model.bags[0](torch.zeros(size, dtype=torch.int64), torch.arange(size))
 
     calls = model.bags[0]._group.calls(model.bags[0]._updater)
-    assert len(calls._open) <= 64
+    assert len(calls._nodes._open) <= 64
     train(model, optimizer, 3)
 
 

@@ -9,16 +9,17 @@ before the invalid mini-batch.
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from recsys._support.lasting_tensors import lasting_tensors
-from recsys.errors import MalformedBags, NonFiniteGradient
+from recsys.errors import IdOutOfRange, MalformedBags, NonFiniteGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -37,6 +38,9 @@ BAD_BOUND, NO_ROW, BAD_WEIGHT, BAD_GRADIENT = range(4)
 
 KIND_BITS = 40  # the bits below the kind hold the position
 _NONE = 1 << 62
+
+
+_Find = Callable[[], Exception | None]
 
 
 class _Report(NamedTuple):
@@ -63,6 +67,7 @@ class DeferredErrors:
     def __init__(self, device: torch.device) -> None:
         self.first = torch.full((), _NONE, dtype=torch.int64, device=device)
         self._reports: deque[_Report] = deque()
+        self._expected: list[_Find] = []
         # Memory and event of reports that were read; making them takes longer than the report.
         self._spare: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
@@ -91,12 +96,33 @@ class DeferredErrors:
         Args:
             explain: Makes the exception for an id out of range from its position in the input.
         """
+        if self._expected:
+            explain = partial(_explain_first, self._expected, explain)
+            self._expected = []
         first, event = self._spare.pop() if self._spare else self._place()
         first.copy_(self.first, non_blocking=True)
         if event is not None:
             # Of the copy's device, which need not be the current one.
             event.record(torch.cuda.current_stream(self.first.device))
         self._reports.append(_Report(first, event, explain))
+
+    def expect(self, find: _Find) -> None:
+        """After the kernels of a lookup: have the next report be for it, too, in place of its own.
+
+        Args:
+            find: Makes the exception for the lookup's first id out of range; None if all are rows.
+        """
+        self._expected.append(find)
+
+    @property
+    def num_expected(self) -> int:
+        """The number of lookups that the next report is for."""
+        return len(self._expected)
+
+    def report_expected(self) -> None:
+        """Report for the lookups that expect it, if there are any."""
+        if self._expected:
+            self.report(_overwritten)
 
     def poll(self) -> None:
         """Raise the first error that has arrived on the host; never waits.
@@ -133,6 +159,7 @@ class DeferredErrors:
     def forget(self) -> None:
         """Discard recorded errors."""
         self._reports.clear()  # their memory may still be written to, so it is no spare
+        self._expected.clear()
         self.first.fill_(_NONE)
 
     @lasting_tensors()
@@ -157,6 +184,30 @@ def _errors_on(device: torch.device) -> DeferredErrors:
 
 def _unexplained(position: int) -> Exception:
     return AssertionError(f"id at position {position} is out of range, but no lookup reported it")
+
+
+def _explain_first(
+    finds: Sequence[_Find], explain: Callable[[int], Exception], position: int
+) -> Exception:
+    """The exception of the first lookup that has an id out of range; else the result of `explain`.
+
+    Args:
+        finds: For each lookup but the last, as for `DeferredErrors.expect`.
+        explain: For the last lookup, as for `DeferredErrors.report`.
+        position: The recorded position.
+    """
+    for find in finds:
+        error = find()
+        if error is not None:
+            return error
+    return explain(position)
+
+
+def _overwritten(position: int) -> Exception:
+    return IdOutOfRange(
+        f"the id at position {position} of the input of a lookup was not a row of its table, and "
+        "was overwritten since; call check_input() after the lookup, which names table and id"
+    )
 
 
 def _has_arrived(report: _Report) -> bool:

@@ -1,0 +1,429 @@
+"""One autograd node for the calls of many modules on a device; the CPU stands in for one."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recsys
+from recsys.embeddings.kernels.torch.errors import errors_on
+from recsys.embeddings.lookup.device_calls import DeviceCalls
+from recsys.embeddings.lookup.device_tables import check_input
+from recsys.errors import IdOutOfRange
+from tests.host_copies import reach_host
+
+NUM_ROWS, DIM, NUM_SAMPLES = 30, 4, 7
+OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
+
+
+class Model(nn.Module):
+    """Calls tables in every way that shares a node, and one bag with offsets.
+
+    Args:
+        join: Makes one tensor of all vectors.
+    """
+
+    def __init__(self, join="cat", dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        of_bag = {"sparse": True, "dtype": dtype}
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, **of_bag) for mode in ("sum", "mean", "sum")
+        )
+        self.jagged = nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", **of_bag)
+        self.sequence = nn.Embedding(NUM_ROWS, DIM, padding_idx=0, **of_bag)
+        self.join = join
+
+    def vectors(self, ids):
+        """The vectors of ids (8, B)."""
+        return [
+            *(bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=False)),
+            self.bags[1](ids[3].int().unsqueeze(1)),  # a second lookup in one table
+            self.jagged(ids[4], torch.arange(ids.shape[1], device=ids.device)),
+            self.sequence(ids[5:8].T).sum(1),  # not contiguous
+        ]
+
+    def forward(self, ids):
+        vectors = self.vectors(ids)
+        if self.join == "cat":
+            return torch.cat(vectors, 1).square().sum()
+        if self.join == "stack":
+            return torch.stack(vectors, 1).square().sum()
+        return sum((number + 1) * each.square() for number, each in enumerate(vectors)).sum()
+
+
+def make_ids(seed, num_samples=NUM_SAMPLES):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, NUM_ROWS, (8, num_samples), generator=generator)
+
+
+def accelerated(device, optimizer="SGD", *, make=Model, budget=None, **others):
+    model = make(**others)
+    model = model if budget else model.to(device)
+    optimizer = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    return model, optimizer
+
+
+def train(model, optimizer, ids):
+    loss = model(ids)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+class Bags(nn.Module):
+    """Bags that are looked up one by one."""
+
+    def __init__(self, num_bags=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True) for _ in range(num_bags)
+        )
+
+    def vectors(self, ids):
+        return [bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=False)]
+
+    def forward(self, ids):
+        return torch.cat(self.vectors(ids), 1).square().sum()
+
+
+def trained_bags(device, num_bags=4):
+    """Bags whose next step makes one node."""
+    model, optimizer = accelerated(device, make=Bags, num_bags=num_bags)
+    for seed in range(2):
+        train(model, optimizer, make_ids(seed).to(device))
+    return model, optimizer
+
+
+def nodes_of(outputs):
+    """The nodes behind the views that are handed out."""
+    return {output.grad_fn.next_functions[0][0] for output in outputs}
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Gets whether each call was refused, and left to `fused_lookup`."""
+    found, look_up = [], DeviceCalls.look_up
+
+    def note(*arguments, **options):
+        result = look_up(*arguments, **options)
+        found.append(result is None)
+        return result
+
+    monkeypatch.setattr(DeviceCalls, "look_up", note)
+    return found
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize(
+    ("join", "optimizer", "dtype"),
+    [
+        ("cat", "SGD", torch.float32),
+        ("stack", "Adagrad", torch.float32),
+        ("sum", "SGD", torch.float64),
+    ],
+    ids=lambda each: str(each).removeprefix("torch."),
+)
+def test_rows_have_the_bits_of_lookups_with_a_node_each(
+    monkeypatch, device, join, optimizer, dtype
+):
+    def run():
+        model, step = accelerated(device, optimizer, join=join, dtype=dtype)
+        sizes = [NUM_SAMPLES, NUM_SAMPLES, 1, NUM_SAMPLES]
+        ids = [make_ids(seed, size).to(device) for seed, size in enumerate(sizes)]
+        return [train(model, step, each) for each in ids], model.state_dict()
+
+    losses, rows = run()
+
+    monkeypatch.setattr(DeviceCalls, "look_up", lambda *_, **__: None)
+    expected_losses, expected_rows = run()
+    assert losses == expected_losses
+    assert all(torch.equal(rows[name], expected_rows[name]) for name in expected_rows)
+
+
+@pytest.mark.usefixtures("each_way")
+def test_calls_share_a_node_that_has_the_gradients_of_torch(device):
+    model, _ = trained_bags(device)
+    plain = Bags().to(device)
+    plain.load_state_dict(model.state_dict())
+    ids = make_ids(2).to(device)
+
+    outputs = model.vectors(ids)
+
+    assert len(nodes_of(outputs)) == 1
+    for vectors in (outputs, plain.vectors(ids)):
+        torch.cat(vectors, 1).square().sum().backward()
+    for ours, theirs in zip(model.bags, plain.bags, strict=True):
+        torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_the_ids_of_all_calls_are_copied_by_one_operation_and_need_no_offsets(monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("its backward runs in a thread of its own")
+    model, optimizer = trained_bags(device)
+    kernels = model.bags[0]._group.kernels
+    monkeypatch.setattr(kernels, "pooled_lookup", lambda *_: -1)
+    ids = make_ids(2).to(device)
+
+    with Operations() as forward:
+        outputs = model.vectors(ids)
+    with Operations() as backward:
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+
+    assert not {"arange", "clone"} & set(forward.names)
+    assert forward.names.count("copy_") == 1  # the report
+    assert backward.names.count("cat") == 1
+    assert not {"clone", "arange"} & set(backward.names)
+    optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("each_way")
+def test_ids_may_be_overwritten_after_backward(device):
+    models = [trained_bags(device) for _ in range(2)]
+    for is_overwritten, (model, optimizer) in enumerate(models):
+        ids = make_ids(2).to(device)
+        model(ids).backward()
+        if is_overwritten:
+            ids.fill_(NUM_ROWS)
+        optimizer.step()
+
+    found, expected = (model.state_dict() for model, _ in models)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_ids_changed_in_place_before_backward_are_refused(device):
+    model, _ = trained_bags(device)
+    ids = make_ids(2).to(device)
+    loss = model(ids)
+
+    ids[0, 0] = 0
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_that_is_kept_has_a_second_backward_and_others_have_none(device):
+    model, optimizer = trained_bags(device)
+    ids = make_ids(2).to(device)
+    loss = model(ids)
+    loss.backward(retain_graph=True)
+    once = model.bags[0].weight.grad.to_dense().clone()
+
+    loss.backward()
+
+    torch.testing.assert_close(model.bags[0].weight.grad.to_dense(), 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    optimizer.zero_grad()
+
+
+def test_a_table_frozen_after_its_call_gets_no_gradient(device):
+    model, optimizer = trained_bags(device)
+    before = copy.deepcopy(model.state_dict())
+    loss = model(make_ids(2).to(device))
+
+    model.bags[1].weight.requires_grad_(False)
+    loss.backward()
+    optimizer.step()
+
+    is_same = [torch.equal(model.state_dict()[name], rows) for name, rows in before.items()]
+    assert is_same == [False, True, False, False]
+
+
+def test_rows_are_updated_although_the_module_is_gone(device):
+    model, _ = trained_bags(device)
+    weights = [bag.weight for bag in model.bags]
+    before = weights[0].detach().clone()
+    outputs = model.vectors(make_ids(2).to(device))
+    known = weakref.ref(model)
+
+    del model
+    gc.collect()
+
+    assert known() is None
+    torch.cat(outputs, 1).sum().backward()
+    assert torch.equal(weights[0], before)
+    assert weights[0].grad is not None
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_an_id_that_is_no_row_is_named_by_a_later_call_and_no_row_changes(device, has_grad):
+    model, optimizer = trained_bags(device)
+    before = copy.deepcopy(model.state_dict())
+    ids = make_ids(2).to(device)
+    ids[2, 5] = NUM_ROWS + 3
+
+    with torch.set_grad_enabled(has_grad):
+        loss = model(ids)
+    message = rf"table 'bags.2', sample 5: id {NUM_ROWS + 3} is not in \[0, {NUM_ROWS}\)"
+
+    def go_on():
+        if has_grad:
+            loss.backward()
+            optimizer.step()
+        check_input(model)
+
+    with pytest.raises(IdOutOfRange, match=message):
+        go_on()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], rows) for name, rows in before.items())
+    optimizer.zero_grad()
+    train(model, optimizer, make_ids(3).to(device))
+    check_input(model)
+
+
+def test_the_first_call_with_such_an_id_is_named_and_places_are_of_the_shape(device):
+    embedding = nn.Sequential(*(nn.Embedding(NUM_ROWS, DIM) for _ in range(3))).to(device)
+    recsys.accelerate(embedding, optimizer=torch.optim.SGD(embedding.parameters(), lr=0.1))
+    ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    bad = ids.clone()
+    bad[1, 2] = -1
+
+    embedding[0](ids)
+    embedding[1](bad)
+    embedding[2](bad - 5)
+
+    with pytest.raises(IdOutOfRange, match=r"table '1', input\[1, 2\]: id -1 is not in"):
+        check_input(embedding)
+
+
+def test_ids_that_were_overwritten_since_are_named_by_their_place(device):
+    model, _ = trained_bags(device)
+    ids = make_ids(2).to(device)
+    ids[2, 5] = NUM_ROWS
+    model(ids)
+
+    ids.zero_()
+
+    with pytest.raises(IdOutOfRange, match="position 5 of the input of a lookup was not a row"):
+        errors_on(device).check()
+
+
+def test_calls_before_a_report_keep_no_model_alive(device):
+    model, _ = trained_bags(device)
+    model.bags[0](make_ids(2)[0].unsqueeze(1).to(device))
+    known = weakref.ref(model)
+
+    del model
+    gc.collect()
+
+    assert known() is None
+
+
+def test_a_step_polls_once_and_reports_once(monkeypatch, device):
+    model, optimizer = trained_bags(device)
+    errors = errors_on(device)
+    polls, reports, poll, report = [], [], errors.poll, errors.report
+    monkeypatch.setattr(errors, "poll", lambda: polls.append(poll()))
+    monkeypatch.setattr(errors, "report", lambda explain: reports.append(report(explain)))
+
+    model(make_ids(2).to(device)).backward()
+
+    assert (len(polls), len(reports)) == (1, 1)
+    optimizer.zero_grad()
+
+
+def test_other_forms_are_left_to_the_general_path(device, refused):
+    padded = nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", padding_idx=0, device=device)
+    bag = nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", device=device)
+    model = nn.ModuleList([padded, bag])
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = make_ids(0)[0].unsqueeze(1).to(device)
+    bounds = torch.arange(NUM_SAMPLES, device=device)
+    with torch.inference_mode():
+        without_version = ids.clone()
+
+    model[1](ids)
+    assert refused == [False]
+    refused.clear()
+    model[0](ids)
+    model[1](ids.view(-1), bounds)
+    model[1](ids.view(1, -1))
+    model[1](ids, per_sample_weights=torch.ones_like(ids, dtype=torch.float32))
+    with torch.no_grad():
+        model[1](without_version)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+        model[1](ids)
+
+    assert refused == [True] * 6
+
+
+def test_ids_on_another_device_are_refused_by_name(device):
+    model, _ = trained_bags(device)
+
+    with pytest.raises(ValueError, match="ids must be on the device where rows are looked up"):
+        model.bags[0](make_ids(0)[0].unsqueeze(1).to("meta"))
+
+
+def test_moved_rows_are_looked_up_where_they_are(device):
+    model, optimizer = accelerated("cpu", make=Bags)
+    train(model, optimizer, make_ids(0))
+
+    model.to(device)
+    losses = [train(model, optimizer, make_ids(seed).to(device)) for seed in (1, 2)]
+
+    plain = Bags()
+    by_torch = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = [train(plain, by_torch, make_ids(seed)) for seed in range(3)]
+    torch.testing.assert_close(torch.stack(losses).cpu(), torch.stack(expected[1:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_calls_on_other_streams_have_nodes_of_their_own():
+    device = torch.device("cuda", 0)
+    model, optimizer = trained_bags(device)
+    ids = make_ids(2).to(device).unsqueeze(2)
+    torch.cuda.synchronize()
+    first = model.bags[0](ids[0])
+    other = torch.cuda.Stream()
+
+    with torch.cuda.stream(other):
+        second = model.bags[1](ids[1])
+
+    assert len(nodes_of([first, second])) == 2
+    torch.cuda.synchronize()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("join", ["cat", "sum"])
+def test_with_a_budget_rows_have_the_bits_of_lookups_by_the_general_path(
+    monkeypatch, device, refused, join
+):
+    if device.type == "cuda":
+        pytest.skip("tests of tiers on a device train there")
+    reach_host(monkeypatch)
+
+    def run():
+        model, optimizer = accelerated(device, budget=2300, join=join)
+        assert model.bags[0].tiers()
+        losses = [train(model, optimizer, make_ids(seed)) for seed in range(6)]
+        return losses, model.state_dict()
+
+    losses, rows = run()
+    assert not all(refused)
+
+    monkeypatch.setattr(DeviceCalls, "look_up", lambda *_, **__: None)
+    expected_losses, expected_rows = run()
+    assert losses == expected_losses
+    assert all(torch.equal(rows[name], expected_rows[name]) for name in expected_rows)
