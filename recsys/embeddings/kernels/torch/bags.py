@@ -42,7 +42,7 @@ __all__ = [
     "rows_of",
 ]
 
-_MOST_KEPT = 64
+_MOST_KEPT = 64  # and one for each table
 
 
 class TorchBags(NamedTuple):
@@ -194,7 +194,7 @@ def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[L
     """
     known, key = space.layers, (lookups, num_features)
     if key not in known:
-        if len(known) > _MOST_KEPT:
+        if len(known) > _MOST_KEPT + len(space.sizes):  # a model may look up each table alone
             if space.device.type == "cuda":
                 torch.cuda.synchronize(space.device)  # kernels on several streams may read them
             known.clear()

@@ -13,6 +13,7 @@ Letters: B samples, F features, L lookups, N values, R rows, D dim, W columns of
 
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,7 +44,7 @@ _COPYING_WARPS = 4
 # one warp reads one row at a time. This many rows of a bag are under way at once.
 _UNROLL = 4
 _MOST_BAGS = 64  # per warp, for short rows; each bag takes registers
-_MOST_KEPT = 64
+_MOST_KEPT = 64  # and one for each table
 _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
     Constant(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
 )
@@ -63,13 +64,16 @@ class _Placed(NamedTuple):
             (4 * L,); in the order of features.
         feature_ends: Where the lookups of each distinct feature begin, and the end, (G + 1,).
         num_features: G.
-        multiple: Divides every first column; a power of two.
+        num_chunks: How many programs share the columns of a bag.
+        of_model: The arguments of `_one_hot_kernel` and `_bags_kernel` that no mini-batch changes;
+            MULTIPLE divides every first column, and is a power of two.
     """
 
     of_lookups: Tensor
     feature_ends: Tensor
     num_features: int
-    multiple: int
+    num_chunks: int
+    of_model: dict[str, int]
 
 
 def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: Tensor) -> int:
@@ -80,23 +84,14 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
     num_lookups = len(lookups.tables)
     if not bags.batch_size or not num_lookups:
         return -1
-    placed, dim = _place(space, lookups), space.dim
-    block_dim = min(next_power_of_2(dim), _MOST_COLUMNS)
-    num_chunks = cdiv(dim, block_dim)
-    of_model = {
-        "NUM_LOOKUPS": num_lookups,
-        "NUM_CHUNKS": num_chunks,
-        "WIDTH": lookups.width,
-        "DIM": dim,
-        "MULTIPLE": placed.multiple,
-        "BLOCK_DIM": block_dim,
-    }
+    placed = _place(space, lookups)
+    num_parts, of_model = num_lookups * placed.num_chunks, placed.of_model
     values, offsets, weights = bags.values, bags.offsets, bags.weights
     tensors = values, space.rows, placed.of_lookups, result, space.errors.first
     with torch.cuda.device_of(result):
         if bags.is_plain:
-            block_bags = _block_bags(space, block_dim, _COPYING_WARPS, _COPIES)
-            num_programs = cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
+            block_bags = _block_bags(space, _COPYING_WARPS, _COPIES)
+            num_programs = cdiv(bags.batch_size, block_bags) * num_parts
             _one_hot_kernel[(num_programs,)](
                 *tensors,
                 bags.batch_size,
@@ -105,8 +100,8 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
                 num_warps=_COPYING_WARPS,
             )
             return -1
-        block_bags = _block_bags(space, block_dim)
-        num_programs = cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
+        block_bags = _block_bags(space)
+        num_programs = cdiv(bags.batch_size, block_bags) * num_parts
         num_checked = max(
             0 if offsets is None else len(offsets), 0 if weights is None else len(values)
         )
@@ -135,9 +130,7 @@ def row_gradient_dots(
     """The gradient of per-sample weights; see `kernels.torch.pooled_lookup`."""
     if not bags.batch_size or not len(bags.values) or not len(lookups.tables):
         return
-    placed, dim = _place(space, lookups), space.dim
-    block_dim = min(next_power_of_2(dim), _MOST_COLUMNS)
-    block_bags = _block_bags(space, block_dim)
+    placed, block_bags = _place(space, lookups), _block_bags(space)
     with torch.cuda.device_of(result):
         _dots_kernel[(cdiv(bags.batch_size, block_bags) * placed.num_features,)](
             bags.values,
@@ -152,9 +145,9 @@ def row_gradient_dots(
             NUM_LOOKUPS=len(lookups.tables),
             NUM_FEATURES=placed.num_features,
             WIDTH=lookups.width,
-            DIM=dim,
-            MULTIPLE=placed.multiple,
-            BLOCK_DIM=block_dim,
+            DIM=space.dim,
+            MULTIPLE=placed.of_model["MULTIPLE"],
+            BLOCK_DIM=_block_dim(space.dim),
             BLOCK_BAGS=block_bags,
             IS_MEAN=bags.is_mean,
             PADDING=bags.padding,
@@ -162,17 +155,28 @@ def row_gradient_dots(
         )
 
 
-def _block_bags(space: TorchRows, block_dim: int, num_warps: int = 1, num_copies: int = 1) -> int:
+def _block_bags(space: TorchRows, num_warps: int = 1, num_copies: int = 1) -> int:
     """How many bags a program has, if each thread reads 16 bytes `num_copies` times."""
-    num_numbers = num_warps * num_copies * 32 * 16 // space.rows.itemsize
+    return _bags_at_once(_block_dim(space.dim), space.rows.itemsize, num_warps, num_copies)
+
+
+@cache  # a model may launch a lookup for each table, so each microsecond counts
+def _bags_at_once(block_dim: int, itemsize: int, num_warps: int, num_copies: int) -> int:
+    num_numbers = num_warps * num_copies * 32 * 16 // itemsize
     return min(max(1, num_numbers // block_dim), num_warps * _MOST_BAGS)
+
+
+@cache  # as above
+def _block_dim(dim: int) -> int:
+    """The columns of a program, with those that it leaves out."""
+    return min(next_power_of_2(dim), _MOST_COLUMNS)
 
 
 def _place(space: TorchRows, lookups: Lookups) -> _Placed:
     """Cached by the row space, because it copies arrays to the device."""
     known = space.placed
     if lookups not in known:
-        if len(known) > _MOST_KEPT:
+        if len(known) > _MOST_KEPT + len(space.sizes):  # a model may look up each table alone
             known.clear()
         order = np.argsort(lookups.positions, kind="stable")
         tables = [int(lookups.tables[number]) for number in order]
@@ -180,11 +184,20 @@ def _place(space: TorchRows, lookups: Lookups) -> _Placed:
         first_rows = [space.first_rows[table] for table in tables]
         sizes = [space.sizes[table] for table in tables]
         _, firsts = np.unique(lookups.positions[order], return_index=True)
+        num_chunks = cdiv(space.dim, _block_dim(space.dim))
         known[lookups] = _Placed(
             space.numbers_of([*first_rows, *sizes, *positions, *columns]),
             space.numbers_of([*firsts.tolist(), len(tables)]),
             len(firsts),
-            gcd(16, *columns),
+            num_chunks,
+            {
+                "NUM_LOOKUPS": len(tables),
+                "NUM_CHUNKS": num_chunks,
+                "WIDTH": lookups.width,
+                "DIM": space.dim,
+                "MULTIPLE": gcd(16, *columns),
+                "BLOCK_DIM": _block_dim(space.dim),
+            },
         )
     placed: _Placed = known[lookups]
     return placed

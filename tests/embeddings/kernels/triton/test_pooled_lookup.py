@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
-from recsys.embeddings.kernels.torch.bags import TorchBags
+from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.kernels.triton.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.rows.lookups import Lookups
@@ -212,3 +212,20 @@ def test_tables_without_rows_have_only_invalid_ids(triton_device, longest):
     with pytest.raises(KeyError):
         space.errors.check()
     assert not found.any()
+
+
+def test_lookups_in_each_of_many_tables_are_placed_once(triton_device, monkeypatch):
+    tables = [torch.randn(2, 4, device=triton_device) for _ in range(100)]
+    space = TorchRowSpace(tables)
+    lookups = [Lookups.one(number, 4) for number in range(len(tables))]
+    bags = TorchBags(torch.tensor([1], device=triton_device), None, None, 1, is_mean=False)
+    result = torch.empty(1, 4, device=triton_device)
+    for each in lookups:
+        pooled_lookup(space, each, bags, result)
+        assert layers_of(space, each, 1)
+    monkeypatch.setattr(space, "numbers_of", None)  # nothing is uploaded again
+
+    for table, each in zip(tables, lookups, strict=True):
+        pooled_lookup(space, each, bags, result)
+        assert torch.equal(result[0], table[1])
+        assert layers_of(space, each, 1)
