@@ -369,7 +369,23 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> PrefetchRequest:
+        if offsets is None and per_sample_weights is None and self.padding_idx is None:
+            request = self._request_fast(input)
+            if request is not None:
+                return request
         return self._bag_lookup().request(self._read(input, offsets, per_sample_weights))
+
+    def _request_fast(self, input: Tensor) -> PrefetchRequest | None:
+        """The request for bags of one id each; None if input or settings need `BagLookup`."""
+        if (
+            self.mode not in ("sum", "mean")
+            or self.max_norm is not None
+            or self.scale_grad_by_freq
+            or type(input) is not Tensor
+            or (input.is_nested or input.dim() != 2 or input.shape[1] != 1)
+        ):
+            return None
+        return self._plain_request(input, (input.shape[0],))
 
     def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
         return functional.embedding_bag(

@@ -277,7 +277,9 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         return ours
 
     def _request(self, input: Tensor) -> PrefetchRequest:
-        request = self._bag_lookup().request(read_ids(input))
+        request = self._plain_request(input, input.shape) if self._is_plain(input) else None
+        if request is None:
+            request = self._bag_lookup().request(read_ids(input))
         if input.dim() < 2 or not input.numel():
             return request
         step = input.numel() // len(input)
@@ -288,8 +290,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         return self._look_up(input)
 
     def _look_up(self, input: Tensor) -> Tensor:
-        is_simple = self.max_norm is None and not self.scale_grad_by_freq
-        if is_simple and type(input) is Tensor and not input.is_nested:
+        if self._is_plain(input):
             rows = self._call(input, None, input.shape, padding_idx=self.padding_idx)
             if rows is not None:
                 return rows
@@ -297,3 +298,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             return super().forward(input)
         rows = self._bag_lookup().pool(read_ids(input)).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)
+
+    def _is_plain(self, input: Tensor) -> bool:
+        """Whether ids and settings need no more than rows."""
+        is_simple = self.max_norm is None and not self.scale_grad_by_freq
+        return is_simple and type(input) is Tensor and not input.is_nested

@@ -22,6 +22,8 @@ from recsys.embeddings.update.in_backward import read_marks
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from recsys.embeddings.lookup.bag_calls import BagCalls
+    from recsys.embeddings.lookup.device_calls import DeviceCalls
     from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.tier_arguments import TierArguments
@@ -156,13 +158,8 @@ class TableModule(AbstractTables):
         left_out: int | None = None,
     ) -> Tensor | None:
         """Look up in one autograd node with other calls of the step; see `BagCalls.look_up`."""
-        if self._parameters.get("weight") is not self._known_tables[0]:
-            self._require_tables()
-        group, updater, lookups = self._group, self._updater, self._lookups
-        assert group is not None
-        assert updater is not None
-        assert lookups is not None
-        return group.calls(updater).look_up(
+        calls, lookups = self._calls_and_lookups()
+        return calls.look_up(
             lookups,
             ids,
             offsets,
@@ -172,6 +169,21 @@ class TableModule(AbstractTables):
             padding_idx=padding_idx,
             left_out=left_out,
         )
+
+    def _plain_request(self, ids: Tensor, bags: tuple[int, ...]) -> PrefetchRequest | None:
+        """The request to fetch rows for `_call` of one id for each bag, on a device."""
+        calls, lookups = self._calls_and_lookups()
+        return calls.request(lookups, ids, bags)
+
+    def _calls_and_lookups(self) -> tuple[BagCalls | DeviceCalls, Lookups]:
+        """The lookups in single tables, and the one in this table."""
+        if self._parameters.get("weight") is not self._known_tables[0]:
+            self._require_tables()
+        group, updater, lookups = self._group, self._updater, self._lookups
+        assert group is not None
+        assert updater is not None
+        assert lookups is not None
+        return group.calls(updater), lookups
 
     def _optimize(
         self,

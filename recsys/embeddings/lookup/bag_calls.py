@@ -12,7 +12,7 @@ is deleted. So it has a node of its own: outputs that share one keep each other 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -201,6 +201,9 @@ class BagCalls:
             self._memories_of, self._memories = space, list(map(TableMemory, space.tables))
         memory = self._memories[number]
         return memory if table.data_ptr() == memory.address else None
+
+    def request(self, *_: Any) -> None:
+        """None: on the CPU `BagLookup.request` makes all requests to fetch rows."""
 
     def close(self) -> None:
         """Close the nodes, because a backward or a step begins."""

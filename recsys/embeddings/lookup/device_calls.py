@@ -34,6 +34,8 @@ from recsys._support.torch_compat import (
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.lookup.bag_call import Call
+from recsys.embeddings.lookup.fused_lookup import Part
+from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
 from recsys.embeddings.lookup.shared_nodes import Kind, SharedNodes, can_share_node, empty_output
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.ledger import next_lookup
@@ -108,10 +110,7 @@ class DeviceCalls:
                 return None
             if not errors.num_expected:
                 errors.poll()
-            values = ids.reshape(-1)
-            # A prefetch noted the ids of bags as they were given, and flat ids of an nn.Embedding.
-            given = (ids,) if bags != ids.shape else ()
-            made = TorchBags(values, None, None, num_bags, is_mean=False, given=given)
+            made = _one_hot(ids)
             found = _resolve(group, lookups, made)
         if found is None:
             return None
@@ -129,15 +128,15 @@ class DeviceCalls:
         result = empty_output(kind) if output is None else output.result
         # To autograd, kernels that are operations of torch must not seem to change the output.
         found.kernels.pooled_lookup(space, lookups, found.bags, result.detach())
-        errors.expect(
-            partial(_bad_id, values, bags, found.tables[number].shape[0], group.names[number])
-        )
+        num_rows = found.tables[number].shape[0]
+        errors.expect(partial(_bad_id, made.values, bags, num_rows, group.names[number]))
         if errors.num_expected >= len(group.names):
             errors.report_expected()
         if output is not None:
+            rows = None if ticket is None else ticket.rows  # a claim made ahead has copied them
             output.node.calls[output.number] = Call(
                 lookups,
-                found.rows,
+                made if rows is None else rows,
                 padding_idx,
                 ticket,
                 (ids,),
@@ -147,10 +146,36 @@ class DeviceCalls:
                 group.tables,
                 next_lookup(),
                 bags[:1] in ((), (1,)),
-                is_own=False,
+                is_own=rows is not None,
             )
         # A view, as in `BagCalls`.
         return result.view(*bags, group.dim).to(table.dtype)
+
+    def request(
+        self, lookups: Lookups, ids: Tensor, bags: tuple[int, ...]
+    ) -> PrefetchRequest | None:
+        """The request to fetch the rows for `look_up` of the same bags.
+
+        Args:
+            lookups: As for `look_up`.
+            ids: One for each bag.
+            bags: As for `look_up`.
+
+        Returns:
+            The request; None if `BagLookup.request` makes it.
+        """
+        group, num_bags = self._group(), prod(bags)
+        if (
+            group is None
+            or num_bags < 1
+            or ids.numel() != num_bags
+            or not _is_plain(ids, group.device)
+        ):
+            return None
+        made: Any = _one_hot(ids)
+        [number] = lookups.distinct_tables
+        explain = partial(_id_error, made.values, bags, group.sizes()[number], group.names[number])
+        return PrefetchRequest(Part(group, lookups, made), explain)
 
     def close(self) -> None:
         """Close the nodes, because a backward or a step begins."""
@@ -177,6 +202,11 @@ def _resolve(group: TableGroup, lookups: Lookups, bags: Any) -> ResolvedLookup |
     return found
 
 
+def _one_hot(ids: Tensor) -> TorchBags:
+    """One bag for each id."""
+    return TorchBags(ids.reshape(-1), None, None, ids.numel(), is_mean=False, given=(ids,))
+
+
 def _bad_id(
     values: Tensor, shape: tuple[int, ...], num_rows: int, table: str
 ) -> IdOutOfRange | None:
@@ -188,7 +218,17 @@ def _bad_id(
         num_rows: E.
         table: Name of the table.
     """
-    bounds = torch.arange(len(values) + 1, device=values.device)
-    bags = BagInput(values, bounds, None, is_one_hot=True, shape=torch.Size(shape))
-    bad = bags.first_bad(num_rows)
-    return None if bad is None else bags.id_error(bad, num_rows, table)
+    bad = _as_input(values, shape).first_bad(num_rows)
+    return None if bad is None else _id_error(values, shape, num_rows, table, bad)
+
+
+def _id_error(
+    values: Tensor, shape: tuple[int, ...], num_rows: int, table: str, position: int
+) -> IdOutOfRange:
+    """The exception for the value at a position; other arguments as for `_bad_id`."""
+    return _as_input(values, shape).id_error(position, num_rows, table)
+
+
+def _as_input(values: Tensor, shape: tuple[int, ...]) -> BagInput:
+    bounds = torch.arange(values.numel() + 1, device=values.device)
+    return BagInput(values, bounds, None, is_one_hot=True, shape=torch.Size(shape))

@@ -67,6 +67,8 @@ class Ticket:
         slot_of_value: The slot of each value, (N,), an array or a tensor on the slots' device;
             arbitrary for a value that is not looked up.
         bags: The input of the lookup with slots in place of rows; None until the lookup.
+        rows: The input of the lookup with rows, copied, if the ticket was made ahead on a device;
+            else None.
         ids: For a ticket made ahead, a copy of the ids of its lookup.
         queue: For a ticket made ahead, the queue in which it waits for its lookup.
         number: For a ticket made ahead, its number in the queue; a part has that of the whole.
@@ -86,6 +88,7 @@ class Ticket:
     ) -> None:
         self.lookups, self.slot_of_value = lookups, slot_of_value
         self.bags: Any = None
+        self.rows: Any = None
         self.ids: InputIds | None = None
         self.queue: AheadQueue | None = None
         self.number = 0
@@ -186,6 +189,8 @@ class Ticket:
             bags: The input of the lookup; its values are rows.
         """
         taken = self._copy()
+        if self.ids is not None and isinstance(bags.values, torch.Tensor):
+            taken.rows = self.ids.in_place_of(bags)
         taken.bags, taken.ids, taken.queue = bags.at_slots(self.slot_of_value), None, None
         self.is_taken, self._hold = True, None
         return taken

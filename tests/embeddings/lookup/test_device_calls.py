@@ -13,6 +13,7 @@ import recsys
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.lookup.device_calls import DeviceCalls
 from recsys.embeddings.lookup.device_tables import check_input
+from recsys.embeddings.tiers import recipe
 from recsys.errors import IdOutOfRange
 from tests.host_copies import reach_host
 
@@ -307,11 +308,13 @@ def test_the_first_call_with_such_an_id_is_named_and_places_are_of_the_shape(dev
         check_input(embedding)
 
 
-def test_ids_that_were_overwritten_since_are_named_by_their_place(device):
+@pytest.mark.parametrize("num_calls", [1, 4])
+def test_ids_that_were_overwritten_since_are_named_by_their_place(device, num_calls):
     model, _ = trained_bags(device)
     ids = make_ids(2).to(device)
-    ids[2, 5] = NUM_ROWS
-    model(ids)
+    ids[0, 5] = NUM_ROWS
+    for bag, column in zip(model.bags[:num_calls], ids, strict=False):
+        bag(column.unsqueeze(1))
 
     ids.zero_()
 
@@ -341,6 +344,18 @@ def test_a_step_polls_once_and_reports_once(monkeypatch, device):
 
     assert (len(polls), len(reports)) == (1, 1)
     optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("each_way")
+def test_a_step_waits_for_nothing(device, no_round_trips):
+    model, optimizer = trained_bags(device)
+    ids = make_ids(2).to(device)
+
+    with no_round_trips:
+        model(ids).backward()
+        optimizer.step()
+
+    assert model.bags[0].weight.grad is None
 
 
 def test_other_forms_are_left_to_the_general_path(device, refused):
@@ -427,3 +442,48 @@ def test_with_a_budget_rows_have_the_bits_of_lookups_by_the_general_path(
     expected_losses, expected_rows = run()
     assert losses == expected_losses
     assert all(torch.equal(rows[name], expected_rows[name]) for name in expected_rows)
+
+
+@pytest.mark.parametrize("is_bag", [True, False], ids=["bag", "embedding"])
+def test_a_claim_made_ahead_needs_no_offsets_and_its_copy_of_the_ids_is_kept(
+    monkeypatch, device, refused, is_bag
+):
+    if device.type == "cuda":
+        pytest.skip("the CPU finds more than the GPU: its tensors can be searched for operations")
+    reach_host(monkeypatch)
+    make = nn.EmbeddingBag if is_bag else nn.Embedding
+    options = {"mode": "sum"} if is_bag else {"padding_idx": 0}
+    model = nn.Sequential(make(1000, DIM, sparse=True, **options))
+    plain = copy.deepcopy(model)
+    optimizer, by_torch = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    recsys.accelerate(model, optimizer=optimizer, budget="8KiB")
+    ids = torch.stack([make_ids(0)[0], make_ids(1)[0]]).T[:, :1]  # not contiguous
+    given = ids if is_bag else ids[:, 0]
+    known = given.clone()
+
+    with Operations() as ahead:
+        claimed = model[0].prefetch(given)
+    with Operations() as now:
+        output = model[0](given)
+    output.square().sum().backward()
+    given.fill_(1)
+    optimizer.step()
+
+    assert claimed.is_held is False  # the lookup has taken it
+    assert "arange" not in ahead.names[: ahead.names.index("clone")]
+    assert "equal" not in now.names
+    assert refused == [False]
+    plain[0](known).square().sum().backward()
+    by_torch.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_a_claim_made_ahead_of_an_id_that_is_no_row_names_it(monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("tests of tiers on a device claim there")
+    monkeypatch.setattr(recipe, "host_copies_on", lambda _: None)  # so that a claim waits
+    model = nn.Sequential(nn.EmbeddingBag(1000, DIM, mode="sum", sparse=True))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="8KiB")
+
+    with pytest.raises(IdOutOfRange, match=r"table '0', sample 1: id 1000 is not in \[0, 1000\)"):
+        model[0].prefetch(torch.tensor([[3], [1000]]))

@@ -150,7 +150,8 @@ class DeferredErrors:
             NonFiniteGradient: a gradient of rows has nan or inf in it.
             ValueError: a per-sample weight is nan.
         """
-        self.report(_unexplained)  # an update may have recorded an error after the last lookup
+        # An update may have recorded an error after the last lookup.
+        self.report(_overwritten if self._expected else _unexplained)
         last = self._reports[-1].event
         if last is not None:
             last.synchronize()
