@@ -126,13 +126,13 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
     is_apart = device.type != "cpu" and num_modules > _FEW_TABLES
     if is_apart:
         speed = (
-            f"expect the host to set the speed of small mini-batches: on '{device}' each of "
-            f"{num_modules} modules is looked up by a launch of its own, as in PyTorch; one "
-            "HotColdEmbeddingBagCollection looks up all tables at once"
+            f"expect longer steps if mini-batches are small: on '{device}' each of {num_modules} "
+            "modules is looked up by a launch of its own, which takes the host longer than in "
+            "PyTorch; one HotColdEmbeddingBagCollection looks up all tables at once"
         )
         if tiers:
             speed += (
-                ". With a budget expect longer steps: each module claims slots by itself, and "
+                ". With a budget each module also claims slots by itself; "
                 "recsys.pipeline.TrainPipeline claims them for all, before their step"
             )
     if not tiers:

@@ -82,7 +82,7 @@ def test_shorter_steps_are_expected_with_an_optimizer_that_has_state():
     assert result.expected == "expect shorter steps: 1 table is updated by 1 kernel call a step"
 
 
-def test_many_modules_on_a_device_are_said_to_be_launched_one_by_one():
+def test_longer_steps_are_expected_of_many_modules_on_a_device():
     """There each lookup is launched by itself."""
     group = SimpleNamespace(
         group=SimpleNamespace(device=torch.device("cuda", 0)),
@@ -98,13 +98,13 @@ def test_many_modules_on_a_device_are_said_to_be_launched_one_by_one():
 
     found = outlook(26)
     assert found == (
-        "expect the host to set the speed of small mini-batches: on 'cuda:0' each of 26 modules is "
-        "looked up by a launch of its own, as in PyTorch; one HotColdEmbeddingBagCollection looks "
-        "up all tables at once"
+        "expect longer steps if mini-batches are small: on 'cuda:0' each of 26 modules is looked "
+        "up by a launch of its own, which takes the host longer than in PyTorch; one "
+        "HotColdEmbeddingBagCollection looks up all tables at once"
     )
     with_budget = outlook(26, tiers)
     assert with_budget == (
-        f"{found}. With a budget expect longer steps: each module claims slots by itself, and "
+        f"{found}. With a budget each module also claims slots by itself; "
         "recsys.pipeline.TrainPipeline claims them for all, before their step"
     )
     assert outlook(1).startswith("expect shorter steps: 26 tables are updated by 1 kernel call")

@@ -136,13 +136,14 @@ def with_own_ids(taken: Sequence[tuple[Call, Tensor]]) -> Sequence[tuple[Call, T
     """Copy ids on a device, which the caller may overwrite; those of all calls in one launch.
 
     Args:
-        taken: Calls with equally many one-hot bags, and the gradients of their outputs.
+        taken: Calls, and the gradients of their outputs. Offsets are not the caller's.
     """
     if all(call.is_own for call, _ in taken):
         return taken
     inputs: list[Any] = [call.input for call, _ in taken]  # `TorchBags`
-    copies = torch.cat([bags.values for bags in inputs]).view(len(taken), -1)
+    sizes = [bags.values.numel() for bags in inputs]
+    copies = torch.cat([bags.values for bags in inputs]).split_with_sizes(sizes)
     return [
         (call._replace(input=bags._replace(values=values, given=())), gradient)
-        for (call, gradient), bags, values in zip(taken, inputs, copies.unbind(), strict=True)
+        for (call, gradient), bags, values in zip(taken, inputs, copies, strict=True)
     ]

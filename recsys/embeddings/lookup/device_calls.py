@@ -6,15 +6,15 @@ The host sets the time of such a step, so a call does only what it must: it laun
     report    one for all calls of a step, before its backward; see `DeferredErrors.expect`
     ids       copied in backward, in one launch for all calls of a node; an update then joins them
 
-This is for bags of one id each, which need no offsets: ids of shape (B, 1), and the ids of an
-`nn.Embedding`. Other bags, weights and the padding of bags use `fused_lookup`.
+Bags of one id each, of shape (B, 1) or given to `nn.Embedding`, need no offsets. Weights, and
+offsets with the end of the last bag, use `fused_lookup`.
 
 With rows in two tiers, a call has a node of its own, as in `BagCalls`.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor, is_grad_enabled
 
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     active_ddp_module,
@@ -42,6 +43,8 @@ from recsys.embeddings.rows.ledger import next_lookup
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from recsys.embeddings.lookup.table_group import ResolvedLookup, TableGroup
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.update.row_updater import RowUpdater
@@ -77,7 +80,7 @@ class DeviceCalls:
         weights: Tensor | None,
         bags: tuple[int, ...],
         *,
-        is_mean: bool,  # of one row, the mean is the sum
+        is_mean: bool,
         padding_idx: int | None,
         left_out: int | None,
     ) -> Tensor | None:
@@ -92,10 +95,11 @@ class DeviceCalls:
         group, num_bags = self._group(), prod(bags)
         if (
             group is None
-            or (offsets is not None or weights is not None or left_out is not None)
+            or weights is not None
             or num_bags < 1
-            or ids.numel() != num_bags
+            or not ids.numel()
             or not _is_plain(ids, group.device)
+            or not (offsets is None or _fit(offsets, ids, num_bags))
         ):
             return None
         [number] = lookups.distinct_tables
@@ -110,18 +114,14 @@ class DeviceCalls:
                 return None
             if not errors.num_expected:
                 errors.poll()
-            made = _one_hot(ids)
+            stream = current_stream_number(group.device)
+            made = _made(ids, offsets, num_bags, stream, is_mean=is_mean, padding=left_out)
             found = _resolve(group, lookups, made)
         if found is None:
             return None
         space: Any = found.space  # `TorchRows`
         ticket = found.ticket
-        kind = Kind(
-            (num_bags, group.dim),
-            space.compute_dtype,
-            space.device,
-            current_stream_number(space.device),
-        )
+        kind = Kind((num_bags, group.dim), space.compute_dtype, space.device, stream)
         output = None
         if needs_grad:
             output = self._nodes.next_output(kind, is_shared=ticket is None)
@@ -129,7 +129,7 @@ class DeviceCalls:
         # To autograd, kernels that are operations of torch must not seem to change the output.
         found.kernels.pooled_lookup(space, lookups, found.bags, result.detach())
         num_rows = found.tables[number].shape[0]
-        errors.expect(partial(_bad_id, made.values, bags, num_rows, group.names[number]))
+        errors.expect(partial(_bad_id, made, bags, num_rows, group.names[number]))
         if errors.num_expected >= len(group.names):
             errors.report_expected()
         if output is not None:
@@ -139,8 +139,8 @@ class DeviceCalls:
                 made if rows is None else rows,
                 padding_idx,
                 ticket,
-                (ids,),
-                (version_of(ids),),
+                made.given,
+                list(map(version_of, made.given)),
                 table,
                 found.tables,
                 group.tables,
@@ -172,14 +172,24 @@ class DeviceCalls:
             or not _is_plain(ids, group.device)
         ):
             return None
-        made: Any = _one_hot(ids)
+        made: Any = _made(ids, None, num_bags)
         [number] = lookups.distinct_tables
-        explain = partial(_id_error, made.values, bags, group.sizes()[number], group.names[number])
+        explain = partial(_id_error, made, bags, group.sizes()[number], group.names[number])
         return PrefetchRequest(Part(group, lookups, made), explain)
 
     def close(self) -> None:
         """Close the nodes, because a backward or a step begins."""
         self._nodes.close()
+
+
+def _fit(offsets: Tensor, ids: Tensor, num_bags: int) -> bool:
+    """Whether offsets are those of all bags, without the end of the last one."""
+    return (
+        offsets.numel() == num_bags
+        and offsets.dtype == ids.dtype
+        and offsets.device == ids.device
+        and not offsets.is_inference()
+    )
 
 
 def _is_plain(ids: Tensor, device: torch.device) -> bool:
@@ -202,33 +212,70 @@ def _resolve(group: TableGroup, lookups: Lookups, bags: Any) -> ResolvedLookup |
     return found
 
 
-def _one_hot(ids: Tensor) -> TorchBags:
-    """One bag for each id."""
-    return TorchBags(ids.reshape(-1), None, None, ids.numel(), is_mean=False, given=(ids,))
+def _made(
+    ids: Tensor,
+    offsets: Tensor | None,
+    num_bags: int,
+    stream: int = 0,
+    *,
+    is_mean: bool = False,
+    padding: int | None = None,
+) -> TorchBags:
+    """The bags of a call; no one else can write to the offsets of the result.
+
+    Args:
+        ids: One for each bag, or equally many, (B, L); with offsets, one bag after the other.
+        offsets: Where bags begin, without the end of the last one; None for equally many ids.
+        num_bags: B.
+        stream: The current stream; see `current_stream_number`.
+        is_mean: Whether a bag is averaged.
+        padding: An id that adds nothing to its bag; None for none.
+    """
+    values, num_ids, bounds = ids.reshape(-1), ids.numel(), None
+    given: Sequence[Tensor] = (ids,)
+    if offsets is not None:
+        given = (ids, offsets)
+        bounds = torch.cat(
+            (offsets, _numbers(num_ids, num_ids + 1, 1, ids.dtype, ids.device, stream))
+        )
+    elif num_ids != num_bags:
+        length = num_ids // num_bags
+        bounds = _numbers(0, num_ids + 1, length, ids.dtype, ids.device, stream)
+    is_mean = is_mean and bounds is not None  # of one row, the mean is the sum
+    return TorchBags(values, bounds, None, num_bags, is_mean, padding, given, is_whole=True)
+
+
+@lru_cache(maxsize=64)
+def _numbers(
+    first: int, end: int, step: int, dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    """`torch.arange`, kept, because a launch costs the host time; each stream has its own."""
+    with lasting_tensors():
+        return torch.arange(first, end, step, dtype=dtype, device=device)
 
 
 def _bad_id(
-    values: Tensor, shape: tuple[int, ...], num_rows: int, table: str
+    bags: TorchBags, shape: tuple[int, ...], num_rows: int, table: str
 ) -> IdOutOfRange | None:
     """The exception for the first value that is not a row; see `DeferredErrors.expect`.
 
     Args:
-        values: The ids.
+        bags: The input.
         shape: Shape of the bags.
         num_rows: E.
         table: Name of the table.
     """
-    bad = _as_input(values, shape).first_bad(num_rows)
-    return None if bad is None else _id_error(values, shape, num_rows, table, bad)
+    bad = _as_input(bags, shape).first_bad(num_rows)
+    return None if bad is None else _id_error(bags, shape, num_rows, table, bad)
 
 
 def _id_error(
-    values: Tensor, shape: tuple[int, ...], num_rows: int, table: str, position: int
+    bags: TorchBags, shape: tuple[int, ...], num_rows: int, table: str, position: int
 ) -> IdOutOfRange:
     """The exception for the value at a position; other arguments as for `_bad_id`."""
-    return _as_input(values, shape).id_error(position, num_rows, table)
+    return _as_input(bags, shape).id_error(position, num_rows, table)
 
 
-def _as_input(values: Tensor, shape: tuple[int, ...]) -> BagInput:
-    bounds = torch.arange(values.numel() + 1, device=values.device)
-    return BagInput(values, bounds, None, is_one_hot=True, shape=torch.Size(shape))
+def _as_input(bags: TorchBags, shape: tuple[int, ...]) -> BagInput:
+    is_one_hot = bags.offsets is None
+    return BagInput(bags.values, bags.bounds(), None, is_one_hot, shape=torch.Size(shape))

@@ -56,6 +56,7 @@ class TorchBags(NamedTuple):
         is_mean: Whether a bag is averaged.
         padding: An id that adds nothing to its bag; None for none.
         given: The tensors that values and offsets were made from; empty for these themselves.
+        is_whole: Whether the last bag is known to end with the last value.
     """
 
     values: Tensor
@@ -65,6 +66,7 @@ class TorchBags(NamedTuple):
     is_mean: bool
     padding: int | None = None
     given: Sequence[Tensor] = ()
+    is_whole: bool = False
 
     @classmethod
     def from_tensors(
@@ -105,8 +107,7 @@ class TorchBags(NamedTuple):
     def at_slots(self, slot_of_value: Tensor) -> TorchBags:
         """The same bags with slots in place of rows; a padding id has the slot `NOWHERE`."""
         padding = None if self.padding is None else NOWHERE
-        _, offsets, weights, batch_size, is_mean, _, _ = self
-        return TorchBags(slot_of_value, offsets, weights, batch_size, is_mean, padding)
+        return self._replace(values=slot_of_value, padding=padding, given=())
 
     def without_row(self, row: int, slot_of_value: Tensor | None = None) -> TorchBags:
         """As `Bags.without_row`; the values stay, and kernels skip them."""

@@ -1,9 +1,9 @@
-"""Joins ledger entries of one-hot bags, so that one launch locates the lookups of all.
+"""Joins ledger entries, so that one launch locates the lookups of all.
 
 A model that calls its tables one by one leaves an entry for each call. Entries that follow each
 other, with equally many bags each, become one, as if a collection had looked up all tables:
 
-    ids         copied into one array, one entry after the other
+    ids         copied into one array, one entry after the other; offsets, too
     gradients   left where they are, if they are columns of one array: the gradients of what
                 `torch.cat` or `torch.stack` joined; else copied side by side
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["join_one_hot"]
+__all__ = ["join_entries"]
 
 # More than this takes a device longer to copy than the host to launch a kernel for each entry.
 _MOST_COPIED_BYTES = 64 * 2**20
 
 
-def join_one_hot(ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
-    """Join one-hot entries that follow each other.
+def join_entries(ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
+    """Join entries that follow each other: of one-hot bags, or of whole ones without weights.
 
     Args:
         ledger: Entries in order; bags are `TorchBags`.
@@ -51,8 +51,11 @@ def join_one_hot(ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
 def _kind(entry: LedgerEntry) -> Hashable:
     """Entries of equal kinds can be joined."""
     bags: Any = entry.bags  # `TorchBags`
-    is_joinable = bags.is_plain and bags.batch_size and entry.gradient.dim() == 2
-    return (bags.batch_size, entry.gradient.dtype) if is_joinable else object()
+    is_one_hot, gradient = bags.offsets is None, entry.gradient
+    are_joinable = bags.weights is None and (is_one_hot or bags.is_whole)
+    if not are_joinable or not bags.batch_size or gradient.dim() != 2:
+        return object()
+    return bags.batch_size, gradient.dtype, is_one_hot, bags.is_mean, bags.padding
 
 
 def _joined(entries: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
@@ -75,8 +78,18 @@ def _joined(entries: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
         gradient_BW.shape[1],
     )
     values = torch.cat([bags.values for bags in inputs])
-    bags: Any = TorchBags(values, None, None, len(gradient_BW), is_mean=False)
+    offsets = None if inputs[0].offsets is None else _join_offsets(inputs)
+    *_, (*_, batch_size, is_mean, padding, _, _) = inputs
+    bags: Any = TorchBags(values, offsets, None, batch_size, is_mean, padding)
     return [LedgerEntry(lookups, bags, gradient_BW)]
+
+
+def _join_offsets(inputs: Sequence[TorchBags]) -> Tensor:
+    """Where the bags of all entries begin, and the end."""
+    offsets: list[Any] = [bags.offsets for bags in inputs]
+    firsts = list(accumulate((bags.values.numel() for bags in inputs[:-1]), initial=0))
+    ends = [*(each[:-1] for each in offsets[:-1]), offsets[-1]]
+    return torch.cat(torch._foreach_add(ends, firsts))
 
 
 def _as_columns(gradients: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:

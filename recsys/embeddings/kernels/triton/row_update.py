@@ -33,7 +33,7 @@ from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
-from recsys.embeddings.kernels.torch.joined_entries import join_one_hot
+from recsys.embeddings.kernels.torch.joined_entries import join_entries
 from recsys.embeddings.kernels.torch.row_space import upload
 from recsys.embeddings.kernels.triton.constants import Constant
 from recsys.embeddings.kernels.triton.row_runs import (
@@ -130,7 +130,7 @@ def row_update(
     tables = tables_in(ledger)
     if not tables:
         return
-    ledger = join_one_hot(ledger)
+    ledger = join_entries(ledger)
     is_by_chance = space.is_narrow and keys_T.dtype != TO_NEAREST.dtype
     betas = tuple(getattr(optimizer, "betas", (0.0, 0.0)))
     keys = keys_T.tobytes() if is_by_chance else None

@@ -1,12 +1,12 @@
-"""One-hot entries of a ledger as one entry."""
+"""Entries of a ledger as one entry."""
 
 import numpy as np
 import pytest
 import torch
 
 from recsys.embeddings.kernels.torch import joined_entries
-from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of, locate_one_hot
-from recsys.embeddings.kernels.torch.joined_entries import join_one_hot
+from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of, locate, locate_one_hot
+from recsys.embeddings.kernels.torch.joined_entries import join_entries
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
@@ -65,7 +65,7 @@ def test_joined_entries_look_up_the_same_rows_with_the_same_gradients(kind):
         for seed, (lookups, gradient) in enumerate(zip(LOOKUPS, GRADIENTS[kind](), strict=True))
     ]
 
-    found = join_one_hot(ledger)
+    found = join_entries(ledger)
 
     assert len(found) == 1
     assert looked_up(found) == looked_up(ledger)
@@ -75,6 +75,44 @@ def test_joined_entries_look_up_the_same_rows_with_the_same_gradients(kind):
     assert shares_memory == (kind in ("of cat", "of stack", "of a sum"))
 
 
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_joined_bags_look_up_the_same_rows_with_the_same_gradients(is_mean, padding, dtype):
+    torch.manual_seed(0)
+
+    def entry(lookups, offsets, num_values, gradient):
+        values = torch.randint(0, 5, (num_values,), dtype=dtype)
+        bounds = torch.tensor([*offsets, num_values], dtype=dtype)
+        more = NUM_SAMPLES, is_mean, padding
+        return LedgerEntry(lookups, TorchBags(values, bounds, None, *more, is_whole=True), gradient)
+
+    ledger = [
+        entry(LOOKUPS[0], (0, 2, 2, 5), 5, torch.randn(NUM_SAMPLES, DIM)),
+        entry(LOOKUPS[2], (0, 0, 0, 0), 3, torch.randn(NUM_SAMPLES, DIM)),
+        entry(LOOKUPS[0], (0, 1, 2, 3), 4, torch.randn(NUM_SAMPLES, DIM)),
+    ]
+    space = TorchRowSpace([torch.zeros(size, DIM) for size in SIZES])
+
+    def updates(entries):
+        found = []
+        for lookups, bags, gradient, *_ in entries:
+            layer, _ = layers_of(space, lookups, bags.num_features)
+            rows, sources, scales = locate(space, layer, bags)
+            of_values = layer.of_columns(gradient, DIM)[sources]
+            of_values = of_values if scales is None else of_values * scales.unsqueeze(1)
+            is_row = rows < space.num_rows
+            found += zip(rows[is_row].tolist(), of_values[is_row].tolist(), strict=True)
+        return found
+
+    found = join_entries(ledger)
+
+    assert len(found) == 1
+    assert found[0].bags.values.dtype == found[0].bags.offsets.dtype == dtype
+    assert updates(found) == updates(ledger)
+    assert updates(ledger)
+
+
 def test_a_single_sample_is_copied():
     whole = torch.randn(1, 3 * DIM)
     ledger = [
@@ -82,7 +120,7 @@ def test_a_single_sample_is_copied():
         for lookups, gradient in zip(LOOKUPS, whole.split(DIM, 1), strict=True)
     ]
 
-    found = join_one_hot(ledger)
+    found = join_entries(ledger)
 
     assert len(found) == 1
     assert looked_up(found) == looked_up(ledger)
@@ -101,13 +139,13 @@ def test_entries_of_several_features_may_be_joined():
         LedgerEntry(LOOKUPS[1], bags_of(2), torch.randn(NUM_SAMPLES, DIM)),
     ]
 
-    found = join_one_hot(ledger)
+    found = join_entries(ledger)
 
     assert len(found) == 1
     assert looked_up(found) == looked_up(ledger)
 
 
-def test_only_one_hot_entries_of_one_size_that_follow_each_other_are_joined():
+def test_only_entries_of_one_kind_that_follow_each_other_are_joined():
     def entry(lookups, bags, dtype=torch.float32):
         return LedgerEntry(lookups, bags, torch.randn(bags.batch_size, DIM, dtype=dtype))
 
@@ -123,11 +161,17 @@ def test_only_one_hot_entries_of_one_size_that_follow_each_other_are_joined():
         entry(LOOKUPS[1], bags_of(6)),
         entry(LOOKUPS[1], bags_of(6), torch.float64),
         entry(LOOKUPS[1], bags_of(7, num_samples=0)),
+        entry(LOOKUPS[1], jagged._replace(is_whole=True)),
+        entry(LOOKUPS[2], jagged._replace(is_whole=True)),
+        entry(LOOKUPS[2], jagged._replace(is_whole=True, is_mean=True)),
+        entry(LOOKUPS[2], jagged._replace(is_whole=True, weights=torch.ones(NUM_SAMPLES))),
+        entry(LOOKUPS[2], jagged._replace(is_whole=True, weights=torch.ones(NUM_SAMPLES))),
     ]
 
-    found = join_one_hot(ledger)
+    found = join_entries(ledger)
 
-    assert [len(each.lookups.tables) for each in found] == [2, 1, 1, 1, 1, 2, 1, 1]
+    numbers = [2, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1, 1]
+    assert [len(each.lookups.tables) for each in found] == numbers
     assert found[1:5] == ledger[2:6]
 
 
@@ -141,8 +185,8 @@ def test_gradients_that_take_long_to_copy_stay_where_they_are(monkeypatch):
         for kind in ("apart", "of cat")
     )
 
-    assert join_one_hot(apart) == apart
-    assert len(join_one_hot(together)) == 1
+    assert join_entries(apart) == apart
+    assert len(join_entries(together)) == 1
 
 
 def test_entries_with_the_same_places_share_their_lookups():
@@ -152,6 +196,6 @@ def test_entries_with_the_same_places_share_their_lookups():
             for lookups, gradient in zip(LOOKUPS, side_by_side(), strict=True)
         ]
 
-    [first], [second] = join_one_hot(ledger()), join_one_hot(ledger())
+    [first], [second] = join_entries(ledger()), join_entries(ledger())
 
     assert first.lookups is second.lookups

@@ -55,7 +55,7 @@ def test_entries_of_one_hot_bags_are_located_together_with_the_same_bits(
 
     found = updated()
 
-    monkeypatch.setattr(row_update, "join_one_hot", lambda ledger: ledger)
+    monkeypatch.setattr(row_update, "join_entries", lambda ledger: ledger)
     expected = updated()
     assert num_located == [1, 1, 3, 3]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
