@@ -1,9 +1,11 @@
+import pickle
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recsys.batch import Batch, JaggedIds, PooledEmbeddings, expand_to_one_batch_size
 from recsys.errors import MalformedBags
@@ -77,6 +79,45 @@ def test_offsets_of_one_hot_ids_are_made_when_they_are_asked_for(monkeypatch):
         assert ids.offsets().tolist() == list(range(7))
     assert not ids.offsets().is_inference()
     assert ids.lengths().tolist() == [1] * 6
+
+
+def _differentiate(function):
+    torch.func.grad(lambda weights: (weights * function()).sum())(torch.ones(7))
+
+
+def _with_fake_tensors(function):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        function()
+
+
+def _export(function):
+    class Scaled(torch.nn.Module):
+        def forward(self, weights):
+            return weights * function()
+
+    torch.export.export(Scaled(), (torch.ones(7),))
+
+
+@pytest.mark.parametrize("run", [_differentiate, _with_fake_tensors, _export])
+def test_offsets_first_asked_for_in_a_trace_are_made_again_after_it(run):
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 5, 6]]))
+
+    run(ids.offsets)
+
+    assert pickle.loads(pickle.dumps(ids)).offsets().tolist() == list(range(7))
+    assert ids.offsets().numpy().tolist() == list(range(7))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offsets_first_asked_for_in_a_capture_do_not_wait_for_its_replay():
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 5, 6]], device="cuda"))
+    graph = torch.cuda.CUDAGraph()
+
+    with torch.cuda.graph(graph):
+        ids.offsets()
+
+    assert ids.offsets().tolist() == list(range(7))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.torch_compat import are_functorch_transforms_active
 from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.batch.bags_of_samples import (
     places_of_bags,
@@ -89,6 +90,16 @@ def _require_tensors(**arguments: object) -> None:
                 f"JaggedIds: {name} must be a torch.Tensor, got {type(value).__name__}; convert it "
                 "with torch.as_tensor"
             )
+
+
+def _outlasts_its_context(made: Tensor, given: Tensor) -> bool:
+    """Whether a tensor made now is one like a given tensor after what torch traces or captures."""
+    return not (
+        torch.compiler.is_compiling()
+        or are_functorch_transforms_active()
+        or type(made) is not type(given)  # such as FakeTensor, which has no numbers
+        or (made.is_cuda and torch.cuda.is_current_stream_capturing())  # filled by replays alone
+    )
 
 
 class JaggedIds:
@@ -200,11 +211,14 @@ class JaggedIds:
 
     def offsets(self) -> Tensor:
         """Bag boundaries, (F * B + 1,)."""
-        if self._offsets is None:
-            rows = self._values
-            with lasting_tensors():
-                self._offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
-        return self._offsets
+        if self._offsets is not None:
+            return self._offsets
+        rows = self._values
+        with lasting_tensors():
+            offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
+        if _outlasts_its_context(offsets, rows):
+            self._offsets = offsets
+        return offsets
 
     def lengths(self) -> Tensor:
         """Bag sizes, (F * B,)."""
