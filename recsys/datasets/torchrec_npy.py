@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.arguments import is_whole
 from recsys._support.files import appearing_whole, require_files, require_new
 from recsys._support.npy_files import open_array
 from recsys.batch import feature_tables
@@ -75,7 +76,8 @@ def write_torchrec_npy(
 
     Raises:
         ConfigError: `split` is unknown, or has no sample; or samples have what the files cannot
-            hold: bags of rows, shared tables or weights.
+            hold: bags of rows, shared tables, weights, labels that are no integers, or rows from
+            2**31 on.
         AlreadyExists: a file exists.
     """
     if split is not None and split not in SPLITS:
@@ -119,7 +121,8 @@ def read_torchrec_npy(
         prefixes: For example "day_0", ..., "day_23"; see the module docstring for splits.
         store: The store's folder, which must not exist.
         table_sizes: Take ids modulo these sizes, one per column, as TorchRec's data pipe does with
-            `hashes`. By default the ids are rows, and a table's size is its largest row + 1.
+            `hashes`: negative ids, too, as which 32-bit files have ids from 2**31 on. By default
+            the ids are rows, and a table's size is its largest row + 1.
 
     Returns:
         `store`.
@@ -132,9 +135,9 @@ def read_torchrec_npy(
         FileNotFoundError: a file does not exist.
         AlreadyExists: `store` exists.
     """
+    if isinstance(prefixes, str) or not prefixes:
+        raise ConfigError(f"prefixes must be a list of at least one day, got {prefixes!r}")
     triplets = [_files(Path(folder), prefix) for prefix in prefixes]
-    if not triplets:
-        raise ConfigError("prefixes must name at least one day, got none")
     sources = [file for files in triplets for file in files]
     require_files("npy", sources)
     columns: tuple[int, int] | None = None
@@ -205,7 +208,7 @@ def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None)
 
 
 def _require_columns(source: SampleSource, batch: Batch) -> None:
-    """Check that one row for each table holds everything that samples look up.
+    """Check that the arrays hold everything that samples have.
 
     Raises:
         ConfigError: it does not.
@@ -214,22 +217,26 @@ def _require_columns(source: SampleSource, batch: Batch) -> None:
         "features that share tables": len(feature_tables(source)) > len(source.table_sizes),
         "features with any number of rows per sample": not batch.sparse_features.is_known_one_hot(),
         "samples with weights": batch.weights is not None,
+        "labels that are no integers": bool((batch.labels != batch.labels.trunc()).any()),
+        "tables of more than 2**31 rows": any(
+            size > _ROWS_END + 1 for size in source.table_sizes.values()
+        ),
     }
     for fault, is_there in faults.items():
         if is_there:
             raise ConfigError(
-                "torchrec-npy holds one row per sample and table, and no weights, but this data "
-                f"has {fault}; prepare it without them, or train on the store itself"
+                "torchrec-npy holds one row per sample and table and integers, and no weights, but "
+                f"this data has {fault}; prepare it without them, or train on the store itself"
             )
 
 
 def _check_sizes(table_sizes: Sequence[int] | None, num_columns: int) -> NDArray[np.int64] | None:
     if table_sizes is None:
         return None
-    are_sizes = all(0 < size <= _ROWS_END for size in table_sizes)
+    are_sizes = all(is_whole(size, 1) and size <= _ROWS_END for size in table_sizes)
     if len(table_sizes) != num_columns or not are_sizes:
         raise ConfigError(
-            f"table_sizes must be {num_columns} numbers in [1, {_ROWS_END}], one per sparse "
+            f"table_sizes must be {num_columns} integers in [1, {_ROWS_END}], one per sparse "
             f"column, got {list(table_sizes)}"
         )
     return np.array(table_sizes, np.int64)
@@ -245,7 +252,10 @@ def _rows(
 ) -> NDArray[np.int64]:
     """Ids modulo `sizes`. Without sizes, the rows unchanged, and `last_rows` is updated."""
     if sizes is not None:
-        return whole_numbers(name, block, first_sample, _IDS_END, _RAW_IDS) % sizes
+        ids = whole_numbers(
+            name, block, first_sample, _IDS_END, "write the ids anew", lowest=-_IDS_END
+        )
+        return ids % sizes  # not negative, like the sizes
     rows = whole_numbers(name, block, first_sample, _ROWS_END, _RAW_IDS)
     np.maximum(last_rows, rows.max(axis=0), out=last_rows)
     return rows

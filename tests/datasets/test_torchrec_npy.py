@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,43 @@ def test_synthetic_data_is_written_as_it_is_read(tmp_path):
     assert_batches_equal(torchrec_batches(files, 25), ours)
 
 
+class WithHalves:
+    """Data whose labels are no integers."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def __getattr__(self, name):
+        return getattr(self._data, name)
+
+    def read(self, samples):
+        return replace(self._data.read(samples), labels=torch.full((len(samples),), 0.5))
+
+
+class WithLargeTables(WithHalves):
+    """Data with rows that 32-bit integers cannot hold."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.table_sizes = dict.fromkeys(data.table_sizes, 2**31 + 1)
+
+    def read(self, samples):
+        return self._data.read(samples)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [(WithHalves, "labels that are no integers"), (WithLargeTables, r"more than 2\*\*31 rows")],
+)
+def test_numbers_that_the_files_cannot_hold_are_refused(tmp_path, change, fault):
+    data = change(SyntheticCriteo(num_samples=60, table_sizes=[9] * 26))
+
+    with pytest.raises(ConfigError, match=f"this data has .*{fault}; prepare it without"):
+        write_torchrec_npy(data, tmp_path, "x")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def write_day(folder, prefix, num_samples, *, seed=0, **changes):
     rng = np.random.default_rng(seed)
     arrays = {
@@ -195,6 +234,28 @@ def test_labels_without_a_second_axis_and_arrays_in_columns_are_read(tmp_path):
     ]
 
 
+def test_ids_of_32_bits_that_are_negative_are_taken_modulo_as_torchrec_does(tmp_path):
+    write_day(tmp_path, "day", 20, sparse=lambda ids: ids.astype(np.uint32).view(np.int32))
+    ids = np.load(tmp_path / "day_sparse.npy")
+    assert ids.min() < 0
+
+    store = Store(read_torchrec_npy(tmp_path, ["day"], tmp_path / "store", table_sizes=SIZES))
+
+    np.testing.assert_array_equal(store.sparse, ids % np.array(SIZES))
+    files = [tmp_path / f"day_{name}.npy" for name in ("dense", "sparse", "labels")]
+    theirs = torchrec_batches(files, 20, hashes=SIZES)
+    assert_batches_equal(theirs, [store.read(np.arange(20))])
+
+
+def test_ids_beyond_64_bits_are_refused_with_table_sizes_too(tmp_path):
+    write_day(tmp_path, "day", 20, sparse=lambda ids: np.full(ids.shape, 2**63, np.uint64))
+
+    with pytest.raises(
+        DatasetFormatError, match=r"in \[-9223372036854775808, .*; write the ids an"
+    ):
+        read_torchrec_npy(tmp_path, ["day"], tmp_path / "store", table_sizes=SIZES)
+
+
 def with_nan(dense):
     dense[9, 2] = np.nan
     return dense
@@ -240,12 +301,13 @@ def test_days_of_other_widths_and_files_that_are_no_arrays_are_refused(tmp_path)
 
 def test_arguments_that_cannot_be_carried_out_are_refused(store, tmp_path):
     write_day(tmp_path, "day", 5)
-    with pytest.raises(ConfigError, match=r"table_sizes must be 26 numbers .* got \[1, 2\]"):
-        read_torchrec_npy(tmp_path, ["day"], tmp_path / "a", table_sizes=[1, 2])
-    with pytest.raises(ConfigError, match="table_sizes must be 26 numbers"):
-        read_torchrec_npy(tmp_path, ["day"], tmp_path / "a", table_sizes=[0] * 26)
-    with pytest.raises(ConfigError, match="prefixes must name at least one day"):
-        read_torchrec_npy(tmp_path, [], tmp_path / "a")
+    for sizes in ([1, 2], [0] * 26, [1.5] * 26, [True] * 26):
+        with pytest.raises(ConfigError, match=r"table_sizes must be 26 integers .* got") as caught:
+            read_torchrec_npy(tmp_path, ["day"], tmp_path / "a", table_sizes=sizes)
+        assert str(sizes) in str(caught.value)
+    for prefixes in ([], "day"):
+        with pytest.raises(ConfigError, match=r"prefixes must be a list of at least one day, got"):
+            read_torchrec_npy(tmp_path, prefixes, tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=r"day_7_dense\.npy must be a file"):
         read_torchrec_npy(tmp_path, ["day_7"], tmp_path / "a")
     with pytest.raises(ConfigError, match=r"npy input .*day_dense\.npy must be named once"):

@@ -161,8 +161,10 @@ def whole_numbers(
     first_sample: int,
     limits: ArrayLike,
     suggestion: str,
+    *,
+    lowest: int = 0,
 ) -> NDArray[np.int64]:
-    """The numbers of a block as int64, checked to be integers in [0, limits).
+    """The numbers of a block as int64, checked to be integers in [lowest, limits).
 
     Args:
         name: Of the array, for messages.
@@ -170,12 +172,13 @@ def whole_numbers(
         first_sample: Number of the block's first sample, for messages.
         limits: One number, or one per column.
         suggestion: Ends the message: how to repair a number out of range.
+        lowest: The least number.
 
     Raises:
         DatasetFormatError: a number is not; the message names the first one.
     """
     with np.errstate(over="ignore"):  # a limit beyond a 16-bit float is infinite there
-        is_good = (block >= 0) & (block < limits)  # NaN is neither
+        is_good = (block >= lowest) & (block < limits)  # NaN is neither
     if block.dtype.kind == "f":
         is_good &= np.floor(block) == block
     if not is_good.all():
@@ -184,7 +187,7 @@ def whole_numbers(
         column = f", column {bad[1]}" if len(bad) > 1 else ""
         raise DatasetFormatError(
             f"{name}, sample {first_sample + bad[0]}{column}: must be a whole number in "
-            f"[0, {limit}), got {block[bad]}; {suggestion}"
+            f"[{lowest}, {limit}), got {block[bad]}; {suggestion}"
         )
     return block.astype(np.int64)
 
