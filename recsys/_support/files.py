@@ -7,13 +7,13 @@ import os
 import shlex
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys.errors import AlreadyExists, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "alone_in",
@@ -23,6 +23,8 @@ __all__ = [
     "describe_taken",
     "existing",
     "flush_to_disk",
+    "is_taken",
+    "listed_files",
     "lock_if_free",
     "make_folders",
     "read_together",
@@ -165,7 +167,8 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
     seen: dict[Path, Path] = {}
     for file in files:
         if not file.is_file():
-            found = "a folder" if file.is_dir() else "nothing there"
+            found = "a folder" if file.is_dir() else "no plain file"
+            found = found if file.exists() else "nothing there"
             raise FileNotFoundError(
                 f"{kind} input {file} must be a file, found {found}; create it, or name another"
             )
@@ -178,6 +181,26 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
         seen[place] = file
 
 
+def listed_files(name: str, files: Sequence[str | Path]) -> list[Path]:
+    """The paths of an argument that is a list of at least one file.
+
+    Args:
+        name: Of the argument.
+        files: Its value.
+
+    Raises:
+        ConfigError: it is empty, or a single path.
+    """
+    if isinstance(files, str | os.PathLike) or not files:
+        raise ConfigError(f"{name} must be a list of at least one file, got {files!r}")
+    return [Path(file) for file in files]
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a new file or folder cannot have this name; a link to nothing takes it, too."""
+    return os.path.lexists(path)
+
+
 def as_argument(path: Path | str) -> str:
     """A path in a command that a message names, in quotes where a shell needs them."""
     return shlex.quote(str(path))
@@ -185,6 +208,8 @@ def as_argument(path: Path | str) -> str:
 
 def describe_taken(path: Path) -> str:
     """That a place is taken, and by what: the user may need the file."""
+    if not path.exists():
+        return f"{path} is a link to {path.readlink()}, which does not exist"
     return f"{path} is a file" if path.is_file() else f"{path} exists already"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from recsys._support.files import describe_taken, flush_to_disk
+from recsys._support.files import describe_taken, flush_to_disk, is_taken
 from recsys.datasets.store_features import require_features
 from recsys.datasets.store_meta import BAG_ARRAYS, UNDERSTOOD, dtypes_of
 from recsys.errors import AlreadyExists
@@ -84,7 +84,7 @@ class StoreWriter:
         if any(feature.is_weighted for feature in features or ()):
             optional.append("bag_weights")
         self._dtypes = dtypes_of(dense_transform, optional)
-        if self.path.exists():
+        if is_taken(self.path):
             raise AlreadyExists(f"{describe_taken(self.path)}; choose another folder for the store")
         self._is_own_folder = folder is None
         self.folder = folder or self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"

@@ -35,7 +35,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from recsys._support.files import alone_in, describe_taken, require_files
+from recsys._support.arguments import is_whole
+from recsys._support.files import (
+    alone_in,
+    describe_taken,
+    is_taken,
+    listed_files,
+    require_files,
+)
 from recsys._support.untrusted import is_count, is_text
 from recsys.datasets.criteo.flow import (
     CATEGORY_NAMES,
@@ -101,7 +108,7 @@ def prepare_criteo_1tb(
         AlreadyExists: `store` exists, or recsys did not make its unfinished folder.
         FileNotFoundError: a day file does not exist.
     """
-    paths = [Path(file) for file in day_files]
+    paths = listed_files("day_files", day_files)
     _check_arguments(paths, max_ind_range)
     with ExitStack() as stack:
         folder, committed = stack.enter_context(_unfinished(Path(store)))
@@ -183,10 +190,8 @@ def _read_day(path: Path, flow: CriteoFlow, writer: StoreWriter) -> dict[str, An
 
 def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
     """Check the arguments, without the unfinished folder."""
-    if not paths:
-        raise ConfigError("day_files must name at least one day, got none")
-    if max_ind_range is not None and max_ind_range < 1:
-        raise ConfigError(f"max_ind_range must be at least 1, got {max_ind_range}")
+    if max_ind_range is not None and not is_whole(max_ind_range, 1):
+        raise ConfigError(f"max_ind_range must be an integer and at least 1, got {max_ind_range!r}")
     numbered = [
         (int(found[1]), path.name) for path in paths if (found := re.match(r"day_(\d+)", path.name))
     ]
@@ -196,12 +201,16 @@ def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
                 f"days must be given in order, oldest first, got {next_name} after {name}; in a "
                 "shell use day_{0..23}, because day_* puts day_10 before day_2"
             )
-        if name == next_name:
+        if _without_compression(name) == _without_compression(next_name):
             raise ConfigError(
-                f"a day, or part of one, must be given once, got two files {name}; leave one out "
-                "or rename it"
+                f"a day, or part of one, must be given once, got {name} and {next_name}; leave one "
+                "out or rename it"
             )
     require_files("raw", paths)
+
+
+def _without_compression(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".zst")
 
 
 @contextmanager
@@ -211,7 +220,7 @@ def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | N
     The folder is removed at the end, unless there is an error and it has a commit.
     """
     folder = GrowingFolder(store.parent / f"{store.name}.unfinished")
-    if store.exists():
+    if is_taken(store):
         _clear_left_over(folder)
         raise AlreadyExists(f"{describe_taken(store)}; choose another folder for the store")
     if folder.path.exists() and not folder.path.is_dir():

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from recsys._support.arguments import is_whole
 from recsys._support.machine import num_cores
 from recsys.datasets.criteo.parse import NUM_CATEGORIES, NUM_INTEGERS, ParsedLines, parse_lines
 from recsys.datasets.criteo.row_numbers import RowNumbers
 from recsys.datasets.criteo.text import BadLines, RawFile
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +86,9 @@ class CriteoFlow:
 
     Attributes:
         columns: The numbering of the ids of each column, from 0 on.
+
+    Raises:
+        ConfigError: `num_threads` is no integer of at least 0.
     """
 
     def __init__(
@@ -98,6 +103,11 @@ class CriteoFlow:
         num_reserved_rows: int = 0,
         max_ind_range: int | None = None,
     ) -> None:
+        if num_threads is not None and not is_whole(num_threads, 0):
+            raise ConfigError(
+                "num_threads must be an integer and at least 0, for one per core, got "
+                f"{num_threads!r}"
+            )
         self.columns = [RowNumbers() for _ in CATEGORY_NAMES]
         self._writer = writer
         self._bad_lines = BadLines(writer.folder, skip=skip_bad_lines, num_bad=num_bad_lines)

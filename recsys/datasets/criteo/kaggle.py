@@ -20,12 +20,11 @@ A missing label is an error in both conventions; facebookresearch/dlrm would rea
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.files import require_files
+from recsys._support.files import listed_files, require_files
 from recsys.datasets.criteo import CONVENTIONS
 from recsys.datasets.criteo.flow import (
     CATEGORY_NAMES,
@@ -41,6 +40,7 @@ from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -76,14 +76,14 @@ def prepare_criteo_kaggle(
         DatasetFormatError: there is a bad line (the message names file, line, rule and value), or
             no good line at all.
         AlreadyExists: `store` exists.
-        ConfigError: the convention is unknown, or a file is named twice.
+        ConfigError: the convention is unknown, or no file is named, or one twice.
         FileNotFoundError: a raw file does not exist.
     """
     if convention not in CONVENTIONS:
         raise ConfigError(f"convention must be one of {CONVENTIONS}, got {convention!r}")
     is_torchrec = convention == "torchrec"
     num_reserved_rows = _TORCHREC_RESERVED_ROWS if is_torchrec else 0
-    paths = [Path(file) for file in raw_files]
+    paths = listed_files("raw_files", raw_files)
     require_files("raw", paths)
     sources: list[dict[str, Any]] = []
     day_sizes: list[int] = []

@@ -29,6 +29,9 @@ __all__ = ["BadLines", "RawFile", "not_criteo"]
 BLOCK_BYTES = 16 * 2**20
 
 _GZIP, _ZST = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+# Other formats, by their first bytes; one of Criteo begins with a label.
+_OTHERS = {b"PK\x03\x04": "a zip archive", b"BZh": "a bzip2 file", b"\xfd7zX": "an xz file"}
+_TAR, _TAR_PLACE = b"ustar", 257
 _ZST_READ_BYTES = 128 * 2**10  # of compressed data per read
 # zstandard returns all text of the bytes that it is given. Four bytes can be 128 KiB of one letter,
 # so these are 64 MiB at most.
@@ -63,7 +66,7 @@ class RawFile:
         """The text in blocks that end in a newline, which is added to the last line if missing.
 
         Raises:
-            DatasetFormatError: the file is a broken gzip or zst file, or not text.
+            DatasetFormatError: the file is a broken gzip or zst file, an archive, or not text.
             MissingDependency: it is a zst file, and zstandard is not installed.
         """
         with self.path.open("rb") as self._file:
@@ -74,8 +77,9 @@ class RawFile:
                 self._kind, text = "gzip", cast("IO[bytes]", gzip.GzipFile(fileobj=text))
             elif begin == _ZST:
                 self._kind, text = "zst", cast("IO[bytes]", _ZstText(self))
-            rest = b""
-            while block := self._read_text(text):
+            rest, block = b"", self._read_text(text)
+            self._refuse_other_formats(begin, block)
+            while block:
                 cut = block.rfind(b"\n") + 1
                 if cut:
                     yield np.frombuffer(rest + block[:cut], np.uint8)
@@ -86,6 +90,7 @@ class RawFile:
                     raise DatasetFormatError(
                         f"{self.path}: a line of more than {BLOCK_BYTES} bytes; is this text?"
                     )
+                block = self._read_text(text)
             if rest:
                 yield np.frombuffer(rest + b"\n", np.uint8)
 
@@ -103,6 +108,16 @@ class RawFile:
             "num_bytes": self.num_bytes_read,
             "sha256": self._hash.hexdigest(),
         }
+
+    def _refuse_other_formats(self, begin: bytes, text: bytes) -> None:
+        kinds = [kind for magic, kind in _OTHERS.items() if begin.startswith(magic)]
+        if text.startswith(_TAR, _TAR_PLACE):
+            kinds.append("a tar archive")
+        if kinds:
+            raise DatasetFormatError(
+                f"{self.path}: raw files must be text, plain, gzip or zst, got {kinds[0]}; unpack "
+                "it, and name the file with the samples"
+            )
 
     def _read_text(self, text: IO[bytes]) -> bytes:
         try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from recsys._support.files import describe_taken
+from recsys._support.files import describe_taken, is_taken
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
@@ -212,7 +212,7 @@ def write_table(
             "a store needs a column with values of an embedding table; name at least one in "
             "[categorical], [multi] or [sequence]"
         )
-    if store.exists():
+    if is_taken(store):
         raise AlreadyExists(f"{describe_taken(store)}; choose another folder for the store")
     rules = None if like is None else read_rules(like)
     if like is not None and schema.history:

@@ -453,15 +453,17 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        ([], {}, "day_files must name at least one day"),
-        (["day_0"], {"max_ind_range": 0}, "max_ind_range must be at least 1, got 0"),
+        ([], {}, r"day_files must be a list of at least one file, got \[\]"),
+        (["day_0"], {"max_ind_range": 0}, "max_ind_range must be an integer and at least 1, got 0"),
+        (["day_0"], {"max_ind_range": 1.5}, r"an integer and at least 1, got 1\.5"),
         (
             ["day_0", "day_10", "day_2"],
             {},
             r"oldest first, got day_2 after day_10; in a shell use day_",
         ),
-        (["day_1.gz", "day_1.gz"], {}, r"given once, got two files day_1\.gz; leave one out"),
-        (["a/day_1", "b/day_1"], {}, "given once, got two files day_1; leave one out"),
+        (["day_1.gz", "day_1.gz"], {}, r"given once, got day_1\.gz and day_1\.gz; leave one out"),
+        (["day_1", "day_1.gz"], {}, r"given once, got day_1 and day_1\.gz; leave one out"),
+        (["a/day_1", "b/day_1"], {}, "given once, got day_1 and day_1; leave one out"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(tmp_path, names, options, message):

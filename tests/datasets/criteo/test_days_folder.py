@@ -98,6 +98,17 @@ def test_an_existing_store_is_never_overwritten(days, tmp_path, unfinished):
     assert not unfinished.exists()
 
 
+def test_a_link_to_nothing_in_the_place_of_a_store_is_refused_before_days_are_read(
+    days, tmp_path, unfinished
+):
+    (tmp_path / "store").symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(AlreadyExists, match=r"store is a link to .*nowhere, which does not exist;"):
+        prepare(days, tmp_path / "store")
+
+    assert not unfinished.exists()
+
+
 def test_committed_days_outlive_a_store_that_appears_beside_them(
     days, tmp_path, unfinished, monkeypatch
 ):

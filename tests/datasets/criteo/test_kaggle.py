@@ -1,9 +1,15 @@
+import bz2
 import gzip
+import io
 import itertools
 import json
+import lzma
 import math
+import os
 import sys
+import tarfile
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -171,6 +177,75 @@ def test_a_first_line_of_another_format_names_the_command_for_other_tables(tmp_p
         prepare(table, tmp_path / "store")
     with pytest.raises(DatasetFormatError, match=r"line 2: .*with --skip-bad-lines$"):
         prepare(raw, tmp_path / "store")
+
+
+def tar_of(text):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        member = tarfile.TarInfo("train.txt")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
+    return made.getvalue()
+
+
+def zip_of(text):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("train.txt", text)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind"),
+    [
+        (tar_of, "a tar archive"),
+        (lambda text: gzip.compress(tar_of(text)), "a tar archive"),
+        (zip_of, "a zip archive"),
+        (bz2.compress, "a bzip2 file"),
+        (lzma.compress, "an xz file"),
+    ],
+)
+def test_archives_are_refused_although_most_of_their_lines_are_good(raw_line, tmp_path, pack, kind):
+    raw = tmp_path / "raw"
+    raw.write_bytes(pack(f"{raw_line()}\n".encode() * 50))
+
+    with pytest.raises(DatasetFormatError, match=f"raw: raw files must be .* got {kind}; unpack"):
+        prepare(raw, tmp_path / "store", skip_bad_lines=True)
+
+    assert list(tmp_path.iterdir()) == [raw]
+
+
+def test_a_link_to_nothing_in_the_place_of_a_store_is_refused_at_once(raw_line, tmp_path):
+    raw, store = tmp_path / "raw.txt", tmp_path / "store"
+    raw.write_text(raw_line())
+    store.symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(
+        AlreadyExists, match=r"is a link to .*nowhere, which does not exist; choose"
+    ):
+        prepare(raw, store)
+
+    assert store.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [raw, store]
+
+
+def test_arguments_that_are_no_lists_or_numbers_are_refused(raw_line, tmp_path):
+    raw = tmp_path / "raw.txt"
+    raw.write_text(raw_line())
+
+    for files in ([], str(raw), raw):
+        with pytest.raises(
+            ConfigError, match=r"raw_files must be a list of at least one file, got"
+        ):
+            prepare_criteo_kaggle(files, tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"num_threads must be an integer and at least 0, .*-1"):
+        prepare(raw, tmp_path / "store", num_threads=-1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(
+        FileNotFoundError, match=r"pipe must be a file, found no plain file; create"
+    ):
+        prepare(tmp_path / "pipe", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("skip_bad_lines", [True, False])
