@@ -29,6 +29,7 @@ __all__ = ["BadLines", "RawFile", "not_criteo"]
 BLOCK_BYTES = 16 * 2**20
 
 _GZIP, _ZST = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_ZST_SKIPPED = b"\x2a\x4d\x18"  # after any first byte: a frame without text, as pzstd writes it
 # Other formats, by their first bytes; one of Criteo begins with a label.
 _OTHERS = {b"PK\x03\x04": "a zip archive", b"BZh": "a bzip2 file", b"\xfd7zX": "an xz file"}
 _TAR, _TAR_PLACE = b"ustar", 257
@@ -75,7 +76,7 @@ class RawFile:
             text = cast("IO[bytes]", self)
             if begin.startswith(_GZIP):
                 self._kind, text = "gzip", cast("IO[bytes]", gzip.GzipFile(fileobj=text))
-            elif begin == _ZST:
+            elif begin == _ZST or begin[1:] == _ZST_SKIPPED:
                 self._kind, text = "zst", cast("IO[bytes]", _ZstText(self))
             rest, block = b"", self._read_text(text)
             self._refuse_other_formats(begin, block)

@@ -275,13 +275,21 @@ def zst(text, frame_size=None):
     return b"".join(compressor.compress(frame) for frame in frames)
 
 
-@pytest.mark.parametrize("frame_size", [None, 700])
-def test_zst_files_are_told_by_their_first_bytes(raw_line, tmp_path, monkeypatch, frame_size):
+SKIPPED_FRAME = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+
+
+@pytest.mark.parametrize(
+    ("frame_size", "before"), [(None, b""), (700, b""), (None, SKIPPED_FRAME), (700, SKIPPED_FRAME)]
+)
+def test_zst_files_are_told_by_their_first_bytes(
+    raw_line, tmp_path, monkeypatch, frame_size, before
+):
+    """The parallel pzstd writes frames without text."""
     monkeypatch.setattr("recsys.datasets.criteo.text.BLOCK_BYTES", 1000)
     monkeypatch.setattr("recsys.datasets.criteo.text._ZST_READ_BYTES", 100)
     text = "".join(raw_line(categories=[f"{line:x}"] * 26) + "\n" for line in range(300))
     raw = tmp_path / "raw"
-    raw.write_bytes(zst(text, frame_size))
+    raw.write_bytes(before + zst(text, frame_size))
 
     store = prepare(raw, tmp_path / "store")
 
