@@ -359,6 +359,9 @@ def test_names_of_columns_and_files_are_checked(tmp_path):
         rows_of(write(tmp_path, "y,c", name="a.doc"), simple())
     with pytest.raises(ConfigError, match="must be named once"):
         TableFiles([path, path], simple())
+    for files in ([], path, str(path)):
+        with pytest.raises(ConfigError, match="files must be a list of at least one file, got"):
+            TableFiles(files, simple())
     (tmp_path / "folder").mkdir()
     with pytest.raises(FileNotFoundError, match="must hold CSV, TSV or Parquet"):
         TableFiles([tmp_path / "folder"], simple())

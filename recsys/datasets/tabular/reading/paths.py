@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys._support.files import require_files
-from recsys.errors import ConfigError
+from recsys._support.files import listed_files, require_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["find_files", "kind_of"]
 
@@ -25,10 +24,10 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder has no table in it.
-        ConfigError: there are no paths, or two lead to the same file.
+        ConfigError: `paths` is no list, or empty, or two paths lead to the same file.
     """
     files: list[Path] = []
-    for path in map(Path, paths):
+    for path in listed_files("files", paths):
         if not path.is_dir():
             files.append(path)
             continue
@@ -42,8 +41,6 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
                 f"folder {path} must hold CSV, TSV or Parquet files, found none; name another"
             )
         files += inside
-    if not files:
-        raise ConfigError("no file is named; name at least one")
     require_files("table", files)
     return files
 
