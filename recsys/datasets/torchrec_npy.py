@@ -104,6 +104,8 @@ def write_torchrec_npy(
             dense.write(np.ascontiguousarray(batch.dense_features.numpy(), "<f4").data)
             sparse.write(np.ascontiguousarray(rows, "<i4").data)
             labels.write(np.ascontiguousarray(batch.labels.numpy(), "<i4").data)
+        for written in (dense, sparse, labels):
+            written.flush()  # a full disk raises here, before one of them has its name
     return files
 
 

@@ -1,3 +1,4 @@
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -329,3 +330,18 @@ def test_nothing_is_left_behind_when_writing_fails(store, tmp_path, monkeypatch)
         write_torchrec_npy(store, tmp_path / "npy", "train")
 
     assert list((tmp_path / "npy").iterdir()) == []
+
+
+def test_no_file_appears_when_the_end_of_another_cannot_be_written(tmp_path):
+    """Files of this size are written when they are closed, the labels' first."""
+    data = SyntheticCriteo(num_samples=50, table_sizes=[9] * 26)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_torchrec_npy(data, tmp_path, "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert list(tmp_path.iterdir()) == []
