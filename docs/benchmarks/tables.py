@@ -135,6 +135,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),
     "models_budget": partial(models_table, "models_budget.json"),
+    "models_gpu": partial(models_table, "models_gpu.json"),
     "models_evaluation": partial(models_table, "models_evaluation.json"),
     "models_tbsm": partial(models_table, "models_tbsm.json"),
     "models_real": partial(compared_table, "models_real.json"),

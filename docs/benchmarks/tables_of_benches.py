@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from table_cells import (
     cells_of,
@@ -134,9 +134,16 @@ def models_table(file: str) -> str:
     caption = (
         f"{what} of a model of plain PyTorch before and after `recsys.accelerate`, median of "
         f"{record['rows'][0]['num_runs']} rounds; D=16, tables of at most a million rows; "
-        f"{machine(record['environment'])}."
+        f"{_place_of_models(record)}."
     )
     return markdown(caption, titles, lines)
+
+
+def _place_of_models(record: dict[str, Any]) -> str:
+    """Where models were measured: on the GPU, if their cases name a device."""
+    found = record["environment"]
+    is_on_gpu = any("device=cuda" in row["case"] for row in record["rows"])
+    return f"{found['gpu']}, torch {found['torch']}" if is_on_gpu else machine(found)
 
 
 def facebook_table(file: str) -> str:
