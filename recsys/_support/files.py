@@ -23,6 +23,7 @@ __all__ = [
     "describe_taken",
     "existing",
     "flush_to_disk",
+    "is_at",
     "is_taken",
     "listed_files",
     "lock_if_free",
@@ -33,6 +34,8 @@ __all__ = [
     "require_place",
 ]
 
+# A file grew over what the disk, a quota, or the process's limit allows.
+_TOO_MUCH = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What file systems of networks answer that have no locks of whole files.
 _CANNOT_LOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -52,7 +55,8 @@ def appearing_whole(file: Path) -> Iterator[Path]:
 
     Raises:
         BlockingIOError: another process, or another `with` block, is writing the file.
-        OSError: the file cannot be written; on a full disk, the error names the final path.
+        OSError: the file cannot be written; on a full disk, or over a quota or a limit, the error
+            names the final path.
     """
     partial = file.with_name(f"{file.name}.partial")
     lock = None
@@ -65,10 +69,12 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        flush_to_disk(file.parent)
+        with suppress(PermissionError):  # a folder that may be written to, and not read
+            flush_to_disk(file.parent)
     except OSError as error:
-        if error.errno == errno.ENOSPC:  # has no name, or that of a file that was read
-            error.filename, error.filename2 = str(file), None
+        if error.errno in _TOO_MUCH:  # has no name, or that of a file that was read
+            error.filename = str(file)
+            del error.filename2  # None would be printed as a second name
         raise
     finally:
         if lock is not None:
@@ -97,7 +103,7 @@ def _claim(partial: Path, file: Path) -> int | None:
         is_ours = False
         try:
             _lock(descriptor)
-            is_ours = _is_at(descriptor, partial)
+            is_ours = is_at(descriptor, partial)
         except BlockingIOError:  # another process takes it for one that was left
             pass
         finally:
@@ -145,7 +151,7 @@ def _remove_left(partial: Path, file: Path) -> None:
         return
     try:
         _lock(descriptor)
-        if _is_at(descriptor, partial):
+        if is_at(descriptor, partial):
             partial.unlink(missing_ok=True)
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, "another process is writing it", str(file)) from None
@@ -316,7 +322,7 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             _lock(descriptor)
-            if _is_at(descriptor, file):
+            if is_at(descriptor, file):
                 break
         except BlockingIOError:
             os.close(descriptor)
@@ -331,7 +337,7 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_at(descriptor: int, file: Path) -> bool:
+def is_at(descriptor: int, file: Path) -> bool:
     """Whether an open file still has a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())

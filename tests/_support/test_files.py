@@ -48,13 +48,14 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_pat
     assert file.read_text() == "whole"
 
 
-def test_on_a_full_disk_the_error_names_the_final_path(tmp_path):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_on_a_full_disk_the_error_names_the_final_path(tmp_path, number):
     file = tmp_path / "record.json"
 
     with pytest.raises(OSError, match="full") as raised, appearing_whole(file):
-        raise OSError(errno.ENOSPC, "full", "copied.json", None, "record.json.partial")
+        raise OSError(number, "full", "copied.json", None, "record.json.partial")
 
-    assert (raised.value.filename, raised.value.filename2) == (str(file), None)
+    assert str(raised.value) == f"[Errno {number}] full: '{file}'"
 
 
 @pytest.mark.parametrize("fails", ["writing", "flushing"])
@@ -110,6 +111,19 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, number
     assert (tmp_path / "scores").read_text() == "whole"
     with read_together(tmp_path), alone_in(tmp_path, "recsys train"):
         pass
+
+
+def test_a_folder_that_may_not_be_read_is_written_to(tmp_path, monkeypatch):
+    def refuse(path, flags, *mode, open_=os.open):
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with appearing_whole(tmp_path / "record.json") as partial:
+        partial.write_text("{}")
+
+    assert (tmp_path / "record.json").read_text() == "{}"
 
 
 def test_names_of_new_folders_are_flushed(tmp_path, calls):
@@ -172,7 +186,8 @@ def test_a_runs_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, ca
 def test_the_manifest_of_rows_in_files_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     files = ColdFiles(tmp_path / "rows", {"goods": ((3, 4), torch.float32)})
 
-    assert calls == flushed_around(tmp_path / "rows" / "arrays.json")
+    flushed = flushed_around(tmp_path / "rows" / "arrays.json")
+    assert calls == [("fsync", tmp_path), *flushed]  # the name of the new folder first
     assert json.loads((tmp_path / "rows" / "arrays.json").read_text())["is_dirty"]
     files.discard()
 
