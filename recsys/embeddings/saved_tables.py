@@ -125,7 +125,7 @@ class SavedTable:
             result (M, *columns), dtype of the array.
 
         Raises:
-            ColdTierError: the file cannot be read.
+            ColdTierError: the file cannot be read, or another process has opened it.
         """
         with DisableTorchFunctionSubclass():  # internal read of the table
             array = self._array(name)
@@ -261,6 +261,9 @@ class SavedTable:
         self, opened: OpenArray, rows: NDArray[np.int64], values: Tensor, *, is_fetch: bool
     ) -> None:
         """Move scattered rows between a file and host memory."""
+        files = self._files()
+        assert files is not None
+        files.require_owner()  # a forked process does not have the threads
         move_rows(
             self._threads,
             [opened],
@@ -283,8 +286,7 @@ class SavedTable:
                 f"{place} has rows 0 to {len(array) - 1}, got rows {begin} to {end - 1}; load rows "
                 "of the same table"
             )
-        is_alike = values.dtype == array.dtype and values[:0].numel() == array[:0].numel()
-        if not is_alike or values.shape[1:].numel() != array.shape[1:].numel():
+        if (values.dtype, values.shape[1:].numel()) != (array.dtype, array.shape[1:].numel()):
             raise WeightsError(
                 f"{place} has rows of shape {tuple(array.shape[1:])} in {array.dtype}, got "
                 f"{tuple(values.shape[1:])} in {values.dtype}; load rows of the same table"

@@ -7,11 +7,13 @@ import time
 import traceback
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 import torch
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.errors import ColdTierError, TiersFailed
@@ -140,6 +142,19 @@ def test_a_fork_does_not_keep_the_folder_locked(tmp_path):
     finally:
         fork.kill()
         fork.join()
+
+
+def test_scattered_rows_of_files_are_not_read_in_a_fork_without_threads(tmp_path):
+    bag = make(tmp_path / "rows")
+    saved, rows = SavedTables(bag), np.arange(300)
+    [table] = saved.tables
+    for _ in range(50):  # starts the threads
+        table.gather("weight", rows)
+
+    error = in_a_fork(lambda: table.gather("weight", rows))
+
+    assert isinstance(error, ColdTierError)
+    assert "was forked from the one that opened the files" in str(error)
 
 
 def test_a_fork_while_rows_are_moved_says_so_and_does_not_wait_for_them():
