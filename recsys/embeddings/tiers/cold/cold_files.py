@@ -31,6 +31,7 @@ import torch
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
 from recsys.embeddings.tiers.cold.disk_room import no_room, require_disk
+from recsys.embeddings.tiers.cold.folder_lock import lock_folder
 from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
 from recsys.errors import ColdTierDirty, ColdTierError
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ColdFiles", "FilesDeleted", "OpenArray", "lock_folder"]
+__all__ = ["ColdFiles", "FilesDeleted", "OpenArray"]
 
 
 _OPEN: WeakSet[ColdFiles] = WeakSet()
@@ -424,29 +425,6 @@ def _leave_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_locks)
-
-
-def lock_folder(folder: Path) -> int:
-    """Lock a folder for this process; the folder is created if it does not exist."""
-    import fcntl  # does not exist on Windows, where the rest of this package works
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise ColdTierError(
-            f"{folder}: must be a writable folder ({error.strerror}); choose another cold_path, or "
-            "change its permissions"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise ColdTierError(
-            f"{folder}: another module or process has these tables open; close it, or choose "
-            "another cold_path"
-        ) from error
-    return descriptor
 
 
 def _words(kind: Kind | None) -> str:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from recsys.embeddings.tiers.cold.cold_files import lock_folder
+from recsys.embeddings.tiers.cold.folder_lock import lock_folder
 from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
