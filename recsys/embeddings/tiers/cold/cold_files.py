@@ -28,7 +28,7 @@ from weakref import WeakSet
 
 import torch
 
-from recsys._support.files import appearing_whole
+from recsys._support.files import appearing_whole, is_at
 from recsys._support.memory import advise_random
 from recsys.embeddings.tiers.cold.disk_room import no_room, require_disk
 from recsys.embeddings.tiers.cold.folder_lock import lock_folder
@@ -62,7 +62,7 @@ class OpenArray:
 
 
 class FilesDeleted(ColdTierError):
-    """The folder of rows was deleted while they were in use."""
+    """The folder of rows was deleted, or made anew, while they were in use."""
 
 
 class ColdFiles:
@@ -94,7 +94,7 @@ class ColdFiles:
         tables: Mapping[str, tuple[Sequence[int], torch.dtype]],
         state_bytes: int = 0,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its working directory
         self._open: dict[tuple[str, str], OpenArray] = {}
         self._by_address: dict[int, OpenArray] = {}
         self._expects_lookups = self._is_kept = False
@@ -170,6 +170,7 @@ class ColdFiles:
         """
         key = table, name
         with self._guard:
+            self._require_present()
             self.mark_dirty()
             self._make({key: Kind.of(shape, dtype)})
             self._write_manifest()
@@ -206,8 +207,12 @@ class ColdFiles:
         """
         self.require_owner()
         with self._guard:
-            if not self._is_dirty:
-                self._set_dirty(True)
+            if self._is_dirty:
+                return
+            if self._are_present():
+                self._record(self.numbers, is_dirty=True)
+            else:  # deleted: rows can still be saved in a checkpoint, and `sync` raises
+                self._is_dirty = True
 
     def require_owner(self) -> None:
         """Check that this process opened the files: two that write rows would mix them.
@@ -242,24 +247,20 @@ class ColdFiles:
 
         Raises:
             ColdTierError: as `require_owner`.
-            FilesDeleted: the folder was deleted.
+            FilesDeleted: the files were deleted, or others have their names now.
             OSError: a write failed; the folder stays dirty.
         """
         self.require_owner()
         if self._lock < 0:
             return  # closed
-        if not self._manifest.exists():
-            raise FilesDeleted(
-                f"{self.folder}: the files of this module were deleted, so its rows are lost when "
-                "the process ends; save a checkpoint, and build the module in a new cold_path"
-            )
-        if not self._is_dirty:
-            return
+        self._require_present()
+        new_numbers = {table: dict(known) for table, known in numbers.items()}
+        if not self._is_dirty and new_numbers == self.numbers:
+            return  # a step that updates no row changes numbers alone
         for each in self._open.values():
             os.fsync(each.descriptor)
         with self._guard:
-            self.numbers = {table: dict(known) for table, known in numbers.items()}
-            self._set_dirty(False)
+            self._record(new_numbers, is_dirty=False)
 
     def close(self) -> None:
         """Close the files and release the lock; tensors stay mapped while references exist."""
@@ -275,7 +276,7 @@ class ColdFiles:
     def discard(self) -> None:
         """Close the files, and delete them, and folders made for them, if they are new."""
         if os.getpid() == self._process:  # not a forked process
-            if self.is_new:
+            if self.is_new and self._are_present():
                 for path in [*map(self._path_of, self._kinds), self._manifest]:
                     path.unlink(missing_ok=True)
             self._remove_folders()
@@ -312,13 +313,23 @@ class ColdFiles:
         made: list[Path] = []
         try:
             for key, kind in kinds.items():
-                made.append(self._path_of(key))
-                with made[-1].open("wb") as file:
+                path = self._path_of(key)
+                self._forget(key)
+                # Not overwritten: a tensor may still map the file, and a link leads to another one.
+                path.unlink(missing_ok=True)
+                with path.open("xb") as file:
+                    made.append(path)
                     if kind.num_bytes:
                         os.posix_fallocate(file.fileno(), 0, kind.num_bytes)
         except OSError as error:
             for path in made:
                 path.unlink(missing_ok=True)
+            if error.errno == errno.ENAMETOOLONG:
+                raise ColdTierError(
+                    f"{self.folder}: table {key[0]!r} must have a name that fits in the name of a "
+                    f"file, and {path.name!r} has {len(path.name)} characters; give the table a "
+                    "shorter name"
+                ) from error
             raise no_room(self.folder, wanted, error.errno or errno.EIO) from error
         self._kinds |= kinds
         for key in kinds:
@@ -342,18 +353,30 @@ class ColdFiles:
                 f"{path}: a {kind.dtype} array of shape {kind.shape} takes {kind.num_bytes} bytes, "
                 f"the file has {found}; {_begin_anew(self.folder)}"
             )
+        dtype = DTYPES[kind.dtype]
+        try:
+            if kind.num_bytes:
+                flat = torch.from_file(str(path), shared=True, size=prod(kind.shape), dtype=dtype)
+            else:
+                flat = torch.empty(0, dtype=dtype, device="cpu")
+            opened = OpenArray(path, os.open(path, os.O_RDWR), flat.view(kind.shape))
+        except (OSError, RuntimeError) as error:
+            raise ColdTierError(
+                f"{path}: must be a file that can be mapped into memory, for reading and writing "
+                f"({error}); change its permissions, or choose another cold_path"
+            ) from error
+        self._open[key] = opened
+        if kind.num_bytes:
+            self._by_address[flat.data_ptr()] = opened
+            os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        """Close a state array that is made again; no transfer uses it."""
         before = self._open.pop(key, None)
-        if before is not None:  # a state array that is made again; no transfer uses the old one
+        if before is not None:
             os.close(before.descriptor)
             self._by_address.pop(before.tensor.data_ptr(), None)
-        dtype = DTYPES[kind.dtype]
-        if not kind.num_bytes:
-            self._open[key] = OpenArray(path, os.open(path, os.O_RDWR), torch.empty(kind.shape))
-            return
-        flat = torch.from_file(str(path), shared=True, size=prod(kind.shape), dtype=dtype)
-        opened = OpenArray(path, os.open(path, os.O_RDWR), flat.view(kind.shape))
-        os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        self._open[key] = self._by_address[flat.data_ptr()] = opened
+            del self._kinds[key]
 
     def _require_empty(self) -> None:
         """Refuse a folder that has array files but no manifest."""
@@ -385,12 +408,28 @@ class ColdFiles:
     def _manifest(self) -> Path:
         return self.folder / "arrays.json"
 
-    def _set_dirty(self, is_dirty: bool) -> None:
-        before, self._is_dirty = self._is_dirty, is_dirty
+    def _require_present(self) -> None:
+        """Check that the paths still lead to the open files: another module may use them now.
+
+        Raises:
+            FilesDeleted: otherwise.
+        """
+        if not (self._manifest.exists() and self._are_present()):
+            raise FilesDeleted(
+                f"{self.folder}: the files of this module were deleted, so its rows are lost when "
+                "the process ends; save a checkpoint, and build the module in a new cold_path"
+            )
+
+    def _are_present(self) -> bool:
+        return all(is_at(each.descriptor, each.path) for each in self._open.values())
+
+    def _record(self, numbers: dict[str, dict[str, float]], *, is_dirty: bool) -> None:
+        before = self.numbers, self._is_dirty
+        self.numbers, self._is_dirty = numbers, is_dirty
         try:
             self._write_manifest()
         except BaseException:
-            self._is_dirty = before
+            self.numbers, self._is_dirty = before
             raise
 
     def _write_manifest(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
+from recsys._support.untrusted import is_count, is_finite_number, parse_json
 from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def _array(entry: Any) -> tuple[tuple[str, str], Kind]:
     if isinstance(entry, dict):
         table, name, shape, dtype = (entry.get(key) for key in ("table", "name", "shape", "dtype"))
         if (
-            is_text(table)
-            and is_text(name)
+            _is_name(table)
+            and _is_name(name)
             and isinstance(shape, list)
             and all(map(is_count, shape))
             and isinstance(dtype, str)
@@ -101,3 +101,17 @@ def _array(entry: Any) -> tuple[tuple[str, str], Kind]:
         ):
             return (table, name), Kind(tuple(shape), dtype)
     raise ValueError("an array must have a table, a name, a shape and a dtype of floats")
+
+
+def _is_name(value: Any) -> TypeGuard[str]:
+    """Whether a parsed value is text that a file's name can hold: not half of a surrogate pair.
+
+    It need not be printable: a table may have its name from a column with a no-break space.
+    """
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
