@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys._support.memory import empty_rows
 from recsys._support.torch_compat import DisableTorchFunctionSubclass, version_of
 from recsys.embeddings.lookup.device_tables import AbstractTables
@@ -188,6 +189,7 @@ class SavedTable:
             else:
                 self._move(opened, rows, values, is_fetch=False)
 
+    @lasting_tensors()
     def make_array(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A state array of zeros, in the optimizer's state; in a file if the table is in one.
 

@@ -286,6 +286,19 @@ def test_read_rows_are_copies(tier, tmp_path):
     assert torch.equal(table.read("weight", 0, 5), before)
 
 
+@each_tier
+def test_a_module_restored_in_inference_mode_trains_on(tier, tmp_path):
+    trained, other = Trained("bag", "resident", tmp_path), Trained("bag", tier, tmp_path, seed=1)
+    trained.train(0, 1)
+
+    with torch.inference_mode():
+        copy_to(trained, other)
+    for each in (trained, other):
+        each.train(2, 3)
+
+    assert are_equal(read_all(other.saved), read_all(trained.saved))
+
+
 def test_tables_have_their_first_key_in_the_order_of_the_state_dict():
     model = Bags()
     recsys.accelerate(model, optimizer=Adagrad(lr=0.1))
