@@ -29,8 +29,12 @@ def remove_cold_files(folder: Path, tables: Collection[str]) -> None:
         ColdTierError: a process has the folder open, or it holds a file that is not of these
             tables. Nothing was deleted then.
     """
-    if not folder.is_dir():
-        raise ColdTierError(f"{folder}: must be a folder; choose another cold_path")
+    if folder.is_symlink() or not folder.is_dir():
+        found = "a symbolic link" if folder.is_symlink() else "a file"
+        raise ColdTierError(
+            f"{folder}: must be a folder, is {found}, so nothing was deleted; delete it, or choose "
+            "another cold_path"
+        )
     for path in sorted(folder.iterdir()):
         table = unquote(path.name.removesuffix(".bin")).rpartition(".")[0]
         is_array = path.name.endswith(".bin") and table in tables

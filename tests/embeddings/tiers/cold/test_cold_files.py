@@ -15,6 +15,7 @@ from recsys.embeddings import (
     TableConfig,
 )
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles, FilesDeleted
+from recsys.embeddings.tiers.cold.left_files import remove_cold_files
 from recsys.errors import ColdTierError
 
 NUM_ROWS, DIM = 300, 4
@@ -222,3 +223,14 @@ def test_a_file_that_cannot_be_mapped_is_named(tmp_path, monkeypatch):
 
     with pytest.raises(ColdTierError, match=r"weight\.bin: must be a file that can be mapped"):
         build(tmp_path / "rows")
+
+
+def test_nothing_is_removed_through_a_link(tmp_path):
+    let_go(trained(tmp_path / "rows"))
+    (tmp_path / "link").symlink_to(tmp_path / "rows")
+    before = set((tmp_path / "rows").iterdir())
+
+    with pytest.raises(ColdTierError, match="link: must be a folder, is a symbolic link"):
+        remove_cold_files(tmp_path / "link", ["weight"])
+
+    assert set((tmp_path / "rows").iterdir()) == before
