@@ -121,16 +121,27 @@ def move_rows(
 
 
 def _start(threads: ThreadPoolExecutor, move: Callable[[int], None], share: int) -> Future[None]:
+    done: Future[None] = Future()
     try:
-        return threads.submit(move, share)
-    except RuntimeError:  # the process is ending and starts no more threads
-        done: Future[None] = Future()
-        try:
-            move(share)
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+        threads.submit(_run, done, move, share)
+    except RuntimeError:  # the process is ending, or may start no more threads
+        # The pool may have queued the share all the same, for a thread that it starts later. So the
+        # share is cancelled there and moved here, unless a thread has it already.
+        if done.cancel():
+            done = Future()
+            _run(done, move, share)
+    return done
+
+
+def _run(done: Future[None], move: Callable[[int], None], share: int) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        move(share)
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | None]:
