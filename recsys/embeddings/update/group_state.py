@@ -190,6 +190,17 @@ class GroupState:
             if arrays or numbers:
                 self._optimizer.state[weight] = {**arrays, **numbers}
 
+    def removed(self) -> list[tuple[str, str]]:
+        """Tables and arrays in the files that the optimizer does not have any more."""
+        if self.files is None:
+            return []
+        return [
+            (name, array)
+            for weight, name in zip(self._group.tables, self._names, strict=True)
+            for array in self.files.state_names(name)
+            if array not in self._optimizer.state.get(weight, _NO_STATE)
+        ]
+
     def name_in_files(self, table: int) -> str:
         """A table's name in the files of `use_files`."""
         return self._names[table]

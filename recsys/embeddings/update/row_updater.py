@@ -380,6 +380,8 @@ class RowUpdater:
         if self._files is not None:
             for tiers in self.tiers():
                 tiers.note_writes()
+            for group in self._groups:
+                group.drop_removed_state()
             numbers = [group.state.numbers() for group in self._groups]
             self._files.sync({name: known for each in numbers for name, known in each.items()})
 

@@ -194,6 +194,18 @@ class ColdFiles:
         self.mark_dirty()
         return known.copy_(values)
 
+    def drop(self, table: str, name: str) -> None:
+        """Delete a state array that no transfer uses any more; arguments as for `array`.
+
+        Raises:
+            FilesDeleted: as for `sync`.
+        """
+        with self._guard:
+            self._require_present()
+            self.mark_dirty()
+            self._forget((table, name))
+            self._path_of((table, name)).unlink(missing_ok=True)
+
     def find(self, tensor: Tensor) -> OpenArray | None:
         """The array that a tensor maps; None if the tensor has other memory."""
         return self._by_address.get(tensor.data_ptr())
@@ -371,7 +383,7 @@ class ColdFiles:
             os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def _forget(self, key: tuple[str, str]) -> None:
-        """Close a state array that is made again; no transfer uses it."""
+        """Close a state array, if it exists; no transfer uses it."""
         before = self._open.pop(key, None)
         if before is not None:
             os.close(before.descriptor)

@@ -173,6 +173,31 @@ def test_state_that_is_made_again_leaves_tensors_of_the_earlier_state(tmp_path):
     assert not torch.equal(bag.row_optimizer.state[bag.weight]["momentum1"], expected)
 
 
+@pytest.mark.parametrize("optimizer", [Adagrad(lr=0.1), Adam(lr=0.1)], ids=["Adagrad", "Adam"])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_state_that_was_removed_stays_removed(is_loaded, optimizer, tmp_path):
+    bag, twin = trained(tmp_path / "rows", optimizer), trained(tmp_path / "twin", optimizer)
+    empty = build(tmp_path / "empty", optimizer).row_optimizer.state_dict()
+    for each in (bag, twin):
+        each(IDS).square().sum().backward()
+        if is_loaded:
+            each.row_optimizer.load_state_dict(empty)
+        else:
+            each.row_optimizer.state.clear()
+    bag.sync()
+    bag(IDS)  # its slots do not fetch the state
+    bag.sync()
+    let_go(bag)
+
+    again = build(tmp_path / "rows", optimizer)
+    assert not again.row_optimizer.state.get(again.weight)
+    assert len(list((tmp_path / "rows").glob("*.bin"))) == 1
+    train(again)
+    train(twin)
+
+    assert torch.equal(again.weight, twin.weight)
+
+
 def test_state_is_not_made_in_the_file_that_a_link_leads_to(tmp_path):
     let_go(trained(tmp_path / "rows"))
     (tmp_path / "own").write_text("precious")
