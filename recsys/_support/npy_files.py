@@ -137,13 +137,13 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def read_array(array: ArrayFile) -> NDArray[Any]:
-    """Read the data of an array in C order.
+    """Read the data of an array.
 
     Raises:
         ValueError: the data is damaged.
     """
-    found = np.empty(array.shape, array.dtype)
-    memory = found.reshape(-1).view(np.uint8)
+    found = np.empty(prod(array.shape), array.dtype)
+    memory = found.view(np.uint8)
     with damage_as_value_error():
         for begin in range(0, len(memory), _READ_BYTES):
             block = array.stream.read(min(_READ_BYTES, len(memory) - begin))
@@ -152,7 +152,7 @@ def read_array(array: ArrayFile) -> NDArray[Any]:
                 raise ValueError(f"ends early, after {begin + len(block)} bytes of data")
         if array.stream.read(1):  # also checks the checksum of a member of an archive
             raise ValueError("ends late: more data follows the array")
-    return found
+    return found.reshape(array.shape, order="F" if array.is_fortran else "C")
 
 
 class NpzFile:

@@ -44,8 +44,9 @@ def test_a_header_is_read_as_numpy_writes_it(array):
     )
 
 
-def test_data_is_read_whole():
-    np.testing.assert_array_equal(read_array(opened(npy())), ARRAY)
+@pytest.mark.parametrize("array", [ARRAY, ARRAY[:0], np.asfortranarray(ARRAY), np.array(5.0)])
+def test_data_is_read_whole(array):
+    np.testing.assert_array_equal(read_array(opened(npy(array))), array)
 
 
 @pytest.mark.parametrize(
