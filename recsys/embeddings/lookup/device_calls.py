@@ -231,7 +231,8 @@ def _made(
         is_mean: Whether a bag is averaged.
         padding: An id that adds nothing to its bag; None for none.
     """
-    values, num_ids, bounds = ids.reshape(-1), ids.numel(), None
+    # A column of a matrix stays a view of it in `reshape`, and kernels read contiguous memory.
+    values, num_ids, bounds = ids.reshape(-1).contiguous(), ids.numel(), None
     given: Sequence[Tensor] = (ids,)
     if offsets is not None:
         given = (ids, offsets)

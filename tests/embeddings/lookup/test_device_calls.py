@@ -171,6 +171,20 @@ def test_calls_share_a_node_that_has_the_gradients_of_torch(device):
         torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
 
 
+@pytest.mark.usefixtures("each_way")
+def test_columns_of_a_matrix_are_looked_up_as_by_torch(device):
+    def vectors(model, ids):
+        starts = torch.arange(0, len(ids), 2, device=ids.device)
+        found = [bag(ids[:, number : number + 1]) for number, bag in enumerate(model.bags)]
+        return [*found, model.sequence(ids[:, 3]), model.jagged[0](ids[:, 4], starts)]
+
+    plain = Model().to(device)
+    model, _ = accelerated(device)
+    ids = make_ids(0).T.contiguous().to(device)
+
+    torch.testing.assert_close(vectors(model, ids), vectors(plain, ids))
+
+
 class Operations(TorchDispatchMode):
     """Counts the operations of torch by name."""
 
