@@ -235,6 +235,7 @@ def _look_up_where_rows_are(
     """Look up tiered rows without backward: read them in place, claim no slots, make no graph."""
     errors = parts[0].group.kernels.errors
     if errors is not None:
+        errors.report_expected()
         errors.poll()
     group, lookups, bags = parts[0]
     dtype = compute_dtype(group.tables[0].dtype)
@@ -268,6 +269,7 @@ class _FusedLookup(torch.autograd.Function):
         found, _ = work.calls[0]
         errors, space = found.kernels.errors, found.space
         if errors is not None:
+            errors.report_expected()
             errors.poll()
         device = space.tables[0].device
         result = empty_result(

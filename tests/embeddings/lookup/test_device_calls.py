@@ -342,6 +342,21 @@ def test_ids_that_were_overwritten_since_are_named_by_their_place(device, num_ca
         errors_on(device).check()
 
 
+def test_a_call_by_the_general_path_is_not_named_for_ids_of_calls_before_it(device):
+    model, _ = trained_bags(device)
+    ids = make_ids(2).to(device)
+    ids[0, 5] = NUM_ROWS
+    model.bags[0](ids[0].unsqueeze(1))
+    ids.zero_()
+
+    def go_on():
+        model.bags[1](ids[0, :2].unsqueeze(1), per_sample_weights=ids.new_ones(2, 1).float())
+        errors_on(device).check()
+
+    with pytest.raises(IdOutOfRange, match="position 5 of the input of a lookup was not a row"):
+        go_on()
+
+
 def test_calls_before_a_report_keep_no_model_alive(device):
     model, _ = trained_bags(device)
     model.bags[0](make_ids(2)[0].unsqueeze(1).to(device))

@@ -96,9 +96,6 @@ class DeferredErrors:
         Args:
             explain: Makes the exception for an id out of range from its position in the input.
         """
-        if self._expected:
-            explain = partial(_explain_first, self._expected, explain)
-            self._expected = []
         first, event = self._spare.pop() if self._spare else self._place()
         first.copy_(self.first, non_blocking=True)
         if event is not None:
@@ -107,7 +104,7 @@ class DeferredErrors:
         self._reports.append(_Report(first, event, explain))
 
     def expect(self, find: _Find) -> None:
-        """After the kernels of a lookup: have the next report be for it, too, in place of its own.
+        """After the kernels of a lookup: have `report_expected` be for it, in place of its own.
 
         Args:
             find: Makes the exception for the lookup's first id out of range; None if all are rows.
@@ -116,13 +113,17 @@ class DeferredErrors:
 
     @property
     def num_expected(self) -> int:
-        """The number of lookups that the next report is for."""
+        """The number of lookups that `report_expected` is for."""
         return len(self._expected)
 
     def report_expected(self) -> None:
-        """Report for the lookups that expect it, if there are any."""
+        """Report for the lookups that expect it, if there are any; before kernels of others.
+
+        So the recorded error is one of these lookups.
+        """
         if self._expected:
-            self.report(_overwritten)
+            finds, self._expected = self._expected, []
+            self.report(partial(_explain_first, finds))
 
     def poll(self) -> None:
         """Raise the first error that has arrived on the host; never waits.
@@ -150,8 +151,8 @@ class DeferredErrors:
             NonFiniteGradient: a gradient of rows has nan or inf in it.
             ValueError: a per-sample weight is nan.
         """
-        # An update may have recorded an error after the last lookup.
-        self.report(_overwritten if self._expected else _unexplained)
+        self.report_expected()
+        self.report(_unexplained)  # an update may have recorded an error after the last lookup
         last = self._reports[-1].event
         if last is not None:
             last.synchronize()
@@ -187,21 +188,15 @@ def _unexplained(position: int) -> Exception:
     return AssertionError(f"id at position {position} is out of range, but no lookup reported it")
 
 
-def _explain_first(
-    finds: Sequence[_Find], explain: Callable[[int], Exception], position: int
-) -> Exception:
-    """The exception of the first lookup that has an id out of range; else the result of `explain`.
+def _explain_first(finds: Sequence[_Find], position: int) -> Exception:
+    """The exception of the first lookup that has an id out of range.
 
     Args:
-        finds: For each lookup but the last, as for `DeferredErrors.expect`.
-        explain: For the last lookup, as for `DeferredErrors.report`.
+        finds: For each lookup, as for `DeferredErrors.expect`.
         position: The recorded position.
     """
-    for find in finds:
-        error = find()
-        if error is not None:
-            return error
-    return explain(position)
+    found = (find() for find in finds)
+    return next((error for error in found if error is not None), _overwritten(position))
 
 
 def _overwritten(position: int) -> Exception:
