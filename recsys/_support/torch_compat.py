@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -51,6 +51,7 @@ __all__ = [
     "NO_PASS",
     "DisableTorchFunctionSubclass",
     "active_ddp_module",
+    "add_to_each",
     "are_functorch_transforms_active",
     "base_of",
     "current_pass",
@@ -91,6 +92,10 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """The version of each tensor, in half the time that `version_of` takes for each."""
     return [each._version for each in tensors]
 
+
+# Adds a number to each tensor, in one launch for all tensors of a CUDA device.
+add_to_each: Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]
+add_to_each = torch._foreach_add  # type: ignore[assignment]
 
 # The tensor that a view is of; None for a tensor that is no view.
 base_of: Callable[[Tensor], Tensor | None] = inspect.getattr_static(torch.Tensor, "_base").__get__

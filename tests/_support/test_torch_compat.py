@@ -23,6 +23,7 @@ from recsys._support.torch_compat import (
     NO_PASS,
     DisableTorchFunctionSubclass,
     active_ddp_module,
+    add_to_each,
     are_functorch_transforms_active,
     base_of,
     current_pass,
@@ -400,6 +401,16 @@ def test_onednn_multiplies_bfloat16_where_it_says_so():
             onednn_linear(ones, ones, None, "none", [], "")
 
 
+def test_tensors_get_a_number_each_and_keep_their_dtypes():
+    given = [torch.arange(6)[::2], torch.tensor([5], dtype=torch.int32)]
+
+    first, second = add_to_each(given, [10, 20])
+
+    assert first.tolist() == [10, 12, 14]
+    assert (second.tolist(), second.dtype) == ([25], torch.int32)
+    assert given[0].tolist() == [0, 2, 4]
+
+
 def test_the_cpu_has_one_stream():
     assert current_stream_number(torch.device("cpu")) == 0
 
@@ -427,7 +438,7 @@ def test_an_allocation_that_has_not_begun_cannot_end():
 PRIVATE = re.compile(
     r"torch\._C\b|_execution_engine|(?<!recsys)\._version\b|getattr_static\(\s*torch"
     r"|_global_optimizer_|_active_ddp_module|super\(torch\.autograd|mkldnn\._"
-    r"|_post_accumulate_grad_hooks\b"
+    r"|_post_accumulate_grad_hooks\b|torch\._foreach_"
 )
 
 

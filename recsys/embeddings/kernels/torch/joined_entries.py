@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys._support.torch_compat import add_to_each
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
@@ -89,7 +90,7 @@ def _join_offsets(inputs: Sequence[TorchBags]) -> Tensor:
     offsets: list[Any] = [bags.offsets for bags in inputs]
     firsts = list(accumulate((bags.values.numel() for bags in inputs[:-1]), initial=0))
     ends = [*(each[:-1] for each in offsets[:-1]), offsets[-1]]
-    return torch.cat(torch._foreach_add(ends, firsts))
+    return torch.cat(add_to_each(ends, firsts))
 
 
 def _as_columns(gradients: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
