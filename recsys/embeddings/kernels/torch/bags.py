@@ -33,6 +33,7 @@ __all__ = [
     "Located",
     "TorchBags",
     "by_value",
+    "clear_if_full",
     "layers_of",
     "lengths_of",
     "locate",
@@ -42,7 +43,7 @@ __all__ = [
     "rows_of",
 ]
 
-_MOST_KEPT = 64  # and one for each table
+_MOST_KEPT = 64  # and one for each table: a model may look up each table alone
 
 
 class TorchBags(NamedTuple):
@@ -195,10 +196,7 @@ def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[L
     """
     known, key = space.layers, (lookups, num_features)
     if key not in known:
-        if len(known) > _MOST_KEPT + len(space.sizes):  # a model may look up each table alone
-            if space.device.type == "cuda":
-                torch.cuda.synchronize(space.device)  # kernels on several streams may read them
-            known.clear()
+        clear_if_full(space, known)
         whole = _make_layer(space, lookups, num_features)
         known[key] = (
             whole,
@@ -208,6 +206,14 @@ def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[L
             ],
         )
     return known[key]
+
+
+def clear_if_full(space: RowNumbers, known: dict[Any, Any]) -> None:
+    """Clear a cache of tensors by lookups, such as `space.layers`, if it has many."""
+    if len(known) > _MOST_KEPT + len(space.sizes):
+        if space.device.type == "cuda":
+            torch.cuda.synchronize(space.device)  # kernels on several streams may read them
+        known.clear()
 
 
 def locate_one_hot(space: RowNumbers, layer: Layer, bags: TorchBags) -> Tensor:

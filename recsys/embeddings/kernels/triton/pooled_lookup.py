@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
+from recsys.embeddings.kernels.torch.bags import clear_if_full
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
 from recsys.embeddings.kernels.triton.constants import Constant
 
@@ -44,7 +45,6 @@ _COPYING_WARPS = 4
 # one warp reads one row at a time. This many rows of a bag are under way at once.
 _UNROLL = 4
 _MOST_BAGS = 64  # per warp, for short rows; each bag takes registers
-_MOST_KEPT = 64  # and one for each table
 _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
     Constant(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
 )
@@ -176,8 +176,7 @@ def _place(space: TorchRows, lookups: Lookups) -> _Placed:
     """Cached by the row space, because it copies arrays to the device."""
     known = space.placed
     if lookups not in known:
-        if len(known) > _MOST_KEPT + len(space.sizes):  # a model may look up each table alone
-            known.clear()
+        clear_if_full(space, known)
         order = np.argsort(lookups.positions, kind="stable")
         tables = [int(lookups.tables[number]) for number in order]
         positions, columns = lookups.positions[order].tolist(), lookups.columns[order].tolist()

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -229,3 +231,19 @@ def test_lookups_in_each_of_many_tables_are_placed_once(triton_device, monkeypat
         pooled_lookup(space, each, bags, result)
         assert torch.equal(result[0], table[1])
         assert layers_of(space, each, 1)
+
+
+def test_placed_lookups_are_dropped_when_kernels_of_all_streams_have_read_them(
+    triton_device, monkeypatch
+):
+    space = TorchRowSpace([torch.randn(2, 4, device=triton_device)])
+    bags = TorchBags(torch.tensor([1], device=triton_device), None, None, 1, is_mean=False)
+    result, waits = torch.empty(1, 4, device=triton_device), []
+    monkeypatch.setattr(space, "numbers_of", partial(torch.tensor, device=triton_device))
+    monkeypatch.setattr(space, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append(len(space.placed)))
+
+    for _ in range(100):
+        pooled_lookup(space, Lookups.one(0, 4), bags, result)
+
+    assert waits == [66]
