@@ -95,9 +95,8 @@ def _tensors_in(batch: Any) -> list[Tensor]:
             if isinstance(value, Tensor):
                 found.append(value)
             elif type(value) is JaggedIds:
-                offsets = (
-                    None if value.is_known_one_hot() else value.offsets()
-                )  # made when asked for
+                # Those of one-hot ids are made when asked for.
+                offsets = None if value.is_known_one_hot() else value.offsets()
                 parts = value.values(), value.weights_or_none(), offsets
                 found += [each for each in parts if each is not None]
             elif is_torchrec(value):  # what it computes of these are views and copies
