@@ -199,17 +199,17 @@ class Slots:
         found: list[int] = counts.tolist()
         return found
 
-    def after_transfers(self, last: Any = None, made: Any = None) -> None:
+    def after_transfers(self, last: Any = None, *made: Any) -> None:
         """Have the caller's stream wait for transfers.
 
         Args:
             last: The event to wait for; None for all transfers so far.
-            made: What a claim in their order has made, and the caller reads.
+            made: What a claim in their order has made or copied, and the caller reads.
         """
         if self._stream is not None:
             self._stream.wait(last)
-        if made is not None:
-            self._keep(made)
+        for each in made:
+            self._keep(each)
 
     def pin(self, rows: NDArray[np.int32]) -> None:
         """Reserve a slot for each of these rows, counted over all tables; slots must be new."""

@@ -122,7 +122,8 @@ class Ticket:
         else:
             with residency.times.waiting():
                 residency.queue.wait(self._after.number)
-        residency.hot.after_transfers(self._after.event, self.slot_of_value)
+        ids = () if self.rows is None else (self.rows.values, self.rows.offsets)
+        residency.hot.after_transfers(self._after.event, self.slot_of_value, *ids)
 
     @property
     def is_here(self) -> bool:

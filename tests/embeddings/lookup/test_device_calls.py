@@ -14,6 +14,7 @@ from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.lookup.device_calls import DeviceCalls
 from recsys.embeddings.lookup.device_tables import check_input
 from recsys.embeddings.tiers import recipe
+from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import IdOutOfRange
 from tests.host_copies import reach_host
 
@@ -515,6 +516,24 @@ def test_a_claim_made_ahead_needs_no_offsets_and_its_copy_of_the_ids_is_kept(
     plain[0](known).square().sum().backward()
     by_torch.step()
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_ids_that_a_claim_has_copied_are_kept_for_the_stream_of_the_lookup(monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("the CPU finds more than the GPU: what is kept can be seen")
+    reach_host(monkeypatch)
+    model = nn.Sequential(nn.EmbeddingBag(1000, DIM, mode="sum", sparse=True))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="8KiB")
+    kept = []
+    monkeypatch.setattr(Slots, "_keep", lambda _, tensor: kept.append(tensor))
+    ids = make_ids(0)[0].unsqueeze(1)
+
+    model[0].prefetch(ids)
+    kept.clear()
+    output = model[0](ids)
+
+    [call] = output.grad_fn.next_functions[0][0].node.calls
+    assert any(each is call.input.values for each in kept)
 
 
 def test_a_claim_made_ahead_of_an_id_that_is_no_row_names_it(monkeypatch, device):
