@@ -10,104 +10,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recsys
-from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.lookup.device_calls import DeviceCalls
-from recsys.embeddings.lookup.device_tables import check_input
 from recsys.embeddings.tiers import recipe
 from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import IdOutOfRange
+from tests.embeddings.lookup.models_on_device import (
+    DIM,
+    NUM_ROWS,
+    NUM_SAMPLES,
+    Bags,
+    Model,
+    accelerated,
+    make_ids,
+    train,
+    trained_bags,
+)
 from tests.host_copies import reach_host
-
-NUM_ROWS, DIM, NUM_SAMPLES = 30, 4, 7
-OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
-
-
-class Model(nn.Module):
-    """Calls tables in every way that shares a node.
-
-    Args:
-        join: Makes one tensor of all vectors.
-    """
-
-    def __init__(self, join="cat", dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        of_bag = {"sparse": True, "dtype": dtype}
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, **of_bag) for mode in ("sum", "mean", "sum")
-        )
-        self.jagged = nn.ModuleList(
-            nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, **of_bag) for mode in ("sum", "mean")
-        )
-        self.padded = nn.EmbeddingBag(NUM_ROWS, DIM, mode="mean", padding_idx=0, **of_bag)
-        self.sequence = nn.Embedding(NUM_ROWS, DIM, padding_idx=0, **of_bag)
-        self.join = join
-
-    def vectors(self, ids):
-        """The vectors of ids (8, B)."""
-        offsets = torch.arange(ids.shape[1], device=ids.device) // 2 * 2  # each other bag is empty
-        return [
-            *(bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=False)),
-            self.bags[1](ids[3].int().unsqueeze(1)),  # a second lookup in one table
-            *(bag(ids[4], offsets) for bag in (*self.jagged, *self.jagged)),
-            self.jagged[0](ids[4].int(), offsets.int()),
-            *(self.padded(each) for each in (ids[5:6].T, ids[5:8].T, ids[2:8].T)),
-            self.sequence(ids[5:8].T).sum(1),  # not contiguous
-        ]
-
-    def forward(self, ids):
-        vectors = self.vectors(ids)
-        if self.join == "cat":
-            return torch.cat(vectors, 1).square().sum()
-        if self.join == "stack":
-            return torch.stack(vectors, 1).square().sum()
-        return sum((number + 1) * each.square() for number, each in enumerate(vectors)).sum()
-
-
-def make_ids(seed, num_samples=NUM_SAMPLES):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, NUM_ROWS, (8, num_samples), generator=generator)
-
-
-def accelerated(device, optimizer="SGD", *, make=Model, budget=None, **others):
-    model = make(**others)
-    model = model if budget else model.to(device)
-    optimizer = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
-    return model, optimizer
-
-
-def train(model, optimizer, ids):
-    loss = model(ids)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-class Bags(nn.Module):
-    """Bags that are looked up one by one."""
-
-    def __init__(self, num_bags=4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True) for _ in range(num_bags)
-        )
-
-    def vectors(self, ids):
-        return [bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=False)]
-
-    def forward(self, ids):
-        return torch.cat(self.vectors(ids), 1).square().sum()
-
-
-def trained_bags(device, num_bags=4):
-    """Bags whose next step makes one node."""
-    model, optimizer = accelerated(device, make=Bags, num_bags=num_bags)
-    for seed in range(2):
-        train(model, optimizer, make_ids(seed).to(device))
-    return model, optimizer
 
 
 def nodes_of(outputs):
@@ -285,101 +203,6 @@ def test_rows_are_updated_although_the_module_is_gone(device):
     torch.cat(outputs, 1).sum().backward()
     assert torch.equal(weights[0], before)
     assert weights[0].grad is not None
-
-
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("has_grad", [True, False])
-def test_an_id_that_is_no_row_is_named_by_a_later_call_and_no_row_changes(device, has_grad):
-    model, optimizer = trained_bags(device)
-    before = copy.deepcopy(model.state_dict())
-    ids = make_ids(2).to(device)
-    ids[2, 5] = NUM_ROWS + 3
-
-    with torch.set_grad_enabled(has_grad):
-        loss = model(ids)
-    message = rf"table 'bags.2', sample 5: id {NUM_ROWS + 3} is not in \[0, {NUM_ROWS}\)"
-
-    def go_on():
-        if has_grad:
-            loss.backward()
-            optimizer.step()
-        check_input(model)
-
-    with pytest.raises(IdOutOfRange, match=message):
-        go_on()
-    after = model.state_dict()
-    assert all(torch.equal(after[name], rows) for name, rows in before.items())
-    optimizer.zero_grad()
-    train(model, optimizer, make_ids(3).to(device))
-    check_input(model)
-
-
-def test_the_first_call_with_such_an_id_is_named_and_places_are_of_the_shape(device):
-    embedding = nn.Sequential(*(nn.Embedding(NUM_ROWS, DIM) for _ in range(3))).to(device)
-    recsys.accelerate(embedding, optimizer=torch.optim.SGD(embedding.parameters(), lr=0.1))
-    ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
-    bad = ids.clone()
-    bad[1, 2] = -1
-
-    embedding[0](ids)
-    embedding[1](bad)
-    embedding[2](bad - 5)
-
-    with pytest.raises(IdOutOfRange, match=r"table '1', input\[1, 2\]: id -1 is not in"):
-        check_input(embedding)
-
-
-@pytest.mark.parametrize("num_calls", [1, 4])
-def test_ids_that_were_overwritten_since_are_named_by_their_place(device, num_calls):
-    model, _ = trained_bags(device)
-    ids = make_ids(2).to(device)
-    ids[0, 5] = NUM_ROWS
-    for bag, column in zip(model.bags[:num_calls], ids, strict=False):
-        bag(column.unsqueeze(1))
-
-    ids.zero_()
-
-    with pytest.raises(IdOutOfRange, match="position 5 of the input of a lookup was not a row"):
-        errors_on(device).check()
-
-
-def test_a_call_by_the_general_path_is_not_named_for_ids_of_calls_before_it(device):
-    model, _ = trained_bags(device)
-    ids = make_ids(2).to(device)
-    ids[0, 5] = NUM_ROWS
-    model.bags[0](ids[0].unsqueeze(1))
-    ids.zero_()
-
-    def go_on():
-        model.bags[1](ids[0, :2].unsqueeze(1), per_sample_weights=ids.new_ones(2, 1).float())
-        errors_on(device).check()
-
-    with pytest.raises(IdOutOfRange, match="position 5 of the input of a lookup was not a row"):
-        go_on()
-
-
-def test_calls_before_a_report_keep_no_model_alive(device):
-    model, _ = trained_bags(device)
-    model.bags[0](make_ids(2)[0].unsqueeze(1).to(device))
-    known = weakref.ref(model)
-
-    del model
-    gc.collect()
-
-    assert known() is None
-
-
-def test_a_step_polls_once_and_reports_once(monkeypatch, device):
-    model, optimizer = trained_bags(device)
-    errors = errors_on(device)
-    polls, reports, poll, report = [], [], errors.poll, errors.report
-    monkeypatch.setattr(errors, "poll", lambda: polls.append(poll()))
-    monkeypatch.setattr(errors, "report", lambda explain: reports.append(report(explain)))
-
-    model(make_ids(2).to(device)).backward()
-
-    assert (len(polls), len(reports)) == (1, 1)
-    optimizer.zero_grad()
 
 
 @pytest.mark.usefixtures("each_way")
