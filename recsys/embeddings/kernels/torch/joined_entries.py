@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from recsys._support.torch_compat import add_to_each
-from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.bags import TorchBags
 
 __all__ = ["join_entries"]
 
@@ -72,6 +73,7 @@ def _joined(entries: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
         return entries
     gradient_BW, columns = whole
     inputs: list[Any] = [entry.bags for entry in entries]
+    first = inputs[0]
     lookups = _side_by_side(
         tuple(entry.lookups for entry in entries),
         tuple(bags.num_features for bags in inputs),
@@ -79,9 +81,8 @@ def _joined(entries: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
         gradient_BW.shape[1],
     )
     values = torch.cat([bags.values for bags in inputs])
-    offsets = None if inputs[0].offsets is None else _join_offsets(inputs)
-    *_, (*_, batch_size, is_mean, padding, _, _) = inputs
-    bags: Any = TorchBags(values, offsets, None, batch_size, is_mean, padding)
+    offsets = None if first.offsets is None else _join_offsets(inputs)
+    bags: Any = first._replace(values=values, offsets=offsets, given=())
     return [LedgerEntry(lookups, bags, gradient_BW)]
 
 
