@@ -4,6 +4,8 @@ import argparse
 import os
 import runpy
 
+import pytest
+
 from recsys import embeddings
 from recsys.cli.commands import build_parser
 from recsys.config import describe_keys
@@ -18,6 +20,7 @@ def build(root, folder):
     cli(["build", "--strict", "--site-dir", str(folder)])
 
 
+@pytest.mark.outside_ci
 def test_the_site_is_built_without_a_warning(pytestconfig, tmp_path):
     fork = Fork(build, pytestconfig.rootpath, tmp_path)
     _, said = fork.end()

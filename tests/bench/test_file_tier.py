@@ -39,6 +39,7 @@ def can_read_directly(folder):
     return True
 
 
+@pytest.mark.outside_ci
 @pytest.mark.usefixtures("quick_workers")
 def test_schedules_are_measured_beside_mapped_files_and_the_disk_and_files_are_left_whole(
     tmp_path,

@@ -9,6 +9,7 @@ from recsys.bench.parts import harness, process_memory
 pytest.importorskip("pyarrow")
 
 
+@pytest.mark.outside_ci
 def test_training_and_prediction_are_measured_for_both_tiers(forking, monkeypatch):
     monkeypatch.setattr(harness, "multiprocessing", forking)
 

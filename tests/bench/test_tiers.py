@@ -10,6 +10,7 @@ from recsys.embeddings.tiers.slot_costs import map_bytes, row_bytes, slot_bytes
 from recsys.errors import ConfigError
 
 
+@pytest.mark.outside_ci
 @pytest.mark.usefixtures("quick_workers")
 def test_budgets_and_schedules_are_measured_beside_everything_resident(capsys):
     rows = bench_tiers(

@@ -25,6 +25,7 @@ def is_running(process_id):
     return True
 
 
+@pytest.mark.outside_ci
 @pytest.mark.usefixtures("quick_workers")
 def test_a_worker_keeps_its_object_between_calls():
     with Worker("ours", CASE, deque, [1]) as worker:

@@ -47,6 +47,7 @@ def refused(monkeypatch):
     return found
 
 
+@pytest.mark.in_ci("cuda", "torch-cpu", "triton-cpu-cat")
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
     ("join", "optimizer", "dtype"),
