@@ -83,6 +83,7 @@ def test_each_block_of_a_page_runs(page, clicks, tmp_path, monkeypatch):
         assert first.table_sizes == second.table_sizes
 
 
+@pytest.mark.outside_ci
 def test_the_tour_runs_from_its_first_block_to_its_last(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "tour.md").read_text("utf-8")

@@ -58,6 +58,7 @@ def cells(rows):
     return found
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_workers")
 def test_providers_in_processes_of_their_own_are_measured():

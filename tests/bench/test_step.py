@@ -61,6 +61,7 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
     assert {row.low for row in rows if row.metric == "time_over_dense"} == {None}
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_turns")
 def test_every_provider_is_measured_in_every_case():

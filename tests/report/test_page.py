@@ -235,6 +235,7 @@ def test_cells_too_short_to_be_evaluated_on_the_way_are_told(
     assert expected in "".join(Page(tmp_path / "out" / "report.html").text)
 
 
+@pytest.mark.outside_ci
 @pytest.mark.usefixtures("whole_pictures")
 def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
     small_settings, tmp_path

@@ -187,7 +187,7 @@ def test_int8_rows_change_auc_by_less_than_a_thousandth(tmp_path):
     assert abs(test["int8"]["logloss"] - test["float32"]["logloss"]) < 1e-3
 
 
-@pytest.mark.in_ci("din")
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("name", ["dlrm", "din"])
 def test_a_program_of_int8_rows_is_small_and_almost_as_good(table_store, tmp_path, name, capsys):
     more = ["model.embedding_dim=16", "model.dense_arch=[8, 16]", "model.pooling.tag=mean"]
