@@ -82,6 +82,7 @@ def carry_out(*arguments):
     return json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.outside_ci
 def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
     folder, record = large_run
 

@@ -14,6 +14,7 @@ from tests.forks import Fork
 SEEDS = range(20) if IS_STRESS else range(1)
 
 
+@pytest.mark.outside_ci
 @pytest.mark.slow
 def test_a_killed_run_ends_as_an_uninterrupted_one(ranks, tmp_path):
     whole = str(tmp_path / "whole")

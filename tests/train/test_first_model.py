@@ -78,6 +78,7 @@ def test_rows_are_trained_on(tmp_path, first):
     require_same(model_of(tmp_path / "tiered"), found)
 
 
+@pytest.mark.outside_ci
 def test_a_resumed_run_needs_the_first_one_no_more(tmp_path, first, stop_at):  # noqa: F811
     config = config_of(*TIERED, init_from=str(first))
     run(config, tmp_path / "whole")

@@ -324,6 +324,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_by_name(table_store, setti
         build_model(config, open_source(config))
 
 
+@pytest.mark.in_ci("2000000000")
 @pytest.mark.parametrize("size", [10**7, 2 * 10**9])  # 400 TB, and more than numbers of bytes
 def test_layers_that_do_not_fit_into_memory_are_refused_by_name(table_store, size):
     settings = [*SMALL, f"model.over_arch=[{size}, {size}, 1]"]

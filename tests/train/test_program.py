@@ -69,6 +69,7 @@ def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
         torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.outside_ci
 def test_a_program_of_one_row_per_feature_takes_a_matrix_and_runs_without_recsys(tmp_path):
     data = "synthetic:criteo-kaggle"
     sizes = ["synthetic.num_samples=700", f"synthetic.table_sizes={[30] * 5}"]

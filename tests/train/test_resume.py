@@ -106,6 +106,7 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.outside_ci
 def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):
     settings = (*TIERED, "schedule.name=hotline", "schedule.learning_share=0.1")
     config = small_config(*SETTINGS, *settings, *LONG)

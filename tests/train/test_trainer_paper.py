@@ -45,6 +45,7 @@ def test_a_run_says_what_it_has_dropped_and_why(small_config, tmp_path):
     assert sum(first["num_stale_rows"].values()) <= first["num_hot_rows"]
 
 
+@pytest.mark.outside_ci
 def test_a_run_continues_as_if_it_had_not_stopped(small_config, tmp_path, stop_at):
     config = small_config(*SETTINGS)
     RUNS.run(config, tmp_path / "whole")

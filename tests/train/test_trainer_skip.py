@@ -241,7 +241,7 @@ def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
     require_same(*models)
 
 
-@pytest.mark.in_ci("freeze_rows", "drop_input", "importance")
+@pytest.mark.in_ci("freeze_rows")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
     record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")

@@ -227,7 +227,7 @@ def test_formats_without_weights_refuse_them(small_config, weighted_store, tmp_p
     assert sum("t_tag" in name for name in state) == 1
 
 
-@pytest.mark.in_ci("int8")
+@pytest.mark.outside_ci
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_program_takes_weights(small_config, weighted_store, tmp_path, quantize):
     data = weighted_store(has_weights=False)
