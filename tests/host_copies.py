@@ -8,6 +8,8 @@ import torch
 
 from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.choice import HostCopies
+from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
+from recsys.embeddings.kernels.torch.slot_rows import TieredRows
 from recsys.embeddings.tiers import recipe
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy knows no bfloat16
@@ -34,6 +36,14 @@ def _copy(host, rows, slots, in_slots, *, is_fetch):
             _numbers(table)[ids] = in_slots[at]
 
 
+def look_up(reached, lookups, bags, result):
+    """Pool rows from slots or the host's tables, by torch, from a copy of all tables."""
+    tables = [table.detach() for table in reached.host.tables]
+    everything = torch.arange(sum(map(len, tables)))
+    rows = TieredRows(reached, reached.slots, reached.rows, everything, torch.cat(tables))
+    return pooled_lookup(rows, lookups, bags, result)
+
+
 def _numbers(rows):
     return rows.detach().view(len(rows), -1).view(_BITS[rows.itemsize]).numpy()
 
@@ -42,6 +52,7 @@ HOST_COPIES = HostCopies(
     _HostRows,
     lambda *arguments: _copy(*arguments, is_fetch=True),
     lambda *arguments: _copy(*arguments, is_fetch=False),
+    look_up,
 )
 
 

@@ -106,23 +106,28 @@ def kernels_on(device: torch.device) -> Kernels:
 
 
 class HostCopies(NamedTuple):
-    """The kernels by which a device copies rows from and to host memory by itself.
+    """The kernels by which a device reads and writes rows in host memory by itself.
 
     Attributes:
         host_rows: Makes the tables that a device finds by address; `triton.transfers.HostRows`.
         fetch_rows: Like `triton.transfers.fetch_rows`.
         write_rows: Like `triton.transfers.write_rows`.
+        pooled_lookup: Like `triton.pooled_lookup.pooled_lookup`, for `ReachedRows`.
     """
 
     host_rows: Callable[..., Any]
     fetch_rows: Callable[..., None]
     write_rows: Callable[..., None]
+    pooled_lookup: Callable[..., int]
 
 
 def host_copies_on(device: torch.device) -> HostCopies | None:
     """The kernels by which a device copies rows of the host; None if it has none."""
     if device.type not in _BY_TRITON or not has_triton():
         return None
+    from recsys.embeddings.kernels.triton import pooled_lookup as by_triton
     from recsys.embeddings.kernels.triton import transfers
 
-    return HostCopies(transfers.HostRows, transfers.fetch_rows, transfers.write_rows)
+    return HostCopies(
+        transfers.HostRows, transfers.fetch_rows, transfers.write_rows, by_triton.pooled_lookup
+    )

@@ -264,8 +264,13 @@ class Residency:
         Raises:
             TiersFailed: a transfer has failed.
         """
-        self._settle()
         copies = self._copies if self._is_copied_by_device() else None
+        if copies is None:
+            self.settle()
+        else:  # the device reads rows after its own transfers, for which the host does not wait
+            self.queue.settle()
+            self.hot.after_transfers()
+        self.queue.require_intact()
         return self.hot.look_up(tables, self._cold, copies, lookups, bags, result)
 
     def read_rows(self, rows: NDArray[np.int64]) -> Tensor:

@@ -392,22 +392,21 @@ class Slots:
         """Pool rows from their slots or from the cold store; see `Residency.look_up`.
 
         On the CPU, rows without a slot are read from the tables, which are in memory or mapped
-        into it. A device reads them by `copies`; without these, the host waits for the list of
-        these rows, and copies them from the cold store.
+        into it. A device that reaches the tables reads them, too. Otherwise the host waits for the
+        list of these rows, and copies them from the cold store.
         """
         if self._staging is None:
             if self._both is None or self._both[0] is not tables:
                 self._both = tables, RowSpace([*tables.tables, self.rows])
             slot_of_row = self.map.arrays.slot_of_row
             return tiered_lookup(self._both[1], slot_of_row, self.first_rows, lookups, bags, result)
+        if copies is not None:
+            return copies.look_up(self._numbers, self.map.tensors, lookups, bags, result)
         rows_U = self.map.rows_of(lookups, bags)
         known_U = self.map.slot_of_row[rows_U.clamp(min=0)]
         is_elsewhere = (known_U == NOWHERE) | (known_U >= AWAITED)
         others = rows_U[(rows_U != NOWHERE) & is_elsewhere]
-        if copies is None:
-            found = self._staging.read(cold, others.cpu().numpy().astype(np.int32))
-        else:
-            found = copies.read(others.int())
+        found = self._staging.read(cold, others.cpu().numpy().astype(np.int32))
         rows = TieredRows(self._numbers, self.map.tensors, self.rows, others, found)
         return pooled_lookup(rows, lookups, bags, result)
 

@@ -138,6 +138,35 @@ def test_steps_do_nothing_that_would_wait_for_a_device(
         assert torch.equal(found, expected.cpu())
 
 
+@pytest.mark.parametrize("by_triton", [False, True])
+@pytest.mark.parametrize("longest", [None, 2])
+def test_evaluation_does_nothing_that_would_wait_for_a_device(
+    device, never_waits, monkeypatch, longest, by_triton
+):
+    if by_triton:
+        use_triton(monkeypatch)
+    modules = [make_module(device, None), make_module(device)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    batches = make_batches(4, device, longest)
+    for module in modules:
+        train(module, batches, is_ahead=False)
+    others = make_batches(4, device, longest, seed=1)
+    expected = [modules[0](ids).values().detach() for ids in others]
+    with torch.no_grad():
+        modules[1](others[0])  # compiles kernels
+
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with never_waits, torch.no_grad():
+            found = [modules[1](ids).values() for ids in others]
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("shape", ["2-D", "1-D", "1-D with the last offset"])
 def test_bags_find_their_claims_without_waiting(device, never_waits, shape):
     bag = HotColdEmbeddingBag(

@@ -33,6 +33,7 @@ from recsys.embeddings.tiers.slots import Slots
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.errors import TiersFailed
+from tests.host_copies import look_up
 
 DIM = 3
 SIZES = (13, 1, 7)
@@ -231,6 +232,7 @@ class World:
                 ReachedTables,
                 partial(self.store.copy, "fetch", ReachedTables.fetch),
                 partial(self.store.copy, "write_back", ReachedTables.write),
+                look_up,
             )
             copies = LateCopies([hot.rows, *hot.states], SIZES, lambda: spaces, kernels)
             if is_late:

@@ -1,8 +1,11 @@
-"""Rows in slots, and rows in either tier, for the torch kernels.
+"""Rows in slots, and rows in either tier, for the kernels of a device.
 
-    SlotRows     a slot's number is its row's number; for training
-    TieredRows   row numbers count over all tables; a row is read from its slot, or from a copy if
-                 it has no slot; for evaluation
+    SlotRows      a slot's number is its row's number; for training
+    TieredRows    row numbers count over all tables; a row is read from its slot, or from a copy if
+                  it has no slot; for evaluation
+    ReachedRows   as `TieredRows`, but a row without a slot is read from the host's memory
+
+A device that does not reach the host's memory needs the copies.
 
 Letters: T tables, R rows of all tables, S slots, M rows without a slot, U requested rows, D dim.
 """
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.torch.slots import TorchSlots
 
-__all__ = ["SlotRows", "TieredRows", "number_rows"]
+__all__ = ["ReachedRows", "SlotRows", "TieredRows", "number_rows"]
 
 
 def number_rows(sizes: Sequence[int], dim: int, rows: Tensor) -> RowNumbers:
@@ -124,3 +127,29 @@ class TieredRows(RowNumbers):
             copies = self._other_rows.index_select(0, places_U)
             found = torch.where((slots_U == NOWHERE).unsqueeze(1), copies, found)
         return found.to(self.compute_dtype)
+
+
+class ReachedRows(RowNumbers):
+    """Rows of all tables, read from slots or, if they have none, from the host's memory.
+
+    Args:
+        numbers: Numbers of the rows of all tables.
+        slots: Which row each slot holds.
+        rows: The rows in the slots, (S, D).
+        host: Where the tables lie in memory that the device reaches; `triton.transfers.HostRows`.
+
+    Attributes:
+        slots: As given, like `rows` and `host`.
+    """
+
+    def __init__(self, numbers: RowNumbers, slots: TorchSlots, rows: Tensor, host: Any) -> None:
+        super().__init__(
+            numbers.first_rows,
+            numbers.sizes,
+            numbers.num_rows,
+            numbers.dim,
+            rows.dtype,
+            rows.device,
+        )
+        self.layers, self.placed = numbers.layers, numbers.placed  # the same
+        self.slots, self.rows, self.host = slots, rows, host

@@ -8,6 +8,9 @@ A program handles some bags of one lookup, and at most `_MOST_COLUMNS` columns o
 that reads an id checks it. Rows are read and written 16 bytes per thread at a time if D allows it.
 No two programs write to one place, except to the first error, which they lower atomically.
 
+Of rows in two tiers (`ReachedRows`), a program reads each row from its slot or, over PCIe, from the
+host's memory.
+
 Letters: B samples, F features, L lookups, N values, R rows, D dim, W columns of the output.
 """
 
@@ -23,8 +26,10 @@ import triton
 import triton.language as tl
 
 from recsys._support.triton_support import cdiv, next_power_of_2
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.torch.bags import clear_if_full
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
+from recsys.embeddings.kernels.torch.slot_rows import ReachedRows
 from recsys.embeddings.kernels.triton.constants import Constant
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
     Constant(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
 )
 _NO_PLACE = Constant(1 << KIND_BITS)
+_AWAITED = Constant(AWAITED)
 # Arguments of a mini-batch, which must not compile a kernel anew.
 _OF_INPUT: dict[str, Any] = {
     "do_not_specialize": ["batch_size", "num_values", "num_bags"],
@@ -60,8 +66,8 @@ class _Placed(NamedTuple):
     """Lookups as the kernels read them.
 
     Attributes:
-        of_lookups: First row of the table, its E, number of the feature, first column,
-            (4 * L,); in the order of features.
+        of_lookups: First row of the table, its E, number of the feature, first column, number of
+            the table, (5 * L,); in the order of features.
         feature_ends: Where the lookups of each distinct feature begin, and the end, (G + 1,).
         num_features: G.
         num_chunks: How many programs share the columns of a bag.
@@ -76,7 +82,9 @@ class _Placed(NamedTuple):
     of_model: dict[str, int]
 
 
-def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: Tensor) -> int:
+def pooled_lookup(
+    space: TorchRows | ReachedRows, lookups: Lookups, bags: TorchBags, result: Tensor
+) -> int:
     """Write the pooled rows of every lookup into its columns; see `kernels.torch.pooled_lookup`.
 
     Not for `TieredRows`: for them the host copies rows anyway, and torch's function reads them.
@@ -87,7 +95,12 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
     placed = _place(space, lookups)
     num_parts, of_model = num_lookups * placed.num_chunks, placed.of_model
     values, offsets, weights = bags.values, bags.offsets, bags.weights
-    tensors = values, space.rows, placed.of_lookups, result, space.errors.first
+    in_tiers: tuple[Any, Any] = None, None
+    is_aligned = False
+    if isinstance(space, ReachedRows):
+        in_tiers = space.slots.slot_of_row, space.host.addresses
+        is_aligned = space.host.is_aligned
+    tensors = values, space.rows, placed.of_lookups, result, space.errors.first, *in_tiers
     with torch.cuda.device_of(result):
         if bags.is_plain:
             block_bags = _block_bags(space, _COPYING_WARPS, _COPIES)
@@ -97,6 +110,7 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
                 bags.batch_size,
                 **of_model,
                 BLOCK_BAGS=block_bags,
+                IS_ALIGNED=is_aligned,
                 num_warps=_COPYING_WARPS,
             )
             return -1
@@ -118,6 +132,7 @@ def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: T
             PADDING=bags.padding,
             UNROLL=1 if bags.offsets is None else _UNROLL,
             BLOCK_CHECKED=_BLOCK_CHECKED,
+            IS_ALIGNED=is_aligned,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -155,7 +170,7 @@ def row_gradient_dots(
         )
 
 
-def _block_bags(space: TorchRows, num_warps: int = 1, num_copies: int = 1) -> int:
+def _block_bags(space: TorchRows | ReachedRows, num_warps: int = 1, num_copies: int = 1) -> int:
     """How many bags a program has, if each thread reads 16 bytes `num_copies` times."""
     return _bags_at_once(_block_dim(space.dim), space.rows.itemsize, num_warps, num_copies)
 
@@ -172,7 +187,7 @@ def _block_dim(dim: int) -> int:
     return min(next_power_of_2(dim), _MOST_COLUMNS)
 
 
-def _place(space: TorchRows, lookups: Lookups) -> _Placed:
+def _place(space: TorchRows | ReachedRows, lookups: Lookups) -> _Placed:
     """Cached by the row space, because it copies arrays to the device."""
     known = space.placed
     if lookups not in known:
@@ -185,7 +200,7 @@ def _place(space: TorchRows, lookups: Lookups) -> _Placed:
         _, firsts = np.unique(lookups.positions[order], return_index=True)
         num_chunks = cdiv(space.dim, _block_dim(space.dim))
         known[lookups] = _Placed(
-            space.numbers_of([*first_rows, *sizes, *positions, *columns]),
+            space.numbers_of([*first_rows, *sizes, *positions, *columns, *tables]),
             space.numbers_of([*firsts.tolist(), len(tables)]),
             len(firsts),
             num_chunks,
@@ -206,9 +221,11 @@ def _place(space: TorchRows, lookups: Lookups) -> _Placed:
 def _one_hot_kernel(
     values_N,
     rows_RD,
-    lookups_4L,
+    lookups_5L,
     result_BW,
     first_error,
+    slot_of_row,
+    addresses,
     batch_size,
     NUM_LOOKUPS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -217,17 +234,20 @@ def _one_hot_kernel(
     MULTIPLE: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_BAGS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     """Copy one row per bag; zeros for an id that is no row."""
     lookup, samples, d = _share_of(tl.program_id(0), NUM_LOOKUPS, NUM_CHUNKS, BLOCK_BAGS, BLOCK_DIM)
-    first_row, size, position, column = _lookup(lookups_4L, lookup, NUM_LOOKUPS, MULTIPLE)
+    first_row, size, position, column = _lookup(lookups_5L, lookup, NUM_LOOKUPS, MULTIPLE)
     is_sample = samples < batch_size
     at = position * batch_size + samples
     ids = tl.load(values_N + at, is_sample, 0).to(tl.int64)
     is_row = is_sample & (ids >= 0) & (ids < size)
     _note(first_error, tl.where(is_sample & ~is_row, at, _NO_PLACE), _ROW_KEY)
-    is_number = is_row[:, None] & (d < DIM)[None, :]
-    found = tl.load(rows_RD + ((first_row + ids) * DIM)[:, None] + d[None, :], is_number, 0)
+    number_at = lookups_5L + 4 * NUM_LOOKUPS + lookup
+    found = _rows(
+        rows_RD, first_row, ids, is_row, d, slot_of_row, addresses, number_at, DIM, IS_ALIGNED
+    )
     target = result_BW + (samples * WIDTH + column)[:, None] + d[None, :]
     computed = found.to(result_BW.dtype.element_ty)
     tl.store(target, computed, is_sample[:, None] & (d < DIM)[None, :])
@@ -237,9 +257,11 @@ def _one_hot_kernel(
 def _bags_kernel(
     values_N,
     rows_RD,
-    lookups_4L,
+    lookups_5L,
     result_BW,
     first_error,
+    slot_of_row,
+    addresses,
     batch_size,
     offsets,
     weights_N,
@@ -256,6 +278,7 @@ def _bags_kernel(
     PADDING: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_CHECKED: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     """Add the rows of bags. The last programs check offsets and weights instead."""
     program = tl.program_id(0)
@@ -265,12 +288,13 @@ def _bags_kernel(
         _check(at, offsets, weights_N, first_error, num_values, num_bags)
         return
     lookup, samples, d = _share_of(program, NUM_LOOKUPS, NUM_CHUNKS, BLOCK_BAGS, BLOCK_DIM)
-    first_row, size, position, column = _lookup(lookups_4L, lookup, NUM_LOOKUPS, MULTIPLE)
+    first_row, size, position, column = _lookup(lookups_5L, lookup, NUM_LOOKUPS, MULTIPLE)
     is_sample = samples < batch_size
     begins, lengths = _bounds(offsets, position * batch_size + samples, is_sample, num_values)
     first_bad = tl.full([BLOCK_BAGS], _NO_PLACE, tl.int64)
     num_kept = tl.zeros([BLOCK_BAGS], tl.int64)
     pooled = tl.zeros([BLOCK_BAGS, BLOCK_DIM], result_BW.dtype.element_ty)
+    number_at = lookups_5L + 4 * NUM_LOOKUPS + lookup
     longest = tl.max(lengths, 0)
     first = longest * 0
     while first < longest:
@@ -279,9 +303,18 @@ def _bags_kernel(
             ids, is_kept, is_row = _ids(values_N, at, first + ahead < lengths, size, PADDING)
             first_bad = tl.minimum(first_bad, tl.where(is_kept & ~is_row, at, _NO_PLACE))
             num_kept += is_kept.to(tl.int64)
-            is_number = is_row[:, None] & (d < DIM)[None, :]
-            found = tl.load(rows_RD + ((first_row + ids) * DIM)[:, None] + d[None, :], is_number, 0)
-            found = found.to(pooled.dtype)
+            found = _rows(
+                rows_RD,
+                first_row,
+                ids,
+                is_row,
+                d,
+                slot_of_row,
+                addresses,
+                number_at,
+                DIM,
+                IS_ALIGNED,
+            ).to(pooled.dtype)
             if weights_N is not None:
                 found *= tl.load(weights_N + at, is_row, 0).to(pooled.dtype)[:, None]
             pooled += found
@@ -297,7 +330,7 @@ def _bags_kernel(
 def _dots_kernel(
     values_N,
     rows_RD,
-    lookups_4L,
+    lookups_5L,
     feature_ends,
     gradient_BW,
     result_N,
@@ -320,7 +353,7 @@ def _dots_kernel(
     """
     feature, samples, d = _share_of(tl.program_id(0), NUM_FEATURES, 1, BLOCK_BAGS, BLOCK_DIM)
     first_lookup, end_lookup = tl.load(feature_ends + feature), tl.load(feature_ends + feature + 1)
-    position = tl.load(lookups_4L + 2 * NUM_LOOKUPS + first_lookup)
+    position = tl.load(lookups_5L + 2 * NUM_LOOKUPS + first_lookup)
     is_sample = samples < batch_size
     begins, lengths = _bounds(offsets, position * batch_size + samples, is_sample, num_values)
     longest = tl.max(lengths, 0)
@@ -337,7 +370,7 @@ def _dots_kernel(
         dots = tl.zeros([BLOCK_BAGS], result_N.dtype.element_ty)
         lookup = first_lookup
         while lookup < end_lookup:
-            first_row, size, _, column = _lookup(lookups_4L, lookup, NUM_LOOKUPS, MULTIPLE)
+            first_row, size, _, column = _lookup(lookups_5L, lookup, NUM_LOOKUPS, MULTIPLE)
             ids, _, is_row = _ids(values_N, at, place < lengths, size, PADDING)
             for start in range(0, DIM, BLOCK_DIM):
                 of_rows = rows_RD + ((first_row + ids) * DIM)[:, None] + (start + d)[None, :]
@@ -369,12 +402,41 @@ def _share_of(
 
 
 @triton.jit
-def _lookup(lookups_4L, lookup, NUM_LOOKUPS: tl.constexpr, MULTIPLE: tl.constexpr):
+def _lookup(lookups_5L, lookup, NUM_LOOKUPS: tl.constexpr, MULTIPLE: tl.constexpr):
     """First row of the table, its size, number of the feature, first column."""
-    of_lookup = lookups_4L + lookup
+    of_lookup = lookups_5L + lookup
     first_row, size = tl.load(of_lookup), tl.load(of_lookup + NUM_LOOKUPS)
     column = tl.load(of_lookup + 3 * NUM_LOOKUPS) // MULTIPLE * MULTIPLE  # shows that it divides
     return first_row, size, tl.load(of_lookup + 2 * NUM_LOOKUPS), column
+
+
+@triton.jit
+def _rows(
+    rows_RD,
+    first_row,
+    ids,
+    is_row,
+    d,
+    slot_of_row,
+    addresses,
+    number_at,
+    DIM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Rows of a table, zeros for ids that are none; in two tiers, from slots or the host."""
+    is_number = is_row[:, None] & (d < DIM)[None, :]
+    if slot_of_row is None:
+        return tl.load(rows_RD + ((first_row + ids) * DIM)[:, None] + d[None, :], is_number, 0)
+    else:  # noqa: RET505  # Triton compiles one of both
+        slots = tl.load(slot_of_row + first_row + ids, is_row, 0).to(tl.int64)
+        is_here = ((slots >= 0) & (slots < _AWAITED))[:, None]
+        here = tl.load(rows_RD + (slots * DIM)[:, None] + d[None, :], is_number & is_here, 0)
+        begin = tl.load(addresses + tl.load(number_at))
+        table_ED = begin.to(tl.pointer_type(rows_RD.dtype.element_ty))
+        if IS_ALIGNED:
+            table_ED = tl.multiple_of(table_ED, [16])
+        there = tl.load(table_ED + (ids * DIM)[:, None] + d[None, :], is_number & ~is_here, 0)
+        return tl.where(is_here, here, there)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 
 from recsys._support.page_locks import PageLocks
 from recsys.embeddings.kernels.torch.row_space import upload
+from recsys.embeddings.kernels.torch.slot_rows import ReachedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.choice import HostCopies
-    from recsys.embeddings.kernels.torch.slots import Transfer
+    from recsys.embeddings.kernels.torch.bags import TorchBags
+    from recsys.embeddings.kernels.torch.row_space import RowNumbers
+    from recsys.embeddings.kernels.torch.slots import TorchSlots, Transfer
+    from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.rows.row_space import RowSpace
 
 __all__ = ["DeviceCopies"]
@@ -56,6 +60,7 @@ class DeviceCopies:
         self._device = memories[0].device
         self._addresses: list[list[int]] = []
         self._hosts: list[Any] = []  # `HostRows` of each space
+        self._reached: ReachedRows | None = None  # what `look_up` reads
         self._locks: PageLocks | None = None
         # The stream that last read `_hosts`, and `_addresses` then: another list after a `renew`.
         self._recorded: tuple[list[list[int]], Any] = ([], None)
@@ -71,7 +76,7 @@ class DeviceCopies:
             Whether the device reaches them. If not, a warning says why, and nothing is locked.
         """
         spaces, before = self._spaces(), self._locks
-        self._hosts, self._addresses, self._locks = [], [], None
+        self._hosts, self._addresses, self._locks, self._reached = [], [], None, None
         if self._device.type in _NEED_LOCKS:
             tables = [table for space in spaces for table in space.tables]
             try:
@@ -111,22 +116,27 @@ class DeviceCopies:
         """
         self._copy(self._kernels.fetch_rows, rows, slots)
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Copy rows, without their state, to the device; no slot changes.
+    def look_up(
+        self,
+        numbers: RowNumbers,
+        slots: TorchSlots,
+        lookups: Lookups,
+        bags: TorchBags,
+        result: Tensor,
+    ) -> int:
+        """Pool rows from their slots or, without one, from the tables; no row moves.
 
         Args:
-            rows: Row numbers, counted over all tables, ascending.
-
-        Shape:
-            rows (M,) int32; result (M, D).
+            numbers: Numbers of the rows of all tables.
+            slots: Which row each slot holds.
+            lookups: Which features are looked up in which tables.
+            bags: The input.
+            result: Receives the pooled rows; see `pooled_lookup`.
         """
-        found = self._memories[0].new_empty(len(rows), self._memories[0].shape[1])
-        if len(rows):
-            self.keep()
-            places = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
-            with self._current_device():
-                self._kernels.fetch_rows(self._hosts[0], rows, places, found)
-        return found
+        if self._reached is None:
+            self._reached = ReachedRows(numbers, slots, self._memories[0], self._hosts[0])
+        self.keep()
+        return self._kernels.pooled_lookup(self._reached, lookups, bags, result)
 
     def write_back(self, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state from slots to the tables; see `fetch`."""

@@ -5,9 +5,13 @@ import torch
 
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.torch.slot_rows import ReachedRows, number_rows
+from recsys.embeddings.kernels.torch.slots import TorchSlots
 from recsys.embeddings.kernels.triton.pooled_lookup import pooled_lookup, row_gradient_dots
+from recsys.embeddings.kernels.triton.transfers import HostRows
 from recsys.embeddings.rows.lookups import Lookups
 
+ALWAYS = "one-hot", "weighted mean", "one-hot in two tiers", "dots"
 CASES = [(torch.float32, 128), (torch.float32, 3), (torch.bfloat16, 64), (torch.float64, 16)]
 ALL_CASES = [
     (dtype, dim)
@@ -19,7 +23,7 @@ ALL_CASES = [
 def launches(is_all):
     for number, (dtype, dim) in enumerate(ALL_CASES if is_all else CASES):
         for name, launch in launches_of(dtype, dim, batch_size=8):
-            if number and not is_all and name not in ("one-hot", "weighted mean", "dots"):
+            if number and not is_all and name not in ALWAYS:
                 continue
             how = ", 16 bytes" if dim * dtype.itemsize % 16 == 0 and name != "dots" else ""
             yield f"{name} {dtype}, D={dim}{how}", launch
@@ -52,5 +56,11 @@ def launches_of(dtype, dim, batch_size, shift=0):
     }
     for name, bags in kinds.items():
         yield name, lambda bags=bags: pooled_lookup(space, lookups, bags, result)
+    host = HostRows([torch.zeros(9, dim, dtype=dtype)] * 2, torch.device("cpu"))
+    slots = TorchSlots.empty(18, 9, host.addresses.device)
+    reached = ReachedRows(number_rows([9, 9], dim, space.rows), slots, space.rows, host)
+    for name in ("one-hot", "weighted mean"):
+        arguments = reached, lookups, kinds[name], result
+        yield f"{name} in two tiers", lambda arguments=arguments: pooled_lookup(*arguments)
     dots = space, lookups, kinds["weighted mean"], result, torch.zeros_like(weights)
     yield "dots", lambda: row_gradient_dots(*dots)

@@ -6,10 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
 from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.torch.slot_rows import ReachedRows, number_rows
+from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.kernels.triton.pooled_lookup import pooled_lookup, row_gradient_dots
+from recsys.embeddings.kernels.triton.transfers import HostRows
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.errors import MalformedBags
 
@@ -55,6 +59,43 @@ def test_rows_are_pooled_to_the_bit_as_by_torch(
 
     assert torch.equal(found, expected)
     space.errors.check()
+
+
+@settings(deadline=None)
+@given(dtype=st.sampled_from(DTYPES), **cases)
+def test_rows_in_two_tiers_are_pooled_to_the_bit_as_in_one(
+    triton_device, make_case, dtype, padding, **of_case
+):
+    case = make_case(**of_case, dtype=dtype)
+    space, case = on(case, triton_device)
+    expected = pooled(by_torch.pooled_lookup, space, case, padding=padding)
+
+    rows = in_two_tiers(case, triton_device)
+    found = pooled(pooled_lookup, rows, case, padding=padding)
+
+    assert torch.equal(found, expected)
+    rows.errors.check()
+
+
+def in_two_tiers(case, device):
+    """A third of the rows in slots, and nan in their place on the host; a third are awaited."""
+    tables, sizes = case.copies(), list(map(len, case.tables))
+    if device.type == "cuda":
+        tables = [table.pin_memory() for table in tables]
+    everything = torch.cat(tables)
+    kind = torch.arange(len(everything)) % 3
+    in_slots = (kind == 0).nonzero().flatten()
+    held = torch.full((len(everything), everything.shape[1]), torch.nan, dtype=everything.dtype)
+    slots = in_slots.flip(0)
+    held[slots] = everything[in_slots]
+    numbers = number_rows(sizes, everything.shape[1], held.to(device))
+    slot_map = TorchSlotMap(numbers, len(held)).tensors
+    slot_map.slot_of_row[in_slots.to(device)] = slots.int().to(device)
+    awaited = (kind == 1).nonzero().flatten().to(device)
+    slot_map.slot_of_row[awaited] = (awaited + AWAITED).int()
+    for table, first in zip(tables, numbers.first_rows, strict=True):
+        table[kind[first : first + len(table)] == 0] = torch.nan
+    return ReachedRows(numbers, slot_map, held.to(device), HostRows(tables, device))
 
 
 @settings(deadline=None)
