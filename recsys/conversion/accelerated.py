@@ -130,10 +130,15 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
             "modules is looked up by a launch of its own, which takes the host longer than in "
             "PyTorch; one HotColdEmbeddingBagCollection looks up all tables at once"
         )
-        if tiers:
+        if tiers and all(each.are_reached for each in tiers):
             speed += (
-                ". With a budget each module also claims slots by itself; "
-                "recsys.pipeline.TrainPipeline claims them for all, before their step"
+                ". Rows that are not in fast memory must be fetched; "
+                "recsys.pipeline.TrainPipeline fetches them before their step"
+            )
+        elif tiers:
+            speed += (
+                ". The device does not reach the tables, so each module also claims slots by "
+                "itself; recsys.pipeline.TrainPipeline claims them for all, before their step"
             )
     if not tiers:
         return f"all {total} are in fast memory", speed

@@ -88,7 +88,10 @@ def test_longer_steps_are_expected_of_many_modules_on_a_device():
         group=SimpleNamespace(device=torch.device("cuda", 0)),
         space_size=lambda: SimpleNamespace(state_sizes=()),
     )
-    tiers = SimpleNamespace(hot=SimpleNamespace(num_bytes=5), files=None)
+    tiers, reached = (
+        SimpleNamespace(hot=SimpleNamespace(num_bytes=5), files=None, are_reached=are_reached)
+        for are_reached in (False, True)
+    )
 
     def outlook(num_modules, *tiers):
         updater = SimpleNamespace(
@@ -104,8 +107,12 @@ def test_longer_steps_are_expected_of_many_modules_on_a_device():
     )
     with_budget = outlook(26, tiers)
     assert with_budget == (
-        f"{found}. With a budget each module also claims slots by itself; "
-        "recsys.pipeline.TrainPipeline claims them for all, before their step"
+        f"{found}. The device does not reach the tables, so each module also claims slots by "
+        "itself; recsys.pipeline.TrainPipeline claims them for all, before their step"
+    )
+    assert outlook(26, reached) == (
+        f"{found}. Rows that are not in fast memory must be fetched; "
+        "recsys.pipeline.TrainPipeline fetches them before their step"
     )
     assert outlook(1).startswith("expect shorter steps: 26 tables are updated by 1 kernel call")
     assert outlook(1, tiers).startswith("expect longer steps: a budget saves fast memory")

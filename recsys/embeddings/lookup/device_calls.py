@@ -9,7 +9,9 @@ The host sets the time of such a step, so a call does only what it must: it laun
 Bags of one id each, of shape (B, 1) or given to `nn.Embedding`, need no offsets. Weights, and
 offsets with the end of the last bag, use `fused_lookup`.
 
-With rows in two tiers, a call has a node of its own, as in `BagCalls`.
+With rows in two tiers, a call reads rows where they are, if the device reaches the tables, and the
+update claims slots for the rows of all calls (`late_claims`). While claims are made ahead, a call
+takes its claim or makes one, and then has a node of its own, as in `BagCalls`.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
 from recsys.embeddings.lookup.shared_nodes import Kind, SharedNodes, can_share_node, empty_output
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.ledger import next_lookup
+from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 
 if TYPE_CHECKING:
@@ -106,29 +109,36 @@ class DeviceCalls:
         table, errors = group.tables[number], self.errors
         with DisableTorchFunctionSubclass():  # internal read of a table
             needs_grad = is_grad_enabled() and plain_requires_grad(table)
-            if needs_grad:
-                if not can_share_node():
-                    return None
-            # Rows in two tiers are read where they are.
-            elif group.tiers is not None or active_ddp_module() is not None:
+            if not (can_share_node() if needs_grad else active_ddp_module() is None):
+                return None
+            tiers = group.tiers
+            is_in_place = tiers is not None and (
+                tiers.may_claim_later if needs_grad else tiers.are_reached
+            )
+            if tiers is not None and not is_in_place and not needs_grad:
                 return None
             if not errors.num_expected:
                 errors.poll()
             stream = current_stream_number(group.device)
-            made = _made(ids, offsets, num_bags, stream, is_mean=is_mean, padding=left_out)
-            found = _resolve(group, lookups, made)
-        if found is None:
+            made: Any = _made(ids, offsets, num_bags, stream, is_mean=is_mean, padding=left_out)
+            space = group.space([number])
+            found = None if is_in_place else _resolve(group, lookups, made)
+        if found is None and not is_in_place:
             return None
-        space: Any = found.space  # `TorchRows`
-        ticket = found.ticket
-        kind = Kind((num_bags, group.dim), space.compute_dtype, space.device, stream)
+        ticket = None if found is None else found.ticket
+        kind = Kind((num_bags, group.dim), compute_dtype(table.dtype), group.device, stream)
         output = None
         if needs_grad:
             output = self._nodes.next_output(kind, is_shared=ticket is None)
         result = empty_output(kind) if output is None else output.result
         # To autograd, kernels that are operations of torch must not seem to change the output.
-        found.kernels.pooled_lookup(space, lookups, found.bags, result.detach())
-        num_rows = found.tables[number].shape[0]
+        pooled = result.detach()
+        if found is None:
+            assert tiers is not None
+            tiers.look_up(space, lookups, made, pooled)
+        else:
+            found.kernels.pooled_lookup(found.space, lookups, found.bags, pooled)
+        num_rows = space.tables[number].shape[0]
         errors.expect(partial(_bad_id, made, bags, num_rows, group.names[number]))
         if errors.num_expected >= len(group.names):
             errors.report_expected()
@@ -142,7 +152,7 @@ class DeviceCalls:
                 made.given,
                 list(map(version_of, made.given)),
                 table,
-                found.tables,
+                space.tables,
                 group.tables,
                 next_lookup(),
                 bags[:1] in ((), (1,)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
@@ -24,7 +23,12 @@ from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.result_memory import empty_result
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
 from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
-from recsys.embeddings.rows.lookups import Bags, Lookups, require_no_transform
+from recsys.embeddings.rows.lookups import (
+    Bags,
+    Lookups,
+    num_distinct_rows,
+    require_no_transform,
+)
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
@@ -199,16 +203,12 @@ def count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
     """For each group: the number of distinct rows looked up.
 
     Args:
-        parts: Parts with any batch sizes; only one of them may look a table up.
+        parts: Parts with any batch sizes.
     """
-    found: dict[TableGroup, int] = {}
-    for table_group, lookups, bags in parts:
-        for table in lookups.distinct_tables:
-            of_table = lookups.of_tables({table}).positions.tolist()
-            runs = [bags.values_of(position) for position in of_table]
-            count = len(np.unique(np.concatenate(runs)))
-            found[table_group] = found.get(table_group, 0) + count
-    return found
+    of_groups: dict[TableGroup, list[tuple[Lookups, Bags]]] = {}
+    for group, lookups, bags in parts:
+        of_groups.setdefault(group, []).append((lookups, bags))
+    return {group: num_distinct_rows(looked_up) for group, looked_up in of_groups.items()}
 
 
 def _resolve(

@@ -18,14 +18,21 @@ from recsys._support.jit import kernel
 from recsys._support.torch_compat import are_functorch_transforms_active
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.rows.row_space import RowSpace
 
-__all__ = ["NO_OFFSETS", "Bags", "Lookups", "counts_up", "require_no_transform"]
+__all__ = [
+    "NO_OFFSETS",
+    "Bags",
+    "Lookups",
+    "counts_up",
+    "num_distinct_rows",
+    "require_no_transform",
+]
 
 # Stands in for offsets in calls of kernels, if bag i is value i. It has one dtype, because numba
 # compiles a kernel for each combination of dtypes.
@@ -253,6 +260,21 @@ def counts_up(offsets: NDArray[Any]) -> bool:
         if differing:
             return False
     return True
+
+
+def num_distinct_rows(looked_up: Iterable[tuple[Lookups, Any]]) -> int:
+    """How many rows these lookups need; the host waits for a device.
+
+    Args:
+        looked_up: Lookups, and their input by rows: `Bags`, or the like of another device.
+    """
+    of_tables: dict[int, list[NDArray[Any]]] = {}
+    for lookups, bags in looked_up:
+        for table, position in zip(
+            lookups.tables.tolist(), lookups.positions.tolist(), strict=True
+        ):
+            of_tables.setdefault(table, []).append(bags.values_of(position))
+    return sum(len(np.unique(np.concatenate(runs))) for runs in of_tables.values())
 
 
 def require_no_transform() -> None:

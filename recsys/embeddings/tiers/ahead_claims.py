@@ -1,7 +1,7 @@
 """Claims for lookups of a later mini-batch: one for each lookup, or one for several of them.
 
 A claim takes much Python, and on a device dozens of launches, however few rows it is for. So
-lookups in several tables can share one.
+lookups in several tables can share one (`join_inputs`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys.embeddings.kernels.torch.row_space import upload
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.tiers.ahead import InputIds, tensor_of
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.residency import Residency
     from recsys.embeddings.tiers.ticket import Ticket
 
-__all__ = ["claim_for_one", "claim_for_several"]
+__all__ = ["claim_for_one", "claim_for_several", "join_inputs"]
 
 
 def claim_for_one(
@@ -63,14 +64,10 @@ def claim_for_several(
 ) -> list[Ticket]:
     """Make one claim for several lookups of a mini-batch; the tickets are queued.
 
-    A claim depends on which values are looked up in which table, but not on their bags. So in the
-    input of this claim, each lookup has a feature, and bag i is value i.
-
     Args:
         residency: Makes the claim.
         queue: Gets the tickets.
-        looked_up: Lookups, each in one table, and their bags. These have equally many values, at
-            least one, of one dtype and with one padding.
+        looked_up: As for `join_inputs`; all have equally many values.
 
     Returns:
         A ticket for each lookup.
@@ -78,28 +75,18 @@ def claim_for_several(
     Raises:
         Exception: any error of `Residency.claim`. A position in it is one among all values.
     """
-    first_lookups, first_bags = looked_up[0]
-    num_values = len(first_bags.values)
-    # Also a copy of the ids; see `InputIds`.
-    values = torch.cat([tensor_of(bags.values) for _, bags in looked_up])
+    joined_lookups, joined_bags = join_inputs(looked_up)
+    num_values = joined_bags.batch_size
     whole = residency.claim(
-        _side_by_side(
-            tuple(lookups.distinct_tables[0] for lookups, _ in looked_up), first_lookups.width
-        ),
-        first_bags._replace(
-            values=values if isinstance(first_bags.values, torch.Tensor) else values.numpy(),
-            offsets=None,
-            weights=None,
-            batch_size=num_values,
-            is_mean=False,
-        ),
+        joined_lookups,
+        joined_bags,
         in_background=True,
         may_unpin=False,
         may_wait=all(_may_wait(queue, lookups) for lookups, _ in looked_up),
         batch=queue.batch,
     )
     slots = whole.slot_of_value.reshape(-1, num_values)
-    copies = values.view(-1, num_values)
+    copies = tensor_of(joined_bags.values).view(-1, num_values)  # see `InputIds`
     # Queued only after all are made: an error, such as too little memory, must leave none there.
     made = [
         (whole.share(lookups, slots_N), InputIds.copy(bags, values_N))
@@ -108,6 +95,36 @@ def claim_for_several(
     for ticket, ids in made:
         queue.add([ticket], ids)
     return [ticket for ticket, _ in made]
+
+
+def join_inputs(looked_up: Sequence[tuple[Lookups, Any]]) -> tuple[Lookups, Any]:
+    """The arguments of one claim for several lookups, with a copy of their values.
+
+    A claim depends on which values are looked up in which table, but not on their bags. So each
+    lookup has a feature. If all have equally many values, bag i is value i; else each feature is a
+    bag.
+
+    Args:
+        looked_up: Lookups, each in one table, and their bags, which have values of one dtype, at
+            least one each, and one padding.
+    """
+    first_lookups, first_bags = looked_up[0]
+    counts = [len(bags.values) for _, bags in looked_up]
+    values = torch.cat([tensor_of(bags.values) for _, bags in looked_up])
+    is_tensor = isinstance(first_bags.values, torch.Tensor)
+    offsets: Any = None
+    if len(set(counts)) > 1:
+        assert is_tensor
+        offsets = upload(np.cumsum([0, *counts]), values.device).to(values.dtype)
+    bags = first_bags._replace(
+        values=values if is_tensor else values.numpy(),
+        offsets=offsets,
+        weights=None,
+        batch_size=counts[0] if offsets is None else 1,
+        is_mean=False,
+    )
+    tables = tuple(lookups.distinct_tables[0] for lookups, _ in looked_up)
+    return _side_by_side(tables, first_lookups.width), bags
 
 
 def _may_wait(queue: AheadQueue, lookups: Lookups) -> bool:

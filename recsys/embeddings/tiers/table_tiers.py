@@ -112,6 +112,11 @@ class Tiers(AbstractInTurn):
         """Whether the device may copy rows by itself; then the cold store is in own pages."""
         return self.residency.is_reached
 
+    @property
+    def may_claim_later(self) -> bool:
+        """Whether a lookup may read rows where they are, and leave the claim to the update."""
+        return self.are_reached and not self.ahead
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
         self.flush()

@@ -28,6 +28,7 @@ from recsys.embeddings.tiers.budget import require_room_beside_rows
 from recsys.embeddings.update.at_exit import forget_at_exit, sync_at_exit
 from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
+from recsys.embeddings.update.late_claims import claim_slots
 from recsys.embeddings.update.pending_copy import WITHOUT_TABLES, PendingCopy
 from recsys.embeddings.update.tiering import (
     divide_again,
@@ -251,13 +252,15 @@ class RowUpdater:
         Raises:
             NonFiniteGradient: the gradient of a row contains nan or inf. Such rows were not
                 updated; all others were.
-            Exception: an error of `GroupUpdater.prepare`. No row of any group was updated, and the
-                ledgers still have all gradients.
+            Exception: an error of `claim_slots` or `GroupUpdater.prepare`. No row of any group was
+                updated, and the ledgers still have all gradients.
         """
         self._queued_for = None
         with DisableTorchFunctionSubclass():  # internal reads of tables
             prepared: list[tuple[GroupUpdater, PreparedUpdate]] = []
             update: PreparedUpdate | None = None
+            if self._budget_bytes:
+                claim_slots([group.group for group in self._groups], self.make_room)
             try:
                 for group in self._groups:
                     update = group.prepare()
