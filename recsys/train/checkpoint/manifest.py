@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import appearing_whole
 from recsys._support.safetensors_dtypes import DTYPE_NAMES, DTYPES
+from recsys._support.untrusted import is_text
+from recsys._version import __version__
 from recsys.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -261,6 +263,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = {
         "format": _FORMAT,
         "version": _VERSION,
+        "recsys": __version__,
         "number": manifest.number,
         "id": manifest.id,
         "before": [list(each) for each in manifest.before],
@@ -366,9 +369,11 @@ def _require_no_newer_version(file: Path, content: Any) -> None:
     """
     version = content["version"]
     if content["format"] == _FORMAT and type(version) is int and version > _VERSION:
+        wrote = content.get("recsys")
+        newer = f"recsys {wrote[:50]}" if is_text(wrote) else "a newer version of recsys"
         raise CheckpointError(
-            f"{file}: version must be {_VERSION}, got {version}: a newer version of recsys wrote "
-            "this checkpoint; update recsys"
+            f"{file}: version must be {_VERSION}, got {version}: {newer} wrote this checkpoint, "
+            f"and this is recsys {__version__}; update recsys"
         )
 
 

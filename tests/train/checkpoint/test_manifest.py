@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import recsys
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import PieceWriter, Rows
 from recsys.train.checkpoint.manifest import (
@@ -117,11 +118,35 @@ def test_a_forged_manifest_is_refused(tmp_path, path, value, message):
         read_manifest(tmp_path, 2)
 
 
-def test_a_manifest_of_a_newer_version_asks_for_an_update(tmp_path):
-    content = content_of(make_manifest(), tmp_path)
-    (tmp_path / "00000002.json").write_text(json.dumps(content | {"version": 2}))
+def test_a_manifest_names_the_version_of_recsys_that_wrote_it(tmp_path):
+    assert content_of(make_manifest(), tmp_path)["recsys"] == recsys.__version__
 
-    with pytest.raises(CheckpointError, match=r"must be 1, got 2: .*; update recsys$"):
+
+def test_a_manifest_of_an_older_recsys_that_names_no_version_is_read(tmp_path):
+    content = content_of(make_manifest(), tmp_path)
+    del content["recsys"]
+    (tmp_path / "00000002.json").write_text(json.dumps(content))
+
+    assert read_manifest(tmp_path, 2) == make_manifest()
+
+
+@pytest.mark.parametrize(
+    ("recsys_version", "shown"),
+    [
+        ("7.1.0", "recsys 7.1.0"),
+        (None, "a newer version of recsys"),
+        ("7\n", "a newer version of recsys"),
+        ("7" * 99, f"recsys {'7' * 50}"),
+    ],
+)
+def test_a_manifest_of_a_newer_version_asks_for_an_update(tmp_path, recsys_version, shown):
+    content = content_of(make_manifest(), tmp_path) | {"version": 2, "recsys": recsys_version}
+    (tmp_path / "00000002.json").write_text(json.dumps(content))
+
+    message = (
+        rf"must be 1, got 2: {shown} wrote this .* recsys {recsys.__version__}; update recsys$"
+    )
+    with pytest.raises(CheckpointError, match=message):
         read_manifest(tmp_path, 2)
 
 
