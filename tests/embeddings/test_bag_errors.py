@@ -96,6 +96,17 @@ def test_a_mistake_raises_what_torchs_module_raises(mistake, optimizer):
 
 
 @WITH_AND_WITHOUT
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+@pytest.mark.parametrize("num_samples", [0, 2])
+def test_rows_of_ids_that_are_no_integers_are_refused_by_name(num_samples, dtype, optimizer):
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=optimizer)
+    ids = torch.ones(num_samples, 3, dtype=dtype)
+
+    with pytest.raises(MalformedBags, match=rf"^input must be .*, got {dtype}; convert it by"):
+        module(ids)
+
+
+@WITH_AND_WITHOUT
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("settings", [{}, {"padding_idx": 1}, {"max_norm": 1.0}])

@@ -212,10 +212,14 @@ def read_ids(ids: Tensor) -> BagInput:
     """
     if ids.is_nested:
         raise MalformedBags("input must be a plain tensor, got a nested one; pass input.values()")
-    if ids.dtype not in _ID_TYPES:
-        raise MalformedBags(f"input must be int64 or int32, got {ids.dtype}; convert it by .long()")
+    _require_id_type(ids)
     bounds = torch.arange(ids.numel() + 1, dtype=ids.dtype, device=ids.device)
     return BagInput(ids.reshape(-1), bounds, None, is_one_hot=True, shape=ids.shape)
+
+
+def _require_id_type(ids: Tensor) -> None:
+    if ids.dtype not in _ID_TYPES:
+        raise MalformedBags(f"input must be int64 or int32, got {ids.dtype}; convert it by .long()")
 
 
 def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
@@ -230,6 +234,7 @@ def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
             f"input of shape {tuple(ids.shape)} has no ids; pass empty bags as a 1-D input with "
             "offsets"
         )
+    _require_id_type(ids)
     return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype, device=ids.device)
 
 
