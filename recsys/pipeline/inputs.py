@@ -61,7 +61,7 @@ class Inputs:
         ]
         self._names = {name: _features_of(each) for name, each in self._whole.items()}
         self._updated = {name: each for name, each in self._whole.items() if each.row_updater}
-        self._has_warned = False
+        self._has_warned = self._are_tiers_known = False
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
         self._known_tiers = self.tiers()
@@ -185,11 +185,23 @@ class Inputs:
     def require_same_modules(self) -> None:
         """Check, at little cost, that no module whose rows recsys updates was replaced.
 
+        The first call also checks that no other module has rows in two tiers.
+
         Raises:
-            ValueError: `recsys.restore` has replaced one.
+            ValueError: `recsys.restore` has replaced one, or `recsys.accelerate` has given another
+                one two tiers since the pipeline was built.
         """
         if any(module.row_updater is None for module in self._updated.values()):
             self._require_same_modules("pipeline")
+        if not self._are_tiers_known:
+            for name, module in tables_in(self._model):
+                if module.tiers() and name not in self.modules:
+                    raise ValueError(
+                        f"pipeline: the rows of {name!r} are in two tiers, and were not when the "
+                        "pipeline was built, so it would fetch none of them ahead; build the "
+                        "TrainPipeline after recsys.accelerate"
+                    )
+            self._are_tiers_known = True
 
     def _require_same_modules(self, setting: str) -> None:
         for name, module in self._updated.items():

@@ -210,7 +210,8 @@ class TrainPipeline:
             RuntimeError: the model, an optimizer or a hook raised `StopIteration`.
             ValueError: the schedule looks ahead, but the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`); `skip` does not fit the model or the
-                iterator, or was closed; or `recsys.restore` has replaced a module.
+                iterator, or was closed; or `recsys.restore` has replaced a module; or
+                `recsys.accelerate` has given one a budget since this pipeline was built.
             TypeError: the model did not return (loss, output).
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """

@@ -100,3 +100,27 @@ def test_resident_rows_that_a_restored_model_would_not_update_are_refused():
     with pytest.raises(ValueError, match=r"'bag' is another module.* a new TrainPipeline"):
         pipeline.progress(iterator)
     assert model.bag.weight.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:schedule=.* has no effect:UserWarning")
+@pytest.mark.parametrize("schedule", [None, LookAhead(2)])
+def test_a_model_that_gets_a_budget_after_its_pipeline_needs_a_new_one(schedule):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = TrainPipeline(model, optimizer, schedule=schedule, ids=lambda ids: {"bag": ids})
+    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
+    before = model.bag.weight.detach().clone()
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rows of 'bag' .* build the TrainPipeline after rec"):
+            pipeline.progress(iter(BATCHES))
+    assert torch.equal(model.bag.weight, before)
+
+
+def test_a_model_that_is_accelerated_without_a_budget_keeps_its_pipeline():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = TrainPipeline(model, optimizer)
+    recsys.accelerate(model, optimizer=optimizer)
+
+    assert len(list(pipeline.steps(BATCHES))) == len(BATCHES)
