@@ -84,8 +84,10 @@ def load_checkpoint(
     """Restore what `save_checkpoint` saved, and the random states of Python, numpy and torch.
 
     Nothing is changed before every file is found to be whole. Tables are read in blocks. Budget,
-    plan, tier and device may differ from those of the run that was saved. What was saved of a
-    pipeline, a loader or schedulers and is not given here is not restored, with a warning.
+    plan, tier and device may differ from those of the run that was saved. Every gradient of the
+    model is dropped, because it is one of the weights before; `load_state_dict` of torch leaves
+    `grad`. What was saved of a pipeline, a loader or schedulers and is not given here is not
+    restored, with a warning.
 
     Args:
         folder: The folder of checkpoints.
@@ -105,6 +107,7 @@ def load_checkpoint(
         ConfigError: the state of `pipeline` or `loader` is that of another one.
     """
     found = restore(Path(folder), model, listed(optimizers), number)
+    model.zero_grad()  # those of tables that recsys updates are dropped already
     given = {"pipeline": pipeline, "loader": loader}
     for name, target in given.items():
         if target is not None and found[name] is None:

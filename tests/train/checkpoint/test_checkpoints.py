@@ -63,6 +63,23 @@ def test_a_restored_training_goes_on_bit_for_bit(tier, tmp_path):
         require_equal(again.numbers(), training.numbers())
 
 
+def test_gradients_of_the_weights_before_are_dropped(tier, tmp_path):
+    training = make_training(tier, tmp_path / "cold")
+    train(training, range(2))
+    save_checkpoint(tmp_path / "saved", model=training.model, optimizers=training.optimizers)
+    saved_numbers = training.numbers()
+    step, training.optimizers[-1].step = training.optimizers[-1].step, lambda: None
+    train(training, [2])  # its rows are not updated, so their gradients wait
+    training.optimizers[-1].step = step
+
+    load(training, tmp_path / "saved")
+    for optimizer in training.optimizers:
+        optimizer.step()
+
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    require_equal(training.numbers(), saved_numbers)
+
+
 def test_random_states_continue(tmp_path):
     import random
 
