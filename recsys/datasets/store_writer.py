@@ -7,15 +7,17 @@ flushed, so a store that can be opened is complete.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from recsys._support.files import describe_taken, flush_to_disk, is_taken
+from recsys._support.files import as_argument, describe_taken, flush_to_disk, is_taken
 from recsys.datasets.store_features import require_features
 from recsys.datasets.store_meta import BAG_ARRAYS, UNDERSTOOD, dtypes_of
 from recsys.errors import AlreadyExists
@@ -37,7 +39,8 @@ class StoreWriter:
     """Writes a new store; use it as a context manager.
 
     Nothing appears under `path` before `finish`. If the context ends without `finish`, the written
-    files are removed, unless the caller passed `folder`.
+    files are removed, unless the caller passed `folder`. A killed process leaves them, and the next
+    writer of the same store warns.
 
     Args:
         path: The store's folder, which must not exist.
@@ -88,6 +91,8 @@ class StoreWriter:
             raise AlreadyExists(f"{describe_taken(self.path)}; choose another folder for the store")
         self._is_own_folder = folder is None
         self.folder = folder or self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
+        if self._is_own_folder:
+            _warn_of_left_folders(self.path)
         self.folder.mkdir(parents=True, exist_ok=not self._is_own_folder)
         self._files = {name: (self.folder / f"{name}.bin").open("ab") for name in self._dtypes}
         self._num_bag_values = self._files["bag_values"].tell() // 4 if self._num_bags else 0
@@ -282,3 +287,20 @@ class StoreWriter:
                 file.close()
         if self._is_own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)  # does not exist after `finish`
+
+
+def _warn_of_left_folders(path: Path) -> None:
+    """Warn of the folders that other writers of a store have made and not removed.
+
+    They stay: not every file system tells whether the writer is still at work.
+    """
+    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}")
+    with suppress(FileNotFoundError, PermissionError):  # a parent that may not be read
+        left = sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name))
+        if left:
+            folders = " ".join(map(as_argument, left))
+            warnings.warn(
+                f"{path}: a preparation of this store was killed, or is still at work, and left "
+                f"{folders}; if none is at work: rm -r {folders}",
+                stacklevel=4,
+            )

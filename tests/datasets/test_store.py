@@ -151,6 +151,21 @@ def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_a_killed_writer_left_is_told(tmp_path):
+    left = tmp_path / ".my store.0123abcd"
+    for folder in (left, tmp_path / ".my store.more", tmp_path / ".store.0123abcd"):
+        folder.mkdir()
+
+    with (
+        pytest.warns(UserWarning, match="of this store was killed, or is still at") as found,
+        StoreWriter(tmp_path / "my store"),
+    ):
+        pass
+
+    assert str(found[0].message).endswith(f"and left '{left}'; if none is at work: rm -r '{left}'")
+    assert left.is_dir()
+
+
 def test_a_folder_that_is_no_store_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(StoreError, match=r"no meta\.json; prepare a store with `recsys prepare"):
         Store(tmp_path)
