@@ -214,17 +214,25 @@ class ColdFiles:
         """Mark the folder dirty; call it before rows in the files change.
 
         Raises:
-            ColdTierError: as `require_owner`.
-            OSError: the manifest cannot be written; rows must not change then.
+            ColdTierError: as `require_owner`; or the mark cannot be written, as on a full disk, and
+                rows must not change.
         """
         self.require_owner()
         with self._guard:
             if self._is_dirty:
                 return
-            if self._are_present():
-                self._record(self.numbers, is_dirty=True)
-            else:  # deleted: rows can still be saved in a checkpoint, and `sync` raises
+            if not self._are_present():  # rows can still be saved in a checkpoint; `sync` raises
                 self._is_dirty = True
+                return
+            try:
+                self._record(self.numbers, is_dirty=True)
+            except OSError as error:
+                raise ColdTierError(
+                    error.errno or errno.EIO,
+                    f"{self.folder}: {self._manifest.name} must say that the rows change before "
+                    f"they do, and it cannot be written ({error.strerror or error}); free some "
+                    "space there, or check the disk",
+                ) from error
 
     def require_owner(self) -> None:
         """Check that this process opened the files: two that write rows would mix them.

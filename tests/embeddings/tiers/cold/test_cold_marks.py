@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+from recsys.errors import ColdTierError
 
 
 def is_marked(folder):
@@ -29,7 +30,9 @@ def test_a_mark_that_cannot_be_written_is_tried_again(whole, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr(ColdFiles, "_write_manifest", refuse)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(
+            ColdTierError, match=r"rows: arrays.json must .* \(no space left\); free"
+        ):
             whole.mark_dirty()
 
     whole.mark_dirty()
