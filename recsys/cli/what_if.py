@@ -39,7 +39,7 @@ def add_what_if_options(commands: Mapping[str, argparse.ArgumentParser]) -> None
         "--steps",
         type=int,
         metavar="N",
-        help="replay the claims of the first N steps; default: 5000",
+        help="replay the claims of the first N steps of the run; default: 5000",
     )
     what_if.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     what_if.set_defaults(run_command=_what_if)
@@ -59,7 +59,7 @@ def _what_if(options: argparse.Namespace) -> int:
 
     what_if = WhatIf(run, options.steps or MOST_STEPS)
     predictions, refused = [], {}
-    for change in changes or what_if.usual_changes():
+    for change in [*what_if.own_steps(), *(changes or what_if.usual_changes())]:
         try:
             predictions.append(what_if.predict(change))
         except (BudgetTooSmall, ColdTierError, OSError) as error:

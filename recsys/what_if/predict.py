@@ -76,7 +76,8 @@ class WhatIf:
 
     Args:
         run: The run.
-        most_steps: Steps to replay, at most.
+        most_steps: Steps of the run to replay, at most. Where they are not all, a change is
+            compared with the run's own settings over the same samples.
 
     Raises:
         ConfigError: the data is not that of the run, the model does not pool rows, or the run's
@@ -115,6 +116,17 @@ class WhatIf:
         self._base = self._replay(config)
         self._require_same_counts()
         self._solved = self._solve()
+        self._own_speed = self._speed(self._compose(config, self._base), self._base)
+
+    def own_steps(self) -> list[Change]:
+        """The run's own settings, to stand beside changes; none if all of its steps are replayed.
+
+        The record has the counts of all steps, and the first ones may hit less often.
+        """
+        num_steps = self._base.num_steps
+        if not self._run.is_tiered or num_steps == self._run.num_steps:
+            return []
+        return [Change(f"its first {num_steps:,} steps", self._run.config)]
 
     def usual_changes(self) -> list[Change]:
         """See `changes.usual_changes`."""
@@ -127,35 +139,40 @@ class WhatIf:
             BudgetTooSmall: a mini-batch does not fit the budget.
             ColdTierError: there is no disk for the probe of a file tier.
         """
-        config, run = change.config, self._run
-        replayed = self._replay(config)
+        config = change.config
+        replayed = self._base if config == self._run.config else self._replay(config)
         found = self._compose(config, replayed)
-        # Checkpoints take as long as in the run, for each sample.
-        of_checkpoints = run.record["stalls"]["checkpoint_seconds"] / run.num_samples
-        speed = 1 / (found.seconds / replayed.num_samples + of_checkpoints)
+        speedup = self._speed(found, replayed) / self._own_speed
         slots = self._slots(config)
         hot_bytes = FastMemory.of([self._space], None if slots is None else [slots])
         return Prediction(
             change,
-            speed,
-            speed / run.samples_per_second,
+            speedup * self._run.samples_per_second,
+            speedup,
             1000 * found.exposed / replayed.num_steps,
             replayed.hit_rate,
             sum(hot_bytes),
             tuple(self._notes(config, replayed)),
         )
 
+    def _speed(self, found: Composed, replayed: Replayed) -> float:
+        """Samples per second. Checkpoints take as long as in the run, for each sample."""
+        of_checkpoints: float = self._run.record["stalls"]["checkpoint_seconds"]
+        of_checkpoints /= self._run.num_samples
+        return 1 / (found.seconds / replayed.num_samples + of_checkpoints)
+
     def _replay(self, config: TrainConfig) -> Replayed:
-        """The claims of a configuration."""
+        """The claims of a configuration, for the same samples whatever the batch size."""
         slots, size = self._slots(config), config.batch_size
+        most_steps = max(1, self._most_steps * self._run.config.batch_size // size)
         if slots is None:
             per_epoch = -(-len(self._source.splits["train"]) // size)
-            num_steps = min(self._most_steps, config.epochs * per_epoch)
+            num_steps = min(most_steps, config.epochs * per_epoch)
             num_samples = config.epochs * len(self._source.splits["train"])
             return Replayed.resident(num_steps, min(num_samples, num_steps * size))
         if self._made is None:  # tables of many rows
             self._made = Replay(config, self._source)
-        return self._made.run(config, slots, self._most_steps)
+        return self._made.run(config, slots, most_steps)
 
     def _slots(self, config: TrainConfig) -> int | None:
         """The slots of a configuration; None if every row is resident.

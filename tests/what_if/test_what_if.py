@@ -168,9 +168,9 @@ def test_another_batch_size_computes_by_the_ratio_of_the_probe(runs, monkeypatch
 
     found = WhatIf(run, most_steps=5).predict(change_of(run, [f"batch_size={batch_size}"]))
 
-    per_step = run.record["throughput"]["train_seconds"] / run.num_steps
     assert asked == [(run.config, batch_size)]
-    assert found.samples_per_second == pytest.approx(batch_size / (1.25 * per_step), rel=0.01)
+    assert found.speedup == pytest.approx(batch_size / 128 / 1.25)
+    assert found.samples_per_second == pytest.approx(found.speedup * run.samples_per_second)
 
 
 @pytest.mark.parametrize(("batch_size", "bound"), [(64, "at most"), (256, "at least")])
@@ -180,8 +180,7 @@ def test_large_tables_are_not_built_and_give_a_bound(runs, monkeypatch, batch_si
 
     found = WhatIf(run, most_steps=5).predict(change_of(run, [f"batch_size={batch_size}"]))
 
-    per_sample = run.record["throughput"]["train_seconds"] / run.num_steps / 128
-    assert found.samples_per_second == pytest.approx(1 / per_sample, rel=0.01)
+    assert found.samples_per_second == pytest.approx(run.samples_per_second)
     assert f"computes {bound} as fast as predicted" in found.notes[0]
 
 
@@ -247,6 +246,19 @@ def test_few_steps_are_told(runs):
     found = WhatIf(run, most_steps=5).predict(change_of(run, ["budget=30KiB"]))
 
     assert "counts are those of the first 5 steps, and later ones may hit more often" in found.notes
+
+
+def test_of_few_steps_the_run_itself_is_told_too_with_its_own_speed(runs, tmp_path, capsys):
+    more = ["--set", "batch_size=64", "--json", tmp_path / "found.json"]
+
+    assert run_cli(runs / "sequential", "--steps", 5, *more) == 0
+
+    told = json.loads((tmp_path / "found.json").read_text())
+    own, change = told["predictions"]
+    assert (own["change"], own["speedup"]) == ("its first 5 steps", 1.0)
+    assert own["predicted"]["lookup_hit_rate"] < told["measured"]["lookup_hit_rate"]
+    assert "its first 5 steps" in capsys.readouterr().out
+    assert "counts are those of the first 10 steps" in change["notes"][-1]  # the same samples
 
 
 @pytest.mark.parametrize(
