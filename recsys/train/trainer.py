@@ -285,8 +285,9 @@ def _prepare(
             RunCallbacks(epochs=config.epochs) if processes.rank else callbacks_of(config, given)
         )
         source = open_source(config)
-        processes.require(config, source)
         is_new = earlier is None or earlier.saved is None
+        # A checkpoint has the rows, so a run that continues does not read `init_from`.
+        processes.require(config if is_new else replace(config, init_from=""), source)
         first_model = open_first_model(config, source) if is_new else None
         callbacks.require(config, source)
         if earlier is None:

@@ -154,12 +154,14 @@ def test_an_invalid_id_in_a_mini_batch_ahead_ends_all_ranks(ranks, tmp_path):
     assert num_steps == 16  # ids of the next three were sent
 
 
-def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
-    begun, ours, theirs = (tmp_path / name for name in ("begun", "ours", "theirs"))
-    run_training(begun, SAVES)
+def test_ranks_continue_a_run_of_one_process_that_began_with_another_model(ranks, tmp_path):
+    first, begun, ours, theirs = (tmp_path / name for name in ("first", "begun", "ours", "theirs"))
+    run_training(first, ["seed=1"])
+    saves = [*SAVES, f"init_from={first}"]
+    run_training(begun, saves)
     shutil.copytree(begun, ours)
     shutil.copytree(begun, theirs)
-    more = [*SAVES, "epochs=2"]
+    more = [*saves, "epochs=2"]
 
     run_training(theirs, more, resume=True)
     found = ranks("trains_a_run", run=str(ours), settings=more, resume=True)
