@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from recsys._support.files import appearing_whole
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -85,4 +87,5 @@ class Timeline:
             }
             for track, name, begin, end in spans
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        with appearing_whole(path) as partial:  # its error names the file
+            partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,5 +1,9 @@
 """Pictures, looked at before they are drawn."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from recsys.pipeline.timeline import Timeline
@@ -7,7 +11,9 @@ from recsys.train.run_files.curves import (
     draw_run,
     draw_shares,
     draw_timeline,
+    plot_timeline,
 )
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.run_files.skipping_picture import draw_skipping
 
 
@@ -56,6 +62,24 @@ def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_stage(figures
 def test_a_timeline_without_a_step_has_no_picture(figures):
     assert draw_timeline(Timeline()) is None
     assert not figures
+
+
+def test_on_a_full_disk_the_error_names_the_file_and_none_is_half(figures, tmp_path, monkeypatch):
+    timeline, folder = Timeline(), RunFolder(tmp_path)
+    for step in range(3):
+        timeline.add("steps", "load", step, step + 0.25)
+
+    def fill(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    monkeypatch.setattr(Path, "write_text", fill)
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*timeline\.png'"):
+        plot_timeline(folder, timeline)
+    with pytest.raises(OSError, match=r"No space left on device: '.*timeline\.json'"):
+        timeline.write(folder.timeline_file)
+    assert not list(tmp_path.iterdir())
 
 
 def test_skipping_is_drawn_from_what_a_run_noted(figures):

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.files import appearing_whole
 from recsys.pipeline.stalls import stage_title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -45,16 +47,18 @@ _SMOOTHED = 5  # reports before and after one, whose mean is drawn
 
 def plot_curves(folder: RunFolder) -> None:
     """Draw `curves.png` from the history; an empty history gives no file."""
-    picture = draw_run(folder.read_history(), folder.read_config().eval.split)
-    if picture is not None:
-        folder.curves_file.write_bytes(picture)
+    _write(draw_run(folder.read_history(), folder.read_config().eval.split), folder.curves_file)
 
 
 def plot_timeline(folder: RunFolder, timeline: Timeline) -> None:
     """Draw `timeline.png`; a timeline without steps gives no file."""
-    picture = draw_timeline(timeline)
+    _write(draw_timeline(timeline), folder.timeline_picture_file)
+
+
+def _write(picture: bytes | None, file: Path) -> None:
     if picture is not None:
-        folder.timeline_picture_file.write_bytes(picture)
+        with appearing_whole(file) as partial:  # its error names the file
+            partial.write_bytes(picture)
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:

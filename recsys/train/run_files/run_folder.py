@@ -11,8 +11,8 @@
         timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
         timeline.png       ten of these steps as a picture
 
-`config.toml`, `run.json` and the model are written atomically. PyTorch is imported when a model is
-saved or loaded, so that commands can check a folder before.
+All but `history.jsonl` and the checkpoints are written atomically. PyTorch is imported when a model
+is saved or loaded, so that commands can check a folder before.
 """
 
 from __future__ import annotations
