@@ -84,10 +84,11 @@ def load_checkpoint(
     """Restore what `save_checkpoint` saved, and the random states of Python, numpy and torch.
 
     Nothing is changed before every file is found to be whole. Tables are read in blocks. Budget,
-    plan, tier and device may differ from those of the run that was saved. Every gradient of the
-    model is dropped, because it is one of the weights before; `load_state_dict` of torch leaves
-    `grad`. What was saved of a pipeline, a loader or schedulers and is not given here is not
-    restored, with a warning.
+    plan, tier and device may differ from those of the run that was saved. What was saved of a
+    pipeline, a loader or schedulers and is not given here is not restored, with a warning.
+
+    The `grad` of every parameter becomes None, because it belongs to the weights before. Torch's
+    `load_state_dict` keeps it. Gradients of rows that no update has used are dropped, too.
 
     Args:
         folder: The folder of checkpoints.
