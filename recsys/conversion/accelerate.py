@@ -89,6 +89,8 @@ def accelerate(
     - A step without lookups in a table is no step of that table. In plain PyTorch it is one after
       `zero_grad(set_to_none=False)`, which SparseAdam and `lr_decay` of Adagrad count.
     - `nn.Parameter(weight)` and `from_pretrained(weight)` need `weight.detach()`.
+    - The modules keep the gradients of rows. If all of them are deleted before `step`, it does not
+      update their rows.
     - A hook for the gradient of a table is refused. Step hooks that are registered later see a
       closure.
     - With a budget, `weight` is written back when it is read, and `optimizer.state` by

@@ -89,16 +89,22 @@ def names_of(
 ) -> dict[nn.Module, list[str]]:
     """Find wanted modules, with their names; not those inside a wanted or a recsys module."""
     found: dict[nn.Module, list[str]] = {}
-
-    def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
-        for name, child in _children(module):
-            if is_wanted(child):
-                found.setdefault(child, []).append(prefix + name)
-            elif not isinstance(child, AbstractTables) and child not in path:
-                visit(child, f"{prefix}{name}.", (*path, child))
-
-    visit(model, "", (model,))
+    for name, module in _wanted_in(model, is_wanted, "", (model,)):
+        found.setdefault(module, []).append(name)
     return found
+
+
+def _wanted_in(
+    module: nn.Module,
+    is_wanted: Callable[[nn.Module], bool],
+    prefix: str,
+    path: tuple[nn.Module, ...],
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in _children(module):
+        if is_wanted(child):
+            yield prefix + name, child
+        elif not isinstance(child, AbstractTables) and child not in path:
+            yield from _wanted_in(child, is_wanted, f"{prefix}{name}.", (*path, child))
 
 
 def tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:

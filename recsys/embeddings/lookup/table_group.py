@@ -299,8 +299,8 @@ class TableGroup:
                     f"updates it, got {type(table).__name__}; set the module's weight to "
                     "torch.nn.Parameter(weight.data)"
                 )
-        for table in self.tables:
-            bind_table(table, self, is_tiered=self.tiers is not None)
+        for number, table in enumerate(self.tables):
+            bind_table(table, self, number, self.tiers)
         self._has_updater, self._space = True, None
 
     def give_memory(self, number: int, table: nn.Parameter) -> None:

@@ -162,10 +162,8 @@ class _Place(NamedTuple):
 
 def _place_of(table: Tensor) -> _Place | None:
     """The tiers of a table; None if the table is resident."""
-    group = _group_of(table)
-    if group is None or group.tiers is None:
-        return None
-    return _Place(group.tiers, group.number_of(table))
+    found = _BINDINGS.get(id(table))
+    return None if found is None else found.place
 
 
 def _is_overwritten(table: TieredParameter, args: Sequence[Any]) -> bool:
@@ -220,9 +218,22 @@ _READS = {getattr(kind, name) for kind in (torch.Tensor, torch) for name in _REA
     getattr(torch.Tensor, f"__{name}__") for name in ("repr", "format")
 }
 
+
+class _Binding(NamedTuple):
+    """What a table is bound to.
+
+    Its group may be deleted earlier than the table. Its tiers may not, because slots may have the
+    newest rows.
+    """
+
+    table: ref[nn.Parameter]
+    group: ref[TableGroup]
+    place: _Place | None
+
+
 # Keyed by the table's id: torch.save would pickle the group if it were an attribute. A plain
 # dictionary, because it is fast and optimizers read every `grad` twice a step.
-_GROUPS: dict[int, tuple[ref[nn.Parameter], ref[TableGroup]]] = {}
+_BINDINGS: dict[int, _Binding] = {}
 
 
 def require_no_updater(name: str, table: nn.Parameter, but_by: TableGroup | None = None) -> None:
@@ -248,17 +259,34 @@ def require_no_updater(name: str, table: nn.Parameter, but_by: TableGroup | None
     make_plain(table)
 
 
-def bind_table(table: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
-    """Connect a table to the group that holds its gradients and, if tiered, its newest rows."""
-    number = id(table)
-    _GROUPS[number] = ref(table, lambda _: _GROUPS.pop(number, None)), ref(group)
-    _set_class(table, TieredParameter if is_tiered else LedgerParameter)
+def bind_table(table: nn.Parameter, group: TableGroup, number: int, tiers: Tiers | None) -> None:
+    """Connect a table to the group that holds its gradients and, if tiered, its newest rows.
+
+    Args:
+        table: The Parameter.
+        group: Its group.
+        number: Its number in the group.
+        tiers: The tiers of the group.
+    """
+    key = id(table)
+    place = None if tiers is None else _Place(tiers, number)
+    weak_table = ref(table, lambda _: _BINDINGS.pop(key, None))
+    _BINDINGS[key] = _Binding(weak_table, ref(group), place)
+    _set_class(table, LedgerParameter if tiers is None else TieredParameter)
 
 
 def unbind_table(table: nn.Parameter, group: TableGroup | None) -> None:
-    """Make a table a plain Parameter, unless it belongs to another group."""
+    """Make a table a plain Parameter, unless it belongs to another group.
+
+    Raises:
+        ConflictingWrite: its group was deleted, and it was written to while slots had newer rows.
+        TiersFailed: its group was deleted after a transfer had failed.
+    """
     if isinstance(table, LedgerParameter) and _group_of(table) in (None, group):
-        _GROUPS.pop(id(table), None)
+        place = _place_of(table)
+        if place is not None:
+            place.tiers.flush()
+        _BINDINGS.pop(id(table), None)
         _set_class(table, nn.Parameter)
 
 
@@ -285,8 +313,8 @@ def move_to_own_pages(weight: nn.Parameter) -> None:
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:
-    found = _GROUPS.get(id(weight))
-    return None if found is None else found[1]()
+    found = _BINDINGS.get(id(weight))
+    return None if found is None else found.group()
 
 
 def _require_no_group(table: LedgerParameter) -> None:

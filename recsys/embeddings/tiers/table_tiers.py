@@ -29,6 +29,7 @@ from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue
 from recsys.embeddings.tiers.ahead_claims import claim_for_one, claim_for_several
+from recsys.embeddings.tiers.cold.cold_spaces import ColdSpaces
 from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.forecast import Forecast
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
@@ -64,6 +65,7 @@ class Tiers(AbstractInTurn):
         names, sizes, dtype: Those of `made_of`.
         device: Device of the slots and of lookups.
         hot: The slots.
+        cold: The tables and state of the cold store.
         residency: Moves rows between the slots and the cold store.
         ahead: Tickets that wait for their lookups.
         is_exposed: Whether the tables may be written to undetected; then the next lookup fetches
@@ -75,12 +77,13 @@ class Tiers(AbstractInTurn):
         self.names, self.sizes, self.dtype = made_of.names, made_of.sizes, made_of.dtype
         self.ahead = AheadQueue()
         self._has_forecast = False
+        self.cold = ColdSpaces(
+            [
+                RowSpace([torch.empty(0, size, device="cpu") for _ in made_of.sizes])
+                for size in made_of.state_sizes.values()
+            ]
+        )
         self._make(made_of)
-        self._tables: RowSpace | None = None
-        self._states: Sequence[RowSpace] = [
-            RowSpace([torch.empty(0, size, device="cpu") for _ in made_of.sizes])
-            for size in made_of.state_sizes.values()
-        ]
         self._versions = TableVersions()
         self.is_exposed = self._is_only_read = False
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
@@ -98,7 +101,7 @@ class Tiers(AbstractInTurn):
         self.device = self.hot.rows.device
         if self._has_forecast:
             self.hot.forecast = Forecast.of(self.hot)
-        self.residency = made_of.make_residency(self.hot, self.files, self._spaces)
+        self.residency = made_of.make_residency(self.hot, self.files, self.cold)
         if kept is not None:
             kept.give_to(self.residency)
 
@@ -288,23 +291,23 @@ class Tiers(AbstractInTurn):
             TiersFailed: a transfer has failed.
         """
         self.residency.queue.require_intact()
-        is_same = tables is self._tables
+        is_same = tables is self.cold.tables
         if is_same and not self.is_exposed and not self._versions.have_changed(used):
             return
         if self.files is not None and not is_same:
             arrays_of(self.files, tables.tables)  # raises now instead of in a transfer
         if self.files is not None and self._versions.have_changed():
             self.files.mark_dirty()
-        if self._tables is not None:
+        if self.cold.tables is not None:
             self.flush()
             self.is_exposed = True  # so that a failed reload is repeated
             if self.residency.changed_rows is not None:
                 self.residency.changed_rows.mark_all()
             with interrupts_held_back():
                 self.residency.settle()  # pending transfers use the old tables
-                self._tables = tables
+                self.cold.tables = tables
                 self.residency.reload()
-        self._tables, self.is_exposed = tables, False
+        self.cold.tables, self.is_exposed = tables, False
         self._versions.watch(tables, self._named_states())
 
     def _reload_before_lookup(self, tables: RowSpace, used: Sequence[int] | None = None) -> None:
@@ -355,14 +358,14 @@ class Tiers(AbstractInTurn):
         """
         if are_others:
             self.flush()
-        self._states = states
-        if self._tables is None:
+        self.cold.states = states
+        if self.cold.tables is None:
             return
         if are_others:
             self.residency.reload()
         if self._versions.have_changed():
             self.is_exposed = True  # the next lookup fetches rows again
-        self._versions.watch(self._tables, self._named_states())
+        self._versions.watch(self.cold.tables, self._named_states())
 
     def flush(self) -> None:
         """Write back every row that was updated.
@@ -486,12 +489,4 @@ class Tiers(AbstractInTurn):
         return [each for each in self._versions.written() if each.table in self._updated]
 
     def _named_states(self) -> dict[str, RowSpace]:
-        return dict(zip(self._made_of.state_sizes, self._states, strict=True))
-
-    def _spaces(self) -> Sequence[RowSpace]:
-        """The cold store's arrays, where they lie now: `share_memory_` moves a storage in place."""
-        assert self._tables is not None
-        return [
-            space if space.holds(space.tables) else RowSpace(space.tables)
-            for space in (self._tables, *self._states)
-        ]
+        return dict(zip(self._made_of.state_sizes, self.cold.states, strict=True))

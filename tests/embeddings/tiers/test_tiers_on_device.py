@@ -88,7 +88,7 @@ def require_own_pages(module):
     """A device that copies rows by itself reaches whole pages, which nothing else may be in."""
     for tiers in module.tiers():
         if tiers.are_reached:
-            arrays = [array for space in tiers._spaces() for array in space.tables]
+            arrays = [array for space in tiers.cold() for array in space.tables]
             assert all(pages_of(array) for array in arrays if array.nbytes)
 
 

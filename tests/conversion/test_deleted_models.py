@@ -1,0 +1,124 @@
+"""What is left of an accelerated model that was deleted: its memory, its tables, its optimizer."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.embeddings import Adagrad, HotColdEmbeddingBag
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users = nn.Embedding(300, 4, sparse=True)
+        self.items = nn.EmbeddingBag(200, 4, mode="sum", sparse=True)
+
+    def forward(self, ids):
+        return self.users(ids[:, 0] % 300) * self.items(ids % 200)
+
+
+def train(model, optimizer, num_steps=8):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randint(0, 300, (8, 2), generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def trained(tier, folder):
+    """A trained model and its optimizer. `tier` is "plain", "resident", "host" or "file"."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    if tier != "plain":
+        options = {} if tier == "resident" else {"budget": "8KiB", "cold_tier": tier}
+        if tier == "file":
+            options["cold_path"] = folder
+        recsys.accelerate(model, optimizer=optimizer, **options)
+    train(model, optimizer)
+    return model, optimizer
+
+
+@pytest.fixture
+def no_gc():
+    trained("plain", None)  # torch's first step leaves cycles
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("tier", ["resident", "host", "file"])
+def test_a_deleted_model_frees_its_memory_at_once(tier, tmp_path, no_gc):
+    model, optimizer = trained(tier, tmp_path / "rows")
+    parts = [*model.parameters(), *model.users.row_updater.tiers(), optimizer]
+    alive = [weakref.ref(part) for part in parts]
+
+    del model, optimizer, parts
+
+    assert [part() for part in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("collects", [False, True])
+def test_a_table_kept_from_a_deleted_model_has_its_newest_rows(tier, collects, tmp_path):
+    expected = [*trained("resident", None)[0].parameters()]
+
+    found = [*trained(tier, tmp_path / "rows")[0].parameters()]
+    if collects:
+        gc.collect()
+
+    for weight, other in zip(found, expected, strict=True):
+        assert torch.equal(weight.detach(), other.detach())
+
+
+def test_a_table_kept_from_a_deleted_module_has_its_newest_rows():
+    weights = []
+    for budget in (None, "8KiB"):
+        torch.manual_seed(0)
+        bag = HotColdEmbeddingBag(500, 4, mode="sum", optimizer=Adagrad(lr=0.1), budget=budget)
+        bag(torch.arange(60).view(-1, 2)).square().sum().backward()
+        weights.append(bag.weight)
+    del bag
+    gc.collect()
+
+    assert torch.equal(weights[0].detach(), weights[1].detach())
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("is_again", [False, True])
+def test_an_optimizer_trains_on_with_tables_of_a_deleted_model(tier, is_again, tmp_path):
+    ends = []
+    for each in ("resident", tier):
+        model, optimizer = trained(each, tmp_path / "rows")
+        tables = [*model.parameters()]
+        del model
+        if not is_again:  # a step, before any use of the tables
+            for table in tables:
+                table.grad = torch.ones_like(table.detach())
+            optimizer.step()
+        other = Model()
+        other.users.weight, other.items.weight = tables
+        if is_again:
+            recsys.accelerate(
+                other, optimizer=optimizer, budget=None if each == "resident" else "8KiB"
+            )
+        train(other, optimizer)
+        sums = [state["sum"] for state in optimizer.state_dict()["state"].values()]
+        ends.append([*(table.detach() for table in tables), *sums])
+
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+def test_the_state_of_an_optimizer_is_whole_after_its_model_was_deleted(tier, tmp_path):
+    states = [
+        trained(each, tmp_path / "rows")[1].state_dict()["state"] for each in ("resident", tier)
+    ]
+
+    for number in (0, 1):
+        assert torch.equal(states[0][number]["sum"], states[1][number]["sum"])
