@@ -109,3 +109,10 @@ def test_a_list_is_no_label(tmp_path):
 
     with pytest.raises(DatasetFormatError, match=r"'y': a label must be 0, 1, .*got list<.*; take"):
         times_of(tmp_path / "a.parquet")
+
+
+def test_a_time_of_another_form_names_the_key_of_the_form(tmp_path):
+    path = write_times(tmp_path / "a.csv", ["2025-01-03T19:00:00Z"])
+
+    with pytest.raises(DatasetFormatError, match=r"line 2, column 't': .*set timestamp_format"):
+        times_of(path, timestamp_format="%d.%m.%Y")

@@ -411,7 +411,8 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
     if "%" in form:
         text = _strings(array)
         read = pc.strptime(text, format=form, unit="s", error_is_null=True)
-        _require(read.is_valid(), f"a time must have the form {form!r}", "correct it")
+        way_out = "correct it, or set timestamp_format to the form of the column"
+        _require(read.is_valid(), f"a time must have the form {form!r}", way_out)
         if "%Z" in form and "%z" not in form:
             rule = "the zone of a time must be UTC or GMT, as names of others are not read"
             way_out = "write offsets such as +01:00, with %z"
