@@ -213,6 +213,21 @@ def test_torch_jit_and_vmap_go_by_torch_and_leave_the_module_as_it_was():
     assert torch.equal(mapped, embedding(ids))
 
 
+def test_vmap_over_ids_trains_rows_in_two_tiers_as_resident_ones():
+    ids = torch.tensor([[1, 2], [3, 8]])
+    results = []
+    for budget in (None, 1000):
+        torch.manual_seed(0)
+        embedding = HotColdEmbedding(99, 4, optimizer=SGD(lr=0.1), budget=budget)
+        embedding(ids).square().sum().backward()  # so the newest rows are in slots
+        mapped = torch.vmap(lambda row, looked_up=embedding: looked_up(row).sum(0))(ids)
+        mapped.square().sum().backward()
+        embedding.row_optimizer.step()
+        results.append((mapped.detach(), embedding.weight.detach().clone()))
+
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("budget", [None, 1000])
 def test_transforms_of_torch_func_are_refused_by_name(budget):
     bag = HotColdEmbeddingBag(99, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)

@@ -394,7 +394,7 @@ class Run:
                 continue
             if tiers.is_exposed:  # the table was read: it counts until the next lookup
                 continue
-            for number, table in enumerate(tiers._tables.tables if tiers._tables else ()):
+            for number, table in enumerate(tiers.cold.tables.tables if tiers.cold.tables else ()):
                 first, rows = int(tiers.hot.first_rows[number]), table.detach().clone()
                 at = slots.slot_of_row[first : first + len(rows)]
                 is_here = torch.from_numpy((at >= 0) & (at < AWAITED))

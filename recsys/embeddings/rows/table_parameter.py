@@ -180,7 +180,10 @@ def _is_copy(result: Any, tables: Sequence[Tensor]) -> bool:
         return True
     if not isinstance(result, Tensor) or result.layout is not torch.strided:
         return False
-    memory = result.untyped_storage().data_ptr()
+    try:
+        memory = result.untyped_storage().data_ptr()
+    except NotImplementedError:  # a tensor of torch.vmap has no memory of its own
+        return False
     return all(table.untyped_storage().data_ptr() != memory for table in tables)
 
 
