@@ -336,7 +336,10 @@ class _Provider:
         return seconds
 
     def _batches(self, ids_by_step: Tensor) -> list[JaggedIds]:
-        return [JaggedIds.from_one_hot(self._keys, ids_FB) for ids_FB in ids_by_step]
+        batches = [JaggedIds.from_one_hot(self._keys, ids_FB) for ids_FB in ids_by_step]
+        for features in batches:
+            features.offsets()  # made when first asked for, and only the others ask, in their steps
+        return batches
 
     def _make_steps(self, batches: list[JaggedIds]) -> None:
         for features in batches:

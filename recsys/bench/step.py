@@ -234,6 +234,8 @@ def _whole_steps(
             source.read(np.arange(number * batch_size, (number + 1) * batch_size))
             for number in range(num_batches)
         ]
+        for batch in batches:
+            batch.sparse_features.offsets()  # made when first asked for; recsys never asks
         steps[embeddings] = _WholeStep(model, optimizers, batches, autocast(config))
     return steps
 

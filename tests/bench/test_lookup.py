@@ -190,6 +190,22 @@ def test_all_providers_look_up_the_same_ids_each_mini_batch_once(in_this_process
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(values, expected, strict=True))
 
 
+def test_no_provider_makes_the_offsets_of_its_mini_batches_in_its_steps(
+    in_this_process, monkeypatch
+):
+    made = []
+
+    def make_steps(self, batches):
+        made.extend(batch._offsets is not None for batch in batches)
+
+    monkeypatch.setattr(lookup._Provider, "_make_steps", make_steps)
+
+    bench_lookup([4], [4], ["sgd"], num_rounds=1, table_sizes=[5])
+
+    assert len(made) == 3 * 4 * 2 * 2  # providers, turns, untimed and timed, two steps
+    assert all(made)
+
+
 def test_the_bare_kernels_move_the_rows_of_the_module_by_its_formula(in_this_process, optimizer):
     """Beside a second provider that makes the same steps by module and optimizer."""
     ids = np.random.default_rng(0).integers(0, 5, (3, 2, 3, 2, 8))

@@ -194,6 +194,7 @@ def test_a_whole_step_trains():
 
     assert set(whole_steps) == {"recsys", "torch", "fbgemm"}
     for name, whole in whole_steps.items():
+        assert all(batch.sparse_features._offsets is not None for batch in whole.batches)
         before = [value.clone() for value in whole.model.state_dict().values()]
         whole()
 

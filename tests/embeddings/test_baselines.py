@@ -65,6 +65,20 @@ def test_features_are_found_by_name_whatever_their_order(provider):
     assert torch.equal(module(shuffled).values(), module(IDS).values())
 
 
+@pytest.mark.parametrize("num_samples", [0, 4])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_one_hot_ids_are_looked_up_as_by_offsets(provider, num_samples):
+    module, _ = build(provider)
+    rows = torch.randint(5, (3, num_samples), generator=torch.Generator().manual_seed(0))
+    keys = ["item", "user", "friend"]
+    by_offsets = JaggedIds(keys, rows.flatten(), torch.arange(rows.numel() + 1))
+
+    pooled = module(JaggedIds.from_one_hot(keys, rows)).values()
+
+    assert len(pooled) == num_samples
+    assert torch.equal(pooled, module(by_offsets).values())
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_missing_feature_is_named(provider):
     module, _ = build(provider)

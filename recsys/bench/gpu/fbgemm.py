@@ -127,4 +127,5 @@ class FbgemmLoop(PlainLoop):
                 known: each for known, each in self._known.items() if known >= self._next
             }
             self._known[number] = self._setting.batches.batch(number)
+            self._known[number].sparse_features.offsets()  # made when first asked for
         return self._known[number]

@@ -143,14 +143,22 @@ class AbstractEmbeddingBags(AbstractCollection):
         """Values, offsets (B + 1, from 0) and weights of each lookup."""
         positions = self._positions(features)
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
-        batch_size = features.stride()
-        # The bounds of all features, read at once: on a GPU every read waits for the device.
-        begins = offsets[::batch_size].tolist() if batch_size else [0] * (len(features.keys()) + 1)
+        batch_size, num_features = features.stride(), len(features.keys())
+        is_one_hot = isinstance(features, JaggedIds) and features.is_known_one_hot()
+        begins: Sequence[int]
+        if is_one_hot or not batch_size:
+            begins = [batch_size * feature for feature in range(num_features + 1)]
+        else:
+            # Those of all features, read at once: on a GPU every read waits for the device.
+            begins = offsets[::batch_size].tolist()
         for position in positions:
             begin, end = begins[position], begins[position + 1]
-            bounds = offsets[position * batch_size : (position + 1) * batch_size + 1]
+            if is_one_hot:
+                bounds = offsets[: batch_size + 1]  # as of the first feature: nothing to subtract
+            else:
+                bounds = offsets[position * batch_size : (position + 1) * batch_size + 1] - begin
             bag_weights = None if weights is None else weights[begin:end]
-            yield values[begin:end], bounds - begin, bag_weights
+            yield values[begin:end], bounds, bag_weights
 
 
 def make_bags(tables: Sequence[TableConfig], rows: Sequence[Tensor]) -> nn.ModuleDict:
