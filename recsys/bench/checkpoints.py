@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.machine import set_num_threads, tune_allocator
-from recsys.bench.parts.harness import Row, in_own_process, ratio, summarize, take_turns
+from recsys.bench.parts.harness import Row, ratio, summarize, take_turns
 from recsys.bench.parts.process_memory import process_memory
-from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, in_own_process
 from recsys.config import load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD

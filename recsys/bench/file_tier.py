@@ -39,7 +39,7 @@ from recsys._support.memory import advise_random
 from recsys._support.sizes import format_bytes
 from recsys.bench.parts.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
 from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
-from recsys.bench.parts.harness import Row, in_own_process, take_turns
+from recsys.bench.parts.harness import Row, take_turns
 from recsys.bench.parts.process_memory import process_memory
 from recsys.bench.parts.scheduled import (
     ScheduledSteps,
@@ -50,7 +50,7 @@ from recsys.bench.parts.scheduled import (
     subtract_counts,
     train_plainly,
 )
-from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, in_own_process
 from recsys.config import ModelConfig, OptimizerConfig
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.synthetic.samples import SyntheticCriteo

@@ -31,7 +31,6 @@ from torch import nn
 from recsys._support.machine import set_num_threads, tune_allocator
 from recsys.bench.parts.harness import (
     Row,
-    in_own_process,
     median_of_ratios,
     ratio,
     rows_by_provider,
@@ -49,6 +48,7 @@ from recsys.bench.parts.plain_models import (
     make_model,
     make_without_tables,
 )
+from recsys.bench.parts.worker import in_own_process
 from recsys.conversion.accelerate import accelerate
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.errors import ConfigError

@@ -23,18 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys.bench.parts.harness import (
-    Row,
-    in_own_process,
-    ratio,
-    rows_by_provider,
-    summarize,
-    take_turns,
-)
+from recsys._support.machine import tune_allocator
+from recsys.bench.parts.harness import Row, ratio, rows_by_provider, summarize, take_turns
 from recsys.bench.parts.process_memory import peak_of_anonymous_memory
+from recsys.bench.parts.worker import in_own_process
 from recsys.bench.synthetic import write_store
 from recsys.config import load_config
 from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.train.judge.predict import predict_run
 from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
@@ -66,7 +62,11 @@ def bench_predict(
         num_rounds: Turns of each.
         batch_size: B.
         table_sizes: Rows per table; Kaggle's if empty.
+
+    Raises:
+        MissingDependency: pyarrow is not installed.
     """
+    import_pyarrow()  # before a model is trained
     rows = []
     with tempfile.TemporaryDirectory(prefix="recsys-bench-") as own:
         store = Path(own) / "store"
@@ -130,6 +130,7 @@ def _train(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def _predict(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
+    tune_allocator()  # as `recsys predict` does, and as training does
     out = run_dir.parent / f"scores-{time.monotonic_ns()}.parquet"
     with peak_of_anonymous_memory() as peak:
         report = predict_run(run_dir, [settings["data"]], out, batch_size=settings["batch_size"])

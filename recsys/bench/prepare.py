@@ -21,7 +21,8 @@ import numpy as np
 import pandas as pd
 
 from recsys._support.machine import peak_memory_bytes
-from recsys.bench.parts.harness import Row, in_own_process, ratio, rows_by_provider, take_turns
+from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns
+from recsys.bench.parts.worker import in_own_process
 from recsys.datasets.criteo.flow import CATEGORY_NAMES, INTEGER_NAMES
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.criteo.parse import NUM_FIELDS, NUM_INTEGERS, parse_lines

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from recsys.bench.parts.harness import in_own_process
+from recsys.bench.parts.worker import in_own_process
 from recsys.bench.prepare import measure_runs
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow

@@ -44,13 +44,13 @@ from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.bench.parts.bare_kernels import BareKernels, bags_of
 from recsys.bench.parts.harness import (
     Row,
-    in_own_process,
     ratio,
     rows_by_provider,
     steps_of_turn,
     take_turns,
     timed,
 )
+from recsys.bench.parts.worker import in_own_process
 from recsys.config import TrainConfig, load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.errors import ConfigError

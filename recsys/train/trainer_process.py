@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
 
-__all__ = ["train_in_own_process"]
+__all__ = ["sigint_ignored", "train_in_own_process"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # By exit code of a process that sent no result.
@@ -65,7 +65,7 @@ def train_in_own_process(
     connection, other_end = spawn.Pipe()
     arguments = (other_end, config, run_dir, resume, show_progress)
     process = spawn.Process(target=_work, args=arguments)
-    with _sigint_ignored():  # inherited: the process takes Ctrl-C from the pipe instead
+    with sigint_ignored():  # inherited: the process takes Ctrl-C from the pipe instead
         process.start()
     other_end.close()
     is_interrupted = False
@@ -138,7 +138,7 @@ def _listen(caller: Connection) -> None:
 
 
 @contextmanager
-def _sigint_ignored() -> Iterator[None]:
+def sigint_ignored() -> Iterator[None]:
     """Ignore SIGINT within the `with` block, here and in processes started in it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals

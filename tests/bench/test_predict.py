@@ -4,15 +4,14 @@ from pathlib import Path
 import pytest
 
 from recsys.bench import predict
-from recsys.bench.parts import harness, process_memory
+from recsys.bench.parts import process_memory
 
 pytest.importorskip("pyarrow")
 
 
 @pytest.mark.outside_ci
-def test_training_and_prediction_are_measured_for_both_tiers(forking, monkeypatch):
-    monkeypatch.setattr(harness, "multiprocessing", forking)
-
+@pytest.mark.usefixtures("quick_workers")
+def test_training_and_prediction_are_measured_for_both_tiers():
     rows = predict.bench_predict(num_samples=3000, num_rounds=1, batch_size=256, table_sizes=[50])
 
     measured = [

@@ -1,7 +1,6 @@
 import pytest
 
 from recsys.bench import prepare
-from recsys.bench.parts import harness
 from recsys.bench.parts.harness import ratio
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 
@@ -29,8 +28,8 @@ def test_the_long_text_has_as_many_ids_as_asked_for(raw_line, tmp_path):
     assert report.num_rows == 300
 
 
-def test_both_providers_are_measured_into_rows(raw_line, tmp_path, forking, monkeypatch):
-    monkeypatch.setattr(harness, "multiprocessing", forking)
+@pytest.mark.usefixtures("quick_workers")
+def test_both_providers_are_measured_into_rows(raw_line, tmp_path):
     raw = tmp_path / "raw.txt"
     raw.write_text("".join(raw_line(categories=[f"{n:08x}"] * 26) + "\n" for n in range(50)))
 

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from recsys.bench import prepare_table
-from recsys.bench.parts import harness
 from recsys.datasets import Store
 
 pytest.importorskip("pyarrow")
@@ -24,9 +23,8 @@ def test_all_providers_write_the_same_arrays(tmp_path):
         np.testing.assert_allclose(dense, store.dense, rtol=1e-6)
 
 
-def test_all_providers_are_measured_into_rows(tmp_path, forking, monkeypatch):
-    monkeypatch.setattr(harness, "multiprocessing", forking)
-
+@pytest.mark.usefixtures("quick_workers")
+def test_all_providers_are_measured_into_rows(tmp_path):
     rows = prepare_table.bench_prepare_table(prepare_table.TableSize(num_rows=300, num_runs=1))
 
     providers = ["recsys", "recsys-parquet", "pandas"]

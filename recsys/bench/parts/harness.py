@@ -1,15 +1,13 @@
-"""Shared by all benchmarks: turns, summaries as rows, own processes, JSON files and tables."""
+"""Shared by all benchmarks: turns, summaries as rows, JSON files and tables."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import shlex
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelledRow",
     "Row",
-    "in_own_process",
     "median_of_ratios",
     "modelled",
     "print_rows",
@@ -294,13 +291,6 @@ def _resampled(num_values: int, seed: int = 0, num_per_block: int = 1) -> NDArra
     blocks = np.random.default_rng(seed).integers(0, num_blocks, (2000, num_blocks))
     draws = blocks[:, :, np.newaxis] * num_per_block + np.arange(num_per_block)
     return draws.reshape(len(blocks), -1)
-
-
-def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a top-level function in a new process, so that its memory is measured separately."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:

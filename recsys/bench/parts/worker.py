@@ -18,15 +18,19 @@ import os
 import signal
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from recsys.errors import RecsysError
+from recsys.train.trainer_process import sigint_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-__all__ = ["Worker", "end_turn", "freeze_garbage", "settle"]
+__all__ = ["Worker", "end_turn", "freeze_garbage", "in_own_process", "settle"]
+
+_T = TypeVar("_T")
 
 # OpenMP's threads spin for about 10 ms after a parallel region before they sleep. The kernel may
 # update the CPU time of a running thread only every 4 ms, so shorter looks could miss it.
@@ -39,7 +43,7 @@ class Worker:
     """A process that makes an object and calls its methods; a context manager that ends it.
 
     Args:
-        provider: Name of the provider that it measures, for errors.
+        provider: Name of the provider that it measures, for errors; if empty, they have no place.
         case: The case that it measures, for errors; set the attribute when the case changes.
         make: A top-level function or class, called with `arguments` in the process.
         arguments: Arguments of `make`.
@@ -52,7 +56,10 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self._connection, other_end = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(other_end, make, arguments), daemon=True)
-        self._process.start()
+        # Ctrl-C reaches every process of a terminal. The owner alone handles it: a process that
+        # starts meanwhile ignores it for good.
+        with sigint_ignored():
+            self._process.start()
         other_end.close()
         self._is_made = False
         self._is_paused = False
@@ -61,7 +68,7 @@ class Worker:
         """Wait until the object is made.
 
         Raises:
-            ChildProcessError, RecsysError: As for `call`.
+            ChildProcessError, RecsysError, OSError: As for `call`.
         """
         if not self._is_made:
             self._receive()
@@ -71,9 +78,9 @@ class Worker:
         """Call a method of the object and wait for its result.
 
         Raises:
-            ChildProcessError: the process died, or the method raised an error that is not a
-                `RecsysError`; the message contains its traceback.
-            RecsysError: the method raised it.
+            ChildProcessError: the process died, or the method raised another error than those
+                below; the message contains its traceback.
+            RecsysError, OSError: the method raised it.
         """
         self.wait()
         if self._is_paused:
@@ -100,21 +107,23 @@ class Worker:
         except (EOFError, OSError) as ended:
             raise self._death() from ended
         if isinstance(error, RecsysError):
-            raise type(error)(f"{self._place}: {error}")
+            raise type(error)(f"{self._place}{error}")
+        if isinstance(error, OSError):
+            raise error
         if error is not None:
-            raise ChildProcessError(f"{self._place}: the worker failed:\n{error}")
+            raise ChildProcessError(f"{self._place}the worker failed:\n{error}")
         return answer
 
     @property
     def _place(self) -> str:
-        return f"provider {self.provider!r}, case {self.case}"
+        return f"provider {self.provider!r}, case {self.case}: " if self.provider else ""
 
     def _death(self) -> ChildProcessError:
         self._process.join()
         code = self._process.exitcode
         hint = "; often this means that memory ran out" if code == -signal.SIGKILL else ""
         return ChildProcessError(
-            f"{self._place}: the worker died with exit code {code} and no traceback{hint}"
+            f"{self._place}the worker died with exit code {code} and no traceback{hint}"
         )
 
     def __enter__(self) -> Self:
@@ -129,8 +138,6 @@ class Worker:
 
 def _serve(owner: Connection, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     """The main loop of the process."""
-    # Ctrl-C reaches every process of a terminal; only the owner handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     made: object = None
     request: tuple[str, tuple[Any, ...]] | None = None
     while True:
@@ -142,7 +149,7 @@ def _serve(owner: Connection, make: Callable[..., object], arguments: tuple[Any,
             else:
                 method, method_arguments = request
                 answer = getattr(made, method)(*method_arguments)
-        except RecsysError as raised:
+        except (RecsysError, OSError) as raised:  # such as a full disk, which the command explains
             error = raised
         except Exception:  # the owner gets the whole traceback
             error = traceback.format_exc()
@@ -151,6 +158,16 @@ def _serve(owner: Connection, make: Callable[..., object], arguments: tuple[Any,
             request = owner.recv()
         except (EOFError, OSError):
             return  # the owner has ended
+
+
+def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a top-level function in a new process, so that its memory is measured separately.
+
+    Raises:
+        ChildProcessError, RecsysError, OSError: As for `Worker.call`, without a place.
+    """
+    with Worker("", "", partial, function, *arguments) as worker:
+        return cast("_T", worker.call("__call__"))
 
 
 def freeze_garbage() -> None:

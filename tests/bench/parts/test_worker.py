@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from recsys.bench.parts import worker as worker_module
-from recsys.bench.parts.worker import Worker, settle
+from recsys.bench.parts.worker import Worker, in_own_process, settle
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError
 
@@ -78,6 +78,26 @@ def test_a_worker_that_dies_is_named_with_its_exit_code(end, code, hint):
         ),
     ):
         worker.call("run")
+
+
+@pytest.mark.usefixtures("quick_workers")
+def test_a_call_in_a_process_of_its_own_returns_its_result_or_its_error(tmp_path):
+    assert in_own_process(os.getpid) != os.getpid()
+    with pytest.raises(ConfigError, match=r"^synthetic\.num_samples"):
+        in_own_process(partial(SyntheticCriteo, num_samples=0))
+    with pytest.raises(FileNotFoundError) as caught:  # as it was raised: the command names the file
+        in_own_process(os.listdir, str(tmp_path / "none"))
+    assert caught.value.filename == str(tmp_path / "none")
+    with pytest.raises(ChildProcessError, match=r"^the worker died with exit code -9 .*memory"):
+        in_own_process(signal.raise_signal, signal.SIGKILL)
+
+
+def test_ctrl_c_reaches_the_owner_of_a_worker_alone():
+    with Worker("ours", CASE, partial(__import__, "signal")) as worker:
+        os.kill(worker._process.pid, signal.SIGINT)  # while it imports
+
+        assert worker.call("getsignal", signal.SIGINT) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
 def test_a_paused_worker_stands_still_until_its_next_call():
