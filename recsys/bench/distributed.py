@@ -94,11 +94,11 @@ def bench_distributed(
 
     Raises:
         BudgetTooSmall: a budget is too small for a mini-batch.
-        ConfigError: a number is too small, or the batch cannot be divided equally.
+        ConfigError: FBGEMM has no such dim, or the batch cannot be divided equally.
         MissingDependency: TorchRec or FBGEMM is not installed.
         ChildProcessError: a process failed; the message contains its traceback.
     """
-    _check(world_sizes, batch_size, dim, num_rounds)
+    _check(world_sizes, batch_size, dim)
     set_num_threads(1)  # as the ranks do, for the record of the run
     sizes = tuple(table_sizes) or scaled_table_sizes(dim)
     rows: list[Row] = []
@@ -107,16 +107,8 @@ def bench_distributed(
     return rows + _modelled_rows(modelled_world_sizes, batch_size, dim, sizes)
 
 
-def _check(world_sizes: Sequence[int], batch_size: int, dim: int, num_rounds: int) -> None:
+def _check(world_sizes: Sequence[int], batch_size: int, dim: int) -> None:
     place = "bench distributed"
-    for name, least in (
-        ("--world-sizes", min(world_sizes)),
-        ("--batch-size", batch_size),
-        ("--dim", dim),
-        ("--rounds", num_rounds),
-    ):
-        if least < 1:
-            raise ConfigError(f"{place}: {name} must be at least 1, got {least}")
     for world_size in world_sizes:
         if batch_size % world_size:
             raise ConfigError(

@@ -50,7 +50,6 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
-from recsys.errors import ConfigError
 from recsys.train.parts.providers import build_embeddings
 
 if TYPE_CHECKING:
@@ -100,12 +99,10 @@ def bench_lookup(
         table_sizes: Rows per table.
 
     Raises:
-        ConfigError: a batch size is below 1, or a provider does not support such tables.
+        ConfigError: a provider does not support such tables.
         MissingDependency: FBGEMM is not installed.
         ChildProcessError: a provider's process failed; the message contains its traceback.
     """
-    if min(batch_sizes) < 1:
-        raise ConfigError(f"bench lookup: batch sizes must be at least 1, got {min(batch_sizes)}")
     num_turns = _NUM_WARM_UP_ROUNDS + num_rounds
     source = SyntheticCriteo(
         num_samples=max(7, *(num_turns * _samples_of_turn(size) for size in batch_sizes)),

@@ -145,11 +145,8 @@ def bench_models(
         device: "cpu" or "cuda", where models and mini-batches are.
 
     Raises:
-        ConfigError: a batch size is below 1, the share is not between 0 and 1, or PyTorch sees no
-            such device.
+        ConfigError: the share is not between 0 and 1, or PyTorch sees no such device.
     """
-    if min(batch_sizes) < 1:
-        raise ConfigError(f"bench models: batch sizes must be at least 1, got {min(batch_sizes)}")
     if not 0 <= share < 1:
         raise ConfigError(f"bench models: share must be at least 0 and below 1, got {share}")
     if device == "cuda" and not torch.cuda.is_available():

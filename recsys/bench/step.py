@@ -53,7 +53,6 @@ from recsys.bench.parts.harness import (
 from recsys.bench.parts.worker import in_own_process
 from recsys.config import TrainConfig, load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.errors import ConfigError
 from recsys.models.dlrm import DenseArch, OverArch
 from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
@@ -99,11 +98,8 @@ def bench_step(
         table_sizes: Rows per table; Kaggle's if empty.
 
     Raises:
-        ConfigError: a batch size is below 1.
         MissingDependency: TorchRec or FBGEMM is not installed, or does not fit this torch.
     """
-    if min(batch_sizes) < 1:
-        raise ConfigError(f"bench step: batch sizes must be at least 1, got {min(batch_sizes)}")
     set_num_threads(0)  # as in the processes, for the environment in the record
     num_processes = min(num_processes, num_rounds)
     shares = np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist()

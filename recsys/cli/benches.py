@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_bench_options"]
 
+# Options that count something, by their names in the namespace.
+_COUNTS = ("batch_size", "batch_sizes", "dim", "dims", "fill_samples", "rounds", "world_sizes")
+
 
 def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Give `bench` its benchmarks, and them their options."""
@@ -26,7 +30,7 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     def add(name: str, run_command: Callable[..., int], help_text: str) -> argparse.ArgumentParser:
         parser = benchmarks.add_parser(name, help=help_text)
         parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-        parser.set_defaults(run_command=run_command)
+        parser.set_defaults(run_command=partial(_run, run_command))
         return parser
 
     prepare = add("prepare", _bench_prepare, "raw text to arrays, against pandas")
@@ -112,6 +116,19 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     ):
         parser = add(name, run_command, help_text)
         parser.add_argument("--quick", action="store_true", help="few samples, few rounds")
+
+
+def _run(run_command: Callable[..., int], options: argparse.Namespace) -> int:
+    """Run a benchmark if every count that it was given is at least 1."""
+    for name in _COUNTS:
+        given = getattr(options, name, None)
+        least = min(given) if isinstance(given, list) else given
+        if least is not None and least < 1:
+            raise ConfigError(
+                f"bench {options.benchmark}: --{name.replace('_', '-')} must be at least 1, "
+                f"got {least}"
+            )
+    return run_command(options)
 
 
 def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
@@ -258,6 +275,8 @@ def _bench_file_tier(options: argparse.Namespace) -> int:
     if options.cold_path is None:
         raise ConfigError("--cold-tier file needs --cold-path, a folder for the tables")
     parse_bytes(options.budget, "--budget")
+    if not options.times_memory > 0:
+        raise ConfigError(f"--times-memory must be above 0, got {options.times_memory}")
     dim, batch_size = options.dim or 128, options.batch_size or 4096
     case = FileTierCase(
         table_sizes=(20_000,) * 26

@@ -348,9 +348,3 @@ def test_a_worker_that_fails_ends_the_benchmark_with_its_place_and_traceback(mon
 
     assert "Traceback" in str(caught.value)
     assert "TypeError" in str(caught.value)
-
-
-@pytest.mark.parametrize("batch_size", [0, -3])
-def test_a_batch_size_below_1_is_refused(batch_size):
-    with pytest.raises(ConfigError, match=f"batch sizes must be at least 1, got {batch_size}"):
-        bench_lookup([8, batch_size], [4], ["sgd"], num_rounds=1)
