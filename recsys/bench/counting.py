@@ -15,9 +15,7 @@ All providers take turns in one process. A round counts every lookup once.
 
 from __future__ import annotations
 
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +23,7 @@ import torch
 
 from recsys._support.machine import tune_allocator
 from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys.bench.parts.scratch import scratch_folder
 from recsys.bench.synthetic import finish_store, write_store
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.store import Store, StoreWriter
@@ -33,6 +32,7 @@ from recsys.embeddings.popularity.profile import PopularityProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -60,10 +60,10 @@ def bench_counting(
     """
     tune_allocator()
     source = SyntheticCriteo(num_samples=num_samples, table_sizes=table_sizes)
-    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
+    with scratch_folder() as folder:
         stores = {
-            "criteo": Store(write_store(source, Path(folder) / "criteo")),
-            "even": Store(_write_even(source, Path(folder) / "even")),
+            "criteo": Store(write_store(source, folder / "criteo")),
+            "even": Store(_write_even(source, folder / "even")),
         }
         rows: list[Row] = []
         for name, store in stores.items():

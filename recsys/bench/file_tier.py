@@ -20,10 +20,8 @@ schedule can be faster than the slower floor, except for rows in the page cache.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ from recsys._support.sizes import format_bytes
 from recsys.bench.parts.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
 from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.parts.harness import Row, take_turns
-from recsys.bench.parts.process_memory import process_memory
+from recsys.bench.parts.process_memory import AnonymousMemory
 from recsys.bench.parts.scheduled import (
     ScheduledSteps,
     Turn,
@@ -245,7 +243,7 @@ class _AbstractTrainer:
     ) -> None:
         set_num_threads(0)
         tune_allocator()
-        self._anonymous = _AnonymousMemory()
+        self._anonymous = AnonymousMemory()
         self._case, self._source = case, case.source()
         self._next = _PROVIDERS.index(provider) * case.num_samples
         self._embeddings, optimizer = make_embeddings(case)
@@ -364,22 +362,6 @@ def _mapped_embeddings(case: FileTierCase) -> tuple[Any, Any]:
         advise_random(rows)
         bag.weight = nn.Parameter(rows.view(table.num_embeddings, case.dim))
     return embeddings, embeddings.make_optimizer(OptimizerConfig(name="sgd", lr=_LR))
-
-
-class _AnonymousMemory:
-    """Peak anonymous memory of this process, sampled every 10 ms.
-
-    Mapped and cached pages of files do not count, because the system can reclaim them at any time.
-    """
-
-    def __init__(self) -> None:
-        self.at_start = self.peak = process_memory().get("RssAnon", math.nan)
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        while True:
-            self.peak = max(self.peak, process_memory().get("RssAnon", math.nan))
-            time.sleep(0.01)
 
 
 def default_table_bytes(times_memory: float) -> int:

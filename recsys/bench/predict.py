@@ -17,15 +17,14 @@ from a file.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.machine import tune_allocator
 from recsys.bench.parts.harness import Row, ratio, rows_by_provider, summarize, take_turns
-from recsys.bench.parts.process_memory import peak_of_anonymous_memory
+from recsys.bench.parts.process_memory import AnonymousMemory
+from recsys.bench.parts.scratch import scratch_folder
 from recsys.bench.parts.worker import in_own_process
 from recsys.bench.synthetic import write_store
 from recsys.config import load_config
@@ -37,6 +36,7 @@ from recsys.train.trainer import train
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["BUDGET", "bench_predict"]
 
@@ -68,13 +68,13 @@ def bench_predict(
     """
     import_pyarrow()  # before a model is trained
     rows = []
-    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as own:
-        store = Path(own) / "store"
+    with scratch_folder() as folder:
+        store = folder / "store"
         in_own_process(_write_store, store, num_samples, tuple(table_sizes))
         for tier, settings in _TIERS.items():
             config = {"data": str(store), "batch_size": batch_size, **settings}
             case = f"B={batch_size},D=16,tables={tier},samples={num_samples}"
-            rows += _measure(case, Path(own) / tier, config, num_rounds)
+            rows += _measure(case, folder / tier, config, num_rounds)
     return rows
 
 
@@ -132,10 +132,10 @@ def _train(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
 def _predict(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
     tune_allocator()  # as `recsys predict` does, and as training does
     out = run_dir.parent / f"scores-{time.monotonic_ns()}.parquet"
-    with peak_of_anonymous_memory() as peak:
-        report = predict_run(run_dir, [settings["data"]], out, batch_size=settings["batch_size"])
+    memory = AnonymousMemory()
+    report = predict_run(run_dir, [settings["data"]], out, batch_size=settings["batch_size"])
     out.unlink()
     return {
         "seconds_per_sample": report.seconds / report.num_samples,
-        "peak_memory_bytes": peak[0],
+        "peak_memory_bytes": memory.peak,
     }

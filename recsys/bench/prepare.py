@@ -22,6 +22,7 @@ import pandas as pd
 
 from recsys._support.machine import peak_memory_bytes
 from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns
+from recsys.bench.parts.scratch import scratch_folder
 from recsys.bench.parts.worker import in_own_process
 from recsys.datasets.criteo.flow import CATEGORY_NAMES, INTEGER_NAMES
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.criteo.parse import ParsedLines
 
-__all__ = ["SIZES", "Size", "bench_prepare", "measure_runs", "prepare_with_pandas"]
+__all__ = ["SIZES", "Size", "bench_prepare", "hex_digits", "measure_runs", "prepare_with_pandas"]
 
 _PANDAS_CHUNK_LINES = 200_000
 _HEX_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
@@ -79,10 +80,10 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
             f"bench prepare needs raw Criteo text, but {raw} is not a file; give one with --raw, "
             "or the folder of samples with RECSYS_DATA"
         )
-    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
-        text = Path(folder) / "train.txt"
+    with scratch_folder() as folder:
+        text = folder / "train.txt"
         num_bytes, num_lines = write_long_text(raw, text, size)
-        short = Path(folder) / "short.txt"
+        short = folder / "short.txt"
         with text.open("rb") as file:
             short.write_bytes(file.readline())
         providers = {name: (prepare, short, text) for name, prepare in _PROVIDERS.items()}
@@ -156,11 +157,15 @@ def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
     with out.open("wb") as file:
         for repetition in range(num_repetitions):
             if repetition:
-                new_ids = _other_ids(ids, repetition)
-                digits = new_ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint64)
-                changed[digit_places] = _HEX_DIGITS[digits & np.uint64(15)]
+                changed[digit_places] = hex_digits(_other_ids(ids, repetition))
             file.write(changed.data)
     return num_repetitions * len(text), num_repetitions * parsed.num_lines
+
+
+def hex_digits(ids: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """The letters of 32-bit ids in hexadecimal, (N, 8)."""
+    digits = ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint64)
+    return _HEX_DIGITS[digits & np.uint64(15)]
 
 
 def _ids_seen_once(

@@ -9,22 +9,22 @@ providers take a turn in each round. Throughput is in bytes of CSV, for Parquet 
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
+from recsys.bench.parts.scratch import scratch_folder
 from recsys.bench.parts.worker import in_own_process
-from recsys.bench.prepare import measure_runs
+from recsys.bench.prepare import hex_digits, measure_runs
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.schemas.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import pyarrow as pa
 
@@ -38,7 +38,6 @@ _TEXTS = {f"text_{column}": size for column, size in enumerate(_TEXT_VALUES)}
 _INTEGERS = {"integer_0": 1_000, "integer_1": 100_000}
 _CATEGORIES = [*_TEXTS, *_INTEGERS]
 _CHUNK_ROWS = 200_000
-_HEX_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ def bench_prepare_table(size: TableSize) -> list[Row]:
     Raises:
         MissingDependency: pyarrow is not installed.
     """
-    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         in_own_process(write_table_files, folder, "short", 10)
         in_own_process(write_table_files, folder, "long", size.num_rows)
         num_bytes = (folder / "long.csv").stat().st_size
@@ -113,8 +111,7 @@ def _chunk(rng: np.random.Generator, num_rows: int) -> pa.Table:
         columns[name] = arrow.array(values, mask=rng.random(num_rows) < 0.1)
     for name, num_values in _TEXTS.items():
         ids = popular(num_values).astype(np.uint64) * np.uint64(0x9E3779B1)  # odd: distinct
-        digits = (ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint64)) & np.uint64(15)
-        buffers = [None, arrow.py_buffer(np.ascontiguousarray(_HEX_DIGITS[digits]))]
+        buffers = [None, arrow.py_buffer(np.ascontiguousarray(hex_digits(ids)))]
         texts = arrow.FixedSizeBinaryArray.from_buffers(arrow.binary(8), num_rows, buffers)
         columns[name] = texts.cast(arrow.binary()).cast(arrow.string())
     for name, num_values in _INTEGERS.items():

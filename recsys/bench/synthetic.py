@@ -13,16 +13,15 @@ each provider reads one epoch of the training split. All run in one process.
 
 from __future__ import annotations
 
-import tempfile
 from collections import deque
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recsys._support.machine import tune_allocator
 from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys.bench.parts.scratch import scratch_folder
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store, StoreWriter
@@ -30,6 +29,7 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from recsys.batch import SampleSource
 
@@ -63,8 +63,8 @@ def bench_synthetic(
         "preference_changes": make(**changes),
         "all": make(**drift, **changes, split="random"),
     }
-    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
-        sources["store"] = Store(write_store(plain, Path(folder) / "store"))
+    with scratch_folder() as folder:
+        sources["store"] = Store(write_store(plain, folder / "store"))
         seconds = take_turns(
             {
                 name: timed(

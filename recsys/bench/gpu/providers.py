@@ -20,7 +20,13 @@ import torch
 
 from recsys._support.replays import replaying
 from recsys.bench.gpu.clock import Clock, allocated_bytes, peak_bytes, reset_peak
-from recsys.bench.parts.scheduled import SCHEDULES, TurnSteps, count_rows, subtract_counts
+from recsys.bench.parts.scheduled import (
+    SCHEDULES,
+    TurnSteps,
+    count_rows,
+    num_ahead,
+    subtract_counts,
+)
 from recsys.embeddings.tiers.counts import TierCounts
 from recsys.models import DLRM, DLRMTrain
 from recsys.pipeline import TrainPipeline
@@ -247,7 +253,7 @@ class ScheduledLoop(AbstractProvider):
     ) -> None:
         super().__init__(setting, embeddings)
         self._numbers = numbers
-        self._depth = int(getattr(SCHEDULES[schedule], "depth", 0))
+        self._num_ahead = num_ahead(schedule)
         self._pipeline = TrainPipeline(
             self._model,
             self._of_dense,
@@ -276,7 +282,7 @@ class ScheduledLoop(AbstractProvider):
 
     def prepare(self, num_steps: int) -> None:
         """Make the mini-batches of the next steps; see `AbstractProvider`."""
-        while self._num_untrained < num_steps + self._depth:
+        while self._num_untrained < num_steps + self._num_ahead:
             self._queue.append(self._setting.batches.batch(next(self._numbers)))
             self._num_untrained += 1
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from contextlib import contextmanager
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+__all__ = ["AnonymousMemory", "process_memory"]
 
-__all__ = ["peak_of_anonymous_memory", "process_memory"]
-
-_SECONDS_BETWEEN_SAMPLES = 0.02
+_SECONDS_BETWEEN_SAMPLES = 0.01
 
 
 def process_memory() -> dict[str, float]:
@@ -25,31 +22,21 @@ def process_memory() -> dict[str, float]:
     return found
 
 
-@contextmanager
-def peak_of_anonymous_memory() -> Iterator[list[float]]:
-    """Sample the resident memory that is not mapped from files, 50 times a second.
+class AnonymousMemory:
+    """Resident memory of this process that is not mapped from files, sampled from now on.
 
     Pages of mapped files are left out, because the system takes them back when it needs memory.
 
-    Yields:
-        A list that holds the largest sample, in bytes, after the context has ended.
+    Attributes:
+        at_start: Bytes at the start; NaN if the system does not say.
+        peak: The largest sample until now.
     """
-    found: list[float] = []
-    is_over = threading.Event()
-    peak = 0.0
 
-    def sample() -> None:
-        nonlocal peak
+    def __init__(self) -> None:
+        self.at_start = self.peak = process_memory().get("RssAnon", math.nan)
+        threading.Thread(target=self._look, name="recsys-memory", daemon=True).start()
+
+    def _look(self) -> None:
         while True:
-            peak = max(peak, process_memory()["RssAnon"])
-            if is_over.wait(_SECONDS_BETWEEN_SAMPLES):
-                return
-
-    thread = threading.Thread(target=sample, name="recsys-memory", daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        is_over.set()
-        thread.join()
-        found.append(peak)
+            self.peak = max(self.peak, process_memory().get("RssAnon", math.nan))
+            time.sleep(_SECONDS_BETWEEN_SAMPLES)
