@@ -165,7 +165,8 @@ def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
 def hex_digits(ids: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """The letters of 32-bit ids in hexadecimal, (N, 8)."""
     digits = ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint64)
-    return _HEX_DIGITS[digits & np.uint64(15)]
+    letters: NDArray[np.uint8] = _HEX_DIGITS[digits & np.uint64(15)]
+    return letters
 
 
 def _ids_seen_once(

@@ -31,7 +31,7 @@ Kaggle's tables are 2 GiB. Every whole step has its own tables, except that `ker
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.machine import set_num_threads, tune_allocator
-from recsys._support.torch_compat import onednn_has_bf16
 from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.bench.parts.bare_kernels import BareKernels, bags_of
 from recsys.bench.parts.harness import (
@@ -50,12 +49,12 @@ from recsys.bench.parts.harness import (
     take_turns,
     timed,
 )
+from recsys.bench.parts.products import Products
 from recsys.bench.parts.worker import in_own_process
 from recsys.config import TrainConfig, load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.models.dlrm import DenseArch, OverArch
 from recsys.models.interaction import InteractionArch
-from recsys.models.linear import onednn_product, weight_gradient
 from recsys.train.parts.build import autocast, build_model, open_source
 
 if TYPE_CHECKING:
@@ -373,61 +372,6 @@ def _over_in(model: ModelConfig) -> int:
 
 def _gemm_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
     """Only the matrix products of a dense step, by either library."""
-    return {
-        "gemm_torch": _Products(batch_size, precision).by_torch,
-        "gemm_onednn": _Products(batch_size, precision).by_onednn,
-    }
-
-
-class _Products:
-    """Operands of every product of a dense step, forward and backward."""
-
-    def __init__(self, batch_size: int, precision: str) -> None:
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        model = TrainConfig().model
-        sizes = [13, *model.dense_arch], [_over_in(model), *model.over_arch]
-        self.layers = [
-            (
-                self._randn(batch_size, num_inputs),
-                self._randn(num_outputs, num_inputs),
-                self._randn(batch_size, num_outputs),
-            )
-            for layer_sizes in sizes
-            for num_inputs, num_outputs in pairwise(layer_sizes)
-        ]
-        self.vectors = self._randn(batch_size, 27, model.embedding_dim)
-        # Processors without AVX-512 have no products of bfloat16 in oneDNN; PyTorch has its own.
-        is_by_onednn = self.dtype == torch.float32 or onednn_has_bf16()
-        self._product = onednn_product if is_by_onednn else _torch_product
-
-    def _randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape).to(self.dtype)
-
-    @torch.no_grad()
-    def by_torch(self) -> None:
-        for number, (inputs, weight, outputs) in enumerate(self.layers):
-            torch.mm(inputs, weight.t())
-            if number:  # the dense features need no gradient
-                torch.mm(outputs, weight)
-            torch.mm(outputs.t(), inputs)
-        self._interaction()
-
-    @torch.no_grad()
-    def by_onednn(self) -> None:
-        for number, (inputs, weight, outputs) in enumerate(self.layers):
-            self._product(inputs, weight)
-            if number:
-                self._product(outputs, weight.t())
-            if self.dtype == torch.float32:
-                weight_gradient(inputs, outputs)
-            else:  # PyTorch uses oneDNN here too, without a copy
-                torch.mm(outputs.t(), inputs)
-        self._interaction()
-
-    def _interaction(self) -> None:
-        products = torch.bmm(self.vectors, self.vectors.transpose(1, 2))
-        torch.bmm(products, self.vectors)
-
-
-def _torch_product(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left, right.t())
+    model = TrainConfig().model
+    make = partial(Products, batch_size, model.dense_arch, model.over_arch, 26, precision)
+    return {"gemm_torch": make().by_torch, "gemm_onednn": make().by_onednn}

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from recsys.bench.parts.products import Products
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
     from recsys.bench.gpu.cases import Model
 
@@ -108,30 +107,10 @@ def gemm_seconds(model: Model, num_sparse: int, device: torch.device) -> float:
         num_sparse: Number of pooled vectors per sample.
         device: The device; its precision for float32 is set by the caller.
     """
-    size, num_vectors = model.batch_size, num_sparse + 1
-    dtype = torch.bfloat16 if model.precision == "bf16" else torch.float32
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
-
-    over_in = model.dim + num_vectors * (num_vectors - 1) // 2
-    layers = [
-        (randn(size, num_in), randn(num_out, num_in), randn(size, num_out))
-        for sizes in ([13, *model.dense_arch], [over_in, *model.over_arch])
-        for num_in, num_out in pairwise(sizes)
-    ]
-    vectors = randn(size, num_vectors, model.dim)
-
-    def multiply() -> None:
-        for number, (inputs, weight, outputs) in enumerate(layers):
-            torch.mm(inputs, weight.t())
-            torch.mm(outputs.t(), inputs)
-            if number:  # the dense features need no gradient
-                torch.mm(outputs, weight)
-        products = torch.bmm(vectors, vectors.transpose(1, 2))
-        torch.bmm(products, vectors)
-
-    return Clock(device).median(multiply)
+    products = Products(
+        model.batch_size, model.dense_arch, model.over_arch, num_sparse, model.precision, device
+    )
+    return Clock(device).median(products.by_torch)
 
 
 @contextmanager

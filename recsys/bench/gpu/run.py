@@ -84,14 +84,14 @@ def bench_gpu(plan: Plan, record: Record) -> None:
     told = ", ".join(f"{lookups:.1%} by {float(share):.0%}" for share, lookups in coverage.items())
     print(f"lookups by the most popular rows: {told}", flush=True)
     print(f"dense part: {'replayed as CUDA graphs' if plan.capture else 'op by op'}", flush=True)
-    batches: dict[int, MiniBatches] = {}
+    measuring = _Cases(plan, record, stream, device, limits)
     for dim, cases in cases_of(plan):
-        _Cases(plan, record, stream, device, limits, batches).run(dim, cases)
+        measuring.run(dim, cases)
     record.write(is_done=True)
 
 
 class _Cases:
-    """Measures the cases of one D on the same tables."""
+    """Measures cases; those of one D on the same tables, those of one B on the same samples."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class _Cases:
         stream: Stream,
         device: torch.device,
         limits: Limits,
-        batches: dict[int, MiniBatches],
     ) -> None:
         self._plan, self._record, self._stream, self._device = plan, record, stream, device
-        self._limits, self._batches = limits, batches
+        self._limits = limits
+        self._batches: dict[int, MiniBatches] = {}  # by B
 
     def run(self, dim: int, cases: list[Case]) -> None:
-        """Measure cases while there is time, and record what became of each."""
+        """Measure the cases of one D while there is time, and record what became of each."""
         if self._is_over():
             self._record.leave_out(cases, self._reason())
             return
