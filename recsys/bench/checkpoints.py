@@ -7,7 +7,8 @@ Both have Kaggle's tables and Adagrad, each in a process of its own, and take tu
 steps. A checkpoint is cut in the middle of a turn. At the end of a turn all threads of its process
 are stopped until its next turn: what is left to write and to merge goes on then, beside training,
 as it does in a run. The first turn includes the copy of every row, and the time in all includes
-what is left after the last turn. Rows that are updated are recorded in every step.
+what is left after the last turn. Rows that are updated are recorded in every step. The row
+`time_over_plain` is named after `plain`; it is how many times longer turns with checkpoints take.
 
 `memory` saves one checkpoint of a table in files, `FILE_TIER_BYTES` large, and measures the peak of
 anonymous and of all resident memory beyond that before.
@@ -72,15 +73,9 @@ def bench_checkpoints(
         rows = _time_rows(path, num_rounds, steps_per_turn, num_steps, tuple(table_sizes))
         memory = in_own_process(_memory, path / "memory", file_tier_bytes)
     case = f"D=128,cold_tier=file,bytes={file_tier_bytes}"
+    row_of = partial(summarize, "checkpoints", case, "recsys")
     return rows + [
-        summarize(
-            "checkpoints",
-            case,
-            "recsys",
-            metric,
-            "s" if metric.endswith("time") else "bytes",
-            [value],
-        )
+        row_of(metric, "s" if metric.endswith("time") else "bytes", [value])
         for metric, value in memory.items()
     ]
 

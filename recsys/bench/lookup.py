@@ -223,17 +223,11 @@ def _rows_of_case(
 ) -> list[Row]:
     """Rows of the times and of the ratios between providers."""
     times = {name: [1e3 * s for s in found[name]] for name in (*_OURS, *others)}
+    ratio_of = partial(ratio, "lookup", case)
     return [
         *rows_by_provider("lookup", case, "time", "ms", times),
         *(
-            ratio(
-                "lookup",
-                case,
-                ours,
-                f"speed_over_{other}",
-                values=found[ours],
-                baseline=found[other],
-            )
+            ratio_of(ours, f"speed_over_{other}", values=found[ours], baseline=found[other])
             for ours, other in product(_OURS, others)
         ),
     ]

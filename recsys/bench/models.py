@@ -156,31 +156,15 @@ def bench_models(
         "classic": (batch_sizes, KAGGLE_TABLE_SIZES),
         "tbsm": (sequence_batch_sizes, TAOBAO_TABLE_SIZES),
     }
+    case_of = partial(_Case, share=share, is_evaluation=is_evaluation, device=device)
     whole = [
-        _Case(
-            kind,
-            optimizer,
-            batch_size,
-            tuple(min(size, max_rows) for size in table_sizes),
-            share=share,
-            is_evaluation=is_evaluation,
-            device=device,
-        )
+        case_of(kind, optimizer, batch_size, tuple(min(size, max_rows) for size in table_sizes))
         for kind, (sizes, table_sizes) in of_whole.items()
         if kind in kinds
         for batch_size, optimizer in product(sizes, optimizers)
     ]
     others = [
-        _Case(
-            kind,
-            optimizer,
-            batch_size,
-            (max_rows,) * count,
-            is_jagged,
-            share,
-            is_evaluation,
-            device,
-        )
+        case_of(kind, optimizer, batch_size, (max_rows,) * count, is_jagged)
         for kind, count, is_jagged, batch_size, optimizer in product(
             SHALLOW_KINDS, table_counts, (False, True), small_batch_sizes, optimizers
         )

@@ -105,17 +105,11 @@ def _measure(case: str, folder: Path, config: dict[str, Any], num_rounds: int) -
     }
     rates = {name: [1 / each for each in spent] for name, spent in seconds.items()}
     peaks = [turn["peak_memory_bytes"] for turn in turns["predict"]]
+    ratio_of = partial(ratio, "predict", case, "predict")
     return [
         *rows_by_provider("predict", case, "throughput", "samples/s", rates),
         summarize("predict", case, "predict", "peak_memory", "bytes", peaks),
-        ratio(
-            "predict",
-            case,
-            "predict",
-            "speed_over_training",
-            values=seconds["predict"],
-            baseline=seconds["train"],
-        ),
+        ratio_of("speed_over_training", values=seconds["predict"], baseline=seconds["train"]),
     ]
 
 

@@ -143,8 +143,7 @@ def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
         "--schedule",
         default="sequential,lookahead-2",
         metavar="NAME[,NAME...]",
-        help="sequential, lookahead-DEPTH (1, 2, 4, 8), hotline, hotline-2; "
-        "default: sequential,lookahead-2",
+        help="sequential, lookahead-DEPTH (1, 2, 4, 8), hotline; default: sequential,lookahead-2",
     )
     tiers.add_argument(
         "--dim", type=int, metavar="D", help="default: 64; 128 with --cold-tier file"

@@ -53,7 +53,6 @@ SCHEDULES: dict[str, Schedule] = {
     "lookahead-8": LookAhead(8),
     # No rows are pinned, because other schedules take turns on the same slots.
     "hotline": Hotline(learning_steps=0),
-    "hotline-2": Hotline(depth=2, learning_steps=0),
 }
 
 _SAMPLES_OF_TURN = 8192
