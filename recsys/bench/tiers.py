@@ -35,7 +35,7 @@ from recsys.bench.parts.scheduled import (
     sum_counts,
     train_plainly,
 )
-from recsys.bench.parts.shares import FLOOR, require_shares
+from recsys.bench.parts.shares import EVERYTHING, FLOOR, parse_shares
 from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -85,7 +85,7 @@ def bench_tiers(
     Raises:
         ConfigError: a share is neither "floor" nor above 0 and at most 1.
     """
-    require_shares(shares)
+    shares = parse_shares(shares)
     config = _config(dim, batch_size, optimizer, table_sizes)
     steps = steps_of_turn(batch_size, schedules, is_quick=is_quick)
     num_steps = steps.num_all * (num_rounds + _NUM_WARM_UP_ROUNDS) + max(map(num_ahead, schedules))
@@ -101,7 +101,7 @@ def bench_tiers(
         resident.wait()
         for share in shares:
             named = f"B={batch_size},D={dim},cold_tier=host,optimizer={optimizer},share={share}"
-            if share != FLOOR and float(share) == 1:
+            if share == EVERYTHING:
                 case = f"{named},schedule=sequential"
                 rows += _rows_of_pipeline(case, everything, resident, num_rounds)
                 continue

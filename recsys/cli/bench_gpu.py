@@ -123,12 +123,11 @@ def bench_gpu(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> Plan:
     from recsys.bench.gpu.cases import QUICK, SCHEDULES_MEASURED, Plan
     from recsys.bench.parts.scheduled import parse_schedules
-    from recsys.bench.parts.shares import FLOOR, require_shares
+    from recsys.bench.parts.shares import EVERYTHING, FLOOR, parse_shares
 
     defaults = QUICK if options.quick else Plan()
-    shares = tuple(options.shares or defaults.shares)
-    require_shares(shares)
-    if shares[0] in (FLOOR, "1"):
+    shares = parse_shares(options.shares or defaults.shares)
+    if shares[0] in (FLOOR, EVERYTHING):
         raise ConfigError(
             f"--shares must begin with a share below 1, which has room for all schedules, got "
             f"{shares[0]!r}"

@@ -23,7 +23,7 @@ from recsys.bench.gpu.rows import RESIDENT, Floor, Measured, rows_of_case, table
 from recsys.bench.gpu.samples import MiniBatches, Stream, coverage_of
 from recsys.bench.gpu.tables import Tables
 from recsys.bench.parts.harness import take_turns
-from recsys.bench.parts.shares import FLOOR
+from recsys.bench.parts.shares import EVERYTHING, FLOOR
 from recsys.embeddings.kernels.choice import host_copies_on
 from recsys.errors import ConfigError
 
@@ -68,7 +68,7 @@ def bench_gpu(plan: Plan, record: Record) -> None:
         record.add_check(check)
     limits = measure_limits(device, 2**16 if plan.is_quick else _LIMIT_BYTES)
     stream = Stream(plan.table_sizes, plan.num_fill_samples)
-    shares = [float(share) for share in plan.shares if share not in (FLOOR, "1")]
+    shares = [float(share) for share in plan.shares if share not in (FLOOR, EVERYTHING)]
     coverage = coverage_of(stream, shares)
     record.details |= {
         "plan": {
@@ -197,7 +197,7 @@ class _Providers:
         self._plan, self._record = plan, record
         self._loops: dict[str, AbstractProvider] = {}
         self._tiered: TieredTables | None = None
-        self._schedules = ["sequential"] if case.share == "1" else list(plan.schedules)
+        self._schedules = ["sequential"] if case.share == EVERYTHING else list(plan.schedules)
 
     def measure(self, num_distinct: float) -> list[Measured]:
         """Build all, and let them take turns; the resident tables come first.
@@ -251,7 +251,7 @@ class _Providers:
 
     def _add_schedules(self) -> None:
         module, numbers = self._tables.resident, cast("Iterator[int]", count())
-        if self._case.share != "1":
+        if self._case.share != EVERYTHING:
             self._tiered = self._tables.tiered(self._case.share, self._setting.batches)
             module = self._tiered.module
             numbers = self._tiered.numbers(self._setting.model.batch_size)

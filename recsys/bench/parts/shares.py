@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-__all__ = ["FLOOR", "require_shares"]
+__all__ = ["EVERYTHING", "FLOOR", "parse_shares"]
 
-FLOOR = "floor"
+FLOOR, EVERYTHING = "floor", "1"
 
 
-def require_shares(shares: Iterable[str]) -> None:
-    """Check the option `--shares`.
+def parse_shares(shares: Sequence[str]) -> tuple[str, ...]:
+    """The values of the option `--shares`, with "1" for every number that is 1.
 
     Args:
         shares: Shares as text, or "floor".
@@ -26,6 +26,7 @@ def require_shares(shares: Iterable[str]) -> None:
     for share in shares:
         if share != FLOOR and not _is_share(share):
             raise ConfigError(f"--shares must be {FLOOR!r} or above 0 and at most 1, got {share!r}")
+    return tuple(EVERYTHING if share != FLOOR and float(share) == 1 else share for share in shares)
 
 
 def _is_share(text: str) -> bool:
