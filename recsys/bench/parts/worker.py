@@ -97,6 +97,11 @@ class Worker:
         self._signal(signal.SIGSTOP)
         self._is_paused = True
 
+    def end(self) -> None:
+        """Let the idle process end by itself, which frees its semaphores; a killed one warns."""
+        self._connection.close()
+        self._process.join()
+
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
@@ -167,7 +172,9 @@ def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
         ChildProcessError, RecsysError, OSError: As for `Worker.call`, without a place.
     """
     with Worker("", "", partial, function, *arguments) as worker:
-        return cast("_T", worker.call("__call__"))
+        result = worker.call("__call__")
+        worker.end()
+        return cast("_T", result)
 
 
 def freeze_garbage() -> None:
