@@ -125,3 +125,12 @@ def test_a_label_of_one_value_is_warned_of(tmp_path, name, value):
     (warning,) = guess.warnings
     assert warning.startswith(f"label {name!r} has one value in the first 12 rows, {value}, and a")
     assert guess.to_toml().startswith(f"# WARNING: label {name!r} has one value")
+
+
+def test_a_label_without_a_value_in_some_rows_is_warned_of(tmp_path):
+    path = write_csv(tmp_path, **clicks(rating=[5, "", 3, 1, "", 2, 4, 1, 1, 5, 3, 2]))
+    (warning,) = guess_schema([path]).warnings
+    assert warning == (
+        "label 'rating' has no value in 2 of the first 12 rows, and `recsys prepare` refuses such "
+        "rows; fill them in, leave them out, or name another column by --label COLUMN"
+    )

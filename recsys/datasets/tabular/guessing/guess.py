@@ -15,6 +15,7 @@ from recsys.datasets.tabular.guessing.label_hints import (
     LABEL_NAMES,
     guess_positive,
     is_binary,
+    label_warnings,
     likely_labels,
     no_label_note,
     plain_name,
@@ -387,12 +388,7 @@ class _Draft:
         if not is_binary(each):
             self.tree["positive"], sureness = guess_positive(each)
             why += f"; {sureness}"
-        if each.num_distinct == 1 and self.num_rows > 1:
-            self.warnings.append(
-                f"label {each.name!r} has one value in the first {self.num_rows:,} rows, "
-                f"{each.few_texts[0]}, and a model cannot learn from one value; check the column, "
-                "or name another by --label COLUMN"
-            )
+        self.warnings += label_warnings(each, self.num_rows)
         self._take("label", each, f"{why}; {shown_values(each)}" if each.few_values else why)
 
     def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:

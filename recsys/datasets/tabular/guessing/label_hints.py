@@ -17,6 +17,7 @@ __all__ = [
     "LABEL_NAMES",
     "guess_positive",
     "is_binary",
+    "label_warnings",
     "likely_labels",
     "no_label_note",
     "plain_name",
@@ -70,6 +71,29 @@ def _is_text_rule(rule: str, text: str) -> bool:
         return PositiveRule.parse(rule).text == text
     except ConfigError:
         return False
+
+
+def label_warnings(each: ColumnFacts, num_rows: int) -> list[str]:
+    """What is wrong with a column as the label.
+
+    Args:
+        each: The column.
+        num_rows: Rows that were read.
+    """
+    found = []
+    if each.num_distinct == 1 and num_rows > 1:
+        found.append(
+            f"label {each.name!r} has one value in the first {num_rows:,} rows, "
+            f"{each.few_texts[0]}, and a model cannot learn from one value; check the column, "
+            "or name another by --label COLUMN"
+        )
+    if each.num_missing:
+        found.append(
+            f"label {each.name!r} has no value in {each.num_missing:,} of the first {num_rows:,} "
+            "rows, and `recsys prepare` refuses such rows; fill them in, leave them out, or name "
+            "another column by --label COLUMN"
+        )
+    return found
 
 
 def likely_labels(facts: Iterable[ColumnFacts]) -> dict[str, str]:
