@@ -49,6 +49,7 @@ _COPYING_WARPS = 4
 # Jagged bags have one warp per program, so that a bag waits for few others: with D=128 in float32,
 # one warp reads one row at a time. This many rows of a bag are under way at once.
 _UNROLL = 4
+_UNROLL_IN_TIERS = 3  # of four, some forms spill registers: each row is read by two loads
 _MOST_BAGS = 64  # per warp, for short rows; each bag takes registers
 _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
     Constant(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
@@ -96,10 +97,10 @@ def pooled_lookup(
     num_parts, of_model = num_lookups * placed.num_chunks, placed.of_model
     values, offsets, weights = bags.values, bags.offsets, bags.weights
     in_tiers: tuple[Any, Any] = None, None
-    is_aligned = False
+    is_aligned, unroll = False, _UNROLL
     if isinstance(space, ReachedRows):
         in_tiers = space.slots.slot_of_row, space.host.addresses
-        is_aligned = space.host.is_aligned
+        is_aligned, unroll = space.host.is_aligned, _UNROLL_IN_TIERS
     tensors = values, space.rows, placed.of_lookups, result, space.errors.first, *in_tiers
     with torch.cuda.device_of(result):
         if bags.is_plain:
@@ -130,7 +131,7 @@ def pooled_lookup(
             BLOCK_BAGS=block_bags,
             IS_MEAN=bags.is_mean,
             PADDING=bags.padding,
-            UNROLL=1 if bags.offsets is None else _UNROLL,
+            UNROLL=1 if offsets is None else unroll,
             BLOCK_CHECKED=_BLOCK_CHECKED,
             IS_ALIGNED=is_aligned,
             num_warps=1,
