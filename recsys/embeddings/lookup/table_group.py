@@ -387,7 +387,7 @@ class TableGroup:
             self._calls.close()
         self._require_unwritten()
         # Usually only the ledger has gradients.
-        entries = self._entries_of_grads() if self._has_grads() else []
+        entries = self._entries_of_grads() if self.has_grads() else []
         entries += self.ledger
         self.ledger = []
         return entries
@@ -395,11 +395,12 @@ class TableGroup:
     def forget(self) -> None:
         """Empty the ledger and set every `grad` to None; no row is updated."""
         self.ledger.clear()
-        if self._has_grads():
+        if self.has_grads():
             for table in self.tables:
                 set_plain_grad(table, None)
 
-    def _has_grads(self) -> bool:
+    def has_grads(self) -> bool:
+        """Whether a table has a `grad`, besides the ledger."""
         return not all(map(is_, map(plain_grad, self.tables), _NONES))
 
     def _require_unwritten(self) -> None:
@@ -441,15 +442,25 @@ class TableGroup:
             "weight.grad of your own needs a larger budget, or to be sparse with fewer rows"
         )
 
-    def _entry(self, number: int, gradient: Tensor) -> LedgerEntry:
-        """A ledger entry for a table's `grad`: each row counts as one lookup."""
+    def inputs_of_grads(self) -> list[tuple[Lookups, Bags]]:
+        """Every `grad` as lookups and their input: each row counts as one lookup."""
+        grads = enumerate(map(plain_grad, self.tables))
+        return [self._as_lookup(number, grad)[:2] for number, grad in grads if grad is not None]
+
+    def _as_lookup(self, number: int, gradient: Tensor) -> tuple[Lookups, Bags, Tensor]:
+        """A table's `grad` as a lookup, its input, and the gradient of each row."""
         if number not in self._whole_tables:
             self._whole_tables[number] = Lookups.one(number, self.dim)
         rows, values = rows_and_values(gradient)
         rows = rows.to(self.device)
         bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
         values = values.to(self.device, compute_dtype(values.dtype)).contiguous()
-        [found] = self.resolve(self._whole_tables[number], bags)
+        return self._whole_tables[number], bags, values
+
+    def _entry(self, number: int, gradient: Tensor) -> LedgerEntry:
+        """The ledger entry for a table's `grad`."""
+        lookups, bags, values = self._as_lookup(number, gradient)
+        [found] = self.resolve(lookups, bags)
         return LedgerEntry(
             found.lookups,
             found.bags,

@@ -13,6 +13,7 @@ from torch import nn
 
 import recsys
 from recsys.embeddings.lookup.device_calls import DeviceCalls
+from recsys.embeddings.lookup.prefetch_requests import prefetch_together
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 from tests.host_copies import reach_host, use_triton
 
@@ -23,15 +24,15 @@ BUDGET = "13KiB"  # of 25 KiB without state
 class Tables(nn.Module):
     """Two dims, a table of two modules, padding, sums and means, and a sequence."""
 
-    def __init__(self):
+    def __init__(self, sparse=True):
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.EmbeddingBag(270, 4, mode="sum", sparse=True)
-        self.second = nn.EmbeddingBag(210, 4, mode="mean", sparse=True)
-        self.padded = nn.EmbeddingBag(240, 4, mode="sum", sparse=True, padding_idx=2)
-        self.wide = nn.EmbeddingBag(180, 8, mode="sum", sparse=True)
-        self.sequence = nn.Embedding(225, 4, sparse=True)
-        self.again = nn.EmbeddingBag(270, 4, mode="sum", sparse=True)
+        self.first = nn.EmbeddingBag(270, 4, mode="sum", sparse=sparse)
+        self.second = nn.EmbeddingBag(210, 4, mode="mean", sparse=sparse)
+        self.padded = nn.EmbeddingBag(240, 4, mode="sum", sparse=sparse, padding_idx=2)
+        self.wide = nn.EmbeddingBag(180, 8, mode="sum", sparse=sparse)
+        self.sequence = nn.Embedding(225, 4, sparse=sparse)
+        self.again = nn.EmbeddingBag(270, 4, mode="sum", sparse=sparse)
         self.again.weight = self.first.weight
 
     def forward(self, ids):
@@ -78,8 +79,8 @@ def make_ids(draw, device):
     }
 
 
-def make(device, budget, kind=torch.optim.SGD):
-    model = Tables().to(device)
+def make(device, budget, kind=torch.optim.SGD, *, is_sparse=True):
+    model = Tables(sparse=is_sparse).to(device)
     optimizer = kind(model.parameters(), lr=0.1)
     recsys.accelerate(model, optimizer=optimizer, budget=budget)
     return model, optimizer
@@ -176,6 +177,68 @@ def test_the_budget_is_divided_anew_for_a_step_that_needs_more_of_one_dim(device
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_the_budget_is_divided_anew_for_gradients_that_were_read(device, is_sparse):
+    """As by gradient clipping: the ledger is empty, and no lookup has claimed slots."""
+    found = []
+    for budget in (None, BUDGET):
+        model, optimizer = make(device, budget, is_sparse=is_sparse)
+        slots = [each.hot.num_slots for each in model.first.tiers()]
+        ids = torch.arange(170, device=device).unsqueeze(1)
+        model.wide(ids).square().sum().backward()
+        model.first(ids[:4]).square().sum().backward()
+        model.wide.weight.grad = model.wide.weight.grad * 0.5
+        model.wide(ids + 10).square().sum().backward()  # in the ledger, beside `grad`
+        optimizer.step()
+        found.append(model.state_dict())
+
+    assert [each.hot.num_slots for each in model.first.tiers()] != slots
+    for name, table in found[0].items():
+        assert torch.equal(found[1][name].cpu(), table.cpu()), name
+
+
+def test_gradients_with_too_many_rows_name_the_budget(device):
+    model, optimizer = make(device, BUDGET)
+    for name in ("first", "second", "padded"):
+        table = getattr(model, name).weight
+        table.grad = torch.ones_like(table)
+
+    with pytest.raises(BudgetTooSmall, match=r"weight\.grad of tables of embedding_dim 4"):
+        optimizer.step()
+
+    assert model.first.weight.grad is not None
+
+
+def test_an_error_that_is_kept_holds_no_slots(device):
+    """Its traceback would: the claim for `first` succeeds before that for `padded` fails."""
+    model, optimizer = make(device, BUDGET)
+    ids = torch.arange(150, device=device).unsqueeze(1)
+    bad = ids.clone()
+    bad[1] = 5000
+    (model.first(ids).sum() + model.padded(bad).sum()).backward()
+
+    with pytest.raises(IdOutOfRange) as kept:
+        optimizer.step()
+
+    assert [each.residency.num_claimed for each in model.first.tiers()] == [0, 0]
+    assert kept.value.__traceback__ is not None
+
+
+def test_a_late_claim_takes_one_that_was_made_ahead_for_the_same_ids(device):
+    """One of several lookups that share a claim; its slots cannot be shared again."""
+    found = []
+    for budget in (None, BUDGET):
+        model, optimizer = make(device, budget)
+        model.first(ids := torch.arange(9, device=device).unsqueeze(1)).square().sum().backward()
+        if budget:
+            modules = model.first, model.again
+            list(prefetch_together([each.prefetch_request(ids) for each in modules]))
+        optimizer.step()
+        found.append(model.first.weight.detach().cpu())
+
+    assert torch.equal(*found)
+
+
 def test_a_step_with_too_many_rows_names_the_budget_and_keeps_the_gradients(device):
     model, optimizer = make(device, BUDGET)
     before = copy.deepcopy(model.state_dict())
@@ -211,6 +274,9 @@ def test_an_id_that_is_no_row_is_named_and_nothing_is_updated(device, is_scarce)
 
     with pytest.raises(IdOutOfRange, match="table 'second', sample 1: id 210"):
         optimizer.step()
+    if is_scarce:
+        with pytest.raises(IdOutOfRange, match=r"table 'second': .* an earlier error"):
+            optimizer.step()
 
     optimizer.zero_grad()
     assert all(
