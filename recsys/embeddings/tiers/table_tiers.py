@@ -118,7 +118,8 @@ class Tiers(AbstractInTurn):
     @property
     def may_claim_later(self) -> bool:
         """Whether a lookup may read rows where they are, and leave the claim to the update."""
-        return self.are_reached and not self.ahead
+        with self.lock:  # another thread may make claims ahead
+            return self.are_reached and not self.ahead
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""

@@ -6,6 +6,7 @@ last bit.
 
 import copy
 import random
+import threading
 
 import pytest
 import torch
@@ -283,3 +284,16 @@ def test_an_id_that_is_no_row_is_named_and_nothing_is_updated(device, is_scarce)
         torch.equal(*pair)
         for pair in zip(before.values(), model.state_dict().values(), strict=True)
     )
+
+
+def test_a_lookup_waits_for_another_thread_that_claims_ahead(device):
+    model, _ = make(device, BUDGET)
+    tiers, found = model.first.tiers()[0], []
+    thread = threading.Thread(target=lambda: found.append(tiers.may_claim_later), daemon=True)
+
+    with tiers.lock:
+        thread.start()
+        thread.join(0.1)
+        assert not found
+    thread.join()
+    assert found == [True]
