@@ -112,17 +112,17 @@ def join_inputs(looked_up: Sequence[tuple[Lookups, Any]]) -> tuple[Lookups, Any]
     counts = [len(bags.values) for _, bags in looked_up]
     values = torch.cat([tensor_of(bags.values) for _, bags in looked_up])
     is_tensor = isinstance(first_bags.values, torch.Tensor)
-    offsets: Any = None
+    bags = first_bags._replace(
+        values=values if is_tensor else values.numpy(),
+        offsets=None,
+        weights=None,
+        batch_size=counts[0],
+        is_mean=False,
+    )
     if len(set(counts)) > 1:
         assert is_tensor
         offsets = upload(np.cumsum([0, *counts]), values.device).to(values.dtype)
-    bags = first_bags._replace(
-        values=values if is_tensor else values.numpy(),
-        offsets=offsets,
-        weights=None,
-        batch_size=counts[0] if offsets is None else 1,
-        is_mean=False,
-    )
+        bags = bags._replace(offsets=offsets, batch_size=1, counts=counts)
     tables = tuple(lookups.distinct_tables[0] for lookups, _ in looked_up)
     return _side_by_side(tables, first_lookups.width), bags
 

@@ -15,6 +15,7 @@ from torch import nn
 import recsys
 from recsys.embeddings.lookup.device_calls import DeviceCalls
 from recsys.embeddings.lookup.prefetch_requests import prefetch_together
+from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 from tests.host_copies import reach_host, use_triton
 
@@ -162,6 +163,25 @@ def test_slots_are_held_in_the_update_alone(device):
     optimizer.step()
     assert [each.residency.num_claimed for each in tiers] == [0, 0]
     assert all(each.residency.counts.num_rows for each in tiers)
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_rows_of_small_tables_are_not_waited_for(device, monkeypatch, num_more):
+    """The host knows how many values each lookup has, so that small tables need few slots."""
+    monkeypatch.setattr(Residency, "_claim_and_wait", None)
+    torch.manual_seed(0)
+    sizes = [2000, 5, 5, 5]
+    model = nn.ModuleList(nn.EmbeddingBag(size, 4, mode="sum", sparse=True) for size in sizes)
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer, budget="16KiB")
+    [tiers] = model[0].tiers()
+    assert 200 + 15 < tiers.hot.num_slots < 4 * 100
+
+    for number, bag in enumerate(model):
+        ids = torch.arange(100 + number * num_more, device=device) % len(bag.weight)
+        bag(ids, ids[:1]).sum().backward()
+    optimizer.step()
 
 
 def test_the_budget_is_divided_anew_for_a_step_that_needs_more_of_one_dim(device):

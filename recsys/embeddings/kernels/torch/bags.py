@@ -58,6 +58,7 @@ class TorchBags(NamedTuple):
         padding: An id that adds nothing to its bag; None for none.
         given: The tensors that values and offsets were made from; empty for these themselves.
         is_whole: Whether the last bag is known to end with the last value.
+        counts: How many values each feature has, if the host knows; empty if not.
     """
 
     values: Tensor
@@ -68,6 +69,7 @@ class TorchBags(NamedTuple):
     padding: int | None = None
     given: Sequence[Tensor] = ()
     is_whole: bool = False
+    counts: Sequence[int] = ()
 
     @classmethod
     def from_tensors(

@@ -55,18 +55,23 @@ class QueuedClaim(NamedTuple):
 def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
     """The most distinct rows that a mini-batch can need; the host does not wait.
 
-    A one-hot feature has B values. Of other features the host knows the number of all values.
+    A one-hot feature has B values. Of other features the host may only know how many values there
+    are in all.
 
     Args:
         slot_map: Knows the sizes of the tables.
         lookups: As for `queue_claim`.
         bags: The input.
     """
-    sizes = slot_map.numbers.sizes
+    sizes = list(map(slot_map.numbers.sizes.__getitem__, lookups.distinct_tables))
     if bags.offsets is None:
-        counts = (count * bags.batch_size for count in lookups.num_in_tables)
-        return sum(map(min, counts, map(sizes.__getitem__, lookups.distinct_tables)))
-    return min(len(bags.values), sum(sizes[table] for table in lookups.distinct_tables))
+        return sum(map(min, (count * bags.batch_size for count in lookups.num_in_tables), sizes))
+    if not bags.counts:
+        return min(len(bags.values), sum(sizes))
+    of_tables = dict.fromkeys(lookups.distinct_tables, 0)
+    for table, position in zip(lookups.tables.tolist(), lookups.positions.tolist(), strict=True):
+        of_tables[table] += bags.counts[position]
+    return sum(map(min, of_tables.values(), sizes))
 
 
 def num_enough(slot_map: TorchSlotMap, num_needed: int) -> int:

@@ -68,9 +68,10 @@ batches = st.lists(
     pinned=st.sets(st.integers(0, 40), max_size=12),
     num_held=st.integers(0, 9),
     are_read=st.booleans(),
+    are_counted=st.booleans(),
 )
 def test_a_claim_that_the_host_knows_to_fit_finds_its_slots(
-    batches, num_slots, pinned, num_held, are_read
+    batches, num_slots, pinned, num_held, are_read, are_counted
 ):
     slots = make_map(num_slots, sorted(slot for slot in pinned if slot < num_slots))
     held = []
@@ -78,6 +79,8 @@ def test_a_claim_that_the_host_knows_to_fit_finds_its_slots(
         while len(held) > num_held:
             slots.release(held.pop(0)[0])
         bags = make_bags(*batch)
+        if are_counted and bags.offsets is not None:
+            bags = bags._replace(counts=bags.bounds()[:: bags.batch_size].diff().tolist())
         most = most_rows(slots, LOOKUPS, bags)
         num_needed = most + sum(each for _, each in held)
         rows = rows_of(bags)
