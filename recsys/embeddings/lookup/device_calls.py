@@ -112,6 +112,7 @@ class DeviceCalls:
             if not (can_share_node() if needs_grad else active_ddp_module() is None):
                 return None
             tiers = group.tiers
+            # Without a claim: in evaluation, or if the update makes it.
             is_in_place = tiers is not None and (
                 tiers.may_claim_later if needs_grad else tiers.are_reached
             )
