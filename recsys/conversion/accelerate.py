@@ -121,7 +121,8 @@ def accelerate(
             so accumulation, clipping and `GradScaler` do not reach them.
             None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
             `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its
-            formula, and keeps its hooks and state until `restore`.
+            formula, settings and state. Schedulers and `load_state_dict` of these optimizers
+            continue to work; their settings must stay equal. `restore` registers its hooks again.
         lazy_adam: Whether `torch.optim.Adam` and `AdamW` (without weight decay) may update rows by
             the rule of SparseAdam, which keeps a row and its moments if it is not looked up. A
             warning describes the difference.

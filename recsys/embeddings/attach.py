@@ -18,7 +18,7 @@ from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.row_space import require_aligned
 from recsys.embeddings.rows.table_parameter import make_plain
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
-from recsys.embeddings.update.in_backward import InBackward, read_marks
+from recsys.embeddings.update.in_backward import read_marks
 from recsys.embeddings.update.row_updater import RowUpdater
 from recsys.embeddings.update.translate import translate
 
@@ -77,27 +77,25 @@ class Link:
     Attributes:
         updater: Updates the rows.
         row_optimizer: The formula as a torch optimizer; None if the user's optimizer is used.
-        marks: The optimizers of `apply_optimizer_in_backward` that the formula replaces, if any;
-            None in copies.
         num_modules: Number of modules whose rows it updates.
     """
 
     updater: RowUpdater
     row_optimizer: FusedOptimizer | None = None
-    marks: InBackward | None = None
     num_modules: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
-        return self.__dict__ | {"marks": None, "num_modules": 0}
+        return self.__dict__ | {"num_modules": 0}
 
     def cut(self) -> None:
         """Release the tables, and give state and gradients back to torch."""
         self.updater.release()
         for handle in _HANDLES.pop(self.updater, ()):
             handle.remove()
-        if self.marks is not None and self.row_optimizer is not None:
-            self.marks.hand_back(self.row_optimizer)
+        marks = self.updater.marks
+        if marks is not None and self.row_optimizer is not None:
+            marks.hand_back(self.row_optimizer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +230,7 @@ def choose_updaters(
         )
         if marks is not None:
             marks.hand_over(row_optimizer)
-        return Link(row_optimizer.updater, row_optimizer, marks)
+        return Link(row_optimizer.updater, row_optimizer)
 
     description = f"rows are updated at the end of each backward, by {formula}"
     numbers = {id(table.weight): 0 for table in updated}

@@ -4,6 +4,8 @@ That function sets attributes on a parameter (`_optimizer_classes`, `_in_backwar
 others) and registers a hook that steps the optimizer after each backward pass. When a recsys module
 takes the table over, it updates the rows by the same formula and continues from the same state. It
 removes the hook meanwhile: other uses of the table in the loss would update the rows a second time.
+The optimizers keep their meaning: what a scheduler or `load_state_dict` changes in them counts from
+the next update on, and their `state_dict` has the newest state.
 
 TorchRec's placeholder optimizers run only in FBGEMM. They get FBGEMM's formulas and defaults.
 
@@ -15,8 +17,11 @@ References:
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
 
 from recsys.embeddings.optimizer import SGD, Adagrad, PartialRowWiseAdam
 from recsys.embeddings.update.translate import translate
@@ -24,8 +29,8 @@ from recsys.embeddings.update.translate import translate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
@@ -35,51 +40,139 @@ __all__ = ["InBackward", "read_marks"]
 _HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InBackward:
     """Tables to which `apply_optimizer_in_backward` gave equal optimizers.
 
     Attributes:
         formula: The update rule of their rows.
-        tables: The tables.
+        tables: The tables, by name.
         optimizers: Each table's optimizer; None for a placeholder.
         state_names: Maps the formula's state arrays to the optimizers' names.
     """
 
     formula: RowOptimizer
-    tables: tuple[nn.Parameter, ...]
+    tables: Mapping[str, nn.Parameter]
     optimizers: tuple[torch.optim.Optimizer | None, ...]
     state_names: Mapping[str, str]
+    _settings: list[dict[str, Any]] = field(default_factory=list, init=False)  # as last read
+    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
     def hand_over(self, row_optimizer: FusedOptimizer) -> None:
-        """Give the state to `row_optimizer`, and remove the hooks."""
+        """Give the state to `row_optimizer`, and remove the hooks that step the optimizers."""
         handles = getattr(sys.modules.get(_HOOKS), "param_to_optim_hook_handle_map", {})
-        for table, optimizer in zip(self.tables, self.optimizers, strict=True):
+        for table in self.tables.values():
             for handle in handles.pop(table, []) if table in handles else []:
                 handle.remove()
+        self._give_state(row_optimizer)
+        self._settings[:] = self._read_settings()
+        row_optimizer.updater.marks = self
+        hooks = _StateHooks(self, row_optimizer)
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+                self._handles.extend(
+                    (
+                        optimizer.register_state_dict_pre_hook(hooks.before_save),
+                        optimizer.register_load_state_dict_pre_hook(hooks.before_save),
+                        optimizer.register_load_state_dict_post_hook(hooks.after_load),
+                    )
+                )
+
+    def follow(self, row_optimizer: torch.optim.Optimizer) -> None:
+        """Use settings that were changed in the tables' own optimizers, such as by a scheduler.
+
+        Raises:
+            ValueError: they have no formula, or differ between tables.
+        """
+        settings = self._read_settings()
+        if settings == self._settings:
+            return
+        formulas = {
+            name: _translate(name, optimizer)[0]
+            for name, optimizer in zip(self.tables, self.optimizers, strict=True)
+            if optimizer is not None
+        }
+        (first, formula), *others = formulas.items()
+        for name, other in others:
+            if other != formula:
+                raise ValueError(
+                    f"tables {first!r} and {name!r}: optimizers in backward of tables that are "
+                    f"updated together must have the same settings, got {formula} and {other}; "
+                    "change those of all tables before the next backward"
+                )
+        row_optimizer.param_groups[0].update(
+            {each.name: getattr(formula, each.name) for each in fields(formula)}
+        )
+        self._settings[:] = settings
+
+    def hand_back(self, row_optimizer: FusedOptimizer) -> None:
+        """Give the state back to the tables' own optimizers, and register the hooks again."""
+        row_optimizer.updater.marks = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._take_state(row_optimizer)
+        hooks: Any = sys.modules.get(_HOOKS)
+        for table in self.tables.values():
+            if hooks is not None and table in hooks.param_to_acc_grad_map:
+                node = hooks.param_to_acc_grad_map[table]
+                handle = node.register_hook(_Step(table))
+                hooks.param_to_optim_hook_handle_map.setdefault(table, []).append(handle)
+
+    def _read_settings(self) -> list[dict[str, Any]]:
+        """A copy of the settings; also of a rate that is a tensor, which may change in place."""
+        return [
+            {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in optimizer.param_groups[0].items()
+                if name != "params"
+            }
+            for optimizer in self.optimizers
+            if optimizer is not None
+        ]
+
+    def _give_state(self, row_optimizer: FusedOptimizer) -> None:
+        for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
             if optimizer is not None and table in optimizer.state:
                 known = optimizer.state[table]
                 row_optimizer.state[table].update(
                     {ours: known[theirs] for ours, theirs in self._names(table) if theirs in known}
                 )
 
-    def hand_back(self, row_optimizer: FusedOptimizer) -> None:
-        """Give the state back to the tables' own optimizers, and register the hooks again."""
-        hooks: Any = sys.modules.get(_HOOKS)
-        for table, optimizer in zip(self.tables, self.optimizers, strict=True):
+    def _take_state(self, row_optimizer: FusedOptimizer) -> None:
+        for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
             known = row_optimizer.state.get(table, {})
             if optimizer is not None:
                 optimizer.state[table].update(
                     {theirs: known[ours] for ours, theirs in self._names(table) if ours in known}
                 )
-            if hooks is not None and table in hooks.param_to_acc_grad_map:
-                node = hooks.param_to_acc_grad_map[table]
-                handle = node.register_hook(_Step(table))
-                hooks.param_to_optim_hook_handle_map.setdefault(table, []).append(handle)
 
     def _names(self, table: nn.Parameter) -> list[tuple[str, str]]:
         sizes = self.formula.state_sizes(table.shape[1])
         return [(name, self.state_names.get(name, name)) for name in (*sizes, "step")]
+
+
+class _StateHooks:
+    """Hooks of the tables' own optimizers: their state is that of `row_optimizer`.
+
+    They do not keep `row_optimizer`: the optimizers live as long as the tables.
+    """
+
+    def __init__(self, marks: InBackward, row_optimizer: FusedOptimizer) -> None:
+        self._marks, self._row_optimizer = marks, ref(row_optimizer)
+
+    def before_save(self, *_: object) -> None:
+        row_optimizer = self._row_optimizer()
+        if row_optimizer is not None:
+            row_optimizer.updater.flush()
+            self._marks._take_state(row_optimizer)
+
+    def after_load(self, *_: object) -> None:
+        row_optimizer = self._row_optimizer()
+        if row_optimizer is not None:
+            self._marks._give_state(row_optimizer)
+            row_optimizer.updater.reload_state()
 
 
 class _Step:
@@ -127,7 +220,7 @@ def read_marks(
         return None
     return InBackward(
         mark.formula,
-        tuple(table for _, table in tables),
+        dict(tables),
         tuple(each.optimizer for each in marks.values() if each is not None),
         mark.state_names,
     )
@@ -156,6 +249,14 @@ def _read_mark(name: str, table: nn.Parameter) -> _Mark | None:
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
     [optimizer] = table._in_backward_optimizers  # type: ignore[attr-defined]
+    formula, state_names = _translate(name, optimizer)
+    return _Mark(formula, optimizer, state_names)
+
+
+def _translate(
+    name: str, optimizer: torch.optim.Optimizer
+) -> tuple[RowOptimizer, Mapping[str, str]]:
+    """The formula of a table's own optimizer, and its names of the formula's state arrays."""
     translation = translate(
         optimizer,
         [(name, 0)],
@@ -167,7 +268,7 @@ def _read_mark(name: str, table: nn.Parameter) -> _Mark | None:
             f"table {name!r}: an optimizer in backward must have lr_decay 0, got "
             f"{group['lr_decay']}; give the optimizer to recsys.accelerate instead"
         )
-    return _Mark(translation.formula(group), optimizer, translation.state_names)
+    return translation.formula(group), translation.state_names
 
 
 def _placeholders() -> dict[type, Any]:

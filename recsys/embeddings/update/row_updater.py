@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.residency import Residency
     from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.update.in_backward import InBackward
     from recsys.embeddings.update.tiering import Pinned
     from recsys.embeddings.update.translation import Translation
 
@@ -71,7 +72,7 @@ class RowUpdater:
             copy that the user makes of the optimizer.
 
     Attributes:
-        optimizer: As given.
+        marks: Optimizers of `apply_optimizer_in_backward`, if any, whose settings it follows.
         is_sharded: Whether each process updates rows of its own, so that no update is shared.
             `recsys.distributed` sets it. Otherwise `DistributedDataParallel` is refused.
         grad_anchor: Input of the autograd node of every lookup. The tables are not inputs, so
@@ -90,8 +91,8 @@ class RowUpdater:
         self._groups = [
             GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
-        self.optimizer = optimizer
-        self.auto_apply, self.is_copied = auto_apply, is_copied
+        self.optimizer, self.auto_apply, self.is_copied = optimizer, auto_apply, is_copied
+        self.marks: InBackward | None = None
         self.is_sharded = False
         self._queued_for: int | None = None  # the pass at whose end rows are updated
         self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
@@ -107,6 +108,7 @@ class RowUpdater:
         """For copies and pickles; they get their tables by `add_copied_module`."""
         return self.__dict__ | {
             "_groups": [],
+            "marks": None,
             "_files": None,
             "_anchor_node": None,
             "_pass": None,
@@ -256,6 +258,8 @@ class RowUpdater:
                 updated, and the ledgers still have all gradients.
         """
         self._queued_for = None
+        if self.marks is not None:
+            self.marks.follow(self.optimizer)
         with DisableTorchFunctionSubclass():  # internal reads of tables
             prepared: list[tuple[GroupUpdater, PreparedUpdate]] = []
             update: PreparedUpdate | None = None
@@ -275,9 +279,8 @@ class RowUpdater:
             errors = [group.update_rows(update) for group, update in prepared]
             prepared.clear()  # as above
             update = None
-        for error in errors:
-            if error is not None:
-                raise error
+        for error in filter(None, errors):
+            raise error
 
     @contextmanager
     def update_once(self) -> Iterator[None]:
@@ -390,8 +393,7 @@ class RowUpdater:
 
     def tiers(self) -> list[Tiers]:
         """The tiers of every group that is not resident."""
-        found = [group.group.tiers for group in self._groups]
-        return [tiers for tiers in found if tiers is not None]
+        return [each.group.tiers for each in self._groups if each.group.tiers is not None]
 
     @property
     def budget_bytes(self) -> int:
@@ -486,8 +488,7 @@ class RowUpdater:
         files are marked dirty, because later writes to them are not seen.
 
         Raises:
-            RuntimeError: as for `prepare_release`.
-            ValueError: as for `prepare_release`; nothing is released.
+            Exception: as for `prepare_release`; nothing is released.
         """
         self.prepare_release()
         for group in self._groups:
