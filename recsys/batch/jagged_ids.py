@@ -30,14 +30,19 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     """Repeat bags that several samples share, so that every feature has one bag per sample.
 
     In a `KeyedJaggedTensor` whose features have different batch sizes, `inverse_indices` says which
-    bag belongs to which sample. The result holds copies of the values.
+    bag belongs to which sample. The result then holds copies of the values. Without them, all
+    features must have the same batch size.
 
     Raises:
-        MalformedBags: there are values after the last bag, or (on the CPU) `inverse_indices` name a
-            bag that a feature does not have.
-        ValueError: there are no `inverse_indices`, or they lack a feature.
+        MalformedBags: offsets do not ascend to the number of values, or (on the CPU)
+            `inverse_indices` name a bag that a feature does not have.
+        ValueError: batch sizes differ without `inverse_indices`, or these lack a feature.
     """
     inverse = features.inverse_indices_or_none()
+    offsets, weights = features.offsets(), features.weights_or_none()
+    if inverse is None and len(set(features.stride_per_key())) == 1:
+        _require_bags(features)
+        return JaggedIds._unchecked(features.keys(), features.values(), offsets, weights)
     if inverse is None:
         raise ValueError(
             "features with different batch sizes need inverse_indices, which say which bag "
@@ -47,8 +52,7 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     missing = [key for key in keys if key not in known]
     if missing:
         raise ValueError(f"inverse_indices lack features {missing}; they have {list(known)}")
-    offsets = features.offsets()
-    require_all_in_bags(len(features.values()), int(offsets[-1]))
+    _require_bags(features)
     device, first_bags = offsets.device, [0, *features.stride_per_key()[:-1]]
     rows = torch.tensor([list(known).index(key) for key in keys], device=device)
     starts = torch.tensor(first_bags, device=device).cumsum(0)
@@ -57,9 +61,22 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
         _require_own_bags(keys, features.stride_per_key(), bag_of_FB)
     bags = (bag_of_FB + starts.unsqueeze(1)).flatten()
     places, expanded = places_of_bags(offsets, bags)
-    weights = features.weights_or_none()
     weights = None if weights is None else weights[places]
     return JaggedIds._unchecked(keys, features.values()[places], expanded, weights)
+
+
+def _require_bags(features: KeyedJaggedTensor) -> None:
+    offsets, num_values = features.offsets(), len(features.values())
+    require_all_in_bags(num_values, int(offsets[-1]))
+    wrong = ((offsets.diff() < 0) | (offsets[1:] > num_values)).nonzero()
+    if len(wrong):
+        bag = int(wrong[0])
+        ends = torch.tensor(features.stride_per_key(), device="cpu").cumsum(0)
+        key = features.keys()[int(torch.searchsorted(ends, bag, right=True))]
+        raise MalformedBags(
+            f"feature {key!r}: offsets must ascend to at most the number of values, {num_values}, "
+            f"got {int(offsets[bag])} then {int(offsets[bag + 1])}; correct its lengths"
+        )
 
 
 def _require_own_bags(keys: Sequence[str], num_bags: Sequence[int], bag_of_FB: Tensor) -> None:

@@ -181,7 +181,7 @@ def accelerate(
     return Accelerated(
         _describe(chosen.found, counterparts),
         (*unfit.values(), *chosen.not_updated.values()),
-        tuple(each.description for each in specs) or (_LEFT_TO_CALLER,),
+        _describe_updates(chosen, {old for old, new in counterparts.items() if new in link_of}),
         rules,
         None if len(links) != 1 else links[0].row_optimizer,
         *describe_outlook([link.updater for link in links], len(counterparts)),
@@ -254,6 +254,19 @@ class _Original:
 
 
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
+
+
+def _describe_updates(chosen: ChosenTables, updated: set[nn.Module]) -> tuple[str, ...]:
+    """Say what updates the rows, and which replaced modules that leaves to the caller."""
+    if not chosen.specs:
+        return (_LEFT_TO_CALLER,)
+    left = [
+        names[0]
+        for module, names in chosen.found.items()
+        if module not in updated and any(each.requires_grad for each in module.parameters())
+    ]
+    of_rest = [f"of {', '.join(left)}, {_LEFT_TO_CALLER}"] if left else []
+    return (*(each.description for each in chosen.specs), *of_rest)
 
 
 def _undo(

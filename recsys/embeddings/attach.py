@@ -136,7 +136,12 @@ def require_updatable(table: NamedTable, *, may_be_meta: bool = False) -> None:
             f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
             "parametrizations (weight_norm, ...) first"
         )
-    if weight.device.type not in ("cpu", "cuda") and not (may_be_meta and weight.is_meta):
+    if weight.is_meta and not may_be_meta:
+        raise ValueError(
+            f"{place}: rows must have memory, and are on the meta device; first call "
+            'to_empty(device="cpu") on the module, and load or reset its parameters'
+        )
+    if weight.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(
             f"{place}: rows must be on the CPU or on CUDA, got {weight.device}; move the module by "
             ".cpu() (other devices are not supported yet)"
@@ -380,7 +385,8 @@ def _require_whole_collections(tables: Sequence[NamedTable], updated: set[int], 
         if table.collection is not None and id(table.weight) not in updated and others:
             raise ValueError(
                 f"table {table.name!r}: all tables of a collection must be {rule} or none; "
-                f"{others[0]!r} is and this one is not"
+                f"{others[0]!r} is and this one is not; add this one, too, and if its rows are to "
+                "stay, set its requires_grad to False"
             )
 
 

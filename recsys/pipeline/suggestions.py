@@ -182,9 +182,10 @@ def other_ids(schedule: Schedule | Auto) -> str:
     """What to say if the model looks up other ids than were fetched ahead."""
     return (
         f"schedule={schedule}: the model has looked up other ids than were fetched ahead for its "
-        "mini-batch, so their rows were fetched only when they were needed; give "
-        "TrainPipeline(..., ids=fn) a function that returns the input of each module, and an "
-        "iterator that does not change a mini-batch before its step"
+        "mini-batch, or a part or another order of its KeyedJaggedTensor (split, permute), so rows "
+        "were fetched only when they were needed; give TrainPipeline(..., ids=fn) a function that "
+        "returns the input of each module, and an iterator that does not change a mini-batch "
+        "before its step"
     )
 
 

@@ -440,3 +440,29 @@ def test_gradients_that_were_set_to_zero_move_no_row_by_lazy_adam():
 def test_no_optimizers_at_all_are_refused():
     with pytest.raises(TypeError, match="must not be an empty list"):
         recsys.accelerate(Towers(), optimizer=[])
+
+
+def test_a_frozen_table_that_the_optimizer_lacks_is_refused_with_a_way_out():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    tables = [
+        torchrec.EmbeddingBagConfig(
+            name=name, num_embeddings=9, embedding_dim=4, feature_names=[name]
+        )
+        for name in "ab"
+    ]
+    model = nn.ModuleList([torchrec.EmbeddingBagCollection(tables=tables)])
+    frozen = model[0].embedding_bags["b"].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each is not frozen], lr=1)
+
+    with pytest.raises(ValueError, match=r"b': .* or none; .*add this one, too, .* requires_grad"):
+        recsys.accelerate(model, optimizer=optimizer)
+
+    optimizer.add_param_group({"params": [frozen]})
+    before = frozen.clone()
+    recsys.accelerate(model, optimizer=optimizer)
+    features = torchrec.KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b"], torch.tensor([1, 2]), torch.tensor([1, 1])
+    )
+    model[0](features).values().sum().backward()
+    optimizer.step()
+    assert torch.equal(frozen, before)

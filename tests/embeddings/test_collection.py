@@ -128,6 +128,38 @@ def test_batch_sizes_of_their_own_without_inverse_indices_are_refused():
         module(features)
 
 
+def test_batch_sizes_of_their_own_that_are_equal_need_no_inverse_indices():
+    configs = torchrec_configs()
+    from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+
+    theirs = EmbeddingBagCollection(configs)
+    ours = HotColdEmbeddingBagCollection(configs)
+    ours.load_state_dict(theirs.state_dict())
+    features = KeyedJaggedTensor(
+        ["user", "friend", "item"],
+        torch.tensor([0, 1, 2, 1, 0], dtype=torch.int32),
+        lengths=torch.tensor([1, 2, 0, 1, 0, 1]),
+        stride_per_key_per_rank=[[2, 0], [1, 1], [0, 2]],
+    )
+
+    torch.testing.assert_close(
+        ours(features).values(), theirs(features).values(), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [(-1, r"'user': offsets must ascend .*got 2 then -1"), (11, r"'user': .*got 2 then 11")],
+)
+def test_bags_of_batch_sizes_of_their_own_that_do_not_ascend_are_named(offset, message):
+    module = HotColdEmbeddingBagCollection(torchrec_configs())
+    features = kjt_of_two_batch_sizes()
+    features.offsets()[1:3] = torch.tensor([2, offset])
+
+    with pytest.raises(MalformedBags, match=message):
+        module(features)
+
+
 def test_inverse_indices_that_lack_a_feature_are_refused():
     module = HotColdEmbeddingBagCollection(torchrec_configs())
     features = kjt_of_two_batch_sizes()

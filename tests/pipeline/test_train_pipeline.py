@@ -11,7 +11,11 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings import HotColdEmbeddingCollection, TableConfig
+from recsys.embeddings import (
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+    TableConfig,
+)
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.errors import BudgetTooSmall, ConfigError, IdOutOfRange, TiersFailed
@@ -695,3 +699,50 @@ def test_torchrecs_batches_and_models_are_taken(small, batches):
     assert runs[0][1] == runs[1][1]
     assert pipeline.mean_depth > 1
     small.require_equal(runs[0][0], runs[1][0])
+
+
+def test_parts_of_a_keyed_jagged_tensor_are_fetched_ahead_by_what_ids_returns():
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec import KeyedJaggedTensor
+
+    class TwoTowers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.scale = nn.Parameter(torch.ones(4))
+            self.towers = nn.ModuleDict({name: self.tower(name) for name in ("user", "item")})
+
+        def tower(self, name):
+            table = TableConfig(
+                name=name, num_embeddings=300, embedding_dim=4, feature_names=[name]
+            )
+            return HotColdEmbeddingBagCollection([table], optimizer=SGD(lr=0.1), budget=4000)
+
+        def forward(self, features):
+            pooled = [self.towers[key](part).values() for key, part in parts_of(features).items()]
+            loss = (pooled[0] * pooled[1] * self.scale).square().mean()
+            return loss, loss
+
+    def parts_of(features):
+        return dict(zip(("user", "item"), features.split([1, 1]), strict=True))
+
+    def ids_of_towers(features):
+        return {f"towers.{key}": part for key, part in parts_of(features).items()}
+
+    batches = [
+        KeyedJaggedTensor.from_lengths_sync(
+            ["user", "item"], torch.randint(300, (16,)), torch.ones(16, dtype=torch.int32)
+        )
+        for _ in range(4)
+    ]
+    model = TwoTowers()
+    dense = torch.optim.SGD([model.scale], lr=0.1)
+    with pytest.warns(UserWarning, match=r"part or another order of its KeyedJaggedTensor"):
+        for _ in TrainPipeline(model, dense, schedule=LookAhead(1)).steps(batches):
+            pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline = TrainPipeline(model, dense, schedule=LookAhead(1), ids=ids_of_towers)
+        for _ in pipeline.steps(batches):
+            pass

@@ -87,6 +87,17 @@ def test_accelerate_takes_marks_over_and_restore_gives_them_back(name):
     assert type(model[0]) is nn.EmbeddingBag
 
 
+def test_the_report_names_modules_without_an_optimizer_in_backward():
+    model = nn.ModuleDict({"with": marked("sgd"), "without": bag()})
+
+    updated_by = recsys.accelerate(model).updated_by
+
+    assert updated_by == (
+        "rows are updated at the end of each backward, by SGD(lr=0.1)",
+        "of without, gradients are left to the caller's optimizer",
+    )
+
+
 def own_optimizers(model):
     return [optimizer for weight in model.parameters() for optimizer in _own(weight)]
 
