@@ -367,3 +367,20 @@ def test_weights_of_samples_go_with_them():
     assert Batch.concatenate([plain, plain]).weights is None
     with pytest.raises(MalformedBags, match="weights must be a tensor of 3 samples"):
         Batch(torch.zeros(3, 1), ids, torch.zeros(3), torch.ones(2))
+
+
+def test_features_of_their_own_batch_sizes_are_refused_with_a_way_that_works():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    features = torchrec.KeyedJaggedTensor(
+        ["a", "b"],
+        torch.tensor([3, 5, 7]),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["a", "b"], torch.tensor([[0, 0], [1, 0]])),
+    )
+
+    with pytest.raises(ValueError, match=r"expand_to_one_batch_size\(features\).to_torchrec\(\)"):
+        JaggedIds.from_torchrec(features)
+
+    expanded = JaggedIds.from_torchrec(expand_to_one_batch_size(features).to_torchrec())
+    assert expanded.values().tolist() == [3, 3, 7, 5]

@@ -32,7 +32,8 @@ def require_one_batch_size(features: object) -> None:
     if varies_in_batch_size(features):
         raise ValueError(
             "features with different batch sizes (variable_stride_per_key, inverse_indices) are "
-            "not supported here; expand them to one batch size"
+            "not supported here; expand them to one batch size, by "
+            "recsys.batch.expand_to_one_batch_size(features).to_torchrec()"
         )
 
 

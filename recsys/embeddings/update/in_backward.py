@@ -65,7 +65,7 @@ class InBackward:
             for handle in handles.pop(table, []) if table in handles else []:
                 handle.remove()
         self._give_state(row_optimizer)
-        self._settings[:] = self._read_settings()
+        self._settings[:] = map(_copy, self._groups())
         row_optimizer.updater.marks = self
         hooks = _StateHooks(self, row_optimizer)
         for optimizer in self.optimizers:
@@ -85,8 +85,8 @@ class InBackward:
         Raises:
             ValueError: they have no formula, or differ between tables.
         """
-        settings = self._read_settings()
-        if settings == self._settings:
+        groups = self._groups()
+        if groups == self._settings:
             return
         formulas = {
             name: _translate(name, optimizer)[0]
@@ -104,7 +104,7 @@ class InBackward:
         row_optimizer.param_groups[0].update(
             {each.name: getattr(formula, each.name) for each in fields(formula)}
         )
-        self._settings[:] = settings
+        self._settings[:] = map(_copy, groups)
 
     def hand_back(self, row_optimizer: FusedOptimizer) -> None:
         """Give the state back to the tables' own optimizers, and register the hooks again."""
@@ -120,17 +120,8 @@ class InBackward:
                 handle = node.register_hook(_Step(table))
                 hooks.param_to_optim_hook_handle_map.setdefault(table, []).append(handle)
 
-    def _read_settings(self) -> list[dict[str, Any]]:
-        """A copy of the settings; also of a rate that is a tensor, which may change in place."""
-        return [
-            {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in optimizer.param_groups[0].items()
-                if name != "params"
-            }
-            for optimizer in self.optimizers
-            if optimizer is not None
-        ]
+    def _groups(self) -> list[dict[str, Any]]:
+        return [each.param_groups[0] for each in self.optimizers if each is not None]
 
     def _give_state(self, row_optimizer: FusedOptimizer) -> None:
         for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
@@ -151,6 +142,14 @@ class InBackward:
     def _names(self, table: nn.Parameter) -> list[tuple[str, str]]:
         sizes = self.formula.state_sizes(table.shape[1])
         return [(name, self.state_names.get(name, name)) for name in (*sizes, "step")]
+
+
+def _copy(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of settings; also of a rate that is a tensor, which may change in place."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in settings.items()
+    }
 
 
 class _StateHooks:
