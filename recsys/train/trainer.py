@@ -32,6 +32,7 @@ from recsys.train.loop.require_config import require_config
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.settings_warnings import (
     warn_of_no_effect,
+    warn_of_other_rates,
     warn_of_threads,
     warn_of_unread_keys,
 )
@@ -345,6 +346,8 @@ def _prepare(
             of_run = processes.restore(folder, earlier, built)
             history_bytes = state.load_state_dict(of_run, earlier.saved.number)
             continue_at(schedulers, full_steps.advance(progress.num_steps, _num_seen(pipeline)))
+            with processes.warnings_once():
+                warn_of_other_rates(earlier.config, config, full_steps)
         folder.continue_run(config, history_bytes)
     checkpoints = processes.checkpoints(config, folder, built, earlier)
     timeline = Timeline() if config.timeline_steps > progress.num_steps else None

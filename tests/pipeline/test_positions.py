@@ -245,7 +245,7 @@ def test_a_loader_that_waits_for_losses_is_not_read_ahead(schedule):
     state = loader.state_dict()
 
     for train in (pipeline.progress, lambda batches: next(pipeline.steps(batches))):
-        with pytest.raises(ValueError, match=r"FAE\(is_adaptive=True\) .* use schedule=Sequential"):
+        with pytest.raises(ValueError, match=r"=True\) .* use schedule=Sequential\(\) and no"):
             train(iter(loader))
     with pytest.raises(ValueError, match=r"takes mini-batches ahead, but HotColdLoader with FAE"):
         next(pipeline.steps(loader))

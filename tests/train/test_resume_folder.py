@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import signal
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,27 @@ def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path, capsy
         load_file(tmp_path / "run" / "model.safetensors"),
         load_file(tmp_path / "whole" / "model.safetensors"),
     )
+
+
+@pytest.mark.parametrize(("decay_steps", "is_told"), [(0, True), (9, False)])
+def test_rates_that_rise_again_with_more_epochs_are_told(
+    small_config, tmp_path, decay_steps, is_told
+):
+    rates = ("lr_schedule.decay=linear", f"lr_schedule.decay_steps={decay_steps}")
+    config = small_config(*SETTINGS, *rates)
+    run(replace(config, epochs=1), tmp_path / "run")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(config, tmp_path / "run", resume=True)
+
+    told = [str(each.message) for each in caught if "rates rise again" in str(each.message)]
+    assert len(told) == is_told
+    if is_told:
+        assert (
+            "epochs is 2 now, not 1; from step 15 on they are 0.5 of the full rates, not 0"
+            in told[0]
+        )
 
 
 def test_a_run_killed_in_its_last_evaluation_ends_with_it(

@@ -316,5 +316,6 @@ class HotColdLoader(ResumableLoader[_Position]):
 
 _WHY_NOT_AHEAD = (
     "HotColdLoader with FAE(is_adaptive=True) decides by the loss after each turn which "
-    "mini-batches come next; use schedule=Sequential(), or FAE(is_adaptive=False)"
+    "mini-batches come next; use schedule=Sequential() and no skip= that leaves samples out, or "
+    "FAE(is_adaptive=False)"
 )

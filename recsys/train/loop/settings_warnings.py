@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.train.loop.full_steps import FullSteps
 
-__all__ = ["warn_of_no_effect", "warn_of_threads", "warn_of_unread_keys"]
+__all__ = [
+    "warn_of_no_effect",
+    "warn_of_other_rates",
+    "warn_of_threads",
+    "warn_of_unread_keys",
+]
 
 _ADAPTIVE = ("min_rate", "max_rate", "patience", "factor")
 _READERS = {
@@ -61,6 +66,26 @@ def warn_of_no_effect(config: TrainConfig, full_steps: FullSteps) -> None:
             stacklevel=3,
         )
     warn_of_no_skipping(config, num_steps)
+
+
+def warn_of_other_rates(before: TrainConfig, config: TrainConfig, full_steps: FullSteps) -> None:
+    """Warn if a run that continues with more epochs has other learning rates from now on.
+
+    Args:
+        before: The configuration that the run had.
+        config: The configuration with which it continues.
+        full_steps: Those so far.
+    """
+    steps = full_steps.num_steps // config.epochs * before.epochs, full_steps.num_steps
+    old, new = (config.lr_schedule.factor(full_steps.step, each) for each in steps)
+    if old != new:
+        warnings.warn(
+            f"learning rates rise again: lr_schedule.decay falls to the end of the run, and epochs "
+            f"is {config.epochs} now, not {before.epochs}; from step {full_steps.step} on they are "
+            f"{new:.3g} of the full rates, not {old:.3g}. The result is not that of "
+            f"{config.epochs} epochs in one go; for that, train in a new folder",
+            stacklevel=3,
+        )
 
 
 def warn_of_unread_keys(config: TrainConfig, source: SampleSource) -> None:
