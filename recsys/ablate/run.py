@@ -406,14 +406,14 @@ def late_quality(
 ) -> dict[str, Any] | None:
     """Mean AUC and logloss of the evaluations of a split over the last share of the training.
 
-    The evaluation after the last step is one of them, although it may cover more samples. None if
-    no evaluation of the split has an AUC.
+    The evaluation after the last step is one of them, although it may cover more samples. Where
+    early stopping ended the training, it stands for the one at the same step, which decided so.
+    None if no evaluation of the split has an AUC.
     """
     last = max((entry["num_samples"] for entry in history), default=0)
     begin = round((1 - share) * last, 6)  # (1 - 0.7) * 20 is above 6 in floating point
-    found = [
-        entry[split] for entry in history if entry.get(split) and entry["num_samples"] >= begin
-    ]
+    late = [entry for entry in history if entry.get(split) and entry["num_samples"] >= begin]
+    found = {entry["num_samples"]: entry[split] for entry in late}.values()
     aucs = [metrics["auc"] for metrics in found if metrics["auc"] is not None]
     if not aucs:
         return None

@@ -295,6 +295,18 @@ def test_late_quality_is_the_mean_of_the_evaluations_in_the_last_part():
     assert late_quality([], "test", 0.25) is None
 
 
+def test_a_step_that_early_stopping_ended_at_counts_once_in_the_late_mean():
+    def entry(num_samples, auc):
+        return {"num_samples": num_samples, "test": {"auc": auc, "logloss": auc}}
+
+    history = [entry(300, 0.5), entry(400, 0.6), entry(400, 0.7)]  # the last one is of all samples
+
+    found = late_quality(history, "test", 0.25)
+
+    assert found["num_evaluations"] == 2
+    assert found["auc"] == found["logloss"] == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7, 0.9])
 def test_the_evaluation_at_the_beginning_of_the_last_part_counts(share):
     history = [

@@ -420,7 +420,7 @@ def test_cells_of_an_ablation_with_a_target_stop_early(ablation, tmp_path, split
     whole, stops = record["cells"]
     assert whole["run"]["stopped_early"] is None
     assert stops["run"]["stopped_early"]["step"] == 6
-    assert stops["late"]["num_evaluations"] == 3  # after steps 3 and 6, and the last one
+    assert stops["late"]["num_evaluations"] == 2  # after steps 3 and 6, the last one
     assert stops["seconds_to_target_auc"] is None
     found = [each for each in seen if "or ablate.target_split" in str(each.message)]
     assert len(found) == (split == "test")
