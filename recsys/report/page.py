@@ -24,6 +24,7 @@ from recsys.report.summary import (
     NO_METRICS,
     format_auc_error,
     format_best_auc,
+    format_earlier_metrics,
     format_processes,
     format_skipping,
     format_stopped_early,
@@ -103,6 +104,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
     rate, peak = throughput["samples_per_second"], record["peak_memory_bytes"]
     measured = {split: values for split, values in metrics.items() if values is not None}
     timeline, skipped = folder.timeline_picture_file, record.get("skipped")
+    history = folder.read_history()
     return _template().render(
         kind="run",
         title=f"Run {folder.path.resolve().name}",
@@ -119,8 +121,12 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         splits=list(measured),
         metrics=tabulate_metrics(measured),
         no_metrics=NO_METRICS,
-        notes=format_auc_error(metrics) + format_best_auc(data),
-        curves=as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),
+        notes=[
+            *format_auc_error(metrics),
+            *format_earlier_metrics(record, history),
+            *format_best_auc(data),
+        ],
+        curves=as_base64(draw_run(history, record["config"]["eval"]["split"])),
         tiers=tabulate_tiers(record.get("tiers"), record["config"].get("budget", "")),
         hits=tabulate_hits(record.get("tiers")),
         stages=_stages(record["stalls"]),

@@ -8,6 +8,7 @@ from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes
 from recsys.pipeline.skip.guard_decisions import describe_decision
 from recsys.pipeline.stalls import format_stalls, stage_seconds
+from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ __all__ = [
     "NO_METRICS",
     "format_auc_error",
     "format_best_auc",
+    "format_earlier_metrics",
     "format_little_learned",
     "format_metric",
     "format_metrics",
@@ -148,6 +150,26 @@ def format_best_auc(data: Mapping[str, Any]) -> list[str]:
     return [] if best_auc is None else [f"{'best AUC possible':<20}{format_metric(best_auc):>14}"]
 
 
+def format_earlier_metrics(
+    record: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """A sentence if metrics of an interrupted run are of an earlier step than its model.
+
+    Args:
+        record: The run record.
+        history: The lines of its history.
+    """
+    split, num_steps = record["config"]["eval"]["split"], record["throughput"]["num_steps"]
+    found = record["metrics"].get(split)
+    steps = [entry["step"] for entry in history if found and entry.get(split) == found]
+    if record["status"] != "interrupted" or not steps or steps[-1] == num_steps:
+        return []
+    return [
+        f"metrics of the {split} split are those after step {steps[-1]:,}, where training last "
+        f"evaluated; the model is that of step {num_steps:,}, which recsys evaluate measures"
+    ]
+
+
 def format_unknown(unknown: Mapping[str, Mapping[str, int]]) -> list[str]:
     """A line for each part with values that have no row of their own; empty if there are none.
 
@@ -217,6 +239,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         lines += [*format_stopped_early(record["stopped_early"]), ""]
     lines += [
         format_metrics(record["metrics"]),
+        *format_earlier_metrics(record, RunFolder(run_dir).read_history()),
         *format_little_learned(record["metrics"], optimizer["name"]),
         *format_best_auc(record["data"]),
         "",

@@ -1,6 +1,7 @@
 """Commands on runs that did not finish, or have no model, say so, and how to continue them."""
 
 import json
+import re
 import runpy
 import signal
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from recsys.cli import main
+from recsys.config import load_config
 from recsys.errors import AlreadyExists
+from recsys.report.summary import format_run
 from recsys.train.run_files.run_folder import RunFolder
 
 SHARED = runpy.run_path(str(Path(__file__).parents[1] / "train" / "resumed_runs.py"))
@@ -37,6 +40,26 @@ def test_evaluate_says_that_a_run_was_interrupted_and_how_to_continue_it(stopped
         assert main(["evaluate", folder]) == 0
 
     assert "normalized entropy" in capsys.readouterr().out
+
+
+def test_metrics_of_an_earlier_step_than_the_model_are_said_to_be(stopped, capsys):
+    said = "the validation split are those after step 4, where .* the model is that of step 6, "
+
+    folder = stopped("eval.every_steps=4")
+    record = RunFolder(Path(folder)).read_record()
+    main(["report", folder])
+
+    assert re.search(said, format_run(record, Path(folder)))
+    assert re.search(said, (Path(folder) / "report.html").read_text())
+    run(load_config(Path(folder) / "config.toml"), Path(folder), resume=True)
+    record = RunFolder(Path(folder)).read_record()
+    assert not re.search("split are those after", format_run(record, Path(folder)))
+
+
+def test_metrics_of_the_last_step_of_an_interrupted_run_are_its_own(stopped):
+    folder = Path(stopped("eval.every_steps=3"))
+
+    assert "those after" not in format_run(RunFolder(folder).read_record(), folder)
 
 
 @pytest.mark.parametrize(
