@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,17 @@ def test_the_next_report_after_a_resume_is_that_of_an_uninterrupted_run(make, nu
     assert history(found) == history(expected)[-len(history(found)) :]
     assert resumed.last_evaluation == whole.last_evaluation == found_evaluation.as_dict()
     assert (resumed.num_steps, resumed.num_samples) == (10, 30)
+
+
+def test_metrics_of_another_split_are_not_continued_with(make):
+    (saved, _), (progress, _) = make("saved"), make("other")
+    saved.add_evaluation(evaluate_logits(np.array([0.2, -0.1], "float32"), np.array([1, 0])))
+
+    progress.load_state_dict(saved.state_dict() | {"split": "test"})
+
+    assert progress.last_evaluation is None
+    progress.load_state_dict(saved.state_dict())
+    assert progress.last_evaluation == saved.last_evaluation is not None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ _STATE_KEYS = (
     "num_steps",
     "num_samples",
     "num_trained_samples",
+    "split",
     "last_evaluation",
     "reported_samples",
     "reported_seconds",
@@ -196,6 +197,7 @@ class Progress:
             "num_steps": self.num_steps,
             "num_samples": self.num_samples,
             "num_trained_samples": self.num_trained_samples,
+            "split": self._split,
             "last_evaluation": self.last_evaluation,
             "reported_samples": self._reported[0],
             "reported_seconds": self._reported[1],
@@ -207,11 +209,14 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the steps of `state`, before the first step of this run.
 
+        An evaluation on another split is forgotten: its metrics are not those of this run's split.
+
         Raises:
             ConfigError: `state` is no state of a run's progress.
         """
-        if isinstance(state, Mapping):  # states of older versions lack the key
-            state = {"num_trained_samples": state.get("num_samples"), **state}
+        if isinstance(state, Mapping):  # states of older versions lack these keys
+            added = {"split": self._split, "num_trained_samples": state.get("num_samples")}
+            state = {**added, **state}
         found = SavedState("progress state", state, _STATE_KEYS)
         evaluation = found["last_evaluation"]
         if evaluation is not None:
@@ -233,7 +238,8 @@ class Progress:
             raise found.error("labels", "0 or 1")
         if bool(len(losses)) != bool(len(logits)) or len(losses) > min(num_steps, len(logits)):
             raise found.error("losses", "one for each step since the last report")
-        self.num_steps, self.num_samples, self.last_evaluation = num_steps, num_samples, evaluation
+        self.num_steps, self.num_samples = num_steps, num_samples
+        self.last_evaluation = evaluation if found["split"] == self._split else None
         self.num_trained_samples = num_trained_samples
         self._reported = (reported_samples, reported_seconds)
         self._losses = list(losses.unbind())
