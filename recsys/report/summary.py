@@ -153,7 +153,7 @@ def format_best_auc(data: Mapping[str, Any]) -> list[str]:
 def format_earlier_metrics(
     record: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """A sentence if metrics of an interrupted run are of an earlier step than its model.
+    """A sentence if metrics of an interrupted run are of a step before its last one.
 
     Args:
         record: The run record.
@@ -165,8 +165,8 @@ def format_earlier_metrics(
     if record["status"] != "interrupted" or not steps or steps[-1] == num_steps:
         return []
     return [
-        f"metrics of the {split} split are those after step {steps[-1]:,}, where training last "
-        f"evaluated; the model is that of step {num_steps:,}, which recsys evaluate measures"
+        f"metrics of the {split} split are those after step {steps[-1]:,}, of the last evaluation; "
+        f"training ended after step {num_steps:,} (its saved model: recsys evaluate)"
     ]
 
 
