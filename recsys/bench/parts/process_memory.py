@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from pathlib import Path
+from weakref import ref
 
 __all__ = ["AnonymousMemory", "process_memory"]
 
@@ -23,7 +24,9 @@ def process_memory() -> dict[str, float]:
 
 
 class AnonymousMemory:
-    """Resident memory of this process that is not mapped from files, sampled from now on.
+    """Resident memory of this process that is not mapped from files.
+
+    A thread samples it as long as this object lives.
 
     Pages of mapped files are left out, because the system takes them back when it needs memory.
 
@@ -34,9 +37,12 @@ class AnonymousMemory:
 
     def __init__(self) -> None:
         self.at_start = self.peak = process_memory().get("RssAnon", math.nan)
-        threading.Thread(target=self._look, name="recsys-memory", daemon=True).start()
+        arguments = (ref(self),)
+        threading.Thread(target=_look, args=arguments, name="recsys-memory", daemon=True).start()
 
-    def _look(self) -> None:
-        while True:
-            self.peak = max(self.peak, process_memory().get("RssAnon", math.nan))
-            time.sleep(_SECONDS_BETWEEN_SAMPLES)
+
+def _look(memory: ref[AnonymousMemory]) -> None:
+    while (found := memory()) is not None:
+        found.peak = max(found.peak, process_memory().get("RssAnon", math.nan))
+        del found
+        time.sleep(_SECONDS_BETWEEN_SAMPLES)
