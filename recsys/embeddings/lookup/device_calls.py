@@ -122,10 +122,11 @@ class DeviceCalls:
                 errors.poll()
             stream = current_stream_number(group.device)
             made: Any = _made(ids, offsets, num_bags, stream, is_mean=is_mean, padding=left_out)
-            space = group.space([number])
             found = None if is_in_place else _resolve(group, lookups, made)
-        if found is None and not is_in_place:
-            return None
+            if found is None and not is_in_place:
+                return None
+            space: Any = group.space([number]) if found is None else found.space
+            tables = space.tables if found is None else found.tables
         ticket = None if found is None else found.ticket
         kind = Kind((num_bags, group.dim), compute_dtype(table.dtype), group.device, stream)
         output = None
@@ -138,8 +139,8 @@ class DeviceCalls:
             assert tiers is not None
             tiers.look_up(space, lookups, made, pooled)
         else:
-            found.kernels.pooled_lookup(found.space, lookups, found.bags, pooled)
-        num_rows = space.tables[number].shape[0]
+            found.kernels.pooled_lookup(space, lookups, found.bags, pooled)
+        num_rows = tables[number].shape[0]
         errors.expect(partial(_bad_id, made, bags, num_rows, group.names[number]))
         if errors.num_expected >= len(group.names):
             errors.report_expected()
@@ -153,7 +154,7 @@ class DeviceCalls:
                 made.given,
                 list(map(version_of, made.given)),
                 table,
-                space.tables,
+                tables,
                 group.tables,
                 next_lookup(),
                 bags[:1] in ((), (1,)),

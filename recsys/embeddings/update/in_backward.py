@@ -70,7 +70,8 @@ class InBackward:
         hooks = _StateHooks(self, row_optimizer)
         for optimizer in self.optimizers:
             if optimizer is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+                # A scheduler warns if its optimizer was never stepped; recsys updates in its place.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
                 self._handles.extend(
                     (
                         optimizer.register_state_dict_pre_hook(hooks.before_save),
