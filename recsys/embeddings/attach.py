@@ -227,7 +227,7 @@ def choose_updaters(
     )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
-        row_optimizer = FusedOptimizer(
+        row_optimizer, updater = FusedOptimizer.with_updater(
             {table.key: (table.weight, table.state_prefix) for table in updated},
             [group for _, group in groups],
             formula,
@@ -235,7 +235,7 @@ def choose_updaters(
         )
         if marks is not None:
             marks.hand_over(row_optimizer)
-        return Link(row_optimizer.updater, row_optimizer)
+        return Link(updater, row_optimizer)
 
     description = f"rows are updated at the end of each backward, by {formula}"
     numbers = {id(table.weight): 0 for table in updated}

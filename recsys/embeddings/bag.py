@@ -81,8 +81,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             larger than memory.
         cold_path: Folder of the cold tier "file"; created if missing. A complete folder of an
             earlier module gives its rows and their state, but not its optimizer settings. `sync`
-            and a normal end of the process leave the folder complete; call `sync` before you
-            delete the module.
+            and a normal end of the process leave the folder complete.
 
     Attributes:
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.

@@ -416,7 +416,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         tables: dict[nn.Parameter, str] = {}  # each with the first of its names
         for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True):
             tables.setdefault(weight, name)
-        self.row_optimizer = FusedOptimizer(
+        self.row_optimizer, updater = FusedOptimizer.with_updater(
             {
                 f"embedding_bags.{name}.weight": (weight, f"{name}.")
                 for weight, name in tables.items()
@@ -427,7 +427,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             stochastic_rounding=stochastic_rounding,
             rounding_seed=rounding_seed,
         )
-        updater = self.row_optimizer.updater
         self.attach(updater, places)
         return updater
 

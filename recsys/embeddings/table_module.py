@@ -198,7 +198,7 @@ class TableModule(AbstractTables):
         group = TableGroup([table], [self.sparse])
         if not table.is_meta:
             group.space()  # raises if kernels do not support the rows
-        self.row_optimizer = FusedOptimizer(
+        self.row_optimizer, updater = FusedOptimizer.with_updater(
             {"weight": (table, "")},
             [group],
             optimizer,
@@ -206,7 +206,6 @@ class TableModule(AbstractTables):
             stochastic_rounding=stochastic_rounding,
             rounding_seed=rounding_seed,
         )
-        updater = self.row_optimizer.updater
         self.attach(updater, [(group, 0)])
         return updater
 

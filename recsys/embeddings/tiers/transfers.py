@@ -53,6 +53,11 @@ class TransferQueue:
         self.on_span: Callable[[str, float, float], None] | None = None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a transfer failed, so that no later one runs."""
+        return bool(self._failure)
+
+    @property
     def last(self) -> int:
         """The number of the last queued transfer; 0 if all have run."""
         is_pending = self._num_done < self._num_put and not self._failure

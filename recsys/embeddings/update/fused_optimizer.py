@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.update.group_state import require_state
+from recsys.embeddings.update.pending_copy import WITHOUT_TABLES
 from recsys.embeddings.update.row_updater import RowUpdater
 from recsys.embeddings.update.translation import Translation
 
@@ -31,21 +33,29 @@ __all__ = ["FusedOptimizer"]
 class FusedOptimizer(torch.optim.Optimizer):
     """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
 
-    A copy or a pickle has tables and state if all of its modules are copied together with it.
+    A copy or a pickle has tables and state if all of its modules are copied together with it. The
+    module keeps the optimizer, and the optimizer not the module, so that memory is free as soon as
+    the module is deleted. Without its module the optimizer refuses to work.
 
-    Args:
-        tables: The tables by `state_dict` key, each with the prefix of its state's names.
-        groups: Table groups of the same tables.
-        formula: The update rule. Its fields are the settings, which `param_groups` can change.
-        auto_apply: Whether rows are updated at the end of each backward pass; `step` then makes an
-            update that was refused, or one of a `weight.grad` that was set, and is else not needed.
-        stochastic_rounding: For tables of 16 bits: whether to round up or down at random, so that
-            rows are right on average, or to nearest. A setting in `param_groups`.
-        rounding_seed: Seed of that rounding. A setting in `param_groups`.
+    `with_updater` makes one.
     """
 
     def __init__(
         self,
+        tables: Mapping[str, tuple[nn.Parameter, str]],
+        formula: RowOptimizer,
+        **settings: object,
+    ) -> None:
+        require_formula(formula)
+        settings |= {field.name: getattr(formula, field.name) for field in fields(formula)}
+        super().__init__([table for table, _ in tables.values()], settings)
+        self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
+        self._kind = type(formula)
+        self._updater: weakref.ref[RowUpdater] | None = None
+
+    @classmethod
+    def with_updater(
+        cls,
         tables: Mapping[str, tuple[nn.Parameter, str]],
         groups: Sequence[TableGroup],
         formula: RowOptimizer,
@@ -53,32 +63,60 @@ class FusedOptimizer(torch.optim.Optimizer):
         auto_apply: bool,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
-    ) -> None:
-        require_formula(formula)
-        settings = {field.name: getattr(formula, field.name) for field in fields(formula)}
-        settings |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed}
-        super().__init__([table for table, _ in tables.values()], settings)
-        self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
-        self._kind = type(formula)
+    ) -> tuple[FusedOptimizer, RowUpdater]:
+        """Make an optimizer, and the updater of its tables, which the caller keeps.
+
+        Args:
+            tables: The tables by `state_dict` key, each with the prefix of its state's names.
+            groups: Table groups of the same tables.
+            formula: The update rule. Its fields are the settings, which `param_groups` can change.
+            auto_apply: Whether rows are updated at the end of each backward pass; `step` then makes
+                an update that was refused, or one of a `weight.grad` that was set, and is else not
+                needed.
+            stochastic_rounding: For tables of 16 bits: whether to round up or down at random, so
+                that rows are right on average, or to nearest. A setting in `param_groups`.
+            rounding_seed: Seed of that rounding. A setting in `param_groups`.
+        """
+        optimizer = cls(
+            tables, formula, stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed
+        )
         translation = Translation(
-            formula=self._formula_of,
+            formula=optimizer._formula_of,
             state_names={},
             learning_rate=_read_lr,
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
         )
-        self.updater = RowUpdater(
+        updater = RowUpdater(
             [(0, group) for group in groups],
-            self,
+            optimizer,
             translation,
             auto_apply=auto_apply,
             is_copied=True,
         )
+        optimizer._updater = weakref.ref(updater)
+        return optimizer, updater
+
+    @property
+    def updater(self) -> RowUpdater:
+        """What updates the rows; the module keeps it.
+
+        Raises:
+            RuntimeError: this optimizer was copied without its module, or the module was deleted.
+        """
+        updater = None if self._updater is None else self._updater()
+        if updater is None:
+            raise RuntimeError(WITHOUT_TABLES)
+        return updater
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
-        own = {name: self.__dict__[name] for name in ("_prefixes", "_kind", "updater")}
+        own = {"_prefixes": self._prefixes, "_kind": self._kind, "_updater": self.updater}
         groups = [group | {"params": []} for group in self.param_groups]
         return super().__getstate__() | {"state": defaultdict(dict), "param_groups": groups} | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies and pickles."""
+        super().__setstate__(state | {"_updater": weakref.ref(state["_updater"])})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows with gradients since the last step.
@@ -92,7 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             The result of `closure`.
 
         Raises:
-            RuntimeError: this optimizer was copied without its module.
+            RuntimeError: as for `updater`.
         """
         # torch's wrapper names every step for a profiler. Without hooks or a profiler it would
         # cost a third of the update of a small mini-batch.
@@ -145,7 +183,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies.
 
         Raises:
-            RuntimeError: this optimizer was copied without its module.
+            RuntimeError: as for `updater`.
         """
         self.updater.require_tables()
         self.updater.flush()
@@ -167,7 +205,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ColdTierError: the state is in files, and the disk has no room for a new array.
             ValueError: a table is missing or unknown, or a state is of another table or another
                 formula. Nothing was changed.
-            RuntimeError: this optimizer was copied without its module.
+            RuntimeError: as for `updater`.
         """
         self.updater.require_tables()
         [group] = self.param_groups

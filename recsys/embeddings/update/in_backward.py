@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+    from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["InBackward", "read_marks"]
 
@@ -67,7 +68,7 @@ class InBackward:
         self._give_state(row_optimizer)
         self._settings[:] = map(_copy, self._groups())
         row_optimizer.updater.marks = self
-        hooks = _StateHooks(self, row_optimizer)
+        hooks = _StateHooks(self, row_optimizer.updater)
         for optimizer in self.optimizers:
             if optimizer is not None:
                 # A scheduler warns if its optimizer was never stepped; recsys updates in its place.
@@ -124,7 +125,7 @@ class InBackward:
     def _groups(self) -> list[dict[str, Any]]:
         return [each.param_groups[0] for each in self.optimizers if each is not None]
 
-    def _give_state(self, row_optimizer: FusedOptimizer) -> None:
+    def _give_state(self, row_optimizer: torch.optim.Optimizer) -> None:
         for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
             if optimizer is not None and table in optimizer.state:
                 known = optimizer.state[table]
@@ -132,7 +133,7 @@ class InBackward:
                     {ours: known[theirs] for ours, theirs in self._names(table) if theirs in known}
                 )
 
-    def _take_state(self, row_optimizer: FusedOptimizer) -> None:
+    def _take_state(self, row_optimizer: torch.optim.Optimizer) -> None:
         for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
             known = row_optimizer.state.get(table, {})
             if optimizer is not None:
@@ -154,25 +155,25 @@ def _copy(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _StateHooks:
-    """Hooks of the tables' own optimizers: their state is that of `row_optimizer`.
+    """Hooks of the tables' own optimizers: their state is that of the updater's optimizer.
 
-    They do not keep `row_optimizer`: the optimizers live as long as the tables.
+    They do not keep the updater: the optimizers live as long as the tables.
     """
 
-    def __init__(self, marks: InBackward, row_optimizer: FusedOptimizer) -> None:
-        self._marks, self._row_optimizer = marks, ref(row_optimizer)
+    def __init__(self, marks: InBackward, updater: RowUpdater) -> None:
+        self._marks, self._updater = marks, ref(updater)
 
     def before_save(self, *_: object) -> None:
-        row_optimizer = self._row_optimizer()
-        if row_optimizer is not None:
-            row_optimizer.updater.flush()
-            self._marks._take_state(row_optimizer)
+        updater = self._updater()
+        if updater is not None:
+            updater.flush()
+            self._marks._take_state(updater.optimizer)
 
     def after_load(self, *_: object) -> None:
-        row_optimizer = self._row_optimizer()
-        if row_optimizer is not None:
-            self._marks._give_state(row_optimizer)
-            row_optimizer.updater.reload_state()
+        updater = self._updater()
+        if updater is not None:
+            self._marks._give_state(updater.optimizer)
+            updater.reload_state()
 
 
 class _Step:

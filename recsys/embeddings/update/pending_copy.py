@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["WITHOUT_TABLES", "PendingCopy"]
 
 WITHOUT_TABLES = (
-    "this optimizer was copied without its module, so it has no tables; copy both together "
+    "this optimizer has no tables: its module was deleted, or it was copied without its module; "
+    "keep the module, and copy both together "
     "(module, optimizer = copy.deepcopy((module, module.row_optimizer))), or take row_optimizer "
     "of a copy of the module"
 )

@@ -7,7 +7,6 @@ made. A `Translation` says how to read it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.sizes import parse_bytes
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     current_pass,
@@ -25,7 +24,7 @@ from recsys._support.torch_compat import (
     queue_callback,
 )
 from recsys.embeddings.tiers.budget import require_room_beside_rows
-from recsys.embeddings.update.at_exit import forget_at_exit, sync_at_exit
+from recsys.embeddings.tiers.cold import last_sync
 from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.late_claims import claim_slots
@@ -35,7 +34,7 @@ from recsys.embeddings.update.tiering import (
     divide_first,
     make_room,
     move_slots,
-    move_tables,
+    stay_resident,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ class RowUpdater:
         self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
         self._budget_bytes = self._reserved_bytes = 0
         self._files: ColdFiles | None = None
+        self._has_unsynced_rows = False
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._anchor_node: Any = None
         self._pending_copy: PendingCopy | None = None
@@ -119,6 +119,15 @@ class RowUpdater:
                 [self._places_of(group["params"]) for group in self.optimizer.param_groups],
             ),
         }
+
+    def __del__(self) -> None:
+        """Keep rows that are not in their files yet, when the module is deleted."""
+        files: ColdFiles | None = getattr(self, "_files", None)
+        if files is None or not files.is_own:
+            return
+        have_failed = any(tiers.residency.queue.has_failed for tiers in self.tiers())
+        if (self._has_unsynced_rows or files.is_dirty) and not have_failed:
+            last_sync.keep_deleted(self)
 
     def add_copied_module(
         self, module: AbstractTables, places: Places, states: Sequence[dict[str, Any]]
@@ -257,7 +266,7 @@ class RowUpdater:
             Exception: an error of `claim_slots` or `GroupUpdater.prepare`. No row of any group was
                 updated, and the ledgers still have all gradients.
         """
-        self._queued_for = None
+        self._queued_for, self._has_unsynced_rows = None, True
         if self.marks is not None:
             self.marks.follow(self.optimizer)
         with DisableTorchFunctionSubclass():  # internal reads of tables
@@ -333,37 +342,27 @@ class RowUpdater:
             ColdTierError: the files have the state of another optimizer.
             ConfigError: `budget` cannot be read.
         """
+        last_sync.sync_deleted()
         try:
             self._budget_bytes = parse_bytes(budget, "budget")
             self._files = files
             divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
             if divided is None:
-                self._stay_resident(budget, device)
+                stay_resident(self._groups, budget, self.resident_bytes(), device)
                 return
             if files is not None:
                 for group in self._groups:
                     group.state.use_files(files, names, group.settings.columns)
-                sync_at_exit(self)
+                last_sync.sync_at_exit(self)
             for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
                 group.tier(num_slots, rows, device)
             if files is not None:
                 files.keep_files()
         except BaseException:
             if files is not None:
+                self._files = None
                 files.discard()
             raise
-
-    def _stay_resident(self, budget: int | str, device: torch.device | None) -> None:
-        """Warn that all rows fit, and move them to the device of the slots."""
-        shown = budget if isinstance(budget, str) else format_bytes(budget)
-        warnings.warn(
-            f"budget={shown!r}: all {format_bytes(self.resident_bytes())} of rows and state "
-            "fit; no cold tier is needed",
-            stacklevel=5,
-        )
-        if device is not None:
-            for group in self._groups:
-                move_tables(group.group, device)
 
     def move_slots(self, device: torch.device) -> None:
         """Move the slots of all tables to another device.
@@ -390,6 +389,7 @@ class RowUpdater:
                 group.drop_removed_state()
             numbers = [group.state.numbers() for group in self._groups]
             self._files.sync({name: known for each in numbers for name, known in each.items()})
+            self._has_unsynced_rows = False
 
     def tiers(self) -> list[Tiers]:
         """The tiers of every group that is not resident."""
@@ -497,4 +497,4 @@ class RowUpdater:
         if self._files is not None:
             self._files.mark_dirty()
             self._files = None
-            forget_at_exit(self)
+            last_sync.forget_at_exit(self)

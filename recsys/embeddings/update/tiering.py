@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
-from recsys._support.sizes import round_up_bytes
+from recsys._support.sizes import format_bytes, round_up_bytes
 from recsys.embeddings.rows.table_parameter import move_table
 from recsys.embeddings.tiers.budget import (
     divide_budget,
@@ -41,6 +42,7 @@ __all__ = [
     "make_tiers",
     "move_slots",
     "move_tables",
+    "stay_resident",
 ]
 
 
@@ -103,6 +105,31 @@ def make_tiers(
     move_tables(group, torch.device("cpu"))
     made_of = Recipe(group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device)
     group.set_tiers(Tiers(made_of, files))
+
+
+def stay_resident(
+    groups: Sequence[GroupUpdater],
+    budget: int | str,
+    num_bytes: int,
+    device: torch.device | None,
+) -> None:
+    """Warn that all rows fit, and move them to the device of the slots.
+
+    Args:
+        groups: All groups of one updater.
+        budget: As it was given.
+        num_bytes: Bytes of all rows and their state.
+        device: Device of the slots; None for that of the tables.
+    """
+    shown = budget if isinstance(budget, str) else format_bytes(budget)
+    warnings.warn(
+        f"budget={shown!r}: all {format_bytes(num_bytes)} of rows and state fit; no cold tier is "
+        "needed",
+        stacklevel=5,
+    )
+    if device is not None:
+        for each in groups:
+            move_tables(each.group, device)
 
 
 def move_tables(group: TableGroup, device: torch.device) -> None:

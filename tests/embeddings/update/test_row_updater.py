@@ -1,9 +1,12 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 
 from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
@@ -69,23 +72,23 @@ def test_state_has_torchrecs_names(optimizer, shapes):
 
 
 def test_state_of_other_tables_is_refused():
-    module = build(Adagrad(lr=0.1))
+    module, other = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
     step(module)
     state = module.row_optimizer.state_dict()
     state["state"]["strangers"] = state["state"].pop("embedding_bags.users.weight")
 
     with pytest.raises(ValueError, match=r"\['embedding_bags.users.weight'\] are missing"):
-        build(Adagrad(lr=0.1)).row_optimizer.load_state_dict(state)
+        other.row_optimizer.load_state_dict(state)
 
 
 def test_state_of_another_size_is_refused():
-    module = build(Adagrad(lr=0.1))
+    module, other = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
     step(module)
     state = module.row_optimizer.state_dict()
     state["state"]["embedding_bags.users.weight"]["users.momentum1"] = torch.zeros(8, 4)
 
     with pytest.raises(ValueError, match=r"users.momentum1: must have 9 rows, got 8"):
-        build(Adagrad(lr=0.1)).row_optimizer.load_state_dict(state)
+        other.row_optimizer.load_state_dict(state)
 
 
 def test_a_loaded_state_is_copied_into_the_arrays_that_are_there():
@@ -447,3 +450,27 @@ def test_a_table_frozen_at_lookup_or_at_backward_stays_as_it_is(is_frozen_first)
 def test_there_is_one_param_group():
     with pytest.raises(ValueError, match="give the parameters to another optimizer"):
         build(SGD(lr=1.0)).row_optimizer.add_param_group({"params": [torch.nn.Parameter()]})
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 4000}], ids=["resident", "budget"])
+def test_memory_is_free_as_soon_as_a_module_is_deleted(options):
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports much
+    bag = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=1.0), **options)
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    gc.collect()
+    gone = [weakref.ref(each) for each in (bag, bag.weight, bag.row_updater, bag.row_optimizer)]
+    gc.disable()
+    try:
+        del bag
+
+        assert [each() for each in gone] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_without_its_module_is_refused():
+    optimizer = HotColdEmbeddingBag(5, 4, mode="sum", optimizer=SGD(lr=1.0)).row_optimizer
+
+    for use in (optimizer.step, optimizer.state_dict, optimizer.zero_grad):
+        with pytest.raises(RuntimeError, match="its module was deleted, or it was copied without"):
+            use()

@@ -6,10 +6,8 @@
 
 Files are allocated at full length when they are made, so a disk that is too small is an error then.
 The first write marks the folder dirty; `sync` writes every byte to the disk and marks it clean. A
-crash leaves the folder dirty: it may mix newer and older rows, so it is refused. A module that is
-deleted without `sync` leaves it dirty, too. No finalizer calls `sync`: the garbage collector runs
-in any thread and at any line, also while a lock is held that moving rows needs, and writing large
-files to the disk takes minutes.
+crash leaves the folder dirty: it may mix newer and older rows, so it is refused. `last_sync` calls
+`sync` at the end of the process.
 """
 
 from __future__ import annotations
@@ -80,6 +78,7 @@ class ColdFiles:
     Attributes:
         folder: The folder.
         is_new: Whether the tables were just made; they are then zeros.
+        is_dirty: Whether rows in the files may differ from those of the last `sync`.
         numbers: Further state of each table, such as its step count, as of the last `sync`.
 
     Raises:
@@ -113,13 +112,13 @@ class ColdFiles:
             found = self._read_manifest()
             self.is_new = found is None
             self.numbers: dict[str, dict[str, float]] = {}
-            self._is_dirty = True
+            self.is_dirty = True
             if found is None:
                 self._require_empty()
                 self._make(wanted, state_bytes)
                 self._write_manifest()
             else:
-                self._kinds, self.numbers, self._is_dirty = found
+                self._kinds, self.numbers, self.is_dirty = found
                 self._require(wanted)
                 for key in self._kinds:
                     self._map(key)
@@ -219,10 +218,10 @@ class ColdFiles:
         """
         self.require_owner()
         with self._guard:
-            if self._is_dirty:
+            if self.is_dirty:
                 return
             if not self._are_present():  # rows can still be saved in a checkpoint; `sync` raises
-                self._is_dirty = True
+                self.is_dirty = True
                 return
             try:
                 self._record(self.numbers, is_dirty=True)
@@ -234,13 +233,18 @@ class ColdFiles:
                     "space there, or check the disk",
                 ) from error
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process opened the files; False in a process forked from it."""
+        return os.getpid() == self._process
+
     def require_owner(self) -> None:
         """Check that this process opened the files: two that write rows would mix them.
 
         Raises:
             ColdTierError: it was forked from the process that did.
         """
-        if os.getpid() != self._process:
+        if not self.is_own:
             raise ColdTierError(
                 f"{self.folder}: this process was forked from the one that opened the files, which "
                 "alone may train on them and write them; evaluate under torch.no_grad() here, or "
@@ -275,7 +279,7 @@ class ColdFiles:
             return  # closed
         self._require_present()
         new_numbers = {table: dict(known) for table, known in numbers.items()}
-        if not self._is_dirty and new_numbers == self.numbers:
+        if not self.is_dirty and new_numbers == self.numbers:
             return  # a step that updates no row changes numbers alone
         for each in self._open.values():
             os.fsync(each.descriptor)
@@ -295,7 +299,7 @@ class ColdFiles:
 
     def discard(self) -> None:
         """Close the files, and delete them, and folders made for them, if they are new."""
-        if os.getpid() == self._process:  # not a forked process
+        if self.is_own:
             if self.is_new and self._are_present():
                 for path in [*map(self._path_of, self._kinds), self._manifest]:
                     path.unlink(missing_ok=True)
@@ -417,11 +421,10 @@ class ColdFiles:
                     f"{_words(known.get(key))} there; choose another cold_path, or use the tables "
                     "that the folder was made for"
                 )
-        if self._is_dirty:
+        if self.is_dirty:
             raise ColdTierDirty(
-                f"{self.folder}: the process that used it ended before all rows were written, or "
-                "deleted its module without sync(), so it may mix newer and older rows; "
-                f"{_begin_anew(self.folder)}; call sync() before you delete a module"
+                f"{self.folder}: the process that used it ended before all rows were written, so "
+                f"it may mix newer and older rows; {_begin_anew(self.folder)}"
             )
 
     @property
@@ -444,12 +447,12 @@ class ColdFiles:
         return all(is_at(each.descriptor, each.path) for each in self._open.values())
 
     def _record(self, numbers: dict[str, dict[str, float]], *, is_dirty: bool) -> None:
-        before = self.numbers, self._is_dirty
-        self.numbers, self._is_dirty = numbers, is_dirty
+        before = self.numbers, self.is_dirty
+        self.numbers, self.is_dirty = numbers, is_dirty
         try:
             self._write_manifest()
         except BaseException:
-            self.numbers, self._is_dirty = before
+            self.numbers, self.is_dirty = before
             raise
 
     def _write_manifest(self) -> None:
@@ -459,7 +462,7 @@ class ColdFiles:
         ]
         content = {
             "version": VERSION,
-            "is_dirty": self._is_dirty,
+            "is_dirty": self.is_dirty,
             "arrays": arrays,
             "numbers": self.numbers,
         }

@@ -20,9 +20,9 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.cold import cold_files
+from recsys.embeddings.tiers.cold import cold_files, last_sync
 from recsys.embeddings.tiers.transfers import TransferQueue
-from recsys.embeddings.update import at_exit, fused_optimizer
+from recsys.embeddings.update import fused_optimizer
 from recsys.errors import (
     BudgetTooSmall,
     ColdTierDirty,
@@ -350,10 +350,10 @@ def test_a_folder_that_cannot_be_synced_at_the_end_does_not_keep_others_from_it(
         raise OSError("no")
 
     monkeypatch.setattr(broken, "sync", fail)
-    monkeypatch.setattr(at_exit, "_UPDATERS", [broken, bags[1].row_optimizer.updater])
+    monkeypatch.setattr(last_sync, "_UPDATERS", [broken, bags[1].row_optimizer.updater])
 
     with pytest.raises(ExceptionGroup, match="not synced"):
-        at_exit._sync_all()
+        last_sync._sync_all()
 
     manifests = [tmp_path / name / "rows" / "arrays.json" for name in ("a", "b")]
     assert [json.loads(file.read_text())["is_dirty"] for file in manifests] == [True, False]
@@ -540,7 +540,8 @@ def test_files_that_are_not_whole_are_refused_by_name_and_left_alone(damage, mes
     assert found == left
 
 
-def test_a_folder_left_in_the_middle_of_training_is_refused(tmp_path):
+def test_a_folder_left_in_the_middle_of_training_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(last_sync, "keep_deleted", lambda _: None)  # a killed process keeps nothing
     module = in_files(SGD(lr=0.5), tmp_path)
     train([module], 3)
     module.sync()

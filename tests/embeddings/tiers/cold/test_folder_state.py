@@ -3,6 +3,9 @@
 import gc
 import json
 import shutil
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from recsys.embeddings import (
     PartialRowWiseAdam,
     RowWiseAdagrad,
 )
-from recsys.embeddings.update import at_exit
+from recsys.embeddings.tiers.cold import last_sync
 from recsys.errors import ColdTierDirty, ColdTierError, TiersFailed
 
 NUM_ROWS, DIM = 300, 4
@@ -113,21 +116,61 @@ def test_sync_completes_what_a_tensor_kept_from_before_has_written(tmp_path, mon
     assert not is_dirty(tmp_path / "rows")
 
 
-@pytest.mark.parametrize("is_synced", [True, False])
-def test_the_folder_of_a_deleted_module_is_whole_if_it_was_synced(tmp_path, is_synced):
-    bag = trained(tmp_path / "rows")
-    bag(IDS).sum().backward()
+@pytest.mark.parametrize("is_in_circle", [False, True])
+def test_the_rows_of_a_deleted_module_are_there_for_the_next_one(tmp_path, is_in_circle):
+    bag = build(tmp_path / "rows", mode="sum")
     expected = bag.weight.detach().clone()
-    if is_synced:
-        bag.sync()
+    expected[IDS] -= 1
+    bag(IDS).sum().backward()
+    if is_in_circle:  # only the garbage collector deletes it
+        bag.own_attribute = [bag]
     del bag
     gc.collect()
 
-    if is_synced:
-        assert torch.equal(build(tmp_path / "rows").weight, expected)
-    else:
-        with pytest.raises(ColdTierDirty, match=r"call sync\(\) before you delete a module"):
-            build(tmp_path / "rows")
+    assert torch.equal(build(tmp_path / "rows").weight, expected)
+
+
+def test_the_end_of_the_process_completes_the_folder_of_a_module_that_a_function_had(tmp_path):
+    script = (
+        "import torch\n"
+        "from recsys.embeddings import SGD, HotColdEmbeddingBag\n"
+        "def main():\n"
+        "    bag = HotColdEmbeddingBag(300, 4, mode='sum', optimizer=SGD(lr=1.0), budget=4000,\n"
+        f"        cold_tier='file', cold_path={str(tmp_path / 'rows')!r})\n"
+        "    with torch.no_grad():\n"
+        "        bag.weight.zero_()\n"
+        "    bag(torch.tensor([[5]])).sum().backward()\n"
+        "main()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+    assert not is_dirty(tmp_path / "rows")
+    rows = torch.from_file(str(tmp_path / "rows" / "weight.weight.bin"), size=300 * 4)
+    assert rows.view(300, 4)[5].tolist() == [-1.0] * 4
+
+
+def test_a_deleted_module_that_was_synced_keeps_no_memory(tmp_path):
+    bag = trained(tmp_path / "rows")
+    bag.sync()
+    gone = weakref.ref(bag.row_updater)
+    del bag
+
+    assert gone() is None
+
+
+def test_a_warning_tells_of_a_deleted_module_whose_rows_cannot_be_written(tmp_path, monkeypatch):
+    bag = build(tmp_path / "rows")
+
+    def fail(_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(bag.row_updater), "sync", fail)
+        del bag
+        with pytest.warns(UserWarning, match="cannot be written to its files: the disk is full"):
+            build(tmp_path / "others")
+    with pytest.raises(ColdTierDirty, match="ended before all rows were written"):
+        build(tmp_path / "rows")
 
 
 def test_sync_names_a_folder_that_was_deleted_and_the_end_of_the_process_does_not(tmp_path):
@@ -137,7 +180,7 @@ def test_sync_names_a_folder_that_was_deleted_and_the_end_of_the_process_does_no
 
     with pytest.raises(ColdTierError, match="rows: the files of this module were deleted"):
         bag.sync()
-    at_exit._sync_all()
+    last_sync._sync_all()
 
 
 def test_the_end_of_a_process_tells_of_rows_that_could_not_be_written(tmp_path, monkeypatch):
@@ -150,7 +193,7 @@ def test_the_end_of_a_process_tells_of_rows_that_could_not_be_written(tmp_path, 
     with monkeypatch.context() as patched:
         patched.setattr(type(bag.row_updater), "sync", fail)
         with pytest.raises(ExceptionGroup, match="not synced"):
-            at_exit._sync_all()
+            last_sync._sync_all()
 
 
 @pytest.mark.parametrize(

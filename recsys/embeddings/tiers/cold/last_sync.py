@@ -1,0 +1,81 @@
+"""Files of rows are complete when a process ends normally, also those of deleted modules.
+
+    a module exists at the end      its updater is synced then
+    a module was deleted before     its updater is kept, and synced when another module gets tiers,
+                                    or at the end
+
+A finalizer itself calls no `sync`: the garbage collector runs in any thread and at any line, also
+while a lock is held that moving rows needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+from collections import deque
+from typing import Protocol
+from weakref import WeakSet
+
+from recsys.embeddings.tiers.cold.cold_files import FilesDeleted
+
+__all__ = ["forget_at_exit", "keep_deleted", "sync_at_exit", "sync_deleted"]
+
+
+class _Updater(Protocol):
+    def sync(self) -> None: ...
+
+
+_UPDATERS: WeakSet[_Updater] = WeakSet()
+_DELETED: deque[_Updater] = deque()  # of deleted modules, with rows that are not in files yet
+if hasattr(os, "register_at_fork"):  # files belong to the process that opened them
+    os.register_at_fork(after_in_child=_UPDATERS.clear)
+    os.register_at_fork(after_in_child=_DELETED.clear)
+
+
+def sync_at_exit(updater: _Updater) -> None:
+    """Call `sync` of an updater when this process ends, if the updater still exists."""
+    _UPDATERS.add(updater)
+
+
+def forget_at_exit(updater: _Updater) -> None:
+    """Do not sync an updater at the end."""
+    _UPDATERS.discard(updater)
+
+
+def keep_deleted(updater: _Updater) -> None:
+    """Keep an updater whose module was deleted until `sync_deleted`; called in its finalizer."""
+    _DELETED.append(updater)
+
+
+def sync_deleted() -> None:
+    """Complete the files of deleted modules, and free their fast memory.
+
+    A warning tells of files that cannot be written; their folder counts as damaged.
+    """
+    while _DELETED:
+        try:
+            _DELETED.popleft().sync()
+        except FilesDeleted:  # there is nothing to complete
+            pass
+        except Exception as error:
+            warnings.warn(
+                f"rows of a module that was deleted cannot be written to its files: {error}",
+                stacklevel=2,
+            )
+
+
+@atexit.register
+def _sync_all() -> None:
+    errors = []
+    for updater in [*_UPDATERS, *_DELETED]:
+        try:
+            updater.sync()
+        except FilesDeleted:  # there is nothing to complete
+            pass
+        except Exception as error:  # the other updaters are still synced
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup(
+            "files of rows were not synced; they count as damaged, as after a crash", errors
+        )
