@@ -234,9 +234,9 @@ class ColdFiles:
                 ) from error
 
     @property
-    def is_own(self) -> bool:
-        """Whether this process opened the files; False in a process forked from it."""
-        return os.getpid() == self._process
+    def are_here(self) -> bool:
+        """Whether this process opened the files, and their paths still lead to them."""
+        return os.getpid() == self._process and self._are_present()
 
     def require_owner(self) -> None:
         """Check that this process opened the files: two that write rows would mix them.
@@ -244,7 +244,7 @@ class ColdFiles:
         Raises:
             ColdTierError: it was forked from the process that did.
         """
-        if not self.is_own:
+        if os.getpid() != self._process:
             raise ColdTierError(
                 f"{self.folder}: this process was forked from the one that opened the files, which "
                 "alone may train on them and write them; evaluate under torch.no_grad() here, or "
@@ -299,7 +299,7 @@ class ColdFiles:
 
     def discard(self) -> None:
         """Close the files, and delete them, and folders made for them, if they are new."""
-        if self.is_own:
+        if os.getpid() == self._process:  # not a forked process
             if self.is_new and self._are_present():
                 for path in [*map(self._path_of, self._kinds), self._manifest]:
                     path.unlink(missing_ok=True)

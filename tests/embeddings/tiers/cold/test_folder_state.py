@@ -158,6 +158,16 @@ def test_a_deleted_module_that_was_synced_keeps_no_memory(tmp_path):
     assert gone() is None
 
 
+def test_a_module_that_is_deleted_after_its_folder_keeps_no_memory(tmp_path):
+    bag = build(tmp_path / "rows")
+    bag(IDS).sum().backward()
+    gone = weakref.ref(bag.row_updater)
+    shutil.rmtree(tmp_path / "rows")
+    del bag
+
+    assert gone() is None
+
+
 def test_a_warning_tells_of_a_deleted_module_whose_rows_cannot_be_written(tmp_path, monkeypatch):
     bag = build(tmp_path / "rows")
 
