@@ -361,14 +361,14 @@ def sharing(optimizer, modes):
     """Bags of one group, as models of several tables have them."""
     members = [ours_like(plain_module(torch.float64, mode=mode), None) for mode in modes]
     group = TableGroup([each.weight for each in members], [False] * len(members))
-    row_optimizer = FusedOptimizer(
+    row_optimizer, updater = FusedOptimizer.with_updater(
         {f"{number}.weight": (each.weight, "") for number, each in enumerate(members)},
         [group],
         optimizer,
         auto_apply=False,
     )
     for number, each in enumerate(members):
-        each.attach(row_optimizer.updater, [(group, number)])
+        each.attach(updater, [(group, number)])
     return members, row_optimizer
 
 

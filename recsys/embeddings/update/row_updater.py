@@ -121,9 +121,9 @@ class RowUpdater:
         }
 
     def __del__(self) -> None:
-        """Keep rows that are not in their files yet, when the module is deleted."""
+        """When the module is deleted, keep rows that are not yet in files that another may open."""
         files: ColdFiles | None = getattr(self, "_files", None)
-        if files is None or not files.are_here:
+        if files is None or not self.is_copied or not files.are_here:
             return
         have_failed = any(tiers.residency.queue.has_failed for tiers in self.tiers())
         if (self._has_unsynced_rows or files.is_dirty) and not have_failed:

@@ -424,8 +424,8 @@ def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(PieceWriter, "write", wait)
     checkpoints = saved(training, tmp_path)
     checkpoints.prepare()
-    fresh = make_training().optimizers[1].state_dict()
-    training.optimizers[1].load_state_dict(fresh)
+    fresh = make_training()
+    training.optimizers[1].load_state_dict(fresh.optimizers[1].state_dict())
     is_cleared.set()
     checkpoints.save()
     with pytest.warns(UserWarning, match="'momentum1' was removed from its state while every row"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from recsys.embeddings.tiers.cold.folder_lock import lock_folder
+from recsys.embeddings.tiers.cold.last_sync import sync_deleted
 from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def remove_cold_files(folder: Path, tables: Collection[str]) -> None:
                 f"{folder}: {path.name} is not a file of the tables of this run, so nothing was "
                 "deleted; move it elsewhere, or choose another cold_path"
             )
+    sync_deleted()  # one of them may have this folder
     lock = lock_folder(folder)
     try:
         for path in folder.iterdir():
