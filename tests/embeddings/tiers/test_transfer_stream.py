@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recsys._support.replays import replaying
-from recsys.embeddings import HotColdEmbeddingBag
+from recsys.embeddings import HotColdEmbedding, HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.tiers.cold.staging import TransferStream
@@ -146,6 +146,30 @@ def test_nothing_is_waited_for_before_the_first_transfer(cuda):
     TransferStream([FakeMemory()]).wait()
 
     assert not cuda.default.before
+
+
+def test_a_transfer_comes_after_what_every_stream_that_uses_slots_has_queued(cuda):
+    stream, other = TransferStream([FakeMemory()]), FakeStream()
+    with cuda.stream(other):
+        stream.wait()
+        other.work("evaluation")
+
+    with stream.transfer():
+        before = cuda.current_stream().work("copy")
+
+    assert before == {"evaluation"}
+    assert not cuda.default.before
+
+
+def test_records_are_changed_after_what_other_streams_have_queued(cuda):
+    stream, other = TransferStream([FakeMemory()]), FakeStream()
+    with cuda.stream(other):
+        stream.wait()
+        other.work("evaluation")
+
+    stream.wait()
+
+    assert cuda.default.before == {"evaluation"}
 
 
 def test_numbers_are_read_after_their_event_and_after_nothing_that_was_queued_later(cuda):
@@ -374,3 +398,66 @@ def test_a_flush_and_a_lookup_without_a_ticket_come_after_rows_fetched_ahead(
     assert fetched <= cuda.default.work("read")
     written = {run.copies[key][0] for key in run.copies if key[0] == "write_back"}
     assert written == ({cuda.default} if what == "flush" else set())
+
+
+@pytest.mark.parametrize("is_claimed", [True, False])
+def test_rows_prefetched_on_another_stream_are_moved_after_the_steps_before(
+    cuda, is_reached, is_claimed
+):
+    """`is_claimed`: steps take slots claimed ahead; else these are claimed in the step."""
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
+    copying = FakeStream()  # that of copies of mini-batches
+    batches = [torch.arange(6).view(1, 6) + 6 * step for step in range(8)]
+
+    for step, (ids, following) in enumerate(itertools.pairwise(batches)):
+        run.compute(step, ids)
+        with cuda.stream(copying):
+            claim = run.bag.prefetch(following)
+        if not is_claimed:
+            claim.cancel()
+
+    written = [key for key in run.copies if key[0] == "write_back"]
+    assert written
+    assert all(key[1] // 6 in run.copies[key][1] for key in written)
+
+
+def test_rows_are_moved_after_an_evaluation_on_a_stream_of_its_own(cuda, is_reached):
+    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
+    evaluating = FakeStream()
+    batches = [torch.arange(6).view(1, 6) + 6 * step for step in range(8)]
+
+    for step, ids in enumerate(batches):
+        with cuda.stream(evaluating), torch.no_grad():
+            run.bag(ids)
+            evaluating.work(f"evaluation {step}")
+        claims, copies = len(run.claims), len(run.copies)
+        run.compute(step, ids)
+        evaluations = {f"evaluation {before}" for before in range(step + 1)}
+        assert all(evaluations <= before for *_, before in run.claims[claims:])
+        assert all(evaluations <= before for _, before in list(run.copies.values())[copies:])
+
+    assert any(key[0] == "write_back" for key in run.copies)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("kind", [HotColdEmbeddingBag, HotColdEmbedding])
+def test_on_a_gpu_rows_prefetched_on_another_stream_keep_the_updates_before(kind):
+    """The steps are late: without an order, their rows would be evicted before."""
+    rows = torch.arange(NUM_ROWS * 4.0).view(NUM_ROWS, 4)
+    batches = [(torch.arange(6) + 6 * step).view(6, 1).cuda() % NUM_ROWS for step in range(60)]
+    copying, found = torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    for budget in (None, 4 * NUM_ROWS + 12 * 24):
+        module = kind(
+            NUM_ROWS, 4, _weight=rows.clone(), device="cuda", optimizer=SGD(lr=0.5), budget=budget
+        )
+        for ids, following in itertools.pairwise(batches):
+            torch.cuda._sleep(2_000_000)
+            module(ids).square().sum().backward()
+            if budget:
+                with torch.cuda.stream(copying):
+                    assert module.prefetch(following).is_held
+        found.append(module.weight.detach().cpu())
+
+    assert torch.equal(*found)

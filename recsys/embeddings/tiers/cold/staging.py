@@ -118,15 +118,16 @@ class TransferStream:
     The hot tier owns it. Transfers run one at a time, in the order in which they were put in. A
     claim that is only queued is a part of its transfer.
 
-    put in     `transfer` records an event on the caller's stream
-    transfer   this stream waits for that event, copies rows, and records an event of its own
-    use        `wait` has the caller's stream wait for the event of the last transfer
+    put in     `transfer` records an event on the caller's stream, and on each that uses slots
+    transfer   this stream waits for these events, copies rows, and records an event of its own
+    use        `wait` has the caller's stream wait for the event of a transfer
     read       `read` has the host wait for an event, and copies numbers on a stream without work
 
-    So a transfer runs after everything that the caller had queued when it was put in: the last
-    use of the slots that it evicts. Computing on rows runs after their transfer. Memory that a
-    transfer allocates belongs to this stream. The slots and their records are recorded as used by
-    it, so their memory is not reused before the transfers are done.
+    So a transfer runs after everything that was queued when it was put in: the last use of the
+    slots that it evicts. Usually one stream uses slots. An evaluation may have another, and so may
+    a program that prefetches rows where it copies mini-batches. Computing on rows runs after their
+    transfer. Memory that a transfer allocates belongs to this stream. The slots and their records
+    are recorded as used by it, so their memory is not reused before the transfers are done.
 
     Args:
         memories: What belongs to the slots, on one CUDA device: rows, state arrays, records.
@@ -139,17 +140,20 @@ class TransferStream:
         for memory in memories:
             memory.record_stream(self._stream)
         self._done: torch.cuda.Event | None = None
+        self._users: list[torch.cuda.Stream] = []  # streams that use slots or their records
         self._reading: torch.cuda.Stream | None = None  # of `read`
 
     def transfer(self) -> AbstractContextManager[None]:
         """A context for one transfer that is put in now; any thread may enter it."""
-        queued = torch.cuda.current_stream(self._device).record_event()
-        return self._made_after(queued)
+        current = torch.cuda.current_stream(self._device)
+        queued = [each.record_event() for each in self._users if each != current]
+        return self._made_after([*queued, current.record_event()])
 
     @contextmanager
-    def _made_after(self, queued: torch.cuda.Event) -> Iterator[None]:
+    def _made_after(self, queued: Sequence[torch.cuda.Event]) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(queued)
+            for event in queued:
+                self._stream.wait_event(event)
             try:
                 yield
             finally:  # a transfer that failed may have copied some rows
@@ -174,13 +178,22 @@ class TransferStream:
     def wait(self, done: torch.cuda.Event | None = None) -> None:
         """Have the caller's stream wait for transfers; the host does not wait.
 
+        From then on transfers wait for what the caller's stream queues, too.
+
         Args:
-            done: The event to wait for; None for all transfers so far.
+            done: The event to wait for; None for all transfers so far, and for what other streams
+                have queued that use slots: they may have changed rows or records.
         """
+        current = torch.cuda.current_stream(self._device)
         if done is None:
+            for each in self._users:
+                if each != current:
+                    current.wait_event(each.record_event())
             done = self._done  # the queue's thread may replace it meanwhile
         if done is not None:
-            torch.cuda.current_stream(self._device).wait_event(done)
+            current.wait_event(done)
+        if current not in self._users:
+            self._users.append(current)
 
     def read(self, numbers: Tensor, made: torch.cuda.Event) -> list[int]:
         """Copy numbers to the host, which waits for the event after which they are known.
