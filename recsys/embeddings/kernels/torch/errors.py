@@ -8,6 +8,7 @@ before the invalid mini-batch.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
@@ -70,6 +71,7 @@ class DeferredErrors:
         self._expected: list[_Find] = []
         # Memory and event of reports that were read; making them takes longer than the report.
         self._spare: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._lock = threading.RLock()  # evaluation may run in a second thread
 
     def note(self, kind: int, is_bad: Tensor, places: Tensor | None = None) -> None:
         """In a kernel: record the invalid positions of an input.
@@ -96,12 +98,13 @@ class DeferredErrors:
         Args:
             explain: Makes the exception for an id out of range from its position in the input.
         """
-        first, event = self._spare.pop() if self._spare else self._place()
-        first.copy_(self.first, non_blocking=True)
-        if event is not None:
-            # Of the copy's device, which need not be the current one.
-            event.record(torch.cuda.current_stream(self.first.device))
-        self._reports.append(_Report(first, event, explain))
+        with self._lock:
+            first, event = self._spare.pop() if self._spare else self._place()
+            first.copy_(self.first, non_blocking=True)
+            if event is not None:
+                # Of the copy's device, which need not be the current one.
+                event.record(torch.cuda.current_stream(self.first.device))
+            self._reports.append(_Report(first, event, explain))
 
     def expect(self, find: _Find) -> None:
         """After the kernels of a lookup: have `report_expected` be for it, in place of its own.
@@ -109,7 +112,8 @@ class DeferredErrors:
         Args:
             find: Makes the exception for the lookup's first id out of range; None if all are rows.
         """
-        self._expected.append(find)
+        with self._lock:
+            self._expected.append(find)
 
     @property
     def num_expected(self) -> int:
@@ -121,9 +125,10 @@ class DeferredErrors:
 
         So the recorded error is one of these lookups.
         """
-        if self._expected:
-            finds, self._expected = self._expected, []
-            self.report(partial(_explain_first, finds))
+        with self._lock:
+            if self._expected:
+                finds, self._expected = self._expected, []
+                self.report(partial(_explain_first, finds))
 
     def poll(self) -> None:
         """Raise the first error that has arrived on the host; never waits.
@@ -134,13 +139,14 @@ class DeferredErrors:
             NonFiniteGradient: a gradient of rows has nan or inf in it.
             ValueError: a per-sample weight is nan.
         """
-        while self._reports and _has_arrived(self._reports[0]):
-            first, event, explain = self._reports.popleft()
-            number = int(first.numpy())  # in host memory, so reading it does not wait
-            self._spare.append((first, event))
-            if number != _NONE:
-                self.forget()
-                raise _error(number, explain)
+        with self._lock:
+            while self._reports and _has_arrived(self._reports[0]):
+                first, event, explain = self._reports.popleft()
+                number = int(first.numpy())  # in host memory, so reading it does not wait
+                self._spare.append((first, event))
+                if number != _NONE:
+                    self.forget()
+                    raise _error(number, explain)
 
     def check(self) -> None:
         """Wait for the device, then raise the first error of all lookups and updates so far.
@@ -152,17 +158,19 @@ class DeferredErrors:
             ValueError: a per-sample weight is nan.
         """
         self.report_expected()
-        self.report(_unexplained)  # an update may have recorded an error after the last lookup
-        last = self._reports[-1].event
+        with self._lock:
+            self.report(_unexplained)  # an update may have recorded an error after the last lookup
+            last = self._reports[-1].event
         if last is not None:
             last.synchronize()
         self.poll()
 
     def forget(self) -> None:
         """Discard recorded errors."""
-        self._reports.clear()  # their memory may still be written to, so it is no spare
-        self._expected.clear()
-        self.first.fill_(_NONE)
+        with self._lock:
+            self._reports.clear()  # their memory may still be written to, so it is no spare
+            self._expected.clear()
+            self.first.fill_(_NONE)
 
     @lasting_tensors()
     def _place(self) -> tuple[Tensor, torch.cuda.Event | None]:

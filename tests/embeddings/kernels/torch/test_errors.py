@@ -1,6 +1,9 @@
+import threading
+
 import pytest
 import torch
 
+from recsys.embeddings.kernels.torch import errors as module
 from recsys.embeddings.kernels.torch.errors import NO_ROW, DeferredErrors
 
 
@@ -34,3 +37,23 @@ def test_a_report_makes_no_memory_if_one_was_read(monkeypatch):
     errors.report(explain_as("third"))
     with pytest.raises(LookupError, match="third, position 0"):
         errors.poll()
+
+
+def test_a_second_thread_may_read_reports_meanwhile(monkeypatch):
+    """As it does where evaluation runs beside training: all modules of a device share them."""
+    errors, has_arrived, threads = DeferredErrors(torch.device("cpu")), module._has_arrived, []
+
+    def poll_beside(report):
+        if not threads:
+            threads.append(threading.Thread(target=errors.poll, daemon=True))
+            threads[0].start()
+            threads[0].join(0.2)
+        return has_arrived(report)
+
+    monkeypatch.setattr(module, "_has_arrived", poll_beside)
+    errors.report(explain_as("first"))
+
+    errors.poll()
+
+    threads[0].join()
+    assert len(errors._spare) == 1
