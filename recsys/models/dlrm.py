@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.nn import functional
 
 from recsys.embeddings.lookup.result_memory import result_in
@@ -133,7 +133,8 @@ class DLRMTrain(nn.Module):
                 by one with weights of its own.
         """
         weights = getattr(batch, "weights", None)
-        if self.run_dense is not None and weights is None:
+        # Another thread may evaluate meanwhile: graphs are not for it.
+        if self.run_dense is not None and weights is None and is_grad_enabled():
             with result_in(self.vectors):
                 embedded_sparse = self.model.sparse_arch(batch.sparse_features)  # type: ignore[operator]  # a pooled model
             loss, logits = self.run_dense(batch.dense_features, embedded_sparse, batch.labels)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch.distributed.optim import (
 
 from recsys import DLRM, DLRMTrain
 from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.embeddings.lookup.result_memory import result_in
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam
 from recsys.embeddings.table import TableConfig
+from recsys.models import dlrm
 from recsys.pipeline import Hotline, LookAhead, RandomDrop, Sequential, TrainPipeline
 from tests.captured_training import (
     DENSE,
@@ -111,6 +115,35 @@ def test_evaluation_between_steps_runs_op_by_op(batches):
         assert torch.equal(loss, other)
         assert all(map(torch.equal, output, other_output))
     assert pipelines[1].captured.num_replays == 3
+
+
+@pytest.mark.usefixtures("made")
+def test_an_evaluation_in_another_thread_does_not_replay_the_graphs_of_a_step(batches, monkeypatch):
+    expected = train(batches, capture=False)
+    evaluated = []
+
+    @contextmanager
+    def result_in_beside_evaluation(memory):
+        with result_in(memory):
+            yield
+        if memory is not None and not evaluated:
+            evaluated.append(None)
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+
+    def evaluate():
+        with torch.no_grad():
+            evaluated.append(models[0](batches[5])[0])
+
+    monkeypatch.setattr(dlrm, "result_in", result_in_beside_evaluation)
+    models = []
+
+    found = train(batches, capture=True, change=models.append)
+
+    require_equal(found, expected)
+    assert found.captured.num_replays == 6
+    assert evaluated[1].isfinite()
 
 
 @pytest.mark.usefixtures("made")
