@@ -27,6 +27,7 @@ from recsys._support.torch_compat import (
     version_of,
 )
 from recsys.embeddings.kernels.choice import kernels_on
+from recsys.embeddings.lookup.backward_streams import BackwardStreams
 from recsys.embeddings.lookup.bag_calls import BagCalls
 from recsys.embeddings.lookup.device_calls import DeviceCalls
 from recsys.embeddings.lookup.sparse_gradients import (
@@ -105,6 +106,7 @@ class TableGroup:
         names: As given.
         dim: D.
         ledger: Gradients since the last update, in the order of the lookups.
+        backward_streams: The streams on which backward has filled the ledger.
         tiers: The tiers; None if all rows are resident.
         changed_rows: Records which rows are changed; None if no record is wanted.
         staleness: Which rows are stale, and counts of updates; None without a tracker.
@@ -135,6 +137,7 @@ class TableGroup:
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
         self._calls: BagCalls | DeviceCalls | None = None
+        self.backward_streams = BackwardStreams()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
@@ -352,6 +355,7 @@ class TableGroup:
         """
         if self._has_updater:
             add_in_order(self.ledger, entry)
+            self.backward_streams.note(entry.gradient.device)
         else:
             leave_grads([entry], self.tables, self.are_sparse)
 
@@ -371,6 +375,7 @@ class TableGroup:
         """
         if self.ledger:
             self._require_unwritten()
+            self.backward_streams.wait()
             leave_grads(self.ledger, self.tables, self.are_sparse)
             self.ledger = []
 
@@ -386,6 +391,7 @@ class TableGroup:
         if self._calls is not None:
             self._calls.close()
         self._require_unwritten()
+        self.backward_streams.wait()
         # Usually only the ledger has gradients.
         entries = self._entries_of_grads() if self.has_grads() else []
         entries += self.ledger

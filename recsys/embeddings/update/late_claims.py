@@ -43,6 +43,8 @@ def claim_slots(groups: Sequence[TableGroup], make_room: _MakeRoom) -> None:
         BudgetTooSmall: the budget has no room for the rows; ledgers are as they were.
         IdOutOfRange: an id is not a row of its table; ledgers are as they were.
     """
+    for group in groups:
+        group.backward_streams.wait()
     _make_room_for_grads(groups, make_room)
     short = [
         group
