@@ -350,10 +350,12 @@ class TableGroup:
         """Add the gradient of one lookup to the ledger; after `release`, to `grad` instead.
 
         Raises:
+            RuntimeError: the tables were moved to another device after the lookup.
             ValueError: after `release`, a table has lost rows that were looked up, or its `grad`
                 has another shape.
         """
         if self._has_updater:
+            entry.require_on(self.device, self.names)
             add_in_order(self.ledger, entry)
             self.backward_streams.note(entry.gradient.device)
         else:

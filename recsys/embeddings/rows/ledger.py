@@ -22,6 +22,7 @@ from recsys.embeddings.rows.lookups import Bags
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -72,6 +73,23 @@ class LedgerEntry(NamedTuple):
     claimed: Lookups | None = None
     is_cut: bool = False
     number: int = 0
+
+    def require_on(self, device: torch.device, names: Sequence[str]) -> None:
+        """Check that the tables are where they were looked up.
+
+        Args:
+            device: Where rows are looked up now.
+            names: Names of all tables, for the error.
+
+        Raises:
+            RuntimeError: the module was moved after the lookup.
+        """
+        if self.gradient.device != device:
+            raise RuntimeError(
+                f"table {names[self.lookups.distinct_tables[0]]!r}: was looked up on "
+                f"'{self.gradient.device}' and moved to '{device}' before backward; call backward "
+                "before .to(), or look the mini-batch up again"
+            )
 
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
         """Check that tables still have the rows that were looked up.

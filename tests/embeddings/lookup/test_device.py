@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.lookup.device_tables import device_of
+from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.optimizer import SGD, Adagrad
 
 TABLES = [TableConfig(name="a", num_embeddings=5, embedding_dim=4)]
@@ -153,3 +155,35 @@ def test_a_model_computes_where_its_slots_are():
     assert next(model.parameters()).device == torch.device("cpu")
     assert device_of(model) == torch.device("meta")
     assert device_of(nn.Linear(1, 1, device="meta")) == torch.device("meta")
+
+
+def test_a_module_that_is_moved_between_lookup_and_backward_is_named(monkeypatch, device):
+    """Another device stands in for the one that it is moved to."""
+    module = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum", sparse=True)).to(device)
+    recsys.accelerate(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    pooled = module(torch.arange(8, device=device).unsqueeze(1))
+    monkeypatch.setattr(TableGroup, "device", torch.device("meta"))
+
+    with pytest.raises(
+        RuntimeError, match=r"table '0': was looked up on .* moved to 'meta' .* backward before"
+    ):
+        pooled.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("budget", [None, "8KiB"])
+def test_a_module_that_is_moved_to_the_cpu_between_lookup_and_backward_is_named(budget):
+    module = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum", sparse=True)).cuda()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    recsys.accelerate(module, optimizer=optimizer, budget=budget)
+    ids = torch.arange(8).unsqueeze(1)
+    pooled = module(ids.cuda())
+
+    module.cpu()
+    with pytest.raises(RuntimeError, match=r"table '0': was looked up on 'cuda:0' and moved to"):
+        pooled.sum().backward()
+
+    optimizer.zero_grad()
+    module(ids).sum().backward()
+    optimizer.step()
