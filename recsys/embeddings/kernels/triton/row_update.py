@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.torch_compat import current_stream_number
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY
@@ -146,7 +147,8 @@ def row_update(
             _update(space, of_states, settings, runs, sums, division, is_by_chance=is_by_chance)
 
     with torch.cuda.device_of(space.rows):  # where Triton launches kernels
-        settings = _settings(rates_T2.tobytes(), betas, tuple(tables), keys, space.device)
+        device, stream = space.device, current_stream_number(space.device)
+        settings = _settings(rates_T2.tobytes(), betas, tuple(tables), keys, device, stream)
         bags: Any = ledger[0].bags  # `TorchBags`
         # Other ledgers have sizes that change from step to step.
         if len(ledger) > 1 or not bags.is_plain or not bags.batch_size:
@@ -242,8 +244,11 @@ def _settings(
     tables: tuple[int, ...],
     keys_T: bytes | None,
     device: torch.device,
+    stream: int,
 ) -> Tensor:
     """Rate, eps, 1 - betas as the bits of float64, and the key; of each table, or of all.
+
+    Each stream has its own, since it is copied to the device on the current one.
 
     Shape:
         result (T, 5), or (1, 5) if all tables have the same, which is the usual case.

@@ -17,7 +17,7 @@ from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRowSpace
 from recsys.embeddings.kernels.torch.row_update import row_update as by_torch
 from recsys.embeddings.kernels.torch.slot_rows import SlotRows
 from recsys.embeddings.kernels.torch.slots import TorchSlots
-from recsys.embeddings.kernels.triton.row_update import row_update
+from recsys.embeddings.kernels.triton.row_update import _settings, row_update
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
@@ -480,3 +480,12 @@ def test_nothing_waits_for_the_device(triton_device, no_round_trips):
         found = train(row_update, triton_device, entries, Adam(lr=0.1), 4, torch.bfloat16, seed=1)
 
     assert found
+
+
+def test_each_stream_has_settings_of_its_own():
+    """They are copied to the device on the current stream, and no other waits for it."""
+    rates = np.array([[0.1, 1e-8]]).tobytes()
+    found = [_settings(rates, (0.0, 0.0), (0,), None, torch.device("cpu"), on) for on in (0, 1, 0)]
+
+    assert found[0] is found[2]
+    assert found[0] is not found[1]
