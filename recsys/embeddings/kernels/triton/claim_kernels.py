@@ -88,7 +88,10 @@ def _lists(numbers, num_places):
     )
 
 
-@triton.jit(do_not_specialize=["num_values", "batch_size", "padding"])
+@triton.jit(
+    do_not_specialize=["num_values", "batch_size", "padding"],
+    do_not_specialize_on_alignment=["values", "offsets"],
+)
 def mark_kernel(
     values,
     offsets,
