@@ -298,7 +298,7 @@ def _locate_kernel(
     batch_size,
     num_bags,
     step,
-    gradient_at,
+    gradient_at: tl.int64,  # always: gradients may be more than 2**31 numbers apart
     stride,
     padding,
     num_rows,

@@ -1,5 +1,7 @@
 """Calls for `compiling.py`."""
 
+import mmap
+
 import numpy as np
 import torch
 
@@ -43,3 +45,21 @@ def launches(is_all):
     for is_one_hot in (True, False):
         arguments = tables(torch.float32, 16), [entry(torch.float32, 16, is_one_hot=is_one_hot)]
         yield f"find_runs, {is_one_hot=}", lambda arguments=arguments: find_runs(*arguments)
+    for two in (in_memory(2**15), in_memory(2**32)):
+        ledger = [
+            entry(torch.float32, 16, is_one_hot=True)._replace(gradient=gradient)
+            for gradient in two
+        ]
+        yield (
+            "find_runs, gradients anywhere, each mini-batch",
+            lambda ledger=ledger: find_runs(tables(torch.float32, 16), ledger),
+        )
+
+
+def in_memory(num_numbers):
+    """Gradients at both ends of so much memory, of which nothing is used."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE of Linux
+    memory = torch.frombuffer(mmap.mmap(-1, 4 * num_numbers, flags=flags), dtype=torch.float32)
+    shape = 16, NUM_TABLES, 16
+    size = 16 * NUM_TABLES * 16
+    return [each.view(shape) for each in (memory[:size], memory[-size:])]
