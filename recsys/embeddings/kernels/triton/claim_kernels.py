@@ -89,7 +89,7 @@ def _lists(numbers, num_places):
 
 
 @triton.jit(
-    do_not_specialize=["num_values", "batch_size", "padding"],
+    do_not_specialize=["num_values", "batch_size", "padding", "num_features", "num_lookups"],
     do_not_specialize_on_alignment=["values", "offsets"],
 )
 def mark_kernel(
@@ -106,10 +106,10 @@ def mark_kernel(
     batch_size,
     padding,
     num_places,
+    num_features,
+    num_lookups,
     HAS_PADDING: tl.constexpr,
-    NUM_FEATURES: tl.constexpr,
     NUM_BITS: tl.constexpr,
-    NUM_LOOKUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program looks up BLOCK values.
@@ -128,11 +128,11 @@ def mark_kernel(
         features = tl.zeros([BLOCK], tl.int32)
         for bit in tl.static_range(NUM_BITS):
             following = features + (1 << (NUM_BITS - 1 - bit))
-            is_bound = following <= NUM_FEATURES
+            is_bound = following <= num_features
             bounds = tl.load(offsets + following.to(tl.int64) * batch_size, is_bound, 0)
             features = tl.where(is_bound & (bounds <= places), following, features)
-    lookups = tl.load(lookup_of_feature + features, is_value, NUM_LOOKUPS)
-    is_wanted = lookups < NUM_LOOKUPS
+    lookups = tl.load(lookup_of_feature + features, is_value, num_lookups)
+    is_wanted = lookups < num_lookups
     if HAS_PADDING:
         is_wanted &= ids != padding
     is_row = is_wanted & (ids >= 0) & (ids < tl.load(sizes + lookups))

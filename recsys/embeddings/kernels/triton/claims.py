@@ -196,10 +196,10 @@ def _launch(
         max(bags.batch_size, 1),
         0 if bags.padding is None else bags.padding,
         num_places,
+        bags.num_features,
+        layer.positions.numel(),
         HAS_PADDING=bags.padding is not None,
-        NUM_FEATURES=bags.num_features,
-        NUM_BITS=bags.num_features.bit_length(),
-        NUM_LOOKUPS=len(layer.positions),
+        NUM_BITS=0 if bags.offsets is None else bags.num_features.bit_length(),
         BLOCK=_BLOCK_VALUES,
     )
     count_kernel[(num_programs,)](*slots[1:], counts, *window, BLOCK=_BLOCK_SLOTS)

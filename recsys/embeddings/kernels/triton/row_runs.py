@@ -214,7 +214,7 @@ def _located(
             gradient.stride(0),
             bags.padding or 0,
             space.num_rows,
-            NUM_LOOKUPS=len(layer.positions),
+            layer.positions.numel(),
             DIM=space.dim,
             IS_PLAIN=bags.is_plain,
             IS_MEAN=bags.is_mean,
@@ -276,6 +276,7 @@ def _larger(one, other):
         "gradient_at",
         "stride",
         "padding",
+        "num_lookups",
     ],
     do_not_specialize_on_alignment=["values", "offsets", "weights"],
 )
@@ -302,7 +303,7 @@ def _locate_kernel(
     stride,
     padding,
     num_rows,
-    NUM_LOOKUPS: tl.constexpr,
+    num_lookups,
     DIM: tl.constexpr,
     IS_PLAIN: tl.constexpr,
     IS_MEAN: tl.constexpr,
@@ -315,7 +316,7 @@ def _locate_kernel(
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = places < num_places
     if IS_PLAIN:
-        lookups = tl.where(is_place, places // batch_size, NUM_LOOKUPS).to(tl.int64)
+        lookups = tl.where(is_place, places // batch_size, num_lookups).to(tl.int64)
         samples = places % batch_size
         position = tl.load(positions + lookups, is_place, 0)
         ids = tl.load(values + position * batch_size + samples, is_place, -1).to(tl.int64)
@@ -325,7 +326,7 @@ def _locate_kernel(
             limits = places.to(offsets.dtype.element_ty)
             bags = tl.maximum(count_at_most(offsets, limits, num_bags + 1, step) - 1, 0)
         samples = bags % batch_size
-        lookups = tl.load(lookup_of_feature + bags // batch_size, is_place, NUM_LOOKUPS)
+        lookups = tl.load(lookup_of_feature + bags // batch_size, is_place, num_lookups)
         ids = tl.load(values + places, is_place, -1).to(tl.int64)
     is_row = (ids >= 0) & (ids < tl.load(sizes + lookups))
     if HAS_PADDING:
@@ -335,7 +336,7 @@ def _locate_kernel(
     if sources_N is not None:
         begins = gradient_at + samples.to(tl.int64) * stride
         if first_columns is not None:
-            begins += tl.load(first_columns + lookups * DIM, lookups < NUM_LOOKUPS, 0)
+            begins += tl.load(first_columns + lookups * DIM, lookups < num_lookups, 0)
         else:
             begins += lookups * DIM
         tl.store(sources_N + first + places, begins, is_place)

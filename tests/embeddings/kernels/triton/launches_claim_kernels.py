@@ -33,7 +33,9 @@ def launches(is_all):
         yield name, lambda bags=bags: slots.start(lookups, bags)
     for is_one_hot in (True, False):
         for batch_size, first in ((2, 0), (3, 1)):  # a view may begin anywhere
-            num_values = NUM_TABLES * batch_size
+            num_called = NUM_TABLES - first
+            called = lookups.of_tables(range(num_called))
+            num_values = num_called * batch_size
             bags = TorchBags.from_tensors(
                 torch.zeros(num_values + first, dtype=torch.int64)[first:],
                 torch.arange(num_values + 1 + first)[first:],
@@ -43,6 +45,6 @@ def launches(is_all):
                 is_one_hot=is_one_hot,
             )
             name = f"claim of each mini-batch, is_one_hot={is_one_hot}"
-            yield name, lambda bags=bags: slots.start(lookups, bags)
+            yield name, lambda called=called, bags=bags: slots.start(called, bags)
     yield "claim that refuses nothing", lambda: slots.start(lookups, bags, refuses=False)
     yield "release", lambda: slots.release(torch.zeros(64, dtype=torch.int32))

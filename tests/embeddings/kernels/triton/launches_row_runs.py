@@ -19,16 +19,16 @@ def tables(dtype, dim):
     return TorchRowSpace([torch.zeros(16, dim, dtype=dtype) for _ in range(NUM_TABLES)])
 
 
-def entry(dtype, dim, *, is_one_hot, batch_size=16, shift=0):
+def entry(dtype, dim, *, is_one_hot, batch_size=16, shift=0, num_tables=NUM_TABLES):
     """One-hot bags, or bags of any length, weighted and averaged, with padding.
 
     Ids, offsets and weights begin `shift` numbers after the start of their memory.
     """
-    computed, numbers = compute_dtype(dtype), np.arange(NUM_TABLES, dtype=np.uint64)
+    computed, numbers = compute_dtype(dtype), np.arange(num_tables, dtype=np.uint64)
     lookups = Lookups(
-        tables=numbers, positions=numbers, columns=numbers * np.uint64(dim), width=NUM_TABLES * dim
+        tables=numbers, positions=numbers, columns=numbers * np.uint64(dim), width=num_tables * dim
     )
-    num_bags = NUM_TABLES * batch_size
+    num_bags = num_tables * batch_size
     bags = TorchBags.from_tensors(
         torch.zeros(num_bags + shift, dtype=torch.int64)[shift:],
         torch.arange(num_bags + 1 + shift)[shift:],
@@ -38,7 +38,7 @@ def entry(dtype, dim, *, is_one_hot, batch_size=16, shift=0):
         is_one_hot=is_one_hot or None,
         padding=None if is_one_hot else 1,
     )
-    return LedgerEntry(lookups, bags, torch.zeros(batch_size, NUM_TABLES, dim, dtype=computed))
+    return LedgerEntry(lookups, bags, torch.zeros(batch_size, num_tables, dim, dtype=computed))
 
 
 def launches(is_all):

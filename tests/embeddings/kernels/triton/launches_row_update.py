@@ -75,5 +75,6 @@ def launches(is_all):
     for is_one_hot in (True, False):
         for number, batch_size in enumerate((8, 1, 37)):
             how = {"is_one_hot": is_one_hot, "batch_size": batch_size, "shift": number % 2}
+            how["num_tables"] = NUM_TABLES - number  # those that are called
             launch = update(torch.float32, 64, Adam(lr=0.1), **how)
             yield f"row_update, {is_one_hot=}, each mini-batch", launch
