@@ -112,7 +112,7 @@ def test_updates_claims_and_reads_of_a_gradient_wait(monkeypatch, device, order,
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("reads", ["end of backward", "step", "grad"])
-@pytest.mark.parametrize("budget", [None, "20KiB"])
+@pytest.mark.parametrize("budget", [None, "8KiB"])
 def test_gradients_of_another_stream_are_waited_for_on_a_gpu(budget, reads):
     """A model of tables alone sets no `grad`, so autograd does not have this stream wait."""
     torch.manual_seed(0)

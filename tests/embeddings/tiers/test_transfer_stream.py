@@ -449,9 +449,9 @@ def test_on_a_gpu_rows_prefetched_on_another_stream_keep_the_updates_before(kind
     copying, found = torch.cuda.Stream(), []
     torch.cuda.synchronize()
     for budget in (None, 4 * NUM_ROWS + 12 * 24):
-        module = kind(
-            NUM_ROWS, 4, _weight=rows.clone(), device="cuda", optimizer=SGD(lr=0.5), budget=budget
-        )
+        weight = rows.clone() if budget else rows.cuda()
+        options = {"device": "cuda", "optimizer": SGD(lr=0.5), "budget": budget}
+        module = kind(NUM_ROWS, 4, _weight=weight, **options)
         for ids, following in itertools.pairwise(batches):
             torch.cuda._sleep(2_000_000)
             module(ids).square().sum().backward()
