@@ -21,9 +21,7 @@ class BackwardStreams:
         self._by_number: dict[int, torch.cuda.Stream] = {}
 
     def note(self, device: torch.device) -> None:
-        """Note the current stream of a device, in backward."""
-        if device.type != "cuda":
-            return
+        """Note the current stream of a CUDA device, in backward."""
         number = current_stream_number(device)
         if number not in self._by_number:
             self._by_number[number] = torch.cuda.current_stream(device)

@@ -357,7 +357,8 @@ class TableGroup:
         if self._has_updater:
             entry.require_on(self.device, self.names)
             add_in_order(self.ledger, entry)
-            self.backward_streams.note(entry.gradient.device)
+            if entry.gradient.is_cuda:
+                self.backward_streams.note(entry.gradient.device)
         else:
             leave_grads([entry], self.tables, self.are_sparse)
 

@@ -8,6 +8,7 @@ import recsys
 from recsys.embeddings import SGD, HotColdEmbedding
 from recsys.embeddings.lookup import backward_streams
 from recsys.embeddings.lookup.backward_streams import BackwardStreams
+from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.update import late_claims
 from recsys.embeddings.update.group_updater import GroupUpdater
 from tests.host_copies import reach_host
@@ -60,15 +61,6 @@ def test_the_current_stream_is_not_waited_for(use):
     assert not stream.waited_for
 
 
-def test_the_cpu_has_no_streams(monkeypatch):
-    monkeypatch.setattr(backward_streams, "current_stream_number", None)
-    known = BackwardStreams()
-
-    known.note(torch.device("cpu"))
-
-    known.wait()
-
-
 @pytest.fixture
 def order(monkeypatch):
     """What happens to ledgers, in order."""
@@ -83,7 +75,7 @@ def order(monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(BackwardStreams, "note", "note")
+    note(TableGroup, "keep", "keep")
     note(BackwardStreams, "wait", "wait")
     note(GroupUpdater, "update_rows", "update")
     note(late_claims, "join_inputs", "claim")
@@ -105,7 +97,7 @@ def test_updates_claims_and_reads_of_a_gradient_wait(monkeypatch, device, order,
     else:
         assert model[0].weight.grad is not None
 
-    assert order[:2] == ["note", "wait"]
+    assert order[:2] == ["keep", "wait"]
     assert ("claim" in order) == (budget is not None and reads == "step")
 
 
