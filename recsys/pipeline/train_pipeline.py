@@ -191,13 +191,13 @@ class TrainPipeline:
     def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
         """Train on the next mini-batch, or only compute its loss if `model.training` is False.
 
-        In training this also takes the mini-batches ahead from `iterator`. They wait for later
-        calls with the same iterator, in training or not. An exception of the iterator is raised
-        after the mini-batches that came before it.
+        In training this also takes the mini-batches ahead. They wait for later calls with the same
+        iterator, in training or not. Its exceptions are raised after the mini-batches before them.
 
         Args:
-            iterator: Returns mini-batches; only this pipeline may use it. Each mini-batch must stay
-                unchanged until its step. If the iterator is deleted, those that wait are dropped.
+            iterator: Returns mini-batches; only this pipeline may use it. Each must stay unchanged
+                until its step, and page-locked memory until a GPU has copied it. If the iterator is
+                deleted, those that wait are dropped.
 
         Returns:
             The loss and the output of the model. In training the loss is detached.
