@@ -35,9 +35,11 @@ class HotColdTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[m
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         """Wait for the ids of a mini-batch, and start to fetch their rows."""
         super().wait_sparse_data_dist(context)
-        for module in self._pipelined_modules:
-            if isinstance(module, AbstractShardedTables):
-                requests, name = context.input_dist_tensors_requests, module.forward.name
-                ids = requests[name].wait()
-                module.prefetch(ids)
-                requests[name] = NoWait(ids)
+        # On CUDA the memory of the ids belongs to this stream, and the forward waits for it.
+        with self._stream_context(self._data_dist_stream):
+            for module in self._pipelined_modules:
+                if isinstance(module, AbstractShardedTables):
+                    requests, name = context.input_dist_tensors_requests, module.forward.name
+                    ids = requests[name].wait()
+                    module.prefetch(ids)
+                    requests[name] = NoWait(ids)
