@@ -58,7 +58,8 @@ class Slots:
     transfers run on a stream of their own and overlap with computing:
 
     claim      on this tier's stream, if it is only queued; else on the caller's, and the host waits
-    transfer   on this tier's stream, after everything that the caller has queued by then
+    transfer   on this tier's stream, after everything that streams which use slots, and that of the
+               caller, have queued by then
     compute    on the caller's stream, after the transfers that the ticket has waited for
 
     A flush, a reload and a lookup without a ticket copy on the caller's stream, after the last
@@ -168,7 +169,7 @@ class Slots:
         return self._staging is not None
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A context for one transfer: it runs after everything that the caller has queued."""
+        """A context for one transfer: it runs after what is queued now; see `TransferStream`."""
         return nullcontext() if self._stream is None else self._stream.transfer()
 
     def prepare(self, lookups: Lookups, bags: Any) -> None:
