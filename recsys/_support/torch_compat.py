@@ -14,8 +14,8 @@ subclasses commonly use: `nn.Module._parameters`, `_modules`, `_buffers`, `_forw
 from __future__ import annotations
 
 import inspect
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._C import (
@@ -66,6 +66,7 @@ __all__ = [
     "not_compiled",
     "onednn_has_bf16",
     "onednn_linear",
+    "outside_graphs",
     "plain_apply",
     "plain_data",
     "plain_grad",
@@ -146,6 +147,22 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 # `torch.compiler.disable` that brings the compiler in when the function is first called, and not
 # when it is decorated: that takes a second.
 not_compiled: Callable[[_F], _F] = _disable_dynamo  # type: ignore[assignment]
+
+
+def outside_graphs(function: _F) -> _F:
+    """`not_compiled`, for a function that is also called where nothing is compiled.
+
+    There it is called as it is, so that the compiler is not brought in.
+    """
+    break_graph = not_compiled(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (break_graph if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return cast("_F", call)
+
+
 # Not None while `torch.jit.trace` records the operations of this thread.
 tracing_state: Callable[[], Any] = _get_tracing_state
 # Whether a transform of torch.func is active, such as vmap or grad.

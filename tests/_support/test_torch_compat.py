@@ -38,6 +38,7 @@ from recsys._support.torch_compat import (
     not_compiled,
     onednn_has_bf16,
     onednn_linear,
+    outside_graphs,
     plain_apply,
     plain_data,
     plain_grad,
@@ -108,6 +109,21 @@ def test_a_function_that_is_not_compiled_breaks_the_graph():
 
     assert found.tolist() == [9, 9]
     assert seen == [False]
+
+
+def test_a_function_outside_graphs_breaks_them_and_is_called_as_it_is_elsewhere():
+    seen = []
+
+    @outside_graphs
+    def outside(values):
+        seen.append(torch.compiler.is_compiling())
+        return values + 1
+
+    found = torch.compile(lambda values: outside(values * 2) * 3, backend="eager")(torch.ones(2))
+
+    assert found.tolist() == [9, 9]
+    assert outside(torch.ones(1)).tolist() == [2]
+    assert seen == [False, False]
 
 
 def test_every_name_is_tested():

@@ -15,6 +15,7 @@ from recsys._support.torch_compat import (
     active_ddp_module,
     current_pass,
     is_graph_kept,
+    outside_graphs,
     plain_apply,
     version_of,
 )
@@ -287,6 +288,7 @@ class _FusedLookup(torch.autograd.Function):
         return result
 
     @staticmethod
+    @outside_graphs
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if is_grad_enabled():  # with create_graph=True; not differentiable a second time
             return _backward_once(ctx, gradient)

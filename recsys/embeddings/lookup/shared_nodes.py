@@ -26,6 +26,7 @@ from recsys._support.torch_compat import (
     active_ddp_module,
     current_pass,
     is_graph_kept,
+    outside_graphs,
     plain_apply,
     plain_requires_grad,
     top_saved_tensors_hooks,
@@ -228,6 +229,7 @@ class _LookupNode(torch.autograd.Function):
         return tuple([empty_output(kind) for _ in node.calls])
 
     @staticmethod
+    @outside_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         if is_grad_enabled():  # with create_graph=True; not differentiable a second time
             return _backward_once(ctx, *gradients)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recsys._support.own_pages import in_own_pages
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
+    outside_graphs,
     plain_data,
     plain_grad,
     set_plain_data,
@@ -65,6 +66,7 @@ class LedgerParameter(nn.Parameter):
         self.grad = None
 
     @property
+    @outside_graphs
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd."""
         _mark_changed(self)
@@ -72,6 +74,7 @@ class LedgerParameter(nn.Parameter):
         return rows
 
     @data.setter
+    @outside_graphs
     def data(self, rows: Tensor) -> None:
         set_plain_data(self, rows)
         _forget_space_of(self)
@@ -96,6 +99,7 @@ class LedgerParameter(nn.Parameter):
 
     def set_(self, *source: Any) -> Any:
         """Like `torch.Tensor.set_`."""
+        plain_data(self)  # rows in slots are written back; `set_` has no `__torch_function__`
         super().set_(*source)
         _forget_space_of(self)
         return self
@@ -116,6 +120,7 @@ class TieredParameter(LedgerParameter):
     """
 
     @property
+    @outside_graphs
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd; writes to them are detected."""
         rows: Tensor = plain_data(self)
@@ -123,11 +128,13 @@ class TieredParameter(LedgerParameter):
         return rows if place is None else place.tiers.data_of(rows, place.table)
 
     @data.setter
+    @outside_graphs
     def data(self, rows: Tensor) -> None:
         set_plain_data(self, rows)
         _forget_space_of(self)
 
     @classmethod
+    @outside_graphs
     def __torch_function__(
         cls,
         func: Any,

@@ -21,6 +21,7 @@ from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     current_pass,
     is_node_in_pass,
+    outside_graphs,
     queue_callback,
 )
 from recsys.embeddings.tiers.budget import require_room_beside_rows
@@ -257,12 +258,12 @@ class RowUpdater:
             self._clear_ledgers()
         self.update_rows()
 
+    @outside_graphs
     def update_rows(self) -> None:
         """Update every row in the ledgers once, then empty the ledgers.
 
         Raises:
-            NonFiniteGradient: the gradient of a row contains nan or inf. Such rows were not
-                updated; all others were.
+            NonFiniteGradient: a row's gradient contains nan or inf; all other rows were updated.
             Exception: an error of `claim_slots` or `GroupUpdater.prepare`. No row of any group was
                 updated, and the ledgers still have all gradients.
         """
@@ -325,8 +326,7 @@ class RowUpdater:
     ) -> None:
         """Give the tables two tiers: slots for the rows in use, and the tables as the cold store.
 
-        If all rows fit and are in memory, nothing changes, and a warning says so. After an error,
-        files that were made for this are deleted.
+        If all rows fit and are in memory, a warning says so. After an error, new files are deleted.
 
         Args:
             budget: Limit for slots and row maps, in bytes or with a unit.

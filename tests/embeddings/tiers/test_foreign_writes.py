@@ -121,6 +121,23 @@ def test_a_write_through_the_module_counts_at_any_time():
     assert torch.equal(modules[0].weight, modules[1].weight)
 
 
+@pytest.mark.parametrize("name", ["set_", "data"])
+def test_a_table_that_gets_other_memory_between_steps_trains_on_from_it(name):
+    modules = bags()
+    for module in modules:
+        train(module)
+        rows = torch.full((NUM_ROWS, DIM), 0.25)
+        if name == "data":
+            module.weight.data = rows
+        else:
+            with torch.no_grad():
+                module.weight.set_(rows)
+        train(module, seed=1)
+
+    resident, tiered = modules
+    assert torch.equal(tiered.weight, resident.weight)
+
+
 def test_after_a_conflict_a_checkpoint_is_loaded_into_the_same_module():
     modules = bags(Adagrad(lr=0.1))
     saved = []
