@@ -161,7 +161,7 @@ def accelerate(
     rules = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
     for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
-    tiering = _choose_tiering(chosen, budget, plan, profile, cold_tier, cold_path)
+    tiering = _choose_tiering(model, chosen, budget, plan, profile, cold_tier, cold_path)
     counterparts = {module: counterpart(module) for module in chosen.found}
     links: list[Link] = []
     link_of: dict[nn.Module, Link] = {}
@@ -311,6 +311,7 @@ class _Tiering:
 
 
 def _choose_tiering(
+    model: nn.Module,
     chosen: ChosenTables,
     budget: int | str | None,
     plan: HotPlan | None,
@@ -325,6 +326,8 @@ def _choose_tiering(
     """
     budgeted = choose_budget(chosen, budget, plan, profile)
     updated = chosen.updated
+    if budgeted is not None:
+        _require_own_memory(model, {table.weight: table.name for table in updated})
     names = {table.weight: table.name for table in reversed(updated)}
     files = open_cold_files(
         cold_tier,
@@ -337,6 +340,35 @@ def _choose_tiering(
     if budgeted is None:
         return None
     return _Tiering(*budgeted, names, files, device_of(updated))
+
+
+def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) -> None:
+    """Refuse other Parameters and buffers on the memory of a table: they would miss newer rows.
+
+    Args:
+        model: The whole model.
+        tables: The tables that share the budget, with their names.
+
+    Raises:
+        ValueError: there is one.
+    """
+    names = {_memory_of(weight): name for weight, name in tables.items()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        memory = _memory_of(tensor)
+        if memory is not None and tensor not in tables and memory in names:
+            raise ValueError(
+                f"table {names[memory]!r}: with a budget a table must have its own memory, and "
+                f"{name!r} is another Parameter or buffer of the model on it, which would miss "
+                "newer rows; use the table's own Parameter there, or a clone"
+            )
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's storage; None if it has none, as a sparse or a lazy one."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _describe(

@@ -431,6 +431,37 @@ def test_two_parameters_on_one_memory_are_refused_with_a_budget():
     assert type(model[0]) is nn.EmbeddingBag
 
 
+class Another(nn.Module):
+    """A model whose `other` is on the memory of its table."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.items = nn.Embedding(NUM_ROWS, DIM, sparse=True)
+        rows = self.items.weight.detach()
+        if kind == "frozen":
+            self.other = nn.Embedding.from_pretrained(rows)
+        elif kind == "parameter":
+            self.other = nn.Parameter(rows[3:])
+        else:
+            self.register_buffer("other", rows.T)
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.lazy = nn.LazyLinear(2)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "parameter", "buffer"])
+def test_another_tensor_of_the_model_on_a_tables_memory_is_refused_with_a_budget(kind, tmp_path):
+    model = Another(kind)
+    optimizer = torch.optim.SGD(model.items.parameters(), lr=0.5)
+
+    for more in ({}, {"cold_tier": "file", "cold_path": tmp_path / "rows"}):
+        with pytest.raises(ValueError, match=r"^table 'items': with a budget .*'other.* a clone$"):
+            recsys.accelerate(model, optimizer=optimizer, budget=6000, **more)
+
+    assert type(model.items) is nn.Embedding
+    assert not (tmp_path / "rows").exists()
+    recsys.accelerate(model, optimizer=optimizer)
+
+
 def many_bags(num_tables, budget):
     torch.manual_seed(0)
     model = nn.ModuleList(
