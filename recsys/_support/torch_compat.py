@@ -32,6 +32,7 @@ from torch._C._autograd import (
 )
 from torch._C._functorch import is_batchedtensor
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -67,6 +69,7 @@ __all__ = [
     "onednn_has_bf16",
     "onednn_linear",
     "outside_graphs",
+    "outside_transforms",
     "plain_apply",
     "plain_data",
     "plain_grad",
@@ -169,6 +172,8 @@ tracing_state: Callable[[], Any] = _get_tracing_state
 are_functorch_transforms_active: Callable[[], bool] = _are_functorch_transforms_active
 # Whether a tensor was made by vmap.
 is_batched: Callable[[Tensor], bool] = is_batchedtensor
+# A context in which no transform is active, for operations on tensors that none has made.
+outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
 # The module whose forward DistributedDataParallel runs; None outside of such a forward.
 active_ddp_module: Callable[[], Any] = partial(
     getattr, DistributedDataParallel, "_active_ddp_module"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from recsys._support.lasting_tensors import lasting_tensors
 from recsys.conversion.accelerated import (
     Accelerated,
     LeftAlone,
@@ -161,23 +162,24 @@ def accelerate(
     rules = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
     for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
-    tiering = _choose_tiering(model, chosen, budget, plan, profile, cold_tier, cold_path)
-    counterparts = {module: counterpart(module) for module in chosen.found}
-    links: list[Link] = []
-    link_of: dict[nn.Module, Link] = {}
-    try:
-        for spec in specs:
-            link, modules = attach(spec, list(counterparts.values()))
-            links.append(link)
-            link_of |= dict.fromkeys(modules, link)
-        for old, new in counterparts.items():
-            new.__dict__[KEPT] = _Original(old, link_of.get(new))
-        exchange(model, counterparts)
-        if tiering is not None:
-            tiering.begin(links[0])
-    except BaseException:
-        _undo(model, counterparts, links)
-        raise
+    with lasting_tensors():  # which training changes, also if this is called in inference mode
+        tiering = _choose_tiering(model, chosen, budget, plan, profile, cold_tier, cold_path)
+        counterparts = {module: counterpart(module) for module in chosen.found}
+        links: list[Link] = []
+        link_of: dict[nn.Module, Link] = {}
+        try:
+            for spec in specs:
+                link, modules = attach(spec, list(counterparts.values()))
+                links.append(link)
+                link_of |= dict.fromkeys(modules, link)
+            for old, new in counterparts.items():
+                new.__dict__[KEPT] = _Original(old, link_of.get(new))
+            exchange(model, counterparts)
+            if tiering is not None:
+                tiering.begin(links[0])
+        except BaseException:
+            _undo(model, counterparts, links)
+            raise
     return Accelerated(
         _describe(chosen.found, counterparts),
         (*unfit.values(), *chosen.not_updated.values()),

@@ -39,6 +39,7 @@ from recsys._support.torch_compat import (
     onednn_has_bf16,
     onednn_linear,
     outside_graphs,
+    outside_transforms,
     plain_apply,
     plain_data,
     plain_grad,
@@ -124,6 +125,22 @@ def test_a_function_outside_graphs_breaks_them_and_is_called_as_it_is_elsewhere(
     assert found.tolist() == [9, 9]
     assert outside(torch.ones(1)).tolist() == [2]
     assert seen == [False, False]
+
+
+def test_outside_transforms_operations_on_ordinary_tensors_make_ordinary_ones():
+    ordinary, seen = torch.ones(2), []
+
+    def scores(values):
+        with outside_transforms():
+            seen.append((ordinary * 2).data_ptr())  # a tensor of a transform has no address
+            seen.append(are_functorch_transforms_active())
+        return (values * ordinary).sum()
+
+    found = torch.func.grad(scores)(torch.ones(2))
+
+    assert found.tolist() == [1, 1]
+    assert seen[0]
+    assert seen[1] is False
 
 
 def test_every_name_is_tested():

@@ -1,5 +1,7 @@
 """`torch.fx`, and forward on the meta device: modules of ours as those they stand for."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import fx, nn
@@ -226,6 +228,28 @@ def test_vmap_over_ids_trains_rows_in_two_tiers_as_resident_ones():
         results.append((mapped.detach(), embedding.weight.detach().clone()))
 
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+TRANSFORMS = {
+    "vmap": lambda scores, vectors: torch.vmap(scores)(vectors),
+    "grad": lambda scores, vectors: torch.func.grad(lambda v: scores(v).sum())(vectors[0]),
+    "jacrev": lambda scores, vectors: torch.func.jacrev(scores)(vectors[0]),
+    "jacfwd": lambda scores, vectors: torch.func.jacfwd(scores)(vectors[0]),
+    "hessian": lambda scores, vectors: torch.func.hessian(lambda v: scores(v).norm())(vectors[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func_read_the_newest_rows_of_a_weight_inside(transform):
+    found = []
+    for budget in (None, 1000):
+        torch.manual_seed(0)
+        embedding = HotColdEmbedding(99, 4, optimizer=SGD(lr=0.1), budget=budget)
+        embedding(torch.tensor([1, 8])).square().sum().backward()
+        scores = partial(lambda weight, vectors: vectors @ weight.T, embedding.weight)
+        found.append(transform(scores, torch.ones(3, 4)).detach())
+
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("budget", [None, 1000])

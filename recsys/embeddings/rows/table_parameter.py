@@ -17,6 +17,7 @@ from recsys._support.own_pages import in_own_pages
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     outside_graphs,
+    outside_transforms,
     plain_data,
     plain_grad,
     set_plain_data,
@@ -150,9 +151,10 @@ class TieredParameter(LedgerParameter):
             places = [place for table in tables if (place := _place_of(table)) is not None]
             exposed = [place.tiers for place in places if not place.tiers.is_exposed]
             may_write = func not in _READS or "out" in (kwargs or {})
-            for place in places:
-                is_whole = func is torch.Tensor.copy_ and _is_overwritten(tables[0], args)
-                place.tiers.expose(place.table if is_whole else None, may_write=may_write)
+            is_whole = func is torch.Tensor.copy_ and _is_overwritten(tables[0], args)
+            with outside_transforms():
+                for place in places:
+                    place.tiers.expose(place.table if is_whole else None, may_write=may_write)
             result = func(*args, **kwargs or {})
             if _is_copy(result, tables):
                 for tiers in exposed:
@@ -189,7 +191,7 @@ def _is_copy(result: Any, tables: Sequence[Tensor]) -> bool:
         return False
     try:
         memory = result.untyped_storage().data_ptr()
-    except NotImplementedError:  # a tensor of torch.vmap has no memory of its own
+    except RuntimeError:  # a tensor of torch.vmap, torch.func.jacrev, ... has no memory of its own
         return False
     return all(table.untyped_storage().data_ptr() != memory for table in tables)
 
