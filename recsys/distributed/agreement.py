@@ -1,4 +1,6 @@
-"""An error on one rank ends every rank, instead of leaving the others in a collective.
+"""An error on one rank, or a setting that differs, ends every rank.
+
+Without these checks the others would stay in a collective, or would read what they receive wrongly.
 
 A collective returns when every rank has called it. If one rank raises before it, the others wait
 until the time limit of the process group, which is 30 minutes by default. So the ranks agree on the
@@ -7,17 +9,17 @@ outcome of work that may fail on one of them, before they continue with collecti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from recsys.errors import RecsysError
+from recsys.errors import ConfigError, RecsysError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = ["Agreement", "OtherRankFailed", "on_every_rank"]
+__all__ = ["Agreement", "OtherRankFailed", "on_every_rank", "require_same"]
 
 _Result = TypeVar("_Result")
 
@@ -90,3 +92,27 @@ def on_every_rank(
         error = raised
     Agreement(error, group, device).wait()
     return result
+
+
+def require_same(given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Check that every rank has the same values. A collective.
+
+    Args:
+        given: Values by their names, as a message has them. They are compared by their `repr`.
+        group: All ranks of it call this.
+
+    Raises:
+        ConfigError: one differs; every rank raises it.
+    """
+    of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    own = {name: repr(value) for name, value in given.items()}
+    dist.all_gather_object(of_ranks, own, group=group)
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        for name in first | other:
+            here, there = first.get(name, "nothing"), other.get(name, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"{name} must be the same on every rank, got {here} on rank 0 and {there} on "
+                    f"rank {rank}; start all of them with the same one"
+                )

@@ -9,13 +9,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
 from recsys.distributed.exchange.distinct_rows import DistinctIdsDist
-from recsys.distributed.exchange.exchange_choice import (
-    AUTO,
-    POOLED,
-    ROWS,
-    cheaper_exchange,
-    require_same_exchange,
-)
+from recsys.distributed.exchange.exchange_choice import AUTO, POOLED, ROWS, cheaper_exchange
 from recsys.distributed.exchange.row_wise import RowWiseSharding
 from recsys.distributed.local_tables import AbstractLocalTables, LocalBags, LocalEmbeddings
 from recsys.distributed.sharded_tables import AbstractShardedTables
@@ -47,7 +41,6 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         the plan, not of the tables. Use the names of the result.
 
     Raises:
-        ValueError: ranks have different exchanges.
         Exception: of `AbstractShardedTables`.
     """
 
@@ -60,7 +53,6 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         ]
         # TorchRec would divide the columns of all tables.
         self._has_mean_pooling_callback = False
-        require_same_exchange(row_wise_exchange, self._env.process_group)
         self.row_wise_exchange = row_wise_exchange
         # Removing duplicates waits for the device, and would make an invalid id another row's.
         self._checks.waits_for_device = (

@@ -1,6 +1,7 @@
 """Checks a rank's own mini-batch before its ids go to other ranks.
 
-Afterwards an error could name neither the rank nor the id: row-wise, TorchRec renumbers ids.
+Afterwards an error could name neither the rank nor the id: row-wise, TorchRec renumbers ids. Ranks
+also give what they send the same dtypes and order, because none of them learns those of another.
 """
 
 from __future__ import annotations
@@ -99,6 +100,29 @@ class InputChecks:
         is_bad = ((values < 0) & (limits < most)) | (values >= limits)
         if is_bad.any():
             raise id_error(features, self._lookups, self._sizes, int(is_bad.nonzero()[0]))
+
+    def as_sent(self, features: KeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
+        """A valid input as every rank sends it: ids and lengths int64, weights float32.
+
+        Args:
+            features: A valid input.
+            keys: The keys of the first mini-batch. TorchRec takes features by their places there.
+
+        Raises:
+            KeyError: a feature of the first mini-batch is missing.
+            MalformedBags: a feature of the first mini-batch is there more than once.
+        """
+        own = features.keys()
+        if own != keys:
+            require_features(keys, own)
+            features = features.permute([own.index(key) for key in keys])
+        values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
+        sent = weights.float() if self._is_weighted and weights is not None else None
+        if values.dtype == lengths.dtype == torch.int64 and sent is weights:
+            return features
+        return KeyedJaggedTensor(
+            keys=list(keys), values=values.long(), lengths=lengths.long(), weights=sent
+        )
 
     def without_ids(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """A valid input of one sample without ids, with the features of a valid one."""

@@ -122,15 +122,17 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         check = partial(self._checks.check, features)
         if not self._no_ids:  # the first mini-batch decides the order of features
             on_every_rank(check, group, device)
+            features = self._checks.as_sent(features, features.keys())
             self._no_ids = (self._checks.without_ids(features),)
             self._before_input_dist(features)
             return super().input_dist(ctx, features)
         error: Exception | None = None
+        [no_ids] = self._no_ids
         try:
             check()
+            features = self._checks.as_sent(features, no_ids.keys())
         except Exception as raised:
-            error = raised
-            [features] = self._no_ids
+            error, features = raised, no_ids
         agreement = Agreement(error, group, device)
         return agreed(super().input_dist(ctx, features), agreement)
 

@@ -12,6 +12,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
+from recsys.distributed.agreement import require_same
 from recsys.distributed.collection import (
     ShardedHotColdEmbeddingBagCollection,
     ShardedHotColdEmbeddingCollection,
@@ -84,6 +85,7 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
             module_fqn: Path of the collection in the model.
 
         Raises:
+            ConfigError: ranks have different tables, plans, optimizers or exchanges.
             ProfileError: the `HotPlan` is of other tables.
             ValueError: the plan, a table or the environment is not supported.
             Exception: of `AbstractShardedTables`.
@@ -95,6 +97,14 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
                 "DistributedModelParallel (not DMPCollection)"
             )
         configs, weights = self._configs(module), self.shardable_parameters(module)
+        common: dict[str, Any] = {
+            "fused_params: row_wise_exchange": self._exchange,
+            "the rest of fused_params": self.fused_params,
+            "is_weighted": getattr(module, "_is_weighted", False),
+        }
+        for table in configs:
+            common |= _settings_of(table, params[table.name], weights[table.name])
+        require_same(common, env.process_group)
         for table in configs:
             _require_table(table, params[table.name], self._exchange)
             _require_new(table.name, weights[table.name])
@@ -186,6 +196,21 @@ class HotColdEmbeddingCollectionSharder(AbstractHotColdSharder, EmbeddingCollect
 
     def _options(self) -> dict[str, Any]:
         return {"use_index_dedup": self._use_index_dedup}
+
+
+def _settings_of(
+    table: Any, sharding: ParameterSharding, weight: torch.nn.Parameter
+) -> dict[str, Any]:
+    """What every rank must have in common of a table, by its name in a message."""
+    place = f"table {table.name!r}:"
+    names = ("num_embeddings", "embedding_dim", "feature_names", "pooling", "data_type")
+    found = {f"{place} {name}": getattr(table, name, None) for name in names}
+    for name in ("sharding_type", "compute_kernel", "ranks"):
+        found[f"{place} {name} in the plan"] = getattr(sharding, name)
+    found[f"{place} the optimizer"] = [
+        getattr(weight, name, None) for name in ("_optimizer_classes", "_optimizer_kwargs")
+    ]
+    return found
 
 
 def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> None:

@@ -117,6 +117,28 @@ def counts_bytes(rank, world, kind, exchange):
     return sent
 
 
-def differs(rank, world):
-    """The error if rank 1 has another exchange than the others."""
-    return error_of(lambda: shard_one_table(world, 10, "pooled" if rank == 1 else "rows"))
+def differs(rank, world, of_last):
+    """The error if the last rank has other options of `shard` than the others."""
+    return error_of(lambda: shard(world, **(of_last if rank == world - 1 else {})))
+
+
+def has_other_forms(rank, world, form_of_first, **options):
+    """Outputs if a mini-batch of rank 1 has other dtypes, weights or another order of features.
+
+    Args:
+        form_of_first: The form of its first mini-batch; then all forms come, one after the other.
+    """
+    model = shard(world, **options)
+    dense, features, _ = of_rank(0, 16 * rank, 16 * rank + 16, 32)
+    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    forms = {
+        "plain": features,
+        "order": features.permute([2, 0, 4, 1, 3]),
+        "ids": KeyedJaggedTensor(keys, values.int(), lengths=lengths),
+        "lengths": KeyedJaggedTensor(keys, values, lengths=lengths.int()),
+        "weights": KeyedJaggedTensor(keys, values, torch.ones(len(values)), lengths=lengths),
+    }
+    with torch.no_grad():
+        return [
+            model(dense, forms[form] if rank == 1 else features) for form in (form_of_first, *forms)
+        ]

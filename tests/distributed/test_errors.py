@@ -1,5 +1,7 @@
 """Errors that end every rank, and plans that are refused."""
 
+import re
+
 import pytest
 import torch
 from torch.distributed.optim import (
@@ -51,6 +53,42 @@ def test_a_rank_that_cannot_be_built_is_an_error_on_every_rank(ranks):
 
     assert second.startswith("BudgetTooSmall: ")
     assert first == f"OtherRankFailed: rank 1 has failed, so every rank stops: {second}"
+
+
+@pytest.mark.parametrize(
+    ("of_last", "match"),
+    [
+        ({"exchange": "rows"}, "fused_params: row_wise_exchange .* 'pooled' on rank 0 and 'rows'"),
+        ({"is_weighted": True}, "is_weighted .* False on rank 0 and True on rank 1; start all"),
+        ({"is_mean": True}, "table 't0': pooling .* 'SUM'> on rank 0"),
+        ({"kind": "row_wise"}, "table 't0': sharding_type in the plan .* 'table_wise' on rank 0"),
+        (
+            {"owners": [1, 1, 0, 1, 0]},
+            r"table 't0': ranks in the plan .* \[0\] on rank 0 and \[1\]",
+        ),
+        ({"optimizer": "adagrad"}, "table 't0': the optimizer .*sgd.SGD.* on rank 0 and .*Adagrad"),
+    ],
+)
+def test_a_setting_that_differs_between_ranks_is_an_error_on_all(ranks, of_last, match):
+    for error in ranks("differs", of_last=of_last):
+        assert re.match(f"ConfigError: {match}", error)
+        assert "must be the same on every rank, got" in error
+
+
+@pytest.mark.parametrize("form_of_first", ["plain", "order", "lengths"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"owners": [0, 0, 0, 0, 0]},
+        {"kind": "row_wise", "exchange": "pooled"},
+        {"kind": "row_wise", "exchange": "rows"},
+    ],
+    ids=["table_wise", "pooled", "rows"],
+)
+def test_a_rank_may_have_other_dtypes_and_another_order_of_features(ranks, options, form_of_first):
+    for expected, *found in ranks("has_other_forms", form_of_first=form_of_first, **options):
+        assert len(found) == 5
+        assert all(torch.equal(each, expected) for each in found)
 
 
 class Holder(torch.nn.Module):

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from torchrec import KeyedJaggedTensor
     from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
-__all__ = [
-    "AUTO",
-    "POOLED",
-    "ROWS",
-    "cheaper_exchange",
-    "require_exchange",
-    "require_same_exchange",
-]
+__all__ = ["AUTO", "POOLED", "ROWS", "cheaper_exchange", "require_exchange"]
 
 ROWS, POOLED, AUTO = _EXCHANGES = "rows", "pooled", "auto"
 _FLOAT_BYTES = 4
@@ -44,21 +37,6 @@ def require_exchange(exchange: Any) -> str:
             f"fused_params: row_wise_exchange must be one of {_EXCHANGES}, got {exchange!r}"
         )
     return str(exchange)
-
-
-def require_same_exchange(exchange: str, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks have the same exchange; else each would wait for another. A collective.
-
-    Raises:
-        ValueError: they do not; it is raised on every rank.
-    """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, exchange, group=group)
-    if len(set(found)) > 1:
-        raise ValueError(
-            "fused_params: row_wise_exchange must be the same on every rank, got "
-            f"{dict(enumerate(found))}; give every rank's sharder the same one"
-        )
 
 
 def cheaper_exchange(
