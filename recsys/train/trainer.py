@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in, make_folders
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
+from recsys._support.nested_keys import flat
 from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import TrainingDiverged
@@ -121,6 +122,8 @@ def train(
     require_config(config)
     with ExitStack() as stack:
         processes = stack.enter_context(processes_of(Path(run_dir)))
+        given = {"--resume": resume, "--checkpoint": checkpoint}
+        processes.require_same(flat(describe_config(config)) | given)
         earlier = None
         if resume:
             earlier = stack.enter_context(processes.reopened(config, checkpoint))
@@ -297,6 +300,7 @@ def _prepare(
             tables = [f"t_{feature}" for feature in source.table_sizes]
             remove_left_rows(config, earlier.config, run_dir, tables)
         cold_path = stack.enter_context(processes.cold_folder(config))
+    processes.require_same({"the data's fingerprint": source.fingerprint})
     set_num_threads(processes.num_threads(config))
     tune_allocator()
     if show_progress:

@@ -173,6 +173,21 @@ def is_refused(rank, world, **arguments):
     return str(refused.value)
 
 
+def is_given_others(rank, world, of_last, **arguments):
+    """What each rank says if the last one is given other arguments of `run_training`."""
+    if rank == world - 1:
+        arguments |= of_last
+    return error_of(lambda: run_training(**arguments))
+
+
+def has_other_data(rank, world, run):
+    """What each rank says if the data of the last one, under the same name, is other data."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(SyntheticCriteo, "fingerprint", "other")
+        return error_of(lambda: run_training(run))
+
+
 def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
     """As `trains_a_run`, but one rank's newest checkpoint is gone, as after a crash."""
     [folder] = (Path(run) / "shards").iterdir()

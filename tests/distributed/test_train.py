@@ -408,6 +408,38 @@ def test_what_is_not_supported_is_refused(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("of_last", "name"),
+    [
+        ({"settings": ["seed=3"]}, "seed must be the same on every rank, got 0 on rank 0 and 3 on"),
+        ({"settings": ["epochs=2"]}, "epochs must be the same"),
+        ({"resume": True}, "--resume must be the same"),
+    ],
+)
+def test_what_ranks_are_given_must_be_the_same(ranks, tmp_path, of_last, name):
+    for error in ranks("is_given_others", run=str(tmp_path / "run"), of_last=of_last):
+        assert error.startswith(f"ConfigError: {name}")
+    assert not any(tmp_path.iterdir())
+
+
+def test_other_data_on_one_rank_is_an_error_on_all(ranks, tmp_path):
+    for error in ranks("has_other_data", run=str(tmp_path / "run")):
+        assert re.match(r"ConfigError: the data's fingerprint must be .* 'other' on rank 1", error)
+
+
+def test_a_run_folder_that_one_rank_does_not_see_is_an_error_on_all(ranks, tmp_path):
+    other = tmp_path / "other"
+
+    first, second = ranks(
+        "is_given_others", run=str(tmp_path / "run"), settings=SAVES, of_last={"run": str(other)}
+    )
+
+    rule = f"ConfigError: {other}: process 1 does not see this run folder"
+    assert second.startswith(rule)
+    assert first.startswith(f"OtherRankFailed: rank 1 has failed, so every rank stops: {rule}")
+    assert not other.exists()
+
+
 def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):
     run = tmp_path / "run"
 

@@ -22,6 +22,7 @@ from recsys.train.shards.folder import remove_older
 from recsys.train.shards.restore import restore_shards
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -78,6 +79,17 @@ class AbstractProcesses(ABC):
 
         Raises:
             OtherRankFailed: another process raised an error.
+        """
+
+    @abstractmethod
+    def require_same(self, given: Mapping[str, Any]) -> None:
+        """Check that all processes were given the same. A collective.
+
+        Args:
+            given: Values by their names, as a message has them.
+
+        Raises:
+            ConfigError: a value differs; all raise.
         """
 
     @abstractmethod
@@ -201,6 +213,9 @@ class OneProcess(AbstractProcesses):
     def together(self) -> AbstractContextManager[None]:
         """Nothing to agree on."""
         return nullcontext()
+
+    def require_same(self, given: Mapping[str, Any]) -> None:
+        """Nothing to compare."""
 
     def warnings_once(self) -> AbstractContextManager[None]:
         """This process warns."""

@@ -16,7 +16,7 @@ import gc
 import logging
 import os
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from recsys._support.machine import num_cores
 from recsys.datasets.loader import BatchLoader
-from recsys.distributed.agreement import Agreement, OtherRankFailed
+from recsys.distributed.agreement import Agreement, OtherRankFailed, require_same
 from recsys.embeddings.saved_tables import SavedTables
-from recsys.errors import RecsysError, TrainingDiverged
+from recsys.errors import ConfigError, RecsysError, TrainingDiverged
 from recsys.pipeline.non_finite import explain_loss
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
@@ -48,7 +48,7 @@ from recsys.train.shards.folder import Shards, remove_older, whole
 from recsys.train.shards.restore import restore_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -149,6 +149,10 @@ class Ranks(AbstractProcesses):
             error = raised
         Agreement(error, None, None).wait()
 
+    def require_same(self, given: Mapping[str, Any]) -> None:
+        """Compare what the processes were given."""
+        require_same(given, None)
+
     @contextmanager
     def warnings_once(self) -> Iterator[None]:
         """Only the first process warns."""
@@ -247,6 +251,8 @@ class Ranks(AbstractProcesses):
         with self.together():
             if not self.rank:
                 shards.clear()
+            else:
+                self._require_shared_folder()
         return RunCheckpoints(
             config.checkpoint,
             shards.folders[self.rank],
@@ -336,6 +342,23 @@ class Ranks(AbstractProcesses):
             torch.cat([found[row, 1 : 1 + int(found[row, 0])] for found in of_ranks])
             for row in range(len(tensors))
         ]
+
+    def _require_shared_folder(self) -> None:
+        """Check that this process sees the run folder, which the first one has made.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        path = self._folder.path
+        with suppress(OSError):  # a file server may not have told yet that it is there; this asks
+            path.mkdir()
+            path.rmdir()
+        if not self._folder.config_file.is_file():
+            raise ConfigError(
+                f"{path}: process {self.rank} does not see this run folder, which the first "
+                "process has made; name a folder that all machines share by --run, or set "
+                "checkpoint.every_seconds and checkpoint.every_steps to 0"
+            )
 
     def _newest_of_all(self, shards: Shards) -> int | None:
         """The newest checkpoint that all processes have, or None. A collective."""
