@@ -236,13 +236,16 @@ def write_table(
         num_threads=num_threads,
         place=place,
     )
-    with encoder, Spool(store.absolute().parent, encoder.dtypes, encoder.bags) as spool:
+    with (
+        encoder,
+        _new_writer(store, schema) as writer,
+        Spool(writer.folder, encoder.dtypes, encoder.bags) as spool,
+    ):
         _fill(spool, encoder, batches)
         if not spool.num_rows:
             raise DatasetFormatError("a table must have at least one row, got none")
         rows = SpooledRows(spool, schema, are_for_test=are_for_test)
-        with _new_writer(store, schema) as writer:
-            return _write(rows, numbers, writer, sources(), rules, like, place)
+        return _write(rows, numbers, writer, sources(), rules, like, place)
 
 
 def _counted(batches: Iterator[pa.RecordBatch], progress: tqdm[None]) -> Iterator[pa.RecordBatch]:
@@ -334,6 +337,8 @@ def _write(
         }
         if others:
             catalog = like.catalog if like is not None else parts.catalog_rows
+    part_warnings = () if rows.are_for_test else tuple(warnings_of_parts(rows, splits))
+    rows.spool.remove()  # it lies in the folder that becomes the store
     path = writer.finish(
         dense_names=list(schema.dense),
         splits=splits,
@@ -350,5 +355,5 @@ def _write(
         num_embeddings=sum(table.num_rows for table in maker.tables.values()),
         unknown=parts.unknown,
         num_lacking=parts.num_lacking,
-        warnings=() if rows.are_for_test else tuple(warnings_of_parts(rows, splits)),
+        warnings=part_warnings,
     )

@@ -1,10 +1,16 @@
 import errno
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from recsys.datasets import write_store
+from recsys.datasets.tabular import prepare
 from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.datasets.tabular.store_parts.spool import Spool
 
 DTYPES = {"a": np.dtype(np.int8), "b": np.dtype(np.int32)}
@@ -63,3 +69,26 @@ def test_files_are_closed_before_they_are_read(tmp_path):
         (block,) = spool.blocks(["a", "b"], np.ones(spool.num_rows, bool))
         assert block.columns["a"].tolist() == [7, 8]
         assert block.columns["b"].values.tolist() == [0, 1, 2]
+
+
+def test_what_a_killed_preparation_leaves_is_named_by_the_next_one(tmp_path, monkeypatch):
+    stores, left, fill = tmp_path / "stores", tmp_path / "left", prepare._fill
+    frame = pd.DataFrame({"click": [0, 1] * 10, "ad": ["x", "y", "z", "x"] * 5})
+    schema = Schema.from_dict({"label": "click", "categorical": {"ad": {}}})
+
+    def fill_and_look(*arguments):
+        fill(*arguments)
+        shutil.copytree(stores, left)
+
+    monkeypatch.setattr(prepare, "_fill", fill_and_look)
+    write_store(frame, schema, stores / "store")
+    monkeypatch.setattr(prepare, "_fill", fill)
+    shutil.rmtree(stores)
+    left.rename(stores)
+    (folder,) = stores.iterdir()
+
+    with pytest.warns(UserWarning, match=f"if none is at work: rm -r {re.escape(str(folder))}"):
+        write_store(frame, schema, stores / "store")
+
+    assert sorted(stores.iterdir()) == [folder, stores / "store"]
+    assert not list((stores / "store").glob("*spool*"))

@@ -49,7 +49,7 @@ class Spool:
     """Writes and reads such files; use it as a context manager, which removes them at the end.
 
     Args:
-        parent: Holds the temporary folder.
+        parent: An existing folder, which holds the temporary one.
         dtypes: The dtype of each column's values.
         bags: The names of the columns that hold bags.
 
@@ -63,8 +63,7 @@ class Spool:
         self.num_rows = 0
         self._dtypes = dict(dtypes)
         self._bags = frozenset(bags)
-        parent.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(mkdtemp(prefix=".recsys-spool-", dir=parent))
+        self._folder = Path(mkdtemp(prefix="spool-", dir=parent))
         self._numbers = {name: number for number, name in enumerate(self._dtypes)}
         self._files: dict[Path, BufferedWriter] = {}
         try:
@@ -72,7 +71,7 @@ class Spool:
                 for path in self._paths_of(name):
                     self._files[path] = path.open("wb")
         except BaseException:
-            self.__exit__()
+            self.remove()
             raise
 
     def append(self, num_rows: int, columns: Columns) -> None:
@@ -139,6 +138,13 @@ class Spool:
                 if len(rows):
                     yield Block(rows + start, columns)
 
+    def remove(self) -> None:
+        """Remove the files, which are not read any more."""
+        for file in self._files.values():
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _paths_of(self, name: str) -> list[Path]:
         """The file of a column's values and, for bags, the file of their lengths."""
         number = self._numbers[name]
@@ -149,10 +155,7 @@ class Spool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            with suppress(OSError):  # closing flushes, which fails again on a full disk
-                file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.remove()
 
 
 def _write(file: BufferedWriter, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
