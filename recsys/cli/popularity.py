@@ -169,5 +169,8 @@ def _plan(options: argparse.Namespace) -> int:
         f"{options.out}: {plan.num_pinned:,} of {sum(profile.table_sizes.values()):,} rows pinned "
         f"in {pinned}, with a row map of {of_map} and {shared} for mini-batches"
     )
-    print(f"\nshares of the counted lookups (later lookups miss more):\n{plan}")
+    print(
+        "\nshares of the counted lookups (a run also misses each pinned row the first time, and "
+        f"later lookups miss more):\n{plan}"
+    )
     return 0
