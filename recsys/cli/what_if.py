@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from recsys.errors import BudgetTooSmall, ColdTierError, ConfigError
 from recsys.train.run_files.run_folder import RunFolder, write_json
-from recsys.what_if.changes import MeasuredRun, change_of, change_to
+from recsys.what_if.changes import FEWEST_STEPS, MeasuredRun, change_of, change_to
 
 if TYPE_CHECKING:
     import argparse
@@ -46,8 +46,11 @@ def add_what_if_options(commands: Mapping[str, argparse.ArgumentParser]) -> None
 
 
 def _what_if(options: argparse.Namespace) -> int:
-    if options.steps is not None and options.steps < 1:
-        raise ConfigError(f"--steps must be at least 1, got {options.steps}")
+    if options.steps is not None and options.steps < FEWEST_STEPS:
+        raise ConfigError(
+            f"--steps must be at least {FEWEST_STEPS}, got {options.steps}: the first steps are "
+            "slower and miss more than later ones; replay more, or leave --steps out"
+        )
     run = MeasuredRun.open(options.run)
     RunFolder.open(options.run).require_data(run.config.data)
     changes = [change_to(run, MeasuredRun.open(other)) for other in options.beside or ()]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
 
 __all__ = [
+    "FEWEST_STEPS",
     "Change",
     "MeasuredRun",
     "change_of",
@@ -44,6 +45,8 @@ _IRRELEVANT = (
     "early_stopping.",
     "eval.",
 )
+# The first steps begin with empty slots and cold caches: fewer say nothing about a run.
+FEWEST_STEPS = 10
 _SCHEDULES = ("", "sequential", "lookahead")
 _DEFAULT_DEPTH = 2
 _TRAIN_AGAIN = "run it again with this version"
@@ -266,11 +269,14 @@ def reason_against(config: TrainConfig, record: Mapping[str, Any]) -> str:
             value = found.get(key) if isinstance(found, dict) else None
             if not (is_finite_number(value) and value is not None and value >= 0):
                 return f"its record has no {part}.{key}, which older versions lack; {_TRAIN_AGAIN}"
-    if (
-        not is_count(record["throughput"]["num_steps"], 1)
-        or not record["throughput"]["train_seconds"]
-    ):
+    num_steps = record["throughput"]["num_steps"]
+    if not is_count(num_steps, 1) or not record["throughput"]["train_seconds"]:
         return "it made no step"
+    if num_steps < FEWEST_STEPS:
+        return (
+            f"it made {num_steps} steps, and the first ones are slower and miss more than later "
+            f"ones; train for at least {FEWEST_STEPS}"
+        )
     if not all(is_count(record["environment"][key], 1) for key in _MEASURED["environment"]):
         return "its record has no whole numbers of cores and threads"
     if "tiers" not in record:

@@ -55,7 +55,7 @@ MISTAKES = {
     "plan nosuch.npz --budget 1GiB --out plan.npz --ranking best": "invalid choice: 'best'",
     "what-if nosuch": "nosuch is not a run",
     "what-if full": "full has no run.json: the run did not end",
-    "what-if full --steps 0": "--steps must be at least 1",
+    "what-if full --steps 9": "--steps must be at least 10, got 9: the first steps are slower",
     "what-if full --set budget=1GiB --beside model": "not allowed with argument",
     "inspect nosuch.csv": "must be a file, found nothing there; create it, or name another\n",
     "inspect full": "folder full must hold CSV, TSV or Parquet files, found none; name another\n",

@@ -251,14 +251,14 @@ def test_few_steps_are_told(runs):
 def test_of_few_steps_the_run_itself_is_told_too_with_its_own_speed(runs, tmp_path, capsys):
     more = ["--set", "batch_size=64", "--json", tmp_path / "found.json"]
 
-    assert run_cli(runs / "sequential", "--steps", 5, *more) == 0
+    assert run_cli(runs / "sequential", "--steps", 10, *more) == 0
 
     told = json.loads((tmp_path / "found.json").read_text())
     own, change = told["predictions"]
-    assert (own["change"], own["speedup"]) == ("its first 5 steps", 1.0)
+    assert (own["change"], own["speedup"]) == ("its first 10 steps", 1.0)
     assert own["predicted"]["lookup_hit_rate"] < told["measured"]["lookup_hit_rate"]
-    assert "its first 5 steps" in capsys.readouterr().out
-    assert "counts are those of the first 10 steps" in change["notes"][-1]  # the same samples
+    assert "its first 10 steps" in capsys.readouterr().out
+    assert "counts are those of the first 20 steps" in change["notes"][-1]  # the same samples
 
 
 @pytest.mark.parametrize(
@@ -361,6 +361,7 @@ def test_a_run_that_differs_in_more_is_refused(runs):
         (["stopped_early"], {"step": 5}, "stopped early"),
         (["status"], "interrupted", "its status is 'interrupted'"),
         (["throughput", "num_steps"], 0, "it made no step"),
+        (["throughput", "num_steps"], 9, "it made 9 steps, .* train for at least 10"),
     ],
 )
 def test_records_that_do_not_tell_enough_are_refused(changed, path, value, message):
