@@ -263,5 +263,9 @@ def format_number(metric: str, value: float | None, *, sign: bool = False) -> st
     if value is None:
         return "-"
     about = METRICS[metric]
-    form = about.form.replace("{:", "{:+").replace(".4f", ".5f") if sign else about.form
-    return form.format(value * about.scale)
+    shown, form = value * about.scale, about.form
+    if about.unit == "bytes" and 0 < abs(shown) < 1:  # of small tables
+        form = "{:.3g}"
+    if sign:
+        form = form.replace("{:", "{:+").replace(".4f", ".5f")
+    return form.format(shown)

@@ -1,6 +1,7 @@
 import pytest
 
 from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
+from recsys.report.ablation_metrics import format_number
 from recsys.report.ablation_table import (
     format_ablation,
     format_evaluations,
@@ -153,3 +154,12 @@ def test_the_standard_error_of_an_auc_is_told_and_that_two_seeds_say_little():
     assert spread_notes(one) == [error.replace(" to 0.0031", "")]
     lines = format_ablation(one).splitlines()
     assert lines[0].split() == ["mean"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"), [(0, "0.0"), (40_000, "0.0381"), (600 << 10, "0.586"), (6 << 20, "6.0")]
+)
+def test_small_fast_memory_is_not_rounded_to_nothing(num_bytes, shown):
+    assert format_number("fast_memory", num_bytes) == shown
+    if 0 < num_bytes < 2**20:
+        assert format_number("moved_bytes", num_bytes, sign=True) == f"+{shown}"

@@ -158,6 +158,11 @@ def values_of(record, variation, read):
     return [read(cell) for cell in cells]
 
 
+def in_form(form, number, title):
+    """A number for readers; less than a MiB has three digits."""
+    return f"{number:.3g}" if "MiB" in title and 0 < number < 1 else form.format(number)
+
+
 def test_every_number_of_the_page_is_that_of_the_json(folder):
     record = json.loads((folder / "ablate.json").read_text())
 
@@ -173,7 +178,7 @@ def test_every_number_of_the_page_is_that_of_the_json(folder):
                 assert text == "-", title
                 continue
             numbers = (mean(values), stdev(values))
-            middle, spread = (form.format(number * scale) for number in numbers)
+            middle, spread = (in_form(form, number * scale, title) for number in numbers)
             is_same = min(values) == max(values)
             assert text == (middle if is_same else f"{middle}\nsd {spread}"), title
     assert cells[0] == ["cell", *(title for title, *_ in COLUMNS), "status"]
@@ -181,7 +186,7 @@ def test_every_number_of_the_page_is_that_of_the_json(folder):
         assert (line[0], line[-1]) == (cell["name"], "finished")
         for text, (title, _, read, form, scale) in zip(line[1:-1], COLUMNS, strict=True):
             value = read(cell)
-            expected = "-" if value is None else form.format(value * scale)
+            expected = "-" if value is None else in_form(form, value * scale, title)
             assert text.split(" \xb1 ")[0] == expected, title
     speed = next(read for _, name, read, *_ in COLUMNS if name == "throughput")
     ratios = [
@@ -220,7 +225,7 @@ def test_every_number_of_the_markdown_is_that_of_the_json(folder):
             expected = "-"
             if None not in values:
                 middle, spread = (
-                    form.format(number * scale) for number in (mean(values), stdev(values))
+                    in_form(form, number * scale, title) for number in (mean(values), stdev(values))
                 )
                 expected = f"{middle} \xb1 {spread}"
             assert shown == expected, title
