@@ -65,6 +65,8 @@ _KEEP_EVERYTHING = {
     "freeze_rows": "updates of stale rows by freeze_rows",
 }
 _LEARNED_LITTLE = 0.99  # the normalized entropy of the mean label is 1
+_WORSE_THAN_THE_MEAN = 1.01
+_OVERFITTED = 0.9  # loss in training over that of test samples
 NO_METRICS = "no evaluation was made, or the run diverged"
 
 
@@ -193,23 +195,34 @@ def _describe_model(model: Mapping[str, Any]) -> str:
 
 
 def format_little_learned(
-    metrics: Mapping[str, Mapping[str, Any] | None], optimizer: str
+    metrics: Mapping[str, Mapping[str, Any] | None],
+    optimizer: str,
+    history: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """A hint, if predictions are hardly better than the mean label for every sample.
+    """A hint, if predictions are hardly better, or worse, than the mean label for every sample.
 
     Args:
         metrics: By part of the data.
         optimizer: Name of the optimizer that was used.
+        history: The lines of the history of the run, for its last loss in training.
     """
     test = metrics.get("test") or {}
     entropy = test.get("normalized_entropy")
     if entropy is None or entropy < _LEARNED_LITTLE:
         return []
-    other = "--set optimizer.name=adagrad --set optimizer.lr=0.03"
+    is_worse = entropy > _WORSE_THAN_THE_MEAN
+    losses = [line["train_loss"] for line in history if line.get("train_loss") is not None]
+    if is_worse and losses and losses[-1] < _OVERFITTED * test["logloss"]:
+        advice = "a lower optimizer.lr, fewer epochs, or early_stopping.patience: the model fits "
+        advice += f"training samples alone, whose loss fell to {losses[-1]:.4f}"
+    else:
+        other = "--set optimizer.name=adagrad --set optimizer.lr=0.03"
+        advice = f"{other if optimizer == 'sgd' else 'another optimizer.lr'}, or more epochs"
+    found, side = ("worse", "above") if is_worse else ("hardly better", "near")
     return [
         "",
-        "Predictions are hardly better than the mean label for all (normalized entropy near 1).",
-        f"Try {other if optimizer == 'sgd' else 'another optimizer.lr'}, or more epochs.",
+        f"Predictions are {found} than the mean label for all (normalized entropy {side} 1).",
+        f"Try {advice}.",
     ]
 
 
@@ -227,20 +240,19 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     num_bytes = sum(4 * size * dims.get(table, dim) for table, size in sizes.items())
     peak = record["peak_memory_bytes"]
     files = sorted(file.name for file in run_dir.iterdir())
-    skipped = record.get("skipped")
+    skipped, history = record.get("skipped"), RunFolder(run_dir).read_history()
     tiers = tabulate_tiers(record["tiers"], config.get("budget", ""))
     lines = []
     if record["status"] != "finished":
         lines.append(f"{record['status']} at step {throughput['num_steps']:,}")
         if record["status"] == "interrupted" and record["checkpoints"] is not None:
             lines.append(f"continue it by: recsys train --run {as_argument(run_dir)} --resume")
-        lines += ["measured so far:", ""]
     if record.get("stopped_early") is not None:
         lines += [*format_stopped_early(record["stopped_early"]), ""]
     lines += [
-        format_metrics(record["metrics"]),
-        *format_earlier_metrics(record, RunFolder(run_dir).read_history()),
-        *format_little_learned(record["metrics"], optimizer["name"]),
+        *_measured(record, run_dir),
+        *format_earlier_metrics(record, history),
+        *format_little_learned(record["metrics"], optimizer["name"], history),
         *format_best_auc(record["data"]),
         "",
         f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",
@@ -266,6 +278,18 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _measured(record: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """The metrics of a run, or that an unfinished one has none yet."""
+    metrics = record["metrics"]
+    if record["status"] == "finished":
+        return [format_metrics(metrics)]
+    if any(metrics.values()):
+        return ["measured so far:", "", format_metrics(metrics)]
+    command = f"recsys evaluate {as_argument(run_dir)}"
+    way_on = f"; `{command}` measures its saved model" if record["config"]["save_model"] else ""
+    return [f"no evaluation was made so far{way_on}"]
 
 
 def format_stopped_early(stopped: Mapping[str, Any] | None) -> list[str]:

@@ -62,6 +62,15 @@ def test_metrics_of_the_last_step_of_an_interrupted_run_are_its_own(stopped):
     assert "those after" not in format_run(RunFolder(folder).read_record(), folder)
 
 
+def test_a_run_that_ended_before_its_first_evaluation_says_so(stopped):
+    folder = Path(stopped("eval.every_steps=7"))
+
+    text = format_run(RunFolder(folder).read_record(), folder)
+
+    assert f"made so far; `recsys evaluate {folder}` measures its saved model\n" in text
+    assert "measured so far" not in text
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -79,3 +79,19 @@ def test_a_run_that_learned_nothing_is_not_advised_to_use_its_own_optimizer(
     lines = format_little_learned({"test": {"normalized_entropy": entropy}}, optimizer)
 
     assert lines[-1:] == ([advice] if advice else [])
+
+
+@pytest.mark.parametrize(
+    ("train_loss", "advice"),
+    [(0.4, "fits training samples alone, whose loss fell to 0.4000."), (0.7, "or more epochs.")],
+)
+def test_a_run_that_is_worse_than_the_mean_is_told_to_train_less_if_it_fits_training_samples(
+    train_loss, advice
+):
+    metrics = {"test": {"normalized_entropy": 1.2, "logloss": 0.75}}
+    history = [{"train_loss": 0.9}, {"train_loss": train_loss}, {"test": metrics["test"]}]
+
+    _, what, way_out = format_little_learned(metrics, "adagrad", history)
+
+    assert what.endswith("worse than the mean label for all (normalized entropy above 1).")
+    assert way_out.endswith(advice)
