@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from numbers import Number
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,11 @@ def load_checkpoint(
         CheckpointError: there is none, it is damaged (then the message names one that is whole), or
             it is of another model.
         ConfigError: the state of `pipeline` or `loader` is that of another one.
+        TypeError: `number` is no whole number.
     """
-    found = restore(Path(folder), model, listed(optimizers), number)
+    folder, number = Path(folder), _whole(number)
+    _require_folder(folder)
+    found = restore(folder, model, listed(optimizers), number)
     model.zero_grad()  # those of tables that recsys updates are dropped already
     given = {"pipeline": pipeline, "loader": loader}
     for name, target in given.items():
@@ -137,6 +141,36 @@ def load_checkpoint(
             stacklevel=2,
         )
     return found["state"]
+
+
+def _whole(number: int | None) -> int | None:
+    """The number of a checkpoint.
+
+    Raises:
+        TypeError: it is no whole number, such as a text.
+    """
+    try:
+        return None if number is None else index(number)
+    except TypeError:
+        raise TypeError(
+            f"number must be the whole number of a checkpoint, or None, got {number!r}"
+        ) from None
+
+
+def _require_folder(folder: Path) -> None:
+    """Check that a path is not a file, nor the folder of a run.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder}: must be a folder of checkpoints, and is a file; give the folder that holds "
+            "LAST"
+        )
+    inner = folder / "checkpoints"
+    if inner.is_dir():
+        raise CheckpointError(f"{folder}: has its checkpoints in {inner}; give that folder")
 
 
 def _load_scheduler(scheduler: Any, state: Any) -> None:

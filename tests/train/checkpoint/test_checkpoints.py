@@ -417,6 +417,27 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         load(training, tmp_path)
 
 
+def test_a_path_that_is_no_folder_of_checkpoints_is_refused_with_the_way_out(tmp_path):
+    training = make_training()
+    folder = tmp_path / "run" / "checkpoints"
+    save_checkpoint(folder, model=training.model, optimizers=training.optimizers)
+    (tmp_path / "file").touch()
+
+    for number in (None, 1):
+        with pytest.raises(
+            CheckpointError, match=r"file: must be a folder .* give the folder that"
+        ):
+            load(training, tmp_path / "file", number=number)
+    with pytest.raises(CheckpointError, match=r"has its checkpoints in .*checkpoints; give that"):
+        load(training, tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", ["1", 1.0])
+def test_a_number_that_is_none_is_refused(tmp_path, number):
+    with pytest.raises(TypeError, match="number must be the whole number of a checkpoint"):
+        load(make_training(), tmp_path, number=number)
+
+
 def test_only_files_of_checkpoints_are_deleted(tmp_path):
     training, others = make_training(), ["delta-1", "film.partial", "full-images", "notes.json"]
     for name in others:
