@@ -21,7 +21,7 @@ from recsys.cli.benches import add_bench_options
 from recsys.cli.checks import require_data, require_model
 from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
-from recsys.cli.output import accept_any_text
+from recsys.cli.output import INTERRUPTED, accept_any_text
 from recsys.cli.popularity import add_popularity_options
 from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build_parser", "run"]
 
-_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 _UNREAD = 141  # what shells report for a program whose output nothing reads
 _SET: Final[dict[str, Any]] = {
     "action": "append",
@@ -58,9 +57,6 @@ def run(arguments: Sequence[str]) -> int:
             status: int = options.run_command(options)
         if sys.stdout is not None:  # None if it is closed, as of a daemon
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
     except RecsysError as error:
         print(f"recsys {options.command}: {error}", file=sys.stderr)
         return 2
@@ -266,7 +262,7 @@ def _train(options: argparse.Namespace) -> int:
         is_told = record.get("tiers") is not None and not is_unpooled(config.model)
         if is_told and not reason_against(config, record):
             print(f"recsys what-if {as_argument(run_dir)} predicts other budgets, depths and tiers")
-    return _INTERRUPTED if record["status"] == "interrupted" else 0
+    return INTERRUPTED if record["status"] == "interrupted" else 0
 
 
 def _config_with_data(options: argparse.Namespace) -> TrainConfig:
@@ -360,7 +356,7 @@ def _ablate(options: argparse.Namespace) -> int:
     print(f"saved in {options.run}/: report.html, table.md, table.csv, ablate.json, cells/")
     if options.results is not None:
         print(f"saved in {options.results}: the finished cells")
-    return 0 if record["status"] == "finished" else _INTERRUPTED
+    return 0 if record["status"] == "finished" else INTERRUPTED
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from recsys.cli.help import COMMANDS, outline
+from recsys.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = f"did you mean {close[0]!r}?" if close else "`recsys --help` lists the commands"
             parser.error(f"there is no command {given[0]!r}; {hint}")
         parser.parse_args(given or ["--help"])  # prints, and exits
-    from recsys.cli.commands import run
+    try:
+        from recsys.cli.commands import run  # takes a second, in which Ctrl-C may come
 
-    return run(given)
+        return run(given)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED

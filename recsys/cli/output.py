@@ -1,4 +1,4 @@
-"""Standard output of commands, in the encoding of any terminal."""
+"""Standard output of commands, in the encoding of any terminal, and an exit status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import io
 import sys
 from contextlib import suppress
 
-__all__ = ["accept_any_text"]
+__all__ = ["INTERRUPTED", "accept_any_text"]
+
+INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 def accept_any_text(encoding: str | None = None) -> None:

@@ -4,8 +4,10 @@ import json
 import re
 import runpy
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -173,3 +175,14 @@ def test_a_finished_run_without_model_and_checkpoint_says_what_to_do(small_confi
         run(replace(config, save_model=True), tmp_path / "run", resume=True)
 
     assert RunFolder(tmp_path / "run").read_record()["status"] == "finished"
+
+
+def test_ctrl_c_while_a_command_imports_its_parts_says_so(monkeypatch, capsys):
+    class Slow(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "recsys.cli.commands", Slow("commands"))
+
+    assert main(["evaluate", "run"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

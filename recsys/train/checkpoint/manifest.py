@@ -313,7 +313,7 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
         number = newest(folder)
     if number is None:
         raise CheckpointError(
-            f"{folder}: has no complete checkpoint (no file LAST); wait for one, or copy one here"
+            f"{folder}: has no complete checkpoint (no file LAST); train until one is written"
         )
     file = folder / f"{number:08}.json"
     try:
