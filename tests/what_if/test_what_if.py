@@ -308,8 +308,10 @@ def test_checkpoints_take_as_long_as_in_the_run(changed):
     speed = WhatIf(plain).predict(change_of(plain, ["schedule.depth=2"])).samples_per_second
     folder, record = plain.path, dict(plain.record)
     record["stalls"] = plain.record["stalls"] | {"checkpoint_seconds": 9.0}
+    seconds = plain.record["throughput"]["train_seconds"] + 9.0
     record["throughput"] = plain.record["throughput"] | {
-        "train_seconds": plain.record["throughput"]["train_seconds"] + 9.0
+        "train_seconds": seconds,
+        "samples_per_second": plain.num_samples / seconds,
     }
     (folder / "run.json").write_text(json.dumps(record))
     run = MeasuredRun.open(folder)
