@@ -262,7 +262,7 @@ def require_no_updater(name: str, table: nn.Parameter, but_by: TableGroup | None
         ValueError: another group updates the table.
     """
     if _group_of(table) not in (None, but_by):
-        gc.collect()  # modules and their optimizers refer to each other
+        gc.collect()  # a deleted module may be in a circle of references
     if _group_of(table) not in (None, but_by):
         raise ValueError(
             f"table {name!r} is already updated by another recsys optimizer; accelerate all of its "

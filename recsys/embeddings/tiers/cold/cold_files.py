@@ -6,8 +6,8 @@
 
 Files are allocated at full length when they are made, so a disk that is too small is an error then.
 The first write marks the folder dirty; `sync` writes every byte to the disk and marks it clean. A
-crash leaves the folder dirty: it may mix newer and older rows, so it is refused. `last_sync` calls
-`sync` at the end of the process.
+crash leaves the folder dirty: it may mix newer and older rows, so it is refused. `last_sync` says
+when `sync` is called for a module.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def lock_folder(folder: Path) -> int:
         except OSError as error:
             os.close(descriptor)
             raise ColdTierError(
-                f"{folder}: another module or process has these tables open; close it, or choose "
-                "another cold_path"
+                f"{folder}: another module or process has these tables open; delete that module "
+                "(and call gc.collect()), end that process, or choose another cold_path"
             ) from error
         if is_at(descriptor, folder / "lock"):
             return descriptor

@@ -4,8 +4,9 @@
     a module was deleted before     its updater is kept, and synced when another module gets tiers,
                                     or at the end
 
-A finalizer itself calls no `sync`: the garbage collector runs in any thread and at any line, also
-while a lock is held that moving rows needs.
+The files of a model that was accelerated with its own optimizer are not opened again, so nothing is
+kept of it. A finalizer itself calls no `sync`: the garbage collector runs in any thread and at any
+line, also while a lock is held that moving rows needs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ class _Updater(Protocol):
 
 _UPDATERS: WeakSet[_Updater] = WeakSet()
 _DELETED: deque[_Updater] = deque()  # of deleted modules, with rows that are not in files yet
-if hasattr(os, "register_at_fork"):  # files belong to the process that opened them
-    os.register_at_fork(after_in_child=_UPDATERS.clear)
-    os.register_at_fork(after_in_child=_DELETED.clear)
+_OF_PARENT: list[_Updater] = []  # in a forked process, which ends if it frees memory of a GPU
+
+
+def _begin_in_fork() -> None:
+    """Sync nothing of the parent: files belong to the process that opened them."""
+    _OF_PARENT.extend(_DELETED)
+    _DELETED.clear()
+    _UPDATERS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_fork)
 
 
 def sync_at_exit(updater: _Updater) -> None:
@@ -54,8 +64,9 @@ def sync_deleted() -> None:
     A warning tells of files that cannot be written; their folder counts as damaged.
     """
     while _DELETED:
+        updater = _DELETED.popleft()
         try:
-            _DELETED.popleft().sync()
+            updater.sync()
         except FilesDeleted:  # there is nothing to complete
             pass
         except Exception as error:
@@ -63,12 +74,15 @@ def sync_deleted() -> None:
                 f"rows of a module that was deleted cannot be written to its files: {error}",
                 stacklevel=2,
             )
+        except BaseException:  # Ctrl-C: the next call does it
+            _DELETED.append(updater)
+            raise
 
 
 @atexit.register
 def _sync_all() -> None:
     errors = []
-    for updater in [*_UPDATERS, *_DELETED]:
+    for updater in {*_UPDATERS, *_DELETED}:  # one may be in both
         try:
             updater.sync()
         except FilesDeleted:  # there is nothing to complete

@@ -2,10 +2,13 @@
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -147,6 +150,59 @@ def test_the_end_of_the_process_completes_the_folder_of_a_module_that_a_function
     assert not is_dirty(tmp_path / "rows")
     rows = torch.from_file(str(tmp_path / "rows" / "weight.weight.bin"), size=300 * 4)
     assert rows.view(300, 4)[5].tolist() == [-1.0] * 4
+
+
+def test_ctrl_c_while_rows_of_a_deleted_module_are_written_loses_none(tmp_path, monkeypatch):
+    bag = build(tmp_path / "rows", mode="sum")
+    bag(IDS).sum().backward()
+    expected = bag.weight.detach().clone()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupt)
+        del bag
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path / "others")
+
+    assert torch.equal(build(tmp_path / "rows").weight, expected)
+
+
+def test_a_forked_process_neither_writes_nor_frees_what_a_deleted_module_has(tmp_path):
+    """On a GPU, freeing its memory would end that process."""
+    bag = build(tmp_path / "rows", mode="sum")
+    bag(IDS).sum().backward()
+    expected, kept = bag.weight.detach().clone(), weakref.ref(bag.row_updater)
+    del bag
+
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            last_sync.sync_deleted()
+            last_sync._sync_all()
+            code = 0 if kept() is not None and is_dirty(tmp_path / "rows") else 2
+        os._exit(code)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(build(tmp_path / "rows").weight, expected)
+
+
+def test_the_end_tells_once_of_a_deleted_module_whose_rows_cannot_be_written(tmp_path, monkeypatch):
+    bag = build(tmp_path / "rows")
+
+    def fail(_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(bag.row_updater), "sync", fail)
+        patched.setattr(last_sync, "_UPDATERS", WeakSet([bag.row_updater]))
+        del bag
+        with pytest.raises(ExceptionGroup, match="not synced") as caught:
+            last_sync._sync_all()
+
+    assert len(caught.value.exceptions) == 1
 
 
 def test_a_deleted_module_that_was_synced_keeps_no_memory(tmp_path):
