@@ -16,6 +16,7 @@ from __future__ import annotations
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -229,7 +230,7 @@ class AheadQueue:
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
         """Queue tickets until the lookup of these ids."""
         for ticket in tickets:
-            ticket.ids, ticket.queue, ticket.batch = ids, self, self.batch
+            ticket.ids, ticket.queue, ticket.batch = ids, ref(self), self.batch
             ticket.number = self._num_made
             self._num_made += 1
             self._keep(ticket.lookups, [*self._held_of(ticket.lookups), ticket])

@@ -90,7 +90,7 @@ class Ticket:
         self.bags: Any = None
         self.rows: Any = None
         self.ids: InputIds | None = None
-        self.queue: AheadQueue | None = None
+        self.queue: ref[AheadQueue] | None = None  # it has the ticket
         self.number = 0
         self.batch: int | None = None
         self.is_taken = self.is_shared = False
@@ -230,7 +230,8 @@ class Ticket:
         for samples, was_missing in parts:
             places, ids = self.ids.select(samples)
             tickets.append(self._part(places, ids, was_missing=was_missing))
-        self.queue.replace(self, tickets)
+        if (queue := self.queue()) is not None:  # the tables exist
+            queue.replace(self, tickets)
         self.is_taken, self._hold = True, None
         return tickets
 
