@@ -93,9 +93,11 @@ class Link:
         self.updater.release()
         for handle in _HANDLES.pop(self.updater, ()):
             handle.remove()
-        marks = self.updater.marks
-        if marks is not None and self.row_optimizer is not None:
-            marks.hand_back(self.row_optimizer)
+        if self.row_optimizer is None:
+            return
+        self.row_optimizer.keep(self.updater)
+        if self.updater.marks is not None:
+            self.updater.marks.hand_back(self.row_optimizer)
 
 
 @dataclass(frozen=True, eq=False)

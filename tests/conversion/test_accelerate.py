@@ -8,7 +8,7 @@ from torch import nn
 
 import recsys
 from recsys.conversion.accelerated import describe_outlook
-from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
+from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.choice import NUMBA
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
@@ -223,6 +223,20 @@ def test_restore_leaves_collected_gradients_as_grad(sparse):
 
     assert model.a.weight.grad.is_sparse == sparse
     torch.testing.assert_close(model.a.weight.grad.to_dense(), plain.a.weight.grad.to_dense())
+
+
+@pytest.mark.parametrize("budget", [None, "4KiB"])
+def test_after_restore_the_optimizer_of_a_formula_still_has_the_state(budget):
+    model = nn.Sequential(nn.EmbeddingBag(100, 8, mode="sum"))
+    optimizer = recsys.accelerate(model, optimizer=Adagrad(lr=0.1), budget=budget).row_optimizer
+    model(torch.tensor([[1, 2]])).sum().backward()
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+
+    recsys.restore(model)
+
+    torch.testing.assert_close(optimizer.state_dict()["state"], expected)
+    optimizer.zero_grad()
+    optimizer.step()
 
 
 def test_a_restored_model_can_be_accelerated_again():

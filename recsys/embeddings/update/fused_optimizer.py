@@ -51,7 +51,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([table for table, _ in tables.values()], settings)
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
         self._kind = type(formula)
-        self._updater: weakref.ref[RowUpdater] | None = None
+        self._updater: Callable[[], RowUpdater | None] = _no_updater
 
     @classmethod
     def with_updater(
@@ -103,20 +103,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: this optimizer was copied without its module, or the module was deleted.
         """
-        updater = None if self._updater is None else self._updater()
+        updater = self._updater()
         if updater is None:
             raise RuntimeError(WITHOUT_TABLES)
         return updater
 
+    def keep(self, updater: RowUpdater) -> None:
+        """Keep an updater that has released its tables, so that their state can be read."""
+        self._updater = lambda: updater
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
-        own = {"_prefixes": self._prefixes, "_kind": self._kind, "_updater": self.updater}
+        own = {"_prefixes": self._prefixes, "_kind": self._kind, "_updater": self._updater()}
         groups = [group | {"params": []} for group in self.param_groups]
         return super().__getstate__() | {"state": defaultdict(dict), "param_groups": groups} | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For copies and pickles."""
-        super().__setstate__(state | {"_updater": weakref.ref(state["_updater"])})
+        updater = state["_updater"]
+        found = _no_updater if updater is None else weakref.ref(updater)
+        super().__setstate__(state | {"_updater": found})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows with gradients since the last step.
@@ -292,6 +298,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _formula_of(self, settings: Mapping[str, Any]) -> RowOptimizer:
         return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
+
+
+def _no_updater() -> None:
+    return None
 
 
 def _read_lr(settings: Mapping[str, Any], step: int) -> float:

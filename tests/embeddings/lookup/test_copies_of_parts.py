@@ -302,11 +302,14 @@ def test_a_torchrec_collection_out_of_an_accelerated_model_is_pickled_alone():
     torch.testing.assert_close(weight.detach(), expected.detach())
 
 
-def test_an_optimizer_that_was_copied_alone_says_so():
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_an_optimizer_that_was_copied_alone_says_so(num_copies):
     module = collection(Adagrad(lr=0.1))
     state = module.row_optimizer.state_dict()
 
-    alone = copy.deepcopy(module.row_optimizer)
+    alone = module.row_optimizer
+    for _ in range(num_copies):
+        alone = copy.deepcopy(alone)
 
     for use in (alone.step, alone.state_dict, lambda: alone.load_state_dict(state)):
         with pytest.raises(RuntimeError, match="it was copied without its module"):
