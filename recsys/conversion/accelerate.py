@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.conversion.accelerated import (
     Accelerated,
     LeftAlone,
@@ -368,7 +369,8 @@ def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) ->
 def _memory_of(tensor: torch.Tensor) -> int | None:
     """The address of a tensor's storage; None if it has none, as a sparse or a lazy one."""
     try:
-        return tensor.untyped_storage().data_ptr() or None
+        with DisableTorchFunctionSubclass():  # else the rows of a tiered table count as handed out
+            return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, ValueError):
         return None
 

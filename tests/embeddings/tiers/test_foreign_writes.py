@@ -462,6 +462,17 @@ def test_another_tensor_of_the_model_on_a_tables_memory_is_refused_with_a_budget
     recsys.accelerate(model, optimizer=optimizer)
 
 
+def test_accelerating_a_model_leaves_tables_that_have_tiers_already_as_they_are():
+    [_, tiered] = bags()
+    train(tiered)
+    model = nn.ModuleList([tiered, nn.Embedding(NUM_ROWS, DIM, sparse=True)])
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5)
+
+    recsys.accelerate(model, optimizer=optimizer, budget=6000)
+
+    assert not tiered.tiers()[0].is_exposed  # else the next lookup would fetch all rows again
+
+
 def many_bags(num_tables, budget):
     torch.manual_seed(0)
     model = nn.ModuleList(
