@@ -19,6 +19,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from recsys.embeddings.tiers.cold.cold_files import FilesDeleted
+from recsys.embeddings.tiers.in_turn import AbstractInTurn
 
 __all__ = ["forget_at_exit", "keep_deleted", "sync_at_exit", "sync_deleted"]
 
@@ -28,14 +29,13 @@ class _Updater(Protocol):
 
 
 _UPDATERS: WeakSet[_Updater] = WeakSet()
-_DELETED: deque[_Updater] = deque()  # of deleted modules, with rows that are not in files yet
 _OF_PARENT: list[_Updater] = []  # in a forked process, which ends if it frees memory of a GPU
 
 
 def _begin_in_fork() -> None:
     """Sync nothing of the parent: files belong to the process that opened them."""
-    _OF_PARENT.extend(_DELETED)
-    _DELETED.clear()
+    _OF_PARENT.extend(_DELETED.updaters)
+    _DELETED.updaters.clear()
     _UPDATERS.clear()
 
 
@@ -55,7 +55,7 @@ def forget_at_exit(updater: _Updater) -> None:
 
 def keep_deleted(updater: _Updater) -> None:
     """Keep an updater whose module was deleted until `sync_deleted`; called in its finalizer."""
-    _DELETED.append(updater)
+    _DELETED.updaters.append(updater)
 
 
 def sync_deleted() -> None:
@@ -63,8 +63,22 @@ def sync_deleted() -> None:
 
     A warning tells of files that cannot be written; their folder counts as damaged.
     """
-    while _DELETED:
-        updater = _DELETED.popleft()
+    _DELETED.sync()
+
+
+class _Deleted(AbstractInTurn):
+    """Updaters of deleted modules, with rows that are not in files yet."""
+
+    def __init__(self) -> None:
+        self.updaters: deque[_Updater] = deque()
+
+    def sync(self) -> None:
+        """As `sync_deleted`; another thread, which may open one of the folders, waits."""
+        while self.updaters:
+            self._sync_first()
+
+    def _sync_first(self) -> None:
+        updater = self.updaters.popleft()
         try:
             updater.sync()
         except FilesDeleted:  # there is nothing to complete
@@ -72,17 +86,20 @@ def sync_deleted() -> None:
         except Exception as error:
             warnings.warn(
                 f"rows of a module that was deleted cannot be written to its files: {error}",
-                stacklevel=2,
+                stacklevel=5,
             )
         except BaseException:  # Ctrl-C: the next call does it
-            _DELETED.append(updater)
+            self.updaters.append(updater)
             raise
+
+
+_DELETED = _Deleted()
 
 
 @atexit.register
 def _sync_all() -> None:
     errors = []
-    for updater in {*_UPDATERS, *_DELETED}:  # one may be in both
+    for updater in {*_UPDATERS, *_DELETED.updaters}:  # one may be in both
         try:
             updater.sync()
         except FilesDeleted:  # there is nothing to complete

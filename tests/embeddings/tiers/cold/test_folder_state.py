@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from contextlib import suppress
 from weakref import WeakSet
@@ -167,6 +169,27 @@ def test_ctrl_c_while_rows_of_a_deleted_module_are_written_loses_none(tmp_path, 
             build(tmp_path / "others")
 
     assert torch.equal(build(tmp_path / "rows").weight, expected)
+
+
+def test_another_thread_waits_for_the_rows_of_a_deleted_module(tmp_path, monkeypatch):
+    bag = build(tmp_path / "rows", mode="sum")
+    bag(IDS).sum().backward()
+    expected = bag.weight.detach().clone()
+    is_writing, sync = threading.Event(), type(bag.row_updater).sync
+
+    def sync_slowly(updater):
+        is_writing.set()
+        time.sleep(0.2)  # another thread finds nothing to write meanwhile
+        sync(updater)
+
+    monkeypatch.setattr(type(bag.row_updater), "sync", sync_slowly)
+    del bag
+    thread = threading.Thread(target=last_sync.sync_deleted)
+    thread.start()
+    assert is_writing.wait(10)
+
+    assert torch.equal(build(tmp_path / "rows").weight, expected)
+    thread.join()
 
 
 def test_a_forked_process_neither_writes_nor_frees_what_a_deleted_module_has(tmp_path):
