@@ -13,6 +13,8 @@ from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
 
+from recsys._support.torch_compat import outside_graphs
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -47,6 +49,7 @@ class AbstractInTurn:
 
 
 def _locked(method: FunctionType) -> Callable[..., Any]:
+    @outside_graphs  # torch.compile has no lock
     @wraps(method)
     def locked(self: AbstractInTurn, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
