@@ -458,6 +458,9 @@ def test_memory_is_free_as_soon_as_a_module_is_deleted(options):
     bag = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=1.0), **options)
     bag(torch.tensor([[1, 2]])).sum().backward()
     bag.prefetch(torch.tensor([[3, 4]]))  # for a lookup that does not come
+    for residency in [each.residency for each in bag.tiers()]:
+        residency.queue.settle()  # a transfer under way has the slots
+        del residency
     gc.collect()
     gone = [weakref.ref(each) for each in (bag, bag.weight, bag.row_updater, bag.row_optimizer)]
     gone += [weakref.ref(each.hot) for each in bag.tiers()]
