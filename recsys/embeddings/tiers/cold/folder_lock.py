@@ -45,8 +45,9 @@ def lock_folder(folder: Path) -> int:
         except OSError as error:
             os.close(descriptor)
             raise ColdTierError(
-                f"{folder}: another module or process has these tables open; delete that module "
-                "(and call gc.collect()), end that process, or choose another cold_path"
+                f"{folder}: another module or process has these tables open; end that process, or "
+                "delete every reference to that module before you make the next one (del model), "
+                "or choose another cold_path"
             ) from error
         if is_at(descriptor, folder / "lock"):
             return descriptor

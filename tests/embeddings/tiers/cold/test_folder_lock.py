@@ -4,7 +4,9 @@ import fcntl
 import os
 
 import pytest
+import torch
 
+from recsys.embeddings import SGD, HotColdEmbeddingBag
 from recsys.embeddings.tiers.cold.folder_lock import lock_folder
 from recsys.errors import ColdTierError
 
@@ -32,3 +34,24 @@ def test_a_lock_whose_file_was_just_deleted_is_none(tmp_path, monkeypatch):
             lock_folder(tmp_path)
     finally:
         os.close(descriptor)
+
+
+def test_a_folder_that_is_in_use_is_refused_with_what_to_delete_in_a_notebook(tmp_path):
+    def make():
+        return HotColdEmbeddingBag(
+            100,
+            4,
+            optimizer=SGD(lr=0.1),
+            budget="2KiB",
+            cold_tier="file",
+            cold_path=tmp_path / "rows",
+        )
+
+    bag = make()
+    with pytest.raises(
+        ColdTierError, match=r"delete every reference to that module.*\(del model\)"
+    ):
+        bag = make()
+    rows = bag.weight.detach().clone()
+    del bag
+    assert torch.equal(make().weight, rows)
