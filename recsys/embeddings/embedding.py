@@ -210,6 +210,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
     ) -> HotColdEmbedding:
         """Make a module from existing rows, which share their memory with it.
 
+        It takes no budget: with one, give the rows to the class, as `_weight`.
+
         Args:
             embeddings: The rows.
             freeze: Whether rows are never updated; True by default, as in torch.
