@@ -134,8 +134,8 @@ class Inputs:
         claims: list[Prefetched] = []
         for tiers in self._known_tiers:
             tiers.ahead.begin_batch()
-        with Together([tiers.residency.queue for tiers in self._known_tiers]):
-            try:
+        try:
+            with Together([tiers.residency.queue for tiers in self._known_tiers]):
                 unknown: list[str] = []
                 for claim in self._claims(batch, unknown):
                     claims.append(claim)
@@ -143,9 +143,10 @@ class Inputs:
                         cancel(claims)
                         return None
                 self._warn_of(unknown)
-            except BaseException:
-                cancel(claims)
-                raise
+        except BaseException:
+            for tiers in self._known_tiers:  # an interrupt may come before a claim is in `claims`
+                tiers.ahead.give_up_batch()
+            raise
         return claims
 
     def parts(self, batch: Any, batch_size: int, setting: str) -> list[Part]:

@@ -18,6 +18,7 @@ from recsys.embeddings import (
 )
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import BudgetTooSmall, ConfigError, IdOutOfRange, TiersFailed
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 
@@ -249,6 +250,27 @@ def test_after_a_model_that_raises_training_goes_on_with_the_next(
     kept = [batch for number, batch in enumerate(batches) if number not in (1, 3)]
     assert losses == small.run_plain(models[0], dense[0], kept)
     small.require_equal(*models)
+
+
+def test_claims_that_an_interrupt_finds_half_made_are_released(small, pair, batches, monkeypatch):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
+    iterator, losses = iter(batches), [0.0]
+    losses[0] = pipeline.progress(iterator)[0].item()
+    claim_ahead = Tiers.claim_ahead
+
+    def interrupted(*args):
+        claim_ahead(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tiers, "claim_ahead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.progress(iterator)
+
+    assert small.num_claimed(models[1]) == 0
+    losses += small.run(pipeline, iterator)  # its warnings would be errors
+    assert losses == small.run_plain(models[0], dense[0], batches[:1] + batches[2:])
 
 
 def test_a_model_that_raises_stop_iteration_does_not_end_the_data(pair, batches):

@@ -262,6 +262,12 @@ class AheadQueue:
         for ticket in [each for each in waiting if each.held is waiting[-1].held]:
             ticket.release()
 
+    def give_up_batch(self) -> None:
+        """Release the tickets of the newest mini-batch."""
+        for ticket in self._all():
+            if ticket.batch == self.batch:
+                ticket.release()
+
     def give_up_all(self) -> None:
         """Release every ticket."""
         for ticket in self._all():
