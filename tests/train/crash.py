@@ -76,6 +76,10 @@ def arguments(folder: Path, tier: str, schedule: str, depth: int, num_samples: i
             settings["schedule.depth"] = depth
         if schedule == "hotline":
             settings["schedule.learning_share"] = 0.05
+        if schedule in ("hotline", "auto"):
+            # Adagrad divides a first gradient by its own size. So one near zero moves a number by
+            # the whole rate, up or down as floats are summed, and such runs may part.
+            settings |= {"optimizer.name": "sgd", "optimizer.lr": 0.1}
     words = ["train", "synthetic:criteo-kaggle", "--run", str(folder)]
     for key, value in settings.items():
         words += ["--set", f"{key}={json.dumps(value)}"]
@@ -226,7 +230,7 @@ def main(words: list[str] | None = None) -> None:
         found["is_exact_promised"] = is_exact
         record["runs"].append(found)
         sys.stderr.write(f"{found}\n")
-        is_equal = found["difference"] == 0 if is_exact else found["difference"] < 1e-2
+        is_equal = found["difference"] == 0 if is_exact else found["difference"] < 1e-4
         if not is_equal or not found["is_history_equal"]:
             raise AssertionError(f"differs: {found}")
     if options.json is not None:
