@@ -185,7 +185,9 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
                 for d in range(dim):
                     result[target + d] = 0
                 where = result, target, rows, np.uint64(0), size, dim, np.uint64(line)
-                is_bad[part] |= add_bag(*where, ids, None, first, last, end_id) >= 0
+                # Written for invalid ids alone: the threads' flags share a cache line.
+                if add_bag(*where, ids, None, first, last, end_id) >= 0:
+                    is_bad[part] = True
                 if is_mean and last > first:
                     count = like_rows.dtype.type(last - first)
                     for d in range(dim):
