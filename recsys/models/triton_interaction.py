@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from recsys._support.triton_launches import launched
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -87,6 +89,7 @@ def _allows_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+@launched
 @triton.jit
 def _forward_kernel(
     dense_BD,
@@ -115,6 +118,7 @@ def _forward_kernel(
     tl.store(of_result + DIM + pairs, products.to(result_BW.dtype.element_ty), is_pair)
 
 
+@launched
 @triton.jit
 def _backward_kernel(
     gradient_BW,

@@ -12,10 +12,12 @@ triton.
     claims          gives the rows of a mini-batch slots, and evicts rows
     claim_kernels   the kernels of a claim
     transfers       copies rows between slots and page-locked host memory, by lists on the device
-    constants       constants of a module that its kernels use
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.
 Sizes that follow from a model are `tl.constexpr`; those that change with a mini-batch are not, so
 that they compile nothing anew. Row numbers become int64 before they are multiplied. Sums have an
-order that depends on lookups alone, so they repeat to the bit.
+order that depends on lookups alone, so they repeat to the bit. In a sum or difference of a tensor
+and a constant of the module the tensor comes first: in Triton's interpreter a constant that comes
+first makes the result a constant, which Triton 3.8 and later refuse as a tensor. The host launches
+kernels by `_support.triton_launches`.
 """

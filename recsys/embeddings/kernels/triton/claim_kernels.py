@@ -28,8 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from recsys._support.triton_launches import launched
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
-from recsys.embeddings.kernels.triton.constants import Constant
 
 __all__ = [
     "NO_ROW",
@@ -46,17 +46,17 @@ NUM_BINS = 16  # of rounds; slots that may not be taken are in those from `_NUM_
 
 # Places in `numbers`; the first are those of `claims.ClaimNumbers`.
 _BAD, _IS_ENOUGH, _NUM_LOOKUPS, _NUM_HITS, _NUM_ROWS, _NUM_ROWS_HIT, _NUM_FETCHED = map(
-    Constant, range(7)
+    tl.constexpr, range(7)
 )
-_NUM_WRITTEN, _NUM_MISSING, _NUM_HELD, _NUM_AWAITED, _HAND = map(Constant, range(7, 12))
+_NUM_WRITTEN, _NUM_MISSING, _NUM_HELD, _NUM_AWAITED, _HAND = map(tl.constexpr, range(7, 12))
 
-_NUM_ROUNDS = Constant(9)  # the number of bits of a use count is 0 to 8
-_BINS = Constant(NUM_BINS)
-_MARK = Constant(-3)
-_NO_ROW = Constant(NO_ROW)
-_NOWHERE, _EMPTY, _AWAITED = Constant(NOWHERE), Constant(EMPTY), Constant(AWAITED)
-_PINNED, _DIRTY = Constant(PINNED), Constant(DIRTY)
-_MOST_USES = Constant(255)
+_NUM_ROUNDS = tl.constexpr(9)  # the number of bits of a use count is 0 to 8
+_BINS = tl.constexpr(NUM_BINS)
+_MARK = tl.constexpr(-3)
+_NO_ROW = tl.constexpr(NO_ROW)
+_NOWHERE, _EMPTY, _AWAITED = tl.constexpr(NOWHERE), tl.constexpr(EMPTY), tl.constexpr(AWAITED)
+_PINNED, _DIRTY = tl.constexpr(PINNED), tl.constexpr(DIRTY)
+_MOST_USES = tl.constexpr(255)
 
 
 @triton.jit
@@ -88,6 +88,7 @@ def _lists(numbers, num_places):
     )
 
 
+@launched
 @triton.jit(
     do_not_specialize=["num_values", "batch_size", "padding", "num_features", "num_lookups"],
     do_not_specialize_on_alignment=["values", "offsets"],
@@ -194,6 +195,7 @@ def _look_at(
     return slots, rows, of_slots, uses, rounds
 
 
+@launched
 @triton.jit(do_not_specialize=["first_slot", "num_slots", "num_looked_at", "num_chunks"])
 def count_kernel(
     row_of_slot,
@@ -230,6 +232,7 @@ def count_kernel(
     tl.store(counts + program * _BINS + bins, found)
 
 
+@launched
 @triton.jit(do_not_specialize=["first_slot", "num_slots", "num_looked_at", "num_chunks"])
 def take_kernel(
     slot_of_row,
@@ -324,6 +327,7 @@ def take_kernel(
             tl.store(written_slots_U + places_U, tl.where(is_written, slots, _NOWHERE), is_taken)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_values"])
 def resolve_kernel(
     slot_of_row,
@@ -386,6 +390,7 @@ def resolve_kernel(
     tl.store(slot_of_value + places, slots, places < num_values)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_places"])
 def release_kernel(num_claims, held_M, num_places, BLOCK: tl.constexpr):
     """A slot has one place in a ticket, so no two programs count in the same slot."""

@@ -25,12 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_launches import launched
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.torch.bags import clear_if_full
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
 from recsys.embeddings.kernels.torch.slot_rows import ReachedRows
-from recsys.embeddings.kernels.triton.constants import Constant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +52,10 @@ _UNROLL = 4
 _UNROLL_IN_TIERS = 3  # of four, some forms spill registers: each row is read by two loads
 _MOST_BAGS = 64  # per warp, for short rows; each bag takes registers
 _BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
-    Constant(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
+    tl.constexpr(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
 )
-_NO_PLACE = Constant(1 << KIND_BITS)
-_AWAITED = Constant(AWAITED)
+_NO_PLACE = tl.constexpr(1 << KIND_BITS)
+_AWAITED = tl.constexpr(AWAITED)
 # Arguments of a mini-batch, which must not compile a kernel anew.
 _OF_INPUT: dict[str, Any] = {
     "do_not_specialize": ["batch_size", "num_values", "num_bags"],
@@ -218,6 +218,7 @@ def _place(space: TorchRows | ReachedRows, lookups: Lookups) -> _Placed:
     return placed
 
 
+@launched
 @triton.jit(**_OF_INPUT)
 def _one_hot_kernel(
     values_N,
@@ -254,6 +255,7 @@ def _one_hot_kernel(
     tl.store(target, computed, is_sample[:, None] & (d < DIM)[None, :])
 
 
+@launched
 @triton.jit(**_OF_INPUT)
 def _bags_kernel(
     values_N,
@@ -327,6 +329,7 @@ def _bags_kernel(
     tl.store(target, pooled, is_sample[:, None] & (d < DIM)[None, :])
 
 
+@launched
 @triton.jit(**_OF_INPUT)
 def _dots_kernel(
     values_N,

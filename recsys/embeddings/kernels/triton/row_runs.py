@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_launches import launched
 from recsys._support.triton_support import cdiv
 from recsys.embeddings.kernels.torch.bags import layers_of, lengths_of
 
@@ -266,6 +267,7 @@ def _larger(one, other):
     return tl.maximum(one, other)
 
 
+@launched
 @triton.jit(
     do_not_specialize=[
         "first",
@@ -354,6 +356,7 @@ def _locate_kernel(
         tl.store(scales_N + first + places, scales, is_place)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_lookups", "step"])
 def _list_kernel(
     rows_N,

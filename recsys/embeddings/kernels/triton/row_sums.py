@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_launches import launched
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.triton.row_runs import CHUNK, chunks_in, long_runs_in
@@ -150,6 +151,7 @@ def gradients_at(
     return result
 
 
+@launched
 @triton.jit(do_not_specialize=["num_lookups", "batch_size", "stride"])
 def _sum_kernel(
     gradient,
@@ -215,6 +217,7 @@ def _sum_kernel(
     _record(first_error, is_bad, BAD)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_lookups"])
 def _join_kernel(
     listed,

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from recsys._support.torch_compat import current_stream_number
+from recsys._support.triton_launches import launched
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY
@@ -36,7 +37,6 @@ from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.torch.joined_entries import join_entries
 from recsys.embeddings.kernels.torch.row_space import upload
-from recsys.embeddings.kernels.triton.constants import Constant
 from recsys.embeddings.kernels.triton.row_runs import (
     CHUNK,
     chunks_in,
@@ -82,7 +82,7 @@ _NUM_SETTINGS = 5  # of `_settings`
 _NUM_WARPS = 4
 
 # What a formula divides.
-_RATE_TIMES_DIRECTION, _DIRECTION, _RATE = map(Constant, range(3))
+_RATE_TIMES_DIRECTION, _DIRECTION, _RATE = map(tl.constexpr, range(3))
 _DIVISIONS = {
     SGD: _RATE,  # nothing
     Adagrad: _RATE_TIMES_DIRECTION,
@@ -90,14 +90,15 @@ _DIVISIONS = {
     Adam: _DIRECTION,
     PartialRowWiseAdam: _RATE,
 }
-_BFLOAT16, _FLOAT16 = Constant(1), Constant(2)
-_DIRTY = Constant(DIRTY)
+_BFLOAT16, _FLOAT16 = tl.constexpr(1), tl.constexpr(2)
+_DIRTY = tl.constexpr(DIRTY)
 _GOLDEN, _FACTOR1, _FACTOR2 = (
-    Constant(number - 2**64 if number >= 2**63 else number) for number in (GOLDEN, FACTOR1, FACTOR2)
+    tl.constexpr(number - 2**64 if number >= 2**63 else number)
+    for number in (GOLDEN, FACTOR1, FACTOR2)
 )
-_INFINITY, _REBIAS, _NORMAL_FLOAT16 = map(Constant, (INFINITY, REBIAS, NORMAL_FLOAT16))
-_LARGEST_BFLOAT16, _LARGEST_FLOAT16 = map(Constant, (LARGEST_BFLOAT16, LARGEST_FLOAT16))
-_NO_ERROR = Constant((BAD_GRADIENT + 1) << KIND_BITS)  # greater than every error
+_INFINITY, _REBIAS, _NORMAL_FLOAT16 = map(tl.constexpr, (INFINITY, REBIAS, NORMAL_FLOAT16))
+_LARGEST_BFLOAT16, _LARGEST_FLOAT16 = map(tl.constexpr, (LARGEST_BFLOAT16, LARGEST_FLOAT16))
+_NO_ERROR = tl.constexpr((BAD_GRADIENT + 1) << KIND_BITS)  # greater than every error
 
 
 def row_update(
@@ -267,6 +268,7 @@ def _settings(
     return upload(settings, device)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_lookups", "batch_size", "stride", "num_tables", "step"])
 def _update_kernel(
     rows,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.triton_launches import launched
 from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.row_space import upload
 
@@ -137,6 +138,7 @@ def _copy(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["num_places"])
 def _copy_kernel(
     addresses,

@@ -1,0 +1,105 @@
+"""Launches Triton kernels on a GPU that is not there, and prints which compiled kernels ran.
+
+    python launching.py kinds | modules
+
+Compiled kernels only write down that they were launched. Prints a JSON list of pairs: the launch as
+Triton makes it, and as `Launched` makes it when it knows the kernel already. `kinds` launches a
+small kernel with arguments of many kinds, `modules` what `launches_*.py` of the tests of Triton
+kernels launch.
+
+Run in a process of its own, without TRITON_INTERPRET: Triton reads it when a kernel is decorated.
+"""
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from recsys._support.triton_launches import Launched, launched
+
+KERNELS = Path(__file__).parents[1] / "embeddings/kernels/triton"
+INTEGERS = 0, 1, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40 + 16, -(2**31) - 1
+sys.path.insert(0, str(KERNELS))
+import compiling  # noqa: E402  # of the tests of Triton kernels
+
+_launches = []
+
+
+def _written_down(kernel):
+    """In place of `CompiledKernel.run`: the function that launches the kernel."""
+
+    def run(*arguments):
+        grid, kernel_arguments = arguments[:3], arguments[9:]
+        _launches.append([kernel.hash, grid, [_described(each) for each in kernel_arguments]])
+
+    return run
+
+
+def _described(argument):
+    if isinstance(argument, torch.Tensor):  # results have another address in every call
+        return [str(argument.dtype), argument.shape, argument.data_ptr() % 16]
+    return str(argument)
+
+
+def pairs_of(launch):
+    """Its launches by Triton, and those of a second call of it by `Launched`."""
+    return [_launches_of(launch, _through_triton, 1), _launches_of(launch, _by_launched, 2)]
+
+
+def _launches_of(launch, way, times):
+    Launched._launch = way
+    for _ in range(times):
+        _launches.clear()
+        launch()
+    return _launches.copy()
+
+
+_by_launched = Launched._launch
+
+
+def _through_triton(self, num_programs, *arguments, **named):
+    self.kernel[num_programs,](*arguments, **named)
+
+
+@launched
+@triton.jit(do_not_specialize=["size"])
+def kernel(source, more, target, number, size, BLOCK: tl.constexpr, IS_DOUBLED: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    found = tl.load(source + at, at < size) + number
+    if more is not None:
+        found += tl.load(more + at, at < size)
+    tl.store(target + at, found * 2 if IS_DOUBLED else found, at < size)
+
+
+def kinds():
+    numbers = torch.zeros(64)
+    tensors = numbers, numbers[1:], numbers.double(), numbers.int()
+    for (source, more), number in product(product(tensors, (None, *tensors[:2])), (1, 3, 16)):
+        yield (source, more, numbers, number, 5), {"BLOCK": 32, "IS_DOUBLED": False}
+    for number, size in product(INTEGERS, INTEGERS):
+        yield (numbers, None, numbers, number, size), {"BLOCK": 32, "IS_DOUBLED": True}
+    for num_warps, block in product((2, 4), (16, 64)):
+        named = {"IS_DOUBLED": True, "num_warps": num_warps, "BLOCK": block}
+        yield (numbers, None, numbers, 3, 5), named
+
+
+def calls_of_modules():
+    for path in sorted(KERNELS.glob("launches_*.py")):
+        for _, launch in compiling._load(path).launches(False):
+            yield launch
+
+
+if __name__ == "__main__":
+    CompiledKernel._init_handles = lambda self: None
+    CompiledKernel.run = property(_written_down)
+    driver.set_active(compiling.NoGpu(90))
+    calls = calls_of_modules()
+    if sys.argv[1] == "kinds":
+        calls = (lambda a=a, n=n: kernel[3,](*a, **n) for a, n in kinds())
+    print(json.dumps([pairs_of(each) for each in calls]))
