@@ -110,20 +110,7 @@ def fused_lookup(
             if not has_gradient:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
         require_no_transform()
-        calls, bad = None, -1
-        while calls is None:
-            try:
-                calls = _resolve(parts, requiring)
-            # Explain and make room after this block, because the error keeps claimed slots alive.
-            except NoSuchRow as error:
-                bad = error.position
-            except NotEnoughSlots as error:
-                short, num_needed = error.residency, error.num_needed
-            if bad >= 0:
-                raise explain(bad)
-            if calls is None:
-                assert updater is not None
-                updater.make_room(short, num_needed, count_distinct(parts))
+        calls = _resolve(parts, requiring, updater, explain)
         tables: Sequence[Tensor] = ()
         if updater is None:
             tables = [table for part in parts for table in part.group.tables]
@@ -213,21 +200,44 @@ def count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
 
 
 def _resolve(
-    parts: Sequence[Part], requiring: Sequence[Lookups]
+    parts: Sequence[Part],
+    requiring: Sequence[Lookups],
+    updater: RowUpdater | None,
+    explain: Callable[[int], Exception],
 ) -> list[tuple[ResolvedLookup, Lookups]]:
     """The kernel calls of all parts, each with its lookups that require a gradient.
+
+    If slots are too few, the updater makes room, and all parts are resolved again.
 
     Args:
         parts: What is looked up.
         requiring: For each part, the lookups in tables that require a gradient.
+        updater: As for `fused_lookup`.
+        explain: As for `fused_lookup`.
     """
-    calls = []
-    for (group, lookups, bags), required in zip(parts, requiring, strict=True):
-        for found in group.resolve(lookups, bags):
-            is_whole = found.lookups is lookups
-            its_required = required if is_whole else group.lookups_requiring_grad(found.lookups)
-            calls.append((found, its_required))
-    return calls
+    calls: list[tuple[ResolvedLookup, Lookups]] = []
+    found: ResolvedLookup | None = None
+    while True:
+        bad = -1
+        try:
+            for (group, lookups, bags), required in zip(parts, requiring, strict=True):
+                for found in group.resolve(lookups, bags):
+                    is_whole = found.lookups is lookups
+                    own = required if is_whole else group.lookups_requiring_grad(found.lookups)
+                    calls.append((found, own))
+        except NoSuchRow as error:
+            bad = error.position
+        except NotEnoughSlots as error:
+            short, num_needed = error.residency, error.num_needed
+        else:
+            return calls
+        # The error, deleted by now, and the calls so far would keep claimed slots alive.
+        calls.clear()
+        found = None
+        if bad >= 0:
+            raise explain(bad)
+        assert updater is not None
+        updater.make_room(short, num_needed, count_distinct(parts))
 
 
 def _look_up_where_rows_are(
@@ -253,15 +263,17 @@ def _look_up_where_rows_are(
 
 
 class _Work(NamedTuple):
-    calls: Sequence[tuple[ResolvedLookup, Lookups]]
+    """What the autograd node keeps of a lookup; other fields as for `fused_lookup`."""
+
+    calls: Sequence[tuple[ResolvedLookup, Lookups]]  # as of `_resolve`
     ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
-    joined: int | None
+    joined: int | None  # the backward pass that recomputes the lookup; see `RowUpdater.join_pass`
     num_stacked: int
-    number: int
+    number: int  # by `next_lookup`
     padding_idx: int | None
-    is_one_sample: bool
+    is_one_sample: bool  # see `own_if_one_sample`
 
 
 class _FusedLookup(torch.autograd.Function):
