@@ -1,6 +1,7 @@
 """`HotColdEmbeddingBag`: an `nn.EmbeddingBag` whose rows recsys updates.
 
-    input, offsets -> read_bags -> fused_lookup -> pooled vectors
+    input, offsets -> BagCalls, DeviceCalls -> pooled vectors    a sum or mean; calls share a node
+                   -> read_bags -> BagLookup -> pooled vectors   all others; names an invalid id
     gradient -> ledger -> update
 
 It is a subclass of `nn.EmbeddingBag`. Without an optimizer it computes the same, and its errors
@@ -18,12 +19,8 @@ from torch.nn import functional
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
-from recsys.embeddings.table_module import (
-    TableModule,
-    allocate_rows,
-    is_left_to_torch,
-    require_not_updated,
-)
+from recsys.embeddings.rows.table_parameter import require_no_updater
+from recsys.embeddings.table_module import TableModule, allocate_rows, is_left_to_torch
 from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
 
@@ -326,7 +323,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
                 `apply_optimizer_in_backward` gave the table an optimizer that cannot be translated,
                 or one in addition to `optimizer`.
         """
-        require_not_updated(bag)
+        require_no_updater("weight", cast("nn.Parameter", bag.weight))
         module = cls._on_weight_of(bag)
         module._take_over(bag, optimizer, auto_apply=auto_apply)
         return module
@@ -386,7 +383,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             or (input.is_nested or input.dim() != 2 or input.shape[1] != 1)
         ):
             return None
-        return self._plain_request(input, (input.shape[0],))
+        calls, lookups = self._calls_and_lookups()
+        return calls.request(lookups, input, (input.shape[0],))
 
     def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
         return functional.embedding_bag(
@@ -445,11 +443,14 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             num_bags = offsets.shape[0] - int(self.include_last_offset)
         else:
             return None
-        return self._call(
+        calls, lookups = self._calls_and_lookups()
+        return calls.look_up(
+            lookups,
             input,
             offsets,
+            weights,
             (num_bags,),
-            weights=weights,
             is_mean=self.mode == "mean",
+            padding_idx=None,
             left_out=self.padding_idx,
         )

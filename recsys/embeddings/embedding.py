@@ -1,6 +1,7 @@
 """`HotColdEmbedding`: an `nn.Embedding` whose rows recsys updates.
 
-    input -> bags of one id -> one kernel -> rows
+    input -> BagCalls, DeviceCalls -> rows    of most inputs; calls share a node
+          -> BagLookup -> rows                all others; names an invalid id
     gradient -> ledger -> update
 
 It is a subclass of `nn.Embedding`. Without an optimizer it computes the same, and its errors name
@@ -17,12 +18,8 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.rows.bag_input import read_ids
-from recsys.embeddings.table_module import (
-    TableModule,
-    allocate_rows,
-    is_left_to_torch,
-    require_not_updated,
-)
+from recsys.embeddings.rows.table_parameter import require_no_updater
+from recsys.embeddings.table_module import TableModule, allocate_rows, is_left_to_torch
 from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
 
@@ -258,7 +255,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         Raises:
             ValueError: as for `HotColdEmbeddingBag.from_torch`.
         """
-        require_not_updated(module)
+        require_no_updater("weight", cast("nn.Parameter", module.weight))
         ours = cls._on_weight_of(module)
         ours._take_over(module, optimizer, auto_apply=auto_apply)
         return ours
@@ -279,7 +276,10 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         return ours
 
     def _request(self, input: Tensor) -> PrefetchRequest:
-        request = self._plain_request(input, input.shape) if self._is_plain(input) else None
+        request = None
+        if self._is_plain(input):
+            calls, lookups = self._calls_and_lookups()
+            request = calls.request(lookups, input, input.shape)
         if request is None:
             request = self._bag_lookup().request(read_ids(input))
         if input.dim() < 2 or not input.numel():
@@ -293,7 +293,17 @@ class HotColdEmbedding(TableModule, nn.Embedding):
 
     def _look_up(self, input: Tensor) -> Tensor:
         if self._is_plain(input):
-            rows = self._call(input, None, input.shape, padding_idx=self.padding_idx)
+            calls, lookups = self._calls_and_lookups()
+            rows = calls.look_up(
+                lookups,
+                input,
+                None,
+                None,
+                input.shape,
+                is_mean=False,
+                padding_idx=self.padding_idx,
+                left_out=None,
+            )
             if rows is not None:
                 return rows
         if is_left_to_torch(input, self.weight):

@@ -15,7 +15,6 @@ from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
-from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 
@@ -29,13 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tier_arguments import TierArguments
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
-__all__ = [
-    "Rows",
-    "TableModule",
-    "allocate_rows",
-    "is_left_to_torch",
-    "require_not_updated",
-]
+__all__ = ["Rows", "TableModule", "allocate_rows", "is_left_to_torch"]
 
 
 class Rows(NamedTuple):
@@ -146,35 +139,6 @@ class TableModule(AbstractTables):
         assert self._lookups is not None
         return BagLookup(self, self._group, self._lookups)
 
-    def _call(
-        self,
-        ids: Tensor,
-        offsets: Tensor | None,
-        bags: tuple[int, ...],
-        *,
-        weights: Tensor | None = None,
-        is_mean: bool = False,
-        padding_idx: int | None = None,
-        left_out: int | None = None,
-    ) -> Tensor | None:
-        """Look up in one autograd node with other calls of the step; see `BagCalls.look_up`."""
-        calls, lookups = self._calls_and_lookups()
-        return calls.look_up(
-            lookups,
-            ids,
-            offsets,
-            weights,
-            bags,
-            is_mean=is_mean,
-            padding_idx=padding_idx,
-            left_out=left_out,
-        )
-
-    def _plain_request(self, ids: Tensor, bags: tuple[int, ...]) -> PrefetchRequest | None:
-        """The request to fetch rows for `_call` of one id for each bag, on a device."""
-        calls, lookups = self._calls_and_lookups()
-        return calls.request(lookups, ids, bags)
-
     def _calls_and_lookups(self) -> tuple[BagCalls | DeviceCalls, Lookups]:
         """The lookups in single tables, and the one in this table."""
         if self._parameters.get("weight") is not self._known_tables[0]:
@@ -256,12 +220,3 @@ def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
         or tracing_state() is not None
         or (are_functorch_transforms_active() and is_batched(input))
     )
-
-
-def require_not_updated(module: nn.Module) -> None:
-    """Check that no recsys optimizer already updates a module's rows.
-
-    Raises:
-        ValueError: one does.
-    """
-    require_no_updater("weight", cast("nn.Parameter", module.weight))
