@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.row_space import require_aligned
-from recsys.embeddings.rows.table_parameter import make_plain
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 from recsys.embeddings.update.row_updater import RowUpdater
+from recsys.embeddings.update.step_hooks import add_hooks, remove_hooks
 from recsys.embeddings.update.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from torch.utils.hooks import RemovableHandle
 
     from recsys.embeddings.lookup.device_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
@@ -91,8 +88,7 @@ class Link:
     def cut(self) -> None:
         """Release the tables, and give state and gradients back to torch."""
         self.updater.release()
-        for handle in _HANDLES.pop(self.updater, ()):
-            handle.remove()
+        remove_hooks(self.updater)
         if self.row_optimizer is None:
             return
         self.row_optimizer.keep(self.updater)
@@ -360,14 +356,7 @@ def _spec_by_torch(
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
         updater = RowUpdater(groups, optimizer, translation, auto_apply=False, is_copied=False)
-        hooks = _Hooks(updater)
-        _HANDLES[updater] = (
-            optimizer.register_step_pre_hook(hooks.before_step),
-            # Rows in slots have newer state than the optimizer until it is read.
-            optimizer.register_state_dict_pre_hook(hooks.flush),
-            optimizer.register_load_state_dict_pre_hook(hooks.flush),
-            optimizer.register_load_state_dict_post_hook(hooks.reload_state),
-        )
+        add_hooks(updater, optimizer)
         return Link(updater)
 
     description = f"rows are updated in the step of {type(optimizer).__name__}"
@@ -394,75 +383,3 @@ def _require_whole_collections(tables: Sequence[NamedTable], updated: set[int], 
 
 def _names_of(tables: Sequence[NamedTable]) -> dict[int, str]:
     return {id(table.weight): table.name for table in tables}
-
-
-class _Hooks:
-    """The hooks of an updater in the user's optimizer.
-
-    The updater refers to the optimizer, and the hooks do not keep the updater: so a model and its
-    optimizer free their memory when they are deleted, without waiting for the garbage collector.
-    If all modules are deleted before the optimizer, it updates their tables by itself.
-    """
-
-    def __init__(self, updater: RowUpdater) -> None:
-        self._updater = ref(updater)
-
-    def _updater_of(self, optimizer: torch.optim.Optimizer) -> RowUpdater | None:
-        """The updater; if it was deleted, its tables become plain Parameters with all rows."""
-        updater = self._updater()
-        if updater is None:
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    make_plain(weight)
-        return updater
-
-    def before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Update rows in a step, before the optimizer updates other parameters.
-
-        The update is in the step's closure, which torch's optimizers call first. So it runs after
-        hooks that were registered later and may change gradients or settings.
-        """
-        updater = self._updater_of(optimizer)
-        if updater is None:
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-        def compute_and_update_rows() -> Any:
-            loss = None if closure is None else closure()
-            _update_rows(updater, optimizer)
-            return loss
-
-        return args[:1], kwargs | {"closure": compute_and_update_rows}
-
-    def flush(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Write back the state of rows in slots."""
-        updater = self._updater_of(optimizer)
-        if updater is not None:
-            updater.flush()
-
-    def reload_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use the state that was loaded."""
-        updater = self._updater_of(optimizer)
-        if updater is not None:
-            updater.reload_state()
-
-
-def _update_rows(updater: RowUpdater, optimizer: torch.optim.Optimizer) -> None:
-    # With a "fused" optimizer, GradScaler leaves unscaling and the check for inf to the step.
-    if getattr(optimizer, "grad_scale", None) is not None:
-        raise RuntimeError(
-            "GradScaler leaves unscaling to an optimizer with fused=True, which does not see "
-            "the gradients of rows; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-        )
-    updater.require_param_groups()
-    if bool(getattr(optimizer, "found_inf", False)):
-        updater.forget()
-    else:
-        updater.update_rows()
-
-
-# The hooks of each updater in the user's optimizer. Not an attribute, so that copies have none: in
-# a copy, the optimizer's own step uses the tables' `grad`.
-_HANDLES: WeakKeyDictionary[RowUpdater, Sequence[RemovableHandle]] = WeakKeyDictionary()
