@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,8 +41,6 @@ from recsys.embeddings.update.tiering import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from weakref import ref
-
-    from torch import Tensor
 
     from recsys.embeddings.lookup.device_tables import AbstractTables
     from recsys.embeddings.lookup.table_group import TableGroup
@@ -114,11 +112,7 @@ class RowUpdater:
             "_anchor_node": None,
             "_pass": None,
             "_reserved_bytes": 0,
-            "_pending_copy": PendingCopy(
-                self._groups,
-                [len(each.group.tables) for each in self._groups],
-                [self._places_of(group["params"]) for group in self.optimizer.param_groups],
-            ),
+            "_pending_copy": PendingCopy(self._groups, self.optimizer),
         }
 
     def __del__(self) -> None:
@@ -136,7 +130,6 @@ class RowUpdater:
         """Add the tables of a module that was copied together with this updater.
 
         After the last table was added, the updater binds all of them and the modules are attached.
-        In a copy of a part of a model some tables are never added, so its modules have no updater.
 
         Args:
             module: The copy.
@@ -147,40 +140,12 @@ class RowUpdater:
         if copied is None:  # a shallow copy, or another module with the same tables
             module.attach(self, places)
             return
-        copied.modules.append((module, places))
-        for holder, (group, number), state in zip(module.holders(), places, states, strict=True):
-            copied.tables[id(group), number] = cast("nn.Parameter", holder.weight), state
-        if len(copied.tables) == sum(copied.num_tables):
+        if copied.add(module, places, states):
             self._pending_copy, self._groups = None, copied.groups
-            self._bind_copied_tables(copied)
-
-    def _bind_copied_tables(self, copied: PendingCopy) -> None:
-        """Bind the tables of a copy, and store their state in the optimizer."""
-        state = self.optimizer.state
-        for group, num_tables in zip(copied.groups, copied.num_tables, strict=True):
-            members = [copied.tables[id(group.group), number] for number in range(num_tables)]
-            group.group.tables = [table for table, _ in members]
-            state.update({table: its_state for table, its_state in members if its_state})
-            if group.group.tiers is not None:
-                group.group.tiers.make_empty_slots()
-            group.group.forget_space()
-            group.group.bind()
-        for settings, params in zip(self.optimizer.param_groups, copied.params, strict=True):
-            settings["params"] = [
-                copied.groups[group].group.tables[number] for group, number in params
-            ]
-        self.reload_state()
-        for module, places in copied.modules:
-            module.attach(self, places)
-
-    def _places_of(self, tables: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """For each table: the number of its group, and its number in the group."""
-        places = {
-            id(table): (group, number)
-            for group, each in enumerate(self._groups)
-            for number, table in enumerate(each.group.tables)
-        }
-        return [places[id(table)] for table in tables]
+            copied.bind(self.optimizer)
+            self.reload_state()
+            for each, its_places in copied.modules:
+                each.attach(self, its_places)
 
     def require_tables(self) -> None:
         """Raise RuntimeError if this is a copy without its tables."""
