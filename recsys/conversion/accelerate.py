@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from recsys.conversion.choice import ChosenTables
     from recsys.embeddings.attach import Link
-    from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile

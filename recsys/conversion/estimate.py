@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from recsys.conversion.accelerated import LeftAlone
     from recsys.conversion.shares import Share, Sized
     from recsys.embeddings.attach import NamedTable
-    from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile

@@ -15,7 +15,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.table_module import TableModule
 
 if TYPE_CHECKING:

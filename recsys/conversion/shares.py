@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from recsys.conversion.choice import ChosenTables
     from recsys.embeddings.attach import NamedTable
-    from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.staleness.settings import Staleness

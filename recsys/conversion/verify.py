@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from recsys._support.arguments import is_number, is_whole
 from recsys.conversion.accelerate import accelerate
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:

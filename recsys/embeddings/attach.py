@@ -24,7 +24,7 @@ from recsys.embeddings.update.translate import translate
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = [

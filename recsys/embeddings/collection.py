@@ -22,6 +22,7 @@ from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags, pooling_of
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.collection_input import (
     id_error,
     require_bags,
@@ -29,14 +30,10 @@ from recsys.embeddings.lookup.collection_input import (
     with_one_batch_size,
 )
 from recsys.embeddings.lookup.collection_layout import Layout
-from recsys.embeddings.lookup.device_tables import (
-    AbstractTables,
-    require_rows,
-    require_same_device,
-)
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.lookup.table_group import TableGroup
-from recsys.embeddings.rows.row_space import compute_dtype, require_device
+from recsys.embeddings.rows.bag_input import require_same_device
+from recsys.embeddings.rows.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.table import DATA_TYPES
 from recsys.embeddings.tier_arguments import TierArguments
@@ -167,7 +164,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         """
         for name, bag in collection.embedding_bags.items():
             require_no_updater(name, bag.weight)
-            require_rows(name, bag.weight)
+            _require_rows(name, bag.weight)
         module = cls._on_bags_of(collection)
         marks = read_marks(
             list(zip(module.embedding_bags, module.table_weights(), strict=True)), optimizer
@@ -432,3 +429,18 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
         return id_error(features, self._lookups, list(map(len, self.table_weights())), value)
+
+
+def _require_rows(name: str, weight: Tensor) -> None:
+    """Check that recsys kernels support the rows of a table.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU or on CUDA, got "
+            f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
+            "table to TorchRec"
+        )
+    require_aligned(f"table {name!r}: ", weight)

@@ -16,8 +16,8 @@ from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
 from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import AbstractCollection
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_features
-from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.table import output_names

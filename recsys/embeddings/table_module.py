@@ -10,11 +10,12 @@ import torch
 
 from recsys._support.overrides import fits_override
 from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.bag_lookup import BagLookup
-from recsys.embeddings.lookup.device_tables import AbstractTables, empty_table
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
+from recsys.embeddings.tier_arguments import TierArguments, empty_table
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.lookup.device_calls import DeviceCalls
     from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.tier_arguments import TierArguments
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
 __all__ = ["Rows", "TableModule", "allocate_rows", "is_left_to_torch"]

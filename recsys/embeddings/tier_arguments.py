@@ -1,10 +1,15 @@
-"""`TierArguments`: the arguments of a module that decide where its rows are."""
+"""Where the rows of a module are: `TierArguments`, and the memory of new tables."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys.embeddings.lookup.device_tables import empty_tables, slot_device
+import torch
+
+from recsys._support.memory import empty_rows
+from recsys._support.own_pages import empty_in_own_pages
+from recsys.embeddings.kernels.choice import kernels_on
+from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.table import DATA_TYPES, data_type_of
@@ -15,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import torch
     from torch import Tensor, nn
 
     from recsys.embeddings.optimizer import RowOptimizer
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["TierArguments"]
+__all__ = ["TierArguments", "empty_table", "empty_tables"]
 
 
 class TierArguments(NamedTuple):
@@ -95,7 +99,7 @@ class TierArguments(NamedTuple):
             budget, pinned = self.plan.budget_bytes, dict(zip(weights, rows, strict=True))
         if budget is not None:
             names = {table: name for name, table in reversed(tables)}  # the first name of each
-            device = slot_device(self.device)
+            device = _slot_device(self.device)
             updater.tier(budget, pinned, files=self.files, names=names, device=device)
 
     def _require_optimizer(self, optimizer: object) -> None:
@@ -115,3 +119,61 @@ class TierArguments(NamedTuple):
             self.cold_tier, self.cold_path, tables, has_budget=self.has_budget, formula=optimizer
         )
         return self._replace(files=files)
+
+
+def empty_table(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    *,
+    has_budget: bool,
+) -> Tensor:
+    """Allocate a table where it is to be: with a budget, in host memory, which a GPU reaches.
+
+    Args:
+        shape: (E, D).
+        dtype: Of the rows.
+        device: As for `torch.empty`.
+        has_budget: Whether rows are in two tiers.
+    """
+    if has_budget and _slot_device(device) is not None:
+        return empty_in_own_pages(shape, dtype)
+    on_device = None if device is None else torch.device(device)
+    return empty_rows(*shape, dtype=dtype, device=on_device)
+
+
+def empty_tables(
+    tables: Sequence[TableConfig], device: torch.device | str | None, *, has_budget: bool
+) -> list[Tensor]:
+    """Allocate tables; on a device, tables that are looked up together share one block of memory.
+
+    Args:
+        tables: The tables of a collection.
+        device: As for `torch.empty`.
+        has_budget: Whether rows are in two tiers.
+    """
+    found = torch.get_default_device() if device is None else torch.device(device)
+    dtypes = [DATA_TYPES[data_type_of(table)] for table in tables]
+    if has_budget or kernels_on(found).errors is None:
+        return [
+            empty_table(
+                (table.num_embeddings, table.embedding_dim), dtype, device, has_budget=has_budget
+            )
+            for table, dtype in zip(tables, dtypes, strict=True)
+        ]
+    together: dict[tuple[int, str, torch.dtype], list[int]] = {}
+    for number, (table, dtype) in enumerate(zip(tables, dtypes, strict=True)):
+        kind = table.embedding_dim, pooling_of(table), dtype
+        together.setdefault(kind, []).append(number)
+    rows: dict[int, Tensor] = {}
+    for (dim, _, dtype), numbers in together.items():
+        sizes = [tables[number].num_embeddings for number in numbers]
+        piece = torch.empty(sum(sizes), dim, dtype=dtype, device=found)
+        rows.update(zip(numbers, torch.split(piece, sizes), strict=True))
+    return [rows[number] for number in range(len(tables))]
+
+
+def _slot_device(device: torch.device | str | None) -> torch.device | None:
+    """The device of the slots; None for that of the tables."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    return found if found.type == "cuda" else None

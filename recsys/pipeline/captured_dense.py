@@ -21,7 +21,7 @@ from recsys._support.torch_compat import (
     plain_grad,
     set_plain_grad,
 )
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.fused_lookup import keep_gradient
 from recsys.models.archs import AbstractPooledModel, SparseArch
 from recsys.models.dlrm import DLRMTrain

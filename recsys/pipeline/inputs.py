@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.lookup.device_tables import AbstractTables, tables_in
+from recsys.embeddings.lookup.abstract_tables import AbstractTables, table_modules_in
 from recsys.embeddings.lookup.prefetch_requests import prefetch_together
 from recsys.embeddings.tiers.transfers import MoveSeconds, Together
 from recsys.pipeline.divided_tables import AbstractDividedTables
@@ -52,7 +52,7 @@ class Inputs:
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
         self._model, self._ids = model, ids
-        self._whole = dict(tables_in(model))
+        self._whole = dict(table_modules_in(model))
         self.modules = {name: each for name, each in self._whole.items() if each.tiers()}
         self.divided = [
             each
@@ -195,7 +195,7 @@ class Inputs:
         if any(module.row_updater is None for module in self._updated.values()):
             self._require_same_modules("pipeline")
         if not self._are_tiers_known:
-            for name, module in tables_in(self._model):
+            for name, module in table_modules_in(self._model):
                 if module.tiers() and name not in self.modules:
                     raise ValueError(
                         f"pipeline: the rows of {name!r} are in two tiers, and were not when the "

@@ -10,7 +10,7 @@ from recsys.bench import models
 from recsys.bench.models import ALL_KINDS, bench_models
 from recsys.bench.parts import harness
 from recsys.bench.parts.plain_models import SHALLOW_KINDS
-from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recsys.config import load_config
-from recsys.embeddings.lookup.device_tables import tiers_of
+from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.errors import BudgetTooSmall
 from recsys.pipeline.stalls import StageClock
 from recsys.train.loop.tier_report import describe_transfers

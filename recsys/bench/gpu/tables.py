@@ -15,9 +15,9 @@ from recsys.bench.gpu.host_tables import HostTables, bags_on
 from recsys.bench.gpu.providers import LEARNING_RATE
 from recsys.bench.parts.shares import FLOOR
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.lookup.device_tables import empty_tables
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tier_arguments import empty_tables
 from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from recsys.embeddings.lookup.device_tables import tiers_of
+from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.tiers.counts import TierCounts
 from recsys.errors import ConfigError
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline

@@ -14,10 +14,9 @@ import torch
 from torch.nn import functional
 
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.embeddings.lookup.device_tables import require_same_device
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup
 from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
-from recsys.embeddings.rows.bag_input import BagInput
+from recsys.embeddings.rows.bag_input import BagInput, require_same_device
 from recsys.embeddings.rows.row_space import compute_dtype
 
 if TYPE_CHECKING:

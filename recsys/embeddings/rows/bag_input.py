@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["BagInput", "are_bounds", "read_bags", "read_ids", "require_bounds"]
+__all__ = [
+    "BagInput",
+    "are_bounds",
+    "read_bags",
+    "read_ids",
+    "require_bounds",
+    "require_same_device",
+]
 
 _MODES = ("sum", "mean", "max")
 _ID_TYPES = (torch.int64, torch.int32)
@@ -296,6 +303,19 @@ def require_bounds(
             f"{bounds[bad - 1]}; sort the bags"
         )
     raise MalformedBags(rule)
+
+
+def require_same_device(values: Tensor, device: torch.device) -> None:
+    """Check that ids are on the device where rows are looked up.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if values.device != device:
+        raise ValueError(
+            f"ids must be on the device where rows are looked up, {device}, got {values.device}; "
+            f"move them by .to('{device}')"
+        )
 
 
 def are_bounds(bounds: NDArray[Any], num_values: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.embeddings.lookup.device_tables import tables_in
+from recsys.embeddings.lookup.abstract_tables import table_modules_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
         ValueError: there is no recsys module, or one has no recsys optimizer; also if its tables
             are not trained.
     """
-    whole = tables_in(*models)
+    whole = table_modules_in(*models)
     if not whole:
         raise ValueError(
             "the model has no module of recsys.embeddings, so no row can be followed; use "

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from weakref import ref
 
-    from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.residency import Residency

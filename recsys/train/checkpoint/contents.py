@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.embeddings.lookup.device_tables import tiers_of
+from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer

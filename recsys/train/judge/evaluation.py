@@ -22,7 +22,7 @@ from recsys.config import OptimizerConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.embeddings.lookup.device_tables import check_input, device_of
+from recsys.embeddings.lookup.abstract_tables import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.judge.ranking import rank_items

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recsys.embeddings.lookup.device_tables import tiers_of
+from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.tiers.counts import HitRates
 from recsys.embeddings.tiers.transfers import MoveSeconds
 

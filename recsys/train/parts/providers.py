@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from recsys.config import OptimizerConfig
     from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
-    from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 

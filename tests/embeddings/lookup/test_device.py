@@ -7,7 +7,7 @@ from torch import nn
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.lookup.device_tables import device_of
+from recsys.embeddings.lookup.abstract_tables import device_of
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.optimizer import SGD, Adagrad
 

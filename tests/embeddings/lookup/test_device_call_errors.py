@@ -10,7 +10,7 @@ from torch import nn
 
 import recsys
 from recsys.embeddings.kernels.torch.errors import errors_on
-from recsys.embeddings.lookup.device_tables import check_input
+from recsys.embeddings.lookup.abstract_tables import check_input
 from recsys.errors import IdOutOfRange
 from tests.embeddings.lookup.models_on_device import (
     DIM,

@@ -13,7 +13,7 @@ from torch import nn
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels import choice as kernel_choice
-from recsys.embeddings.lookup.device_tables import check_input
+from recsys.embeddings.lookup.abstract_tables import check_input
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.errors import IdOutOfRange, MalformedBags
 

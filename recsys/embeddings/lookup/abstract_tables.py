@@ -1,8 +1,4 @@
-"""Base class of the modules with tables: their updater, copies of them, and their device.
-
-Each device type has its own kernels (`kernels/choice`). `device=` builds a module on a device;
-`.to()` moves it to another.
-"""
+"""Base class of the modules with tables, and what finds such modules in a model."""
 
 from __future__ import annotations
 
@@ -14,15 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from recsys._support.memory import empty_rows
-from recsys._support.own_pages import empty_in_own_pages
 from recsys._support.sizes import format_bytes
 from recsys._support.torch_compat import plain_grad
-from recsys.embeddings.kernels.choice import kernels_on
-from recsys.embeddings.lookup.abstract import pooling_of
-from recsys.embeddings.rows.row_space import require_aligned
 from recsys.embeddings.rows.table_parameter import make_plain
-from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.tiers.counts import HitRates
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
@@ -32,24 +22,12 @@ if TYPE_CHECKING:
     from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.lookup.table_group import TableGroup
-    from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.embeddings.tiers.counts import TableHits
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
-__all__ = [
-    "AbstractTables",
-    "check_input",
-    "device_of",
-    "empty_table",
-    "empty_tables",
-    "require_rows",
-    "require_same_device",
-    "slot_device",
-    "tables_in",
-    "tiers_of",
-]
+__all__ = ["AbstractTables", "check_input", "device_of", "table_modules_in", "tiers_of"]
 
 _COPY = "_copy"  # in a pickle: the updater, the tables' places in it, and their state
 _AS_TORCH = (
@@ -352,7 +330,7 @@ class AbstractTables(nn.Module, ABC):
         return move
 
 
-def tables_in(*models: nn.Module) -> list[tuple[str, AbstractTables]]:
+def table_modules_in(*models: nn.Module) -> list[tuple[str, AbstractTables]]:
     """The recsys modules of models, with their names, but those that are parts of another one."""
     found = [
         (name, each)
@@ -389,89 +367,3 @@ def device_of(model: nn.Module) -> torch.device:
         for tiers in module.tiers() if isinstance(module, AbstractTables) else ():
             return tiers.device
     return next(model.parameters()).device
-
-
-def empty_table(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-    *,
-    has_budget: bool,
-) -> Tensor:
-    """Allocate a table where it is to be: with a budget, in host memory, which a GPU reaches.
-
-    Args:
-        shape: (E, D).
-        dtype: Of the rows.
-        device: As for `torch.empty`.
-        has_budget: Whether rows are in two tiers.
-    """
-    if has_budget and slot_device(device) is not None:
-        return empty_in_own_pages(shape, dtype)
-    on_device = None if device is None else torch.device(device)
-    return empty_rows(*shape, dtype=dtype, device=on_device)
-
-
-def empty_tables(
-    tables: Sequence[TableConfig], device: torch.device | str | None, *, has_budget: bool
-) -> list[Tensor]:
-    """Allocate tables; on a device, tables that are looked up together share one block of memory.
-
-    Args:
-        tables: The tables of a collection.
-        device: As for `torch.empty`.
-        has_budget: Whether rows are in two tiers.
-    """
-    found = torch.get_default_device() if device is None else torch.device(device)
-    dtypes = [DATA_TYPES[data_type_of(table)] for table in tables]
-    if has_budget or kernels_on(found).errors is None:
-        return [
-            empty_table(
-                (table.num_embeddings, table.embedding_dim), dtype, device, has_budget=has_budget
-            )
-            for table, dtype in zip(tables, dtypes, strict=True)
-        ]
-    together: dict[tuple[int, str, torch.dtype], list[int]] = {}
-    for number, (table, dtype) in enumerate(zip(tables, dtypes, strict=True)):
-        kind = table.embedding_dim, pooling_of(table), dtype
-        together.setdefault(kind, []).append(number)
-    rows: dict[int, Tensor] = {}
-    for (dim, _, dtype), numbers in together.items():
-        sizes = [tables[number].num_embeddings for number in numbers]
-        piece = torch.empty(sum(sizes), dim, dtype=dtype, device=found)
-        rows.update(zip(numbers, torch.split(piece, sizes), strict=True))
-    return [rows[number] for number in range(len(tables))]
-
-
-def slot_device(device: torch.device | str | None) -> torch.device | None:
-    """The device of the slots; None for that of the tables."""
-    found = torch.get_default_device() if device is None else torch.device(device)
-    return found if found.type == "cuda" else None
-
-
-def require_same_device(values: Tensor, device: torch.device) -> None:
-    """Check that ids are on the device where rows are looked up.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if values.device != device:
-        raise ValueError(
-            f"ids must be on the device where rows are looked up, {device}, got {values.device}; "
-            f"move them by .to('{device}')"
-        )
-
-
-def require_rows(name: str, weight: Tensor) -> None:
-    """Check that recsys kernels support the rows of a table.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU or on CUDA, got "
-            f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
-            "table to TorchRec"
-        )
-    require_aligned(f"table {name!r}: ", weight)
