@@ -26,7 +26,7 @@ from recsys.conversion.accelerated import (
     Replacement,
     describe_outlook,
 )
-from recsys.conversion.choice import choose_budget, choose_tables, device_of
+from recsys.conversion.choice import choose_budget, choose_tables, shared_device
 from recsys.conversion.exchange import (
     KEPT,
     counterpart,
@@ -342,7 +342,8 @@ def _choose_tiering(
     )
     if budgeted is None:
         return None
-    return _Tiering(*budgeted, names, files, device_of(updated))
+    budget_bytes, pinned = budgeted
+    return _Tiering(budget_bytes, pinned, names, files, shared_device(updated))
 
 
 def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) -> None:

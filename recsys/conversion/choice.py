@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from recsys._support.sizes import parse_bytes
-from recsys.conversion.exchange import find_replaceable, tables_in, tables_of
+from recsys.conversion.exchange import find_replaceable, named_tables_in, tables_of
 from recsys.conversion.left_alone import find_not_updated, find_unfit
 from recsys.conversion.model_plan import plan_of_model
 from recsys.embeddings.attach import choose_updaters
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
 
-__all__ = ["ChosenTables", "choose_budget", "choose_tables", "device_of", "planned_budget"]
+__all__ = ["ChosenTables", "choose_budget", "choose_tables", "planned_budget", "shared_device"]
 
 
 class ChosenTables(NamedTuple):
@@ -78,7 +78,7 @@ def choose_tables(
     """
     optimizers = _as_tuple(optimizer)
     found = find_replaceable(model)
-    tables = tables_in(found)
+    tables = named_tables_in(found)
     given = optimizers if isinstance(optimizers, tuple) else ()
     unfit = find_unfit(model, found, tables, given, lazy_adam=lazy_adam, may_be_meta=may_be_meta)
     found, tables = _without(unfit, found, tables)
@@ -136,11 +136,11 @@ def planned_budget(
     if planned is None:
         assert budget is not None
         planned = parse_bytes(budget, "budget"), {}
-    device_of(tables)
+    shared_device(tables)  # raises for several devices
     return planned
 
 
-def device_of(tables: Sequence[NamedTable]) -> torch.device:
+def shared_device(tables: Sequence[NamedTable]) -> torch.device:
     """The device of tables that share a budget.
 
     Raises:

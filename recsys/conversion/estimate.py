@@ -18,7 +18,7 @@ from recsys._support.machine import memory_bytes
 from recsys._support.sizes import format_bytes, round_up_bytes
 from recsys.conversion.choice import choose_tables
 from recsys.conversion.estimated import Estimate
-from recsys.conversion.exchange import find_recsys, tables_in
+from recsys.conversion.exchange import find_recsys, named_tables_in
 from recsys.conversion.model_plan import configs_of, require_arguments
 from recsys.conversion.shares import share_of_chosen, shares_of_recsys
 from recsys.embeddings.kernels.choice import is_by_torch
@@ -108,7 +108,7 @@ def estimate(
                 "optimizer: the tables are in modules of recsys already, whose optimizer is "
                 "known; leave it out"
             )
-        tables = tables_in(modules)
+        tables = named_tables_in(modules)
         ours = [cast("AbstractTables", module) for module in modules]
         shares = shares_of_recsys(ours, tables, budget, plan, profile, cold_tier)
     else:

@@ -29,8 +29,8 @@ __all__ = [
     "find_recsys",
     "find_replaceable",
     "give_back",
+    "named_tables_in",
     "names_of",
-    "tables_in",
     "tables_of",
 ]
 
@@ -107,7 +107,7 @@ def _wanted_in(
             yield from _wanted_in(child, is_wanted, f"{prefix}{name}.", (*path, child))
 
 
-def tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
+def named_tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
     """Every table of every module; a table that modules share is listed several times."""
     tables = [table for module, names in found.items() for table in tables_of(module, names[0])]
     # The sum of a sparse and a dense gradient is dense.
