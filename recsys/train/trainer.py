@@ -1,12 +1,12 @@
 """One training run, from a configuration to a folder of results.
 
-`_prepare` builds the parts of a run, `_train` saves the results, and `_fit` is the training loop.
+`_prepare` builds the parts of a run, and `_train` trains, evaluates and saves the results.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from recsys._support.nested_keys import flat
 from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import TrainingDiverged
-from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
 from recsys.pipeline.timeline import Timeline
@@ -37,7 +36,6 @@ from recsys.train.loop.settings_warnings import (
     warn_of_threads,
     warn_of_unread_keys,
 )
-from recsys.train.loop.steps import steps_of
 from recsys.train.loop.tier_report import describe_tiers, describe_transfers
 from recsys.train.parts.build import (
     autocast,
@@ -52,26 +50,19 @@ from recsys.train.parts.learning_rates import build_schedulers, continue_at
 from recsys.train.ranks.launched import processes_of
 from recsys.train.run_files.curves import plot_curves, plot_timeline
 from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.training_loop import Run, fit, num_seen_by
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Sequence
 
-    from torch.optim.lr_scheduler import LambdaLR
-
-    from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
     from recsys.train.callbacks.callback import Callback
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
-    from recsys.train.loop.run_checkpoints import RunCheckpoints
-    from recsys.train.metrics.metrics import Metrics
-    from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
+    from recsys.train.ranks.processes import AbstractProcesses
 
 __all__ = ["train"]
-
-_REPORTS_PER_RUN = 100
 
 
 def train(
@@ -134,7 +125,7 @@ def train(
         return _train(_prepare(config, processes, earlier, stack, callbacks, show), stack)
 
 
-def _train(run: _Run, stack: ExitStack) -> dict[str, Any]:
+def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
     """Train, save and evaluate the model of a run, and write its record; see `train`.
 
     Args:
@@ -159,7 +150,7 @@ def _train(run: _Run, stack: ExitStack) -> dict[str, Any]:
         with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
             callbacks.start(folder.path, record)
             with progress:
-                _fit(run, interrupted)
+                fit(run, interrupted)
             record["transfers"] = describe_transfers(run.built.saved)
             metrics[config.eval.split] = progress.last_evaluation
             is_whole = progress.num_samples == run.num_samples or callbacks.stopped is not None
@@ -215,56 +206,6 @@ def _train(run: _Run, stack: ExitStack) -> dict[str, Any]:
     return record
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """The parts of a run that trains."""
-
-    config: TrainConfig
-    processes: AbstractProcesses
-    folder: RunFolder
-    loader: BatchLoader | HotColdLoader
-    built: BuiltModel
-    pipeline: TrainPipeline
-    schedulers: Sequence[LambdaLR]
-    full_steps: FullSteps
-    num_samples: int
-    progress: Progress
-    state: RunState
-    checkpoints: RunCheckpoints | None
-    callbacks: RunCallbacks
-    timeline: Timeline | None
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether it has written a checkpoint."""
-        return self.checkpoints is not None and self.checkpoints.has_saved
-
-    def evaluate(self, split: str) -> Metrics:
-        """An evaluation during training."""
-        keys = self.config.eval
-        with autocast(self.config):
-            return evaluate_split(
-                self.built.train_model,
-                self.loader.source,
-                split,
-                keys.batch_size,
-                keys.max_samples,
-                processes=self.processes,
-            )
-
-    def save_checkpoint(self) -> None:
-        """Save a checkpoint, if the run writes any and its losses are finite.
-
-        Raises:
-            TrainingDiverged: a loss since the last report is not finite.
-        """
-        if self.checkpoints is not None:
-            self.pipeline.clock.mark("other")
-            self.progress.require_finite()
-            self.checkpoints.save(self.state.state_dict())
-            self.pipeline.clock.mark("checkpoint")
-
-
 def _prepare(
     config: TrainConfig,
     processes: AbstractProcesses,
@@ -272,7 +213,7 @@ def _prepare(
     stack: ExitStack,
     given: Sequence[Callback],
     show_progress: bool,
-) -> _Run:
+) -> Run:
     """Build the parts of a run, make its folder, and restore the run to continue.
 
     Args:
@@ -349,14 +290,14 @@ def _prepare(
         if earlier.saved is not None:
             of_run = processes.restore(folder, earlier, built)
             history_bytes = state.load_state_dict(of_run, earlier.saved.number)
-            continue_at(schedulers, full_steps.advance(progress.num_steps, _num_seen(pipeline)))
+            continue_at(schedulers, full_steps.advance(progress.num_steps, num_seen_by(pipeline)))
             with processes.warnings_once():
                 warn_of_other_rates(earlier.config, config, full_steps)
         folder.continue_run(config, history_bytes)
     checkpoints = processes.checkpoints(config, folder, built, earlier)
     timeline = Timeline() if config.timeline_steps > progress.num_steps else None
     pipeline.record(timeline)
-    return _Run(
+    return Run(
         config=config,
         processes=processes,
         folder=folder,
@@ -374,83 +315,6 @@ def _prepare(
     )
 
 
-def _fit(run: _Run, interrupted: threading.Event) -> None:
-    """The training loop: returns after the last epoch, or once `interrupted` is set.
-
-    It also returns after the step in which a callback asks for it.
-
-    Raises:
-        TrainingDiverged: the loss is no longer finite.
-    """
-    config, pipeline, loader, progress = run.config, run.pipeline, run.loader, run.progress
-    clock, full_steps = pipeline.clock, run.full_steps
-    if run.callbacks.stopped is not None:  # killed after its last step
-        return
-    run.built.train_model.train()
-    clock.start()
-    if run.checkpoints is not None:
-        run.checkpoints.start()
-    for epoch in range(loader.epoch, config.epochs):
-        for _, (loss, logits, labels) in steps_of(pipeline, loader, progress, config):
-            num_seen = _num_seen(pipeline)
-            full_step = full_steps.advance(progress.num_steps + 1, num_seen)
-            for scheduler in run.schedulers:
-                if num_seen is None:
-                    scheduler.step()
-                else:
-                    continue_at([scheduler], full_step)
-            clock.mark("update")
-
-            progress.add(loss, logits, labels, num_seen)
-            step = progress.num_steps
-            if step == config.timeline_steps:
-                pipeline.record(None)
-            is_last = full_step >= full_steps.num_steps
-            is_due = not is_last and full_steps.is_evaluation_due(config.eval.every_steps)
-            wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
-            if is_due or wants_loss:
-                clock.mark("other")
-                # Otherwise the reader would fill its queue during time that is not counted.
-                loader.finish_reading()
-                clock.mark("load")
-                if isinstance(loader, HotColdLoader) and wants_loss:
-                    loader.observe(run.evaluate("validation").logloss)
-                if is_due:
-                    progress.add_evaluation(run.evaluate(config.eval.split))
-                clock.mark("evaluate")
-            if full_steps.has_passed_one_of(_REPORTS_PER_RUN):
-                progress.report(epoch)
-            is_checkpoint_due = False
-            if run.checkpoints is not None:
-                is_checkpoint_due = not is_last and run.checkpoints.is_due(step)
-                run.callbacks.checkpoints(run.checkpoints.newly_complete())
-            is_interrupted, is_checkpoint_due, is_stopped = run.processes.any_of(
-                interrupted.is_set(), is_checkpoint_due, run.callbacks.wants_stop
-            )
-            if is_stopped:
-                run.callbacks.stop(step)
-                if progress.has_unreported_steps:
-                    progress.report(epoch)
-            if is_interrupted or is_checkpoint_due or (is_stopped and run.has_saved):
-                run.save_checkpoint()
-            clock.mark("other")
-            if is_interrupted or is_stopped:
-                # After the checkpoint, so that the next report of a resumed run is a whole one.
-                if progress.has_unreported_steps:
-                    progress.report(epoch)
-                pipeline.detach()
-                return
-    if pipeline.skipping is not None:
-        progress.end(config.epochs - 1, pipeline.skipping.num_seen)
-    if run.has_saved:
-        run.save_checkpoint()
-
-
-def _num_seen(pipeline: TrainPipeline) -> int | None:
-    """Samples that a run has seen, skipped ones included; None for a run without skipping."""
-    return None if pipeline.skipping is None else pipeline.skipping.num_seen
-
-
 def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:
     """What would loosen the run's stalls; with FAE's schedule, no other one."""
     num_ahead = num_read_ahead(config.prefetch, config.batch_size)
@@ -459,7 +323,7 @@ def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestio
     return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 
 
-def _evaluate_at_end(run: _Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
+def _evaluate_at_end(run: Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
     """Evaluate the whole test and validation splits.
 
     Args:

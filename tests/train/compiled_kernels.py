@@ -21,7 +21,7 @@ def print_needed(run_dir, *settings):
 
 def _needed_while_it_trains(run_dir, *settings):
     found = []
-    compile_, fit = Dispatcher.compile, trainer._fit
+    compile_, fit = Dispatcher.compile, trainer.fit
     is_fitting = False
 
     def compile_and_note(dispatcher, signature):
@@ -37,6 +37,6 @@ def _needed_while_it_trains(run_dir, *settings):
         finally:
             is_fitting = False
 
-    Dispatcher.compile, trainer._fit = compile_and_note, fit_and_note
+    Dispatcher.compile, trainer.fit = compile_and_note, fit_and_note
     trainer.train(load_config(None, list(settings)), run_dir, show_progress=False)
     return found

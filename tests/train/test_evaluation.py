@@ -86,7 +86,7 @@ def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path, monkeypatch):
         expected.append(own.as_dict())
         return evaluate_split(model, source, split, *arguments, **parts)
 
-    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_and_look)
+    monkeypatch.setattr("recsys.train.training_loop.evaluate_split", evaluate_and_look)
     run(store, tmp_path / "run", "eval.max_samples=60")
 
     *on_the_way, last = [

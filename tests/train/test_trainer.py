@@ -456,7 +456,8 @@ def test_the_clock_leaves_evaluations_out(small_config, tmp_path, monkeypatch):
         return evaluate_split(*arguments, **parts)
 
     real_time = time.perf_counter
-    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_for_an_hour)
+    for module in ("trainer", "training_loop"):
+        monkeypatch.setattr(f"recsys.train.{module}.evaluate_split", evaluate_for_an_hour)
     monkeypatch.setattr("recsys.pipeline.stalls.time.perf_counter", lambda: real_time() + now[0])
 
     record = run(small_config("eval.every_steps=4"), tmp_path / "run")
@@ -495,7 +496,8 @@ def test_no_training_data_is_loaded_while_the_clock_leaves_an_evaluation_out(
 
     monkeypatch.setattr(source, "read", read_slowly)
     monkeypatch.setattr("recsys.train.trainer.open_source", lambda _: source)
-    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_and_look)
+    for module in ("trainer", "training_loop"):
+        monkeypatch.setattr(f"recsys.train.{module}.evaluate_split", evaluate_and_look)
 
     run(small_config("eval.every_steps=4", "prefetch=3"), tmp_path / "run")
 
