@@ -32,9 +32,7 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.embeddings.popularity.profile import PopularityProfile
-
-__all__ = ["METHODS", "HotRowEstimate", "estimate_by_table", "estimate_hot_rows", "student_t"]
+__all__ = ["METHODS", "HotRowEstimate", "estimate_hot_rows", "student_t"]
 
 METHODS = ("chunks", "rows")
 
@@ -108,31 +106,6 @@ def estimate_hot_rows(
         high=min(num_rows * (share + error), float(num_rows)),
         num_rows_read=num_read,
     )
-
-
-def estimate_by_table(
-    profile: PopularityProfile, threshold: float, *, method: str = "chunks", seed: int = 0
-) -> dict[str, HotRowEstimate]:
-    """Estimate for every table how many rows get more than a share of the table's lookups.
-
-    Args:
-        profile: Of the tables.
-        threshold: The share. FAE begins at 1e-5 and changes it until the hot rows fit.
-        method: See `estimate_hot_rows`.
-        seed: The seed of each table's draw derives from it.
-
-    Raises:
-        ConfigError: the method is unknown, or the threshold is not in [0, 1).
-    """
-    if not 0 <= threshold < 1:
-        raise ConfigError(f"rand-em: the threshold must lie in [0, 1), got {threshold}")
-    found = {}
-    for position, table in enumerate(profile.table_sizes):
-        counts = profile.counts(table)
-        min_count = math.floor(threshold * int(counts.sum(dtype=np.int64))) + 1
-        seed_of_table = int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
-        found[table] = estimate_hot_rows(counts, min_count, method=method, seed=seed_of_table)
-    return found
 
 
 def student_t(confidence: float, degrees: int) -> float:

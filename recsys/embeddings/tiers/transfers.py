@@ -94,13 +94,6 @@ class TransferQueue:
         self._tell("wait", begin)  # the caller has waited for it
         self.require_intact()
 
-    def together(self) -> Together:
-        """Let the thread begin when this context ends, because waking it takes a while.
-
-        It begins earlier if a transfer is waited for. Contexts do not nest.
-        """
-        return Together([self])
-
     def wait(self, number: int) -> None:
         """Wait until a transfer and all before it have run.
 
@@ -206,7 +199,9 @@ class TransferQueue:
 
 
 class Together(NamedTuple):
-    """The context of `TransferQueue.together`, for several queues.
+    """Several queues whose threads begin when this context ends, because waking one takes a while.
+
+    A thread begins earlier if a transfer is waited for. Contexts do not nest.
 
     Attributes:
         queues: The queues.

@@ -2,15 +2,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.batch import JaggedIds
-from recsys.embeddings import PopularityProfile
 from recsys.embeddings.popularity.rand_em import (
     METHODS,
-    estimate_by_table,
     estimate_hot_rows,
     student_t,
 )
@@ -107,18 +103,6 @@ def test_the_draw_is_that_of_the_seed():
     assert first != other
 
 
-def test_a_threshold_is_a_share_of_each_tables_own_lookups():
-    profile = PopularityProfile({"a": 4, "b": 3})
-    offsets = torch.tensor([0, 10, 14])
-    values = torch.tensor([0] * 5 + [1] * 4 + [2] + [0, 0, 1, 2])
-    profile.add(JaggedIds(["a", "b"], values, offsets))
-
-    found = estimate_by_table(profile, 0.4)
-
-    assert {name: each.num_rows for name, each in found.items()} == {"a": 1, "b": 1}
-    assert estimate_by_table(profile, 0.0)["a"].num_rows == 3
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -126,7 +110,6 @@ def test_a_threshold_is_a_share_of_each_tables_own_lookups():
         (lambda: estimate_hot_rows(np.ones(9), 1, num_groups=1), "at least 2 groups .* got 1 of"),
         (lambda: student_t(1.0, 3), r"must lie in \(0, 1\) .* got 1.0 and 3"),
         (lambda: student_t(0.9, 0), "got 0.9 and 0"),
-        (lambda: estimate_by_table(PopularityProfile({"a": 1}), 1.0), r"must lie in \[0, 1\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, message):

@@ -7,7 +7,12 @@ from contextlib import suppress
 import pytest
 
 from recsys.embeddings.tiers import transfers
-from recsys.embeddings.tiers.transfers import MoveSeconds, TransferClock, TransferQueue
+from recsys.embeddings.tiers.transfers import (
+    MoveSeconds,
+    Together,
+    TransferClock,
+    TransferQueue,
+)
 from recsys.errors import TiersFailed
 
 
@@ -75,7 +80,7 @@ def test_transfers_run_in_the_order_in_which_they_were_put_in():
 def test_transfers_put_in_together_begin_at_the_end_or_when_one_is_waited_for():
     queue, found = TransferQueue(), []
 
-    with queue.together():
+    with Together([queue]):
         for number in range(3):
             queue.put(lambda number=number: found.append(number), in_background=True)
         queue.wait(2)
@@ -93,7 +98,7 @@ def test_transfers_put_in_together_begin_at_the_end_or_when_one_is_waited_for():
 def test_transfers_put_in_together_begin_without_being_waited_for():
     queue, has_run = TransferQueue(), threading.Event()
 
-    with queue.together():
+    with Together([queue]):
         queue.put(has_run.set, in_background=True)
         assert not has_run.is_set()
 
@@ -109,7 +114,7 @@ def test_a_signal_while_the_thread_is_told_loses_no_transfer(monkeypatch):
     monkeypatch.setattr(transfers, "ThreadPoolExecutor", Executor)
     queue, has_run = TransferQueue(), threading.Event()
 
-    with suppress(KeyboardInterrupt), queue.together():
+    with suppress(KeyboardInterrupt), Together([queue]):
         queue.put(has_run.set, in_background=True)
 
     assert has_run.wait(60)
@@ -127,7 +132,7 @@ def test_two_threads_that_wake_the_queue_make_one_thread_of_it(monkeypatch):
 
     monkeypatch.setattr(transfers, "ThreadPoolExecutor", Executor)
     queue, found = TransferQueue(), []
-    with queue.together():
+    with Together([queue]):
         queue.put(lambda: found.append(0), in_background=True)
         other = threading.Thread(target=queue.settle)
         other.start()
@@ -144,7 +149,7 @@ def test_two_threads_that_wake_the_queue_make_one_thread_of_it(monkeypatch):
 def test_transfers_put_in_together_run_after_an_error_of_the_caller():
     queue, found = TransferQueue(), []
 
-    with suppress(ValueError), queue.together():
+    with suppress(ValueError), Together([queue]):
         queue.put(lambda: found.append(0), in_background=True)
         raise ValueError
     queue.settle()
@@ -155,7 +160,7 @@ def test_transfers_put_in_together_run_after_an_error_of_the_caller():
 def test_of_transfers_put_in_together_none_runs_after_one_that_fails():
     queue, found = TransferQueue(), []
 
-    with queue.together():
+    with Together([queue]):
         queue.put(lambda: found.append(0), in_background=True)
         queue.put(lambda: 1 / 0, in_background=True)
         queue.put(lambda: found.append(2), in_background=True)
