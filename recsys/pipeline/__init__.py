@@ -9,7 +9,7 @@
     divided_tables      tables whose rows are divided among processes
     popular_split       Hotline: divides a mini-batch into popular samples and the others
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
-    non_finite          why a loss is nan or inf
+    loss_and_output     checks what a model returned, and says why a loss is nan or inf
     loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
     captured_dense      the dense part of a step, replayed as CUDA graphs
     stalls              where the time went, stage by stage; timeline: the same as a trace

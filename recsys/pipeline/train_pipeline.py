@@ -27,9 +27,8 @@ from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel, cancel_left
-from recsys.pipeline.loss_and_output import require_loss_and_output
+from recsys.pipeline.loss_and_output import explain_loss, require_loss_and_output
 from recsys.pipeline.micro_batches import join_outputs, share_of_whole
-from recsys.pipeline.non_finite import explain_loss
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential, no_effect
 from recsys.pipeline.skip.skipping import Skipping, load_skipping

@@ -32,7 +32,7 @@ from recsys.datasets.loader import BatchLoader
 from recsys.distributed.agreement import Agreement, OtherRankFailed, require_same
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import ConfigError, RecsysError, TrainingDiverged
-from recsys.pipeline.non_finite import explain_loss
+from recsys.pipeline.loss_and_output import explain_loss
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
 from recsys.train.loop.cold_folder import cold_folder
