@@ -10,6 +10,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.autograd.graph import increment_version
 
 from recsys._support.interrupts import interrupts_held_back
@@ -18,14 +19,15 @@ from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.rows.ledger import tables_in
 from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.tiers.budget import SpaceSize
+from recsys.embeddings.tiers.recipe import Recipe
+from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.embeddings.update.group_state import GroupState
-from recsys.embeddings.update.tiering import make_tiers
+from recsys.embeddings.update.tiering import move_tables
 from recsys.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from numpy.typing import NDArray
     from torch import nn
 
@@ -230,11 +232,25 @@ class GroupUpdater:
         return SpaceSize.of(self.group.tables, self.settings.state_sizes)
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
-        """Give the group tiers; arguments as for `make_tiers`."""
-        sizes = self.settings.state_sizes
-        make_tiers(self.group, sizes, num_slots, pinned, device, self.state.files)
+        """Give the group tiers.
+
+        Tables on a device move to the host's memory, and so does their state.
+
+        Args:
+            num_slots: S.
+            pinned: Rows with a permanent slot, numbered over all tables.
+            device: Device of the slots; None for that of the tables.
+        """
+        group, state_sizes = self.group, self.settings.state_sizes
+        sizes, dtype = [len(table) for table in group.tables], group.tables[0].dtype
+        device = group.tables[0].device if device is None else device
+        move_tables(group, torch.device("cpu"))
+        made_of = Recipe(
+            group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device
+        )
+        group.set_tiers(Tiers(made_of, self.state.files))
         self.reload_state()
-        self.group.bind()
+        group.bind()
 
     def reload_state(self) -> None:
         """Use the state that `load_state_dict` put into the optimizer."""

@@ -1,12 +1,10 @@
-"""Gives the table groups of one updater tiers, and divides the budget among them."""
+"""Divides the budget of fast memory among the table groups of one updater."""
 
 from __future__ import annotations
 
 import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
-
-import torch
 
 from recsys._support.sizes import format_bytes, round_up_bytes
 from recsys.embeddings.rows.table_parameter import move_table
@@ -16,8 +14,6 @@ from recsys.embeddings.tiers.budget import (
     enough_bytes,
     order_pinned,
 )
-from recsys.embeddings.tiers.recipe import Recipe
-from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
@@ -25,12 +21,13 @@ if TYPE_CHECKING:
     from weakref import ref
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import nn
 
     from recsys.embeddings.lookup.table_group import TableGroup
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.residency import Residency
+    from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.group_updater import GroupUpdater
 
     Pinned = Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -39,7 +36,6 @@ __all__ = [
     "divide_again",
     "divide_first",
     "make_room",
-    "make_tiers",
     "move_slots",
     "move_tables",
     "stay_resident",
@@ -78,33 +74,6 @@ def divide_first(
             "build the module under torch.device('cpu'), or leave budget= out"
         )
     return divided
-
-
-def make_tiers(
-    group: TableGroup,
-    state_sizes: Mapping[str, int],
-    num_slots: int,
-    pinned: NDArray[np.int32],
-    device: torch.device | None,
-    files: ColdFiles | None,
-) -> None:
-    """Give a group tiers.
-
-    Tables on a device move to the host's memory, and so does their state.
-
-    Args:
-        group: Has the tables.
-        state_sizes: Numbers per row of every state array, by name.
-        num_slots: S.
-        pinned: Rows with a permanent slot, numbered over all tables.
-        device: Device of the slots; None for that of the tables.
-        files: The files of the tables, if the cold store is on disk.
-    """
-    sizes, dtype = [len(table) for table in group.tables], group.tables[0].dtype
-    device = group.tables[0].device if device is None else device
-    move_tables(group, torch.device("cpu"))
-    made_of = Recipe(group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device)
-    group.set_tiers(Tiers(made_of, files))
 
 
 def stay_resident(
