@@ -11,7 +11,7 @@ import torch
 from recsys._support.overrides import fits_override
 from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
-from recsys.embeddings.lookup.bag_lookup import BagLookup
+from recsys.embeddings.lookup.one_table.bag_lookup import BagLookup
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
@@ -22,8 +22,8 @@ from recsys.embeddings.update.in_backward import read_marks
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from recsys.embeddings.lookup.bag_calls import BagCalls
-    from recsys.embeddings.lookup.device_calls import DeviceCalls
+    from recsys.embeddings.lookup.one_table.bag_calls import BagCalls
+    from recsys.embeddings.lookup.one_table.device_calls import DeviceCalls
     from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.update.row_updater import Places, RowUpdater

@@ -28,8 +28,8 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.backward_streams import BackwardStreams
-from recsys.embeddings.lookup.bag_calls import BagCalls
-from recsys.embeddings.lookup.device_calls import DeviceCalls
+from recsys.embeddings.lookup.one_table.bag_calls import BagCalls
+from recsys.embeddings.lookup.one_table.device_calls import DeviceCalls
 from recsys.embeddings.lookup.sparse_gradients import (
     leave_grads,
     of_tables,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recsys
-from recsys.embeddings.lookup.device_calls import DeviceCalls
+from recsys.embeddings.lookup.one_table.device_calls import DeviceCalls
 from recsys.embeddings.tiers import recipe
 from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import IdOutOfRange

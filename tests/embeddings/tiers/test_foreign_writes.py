@@ -11,7 +11,7 @@ import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.lookup import bag_call
+from recsys.embeddings.lookup.one_table import bag_call
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.rows import row_space, table_versions
 from recsys.embeddings.table import TableConfig

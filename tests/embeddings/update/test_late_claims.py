@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings.lookup.device_calls import DeviceCalls
+from recsys.embeddings.lookup.one_table.device_calls import DeviceCalls
 from recsys.embeddings.lookup.prefetch_requests import prefetch_together
 from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import BudgetTooSmall, IdOutOfRange

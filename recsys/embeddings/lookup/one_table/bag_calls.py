@@ -30,8 +30,13 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
-from recsys.embeddings.lookup.bag_call import BagArguments, Call, KeptInput
-from recsys.embeddings.lookup.shared_nodes import Kind, SharedNodes, can_share_node, empty_output
+from recsys.embeddings.lookup.one_table.bag_call import BagArguments, Call, KeptInput
+from recsys.embeddings.lookup.one_table.shared_nodes import (
+    Kind,
+    SharedNodes,
+    can_share_node,
+    empty_output,
+)
 from recsys.embeddings.rows.ledger import next_lookup
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from recsys.embeddings.lookup.shared_nodes import Output
+    from recsys.embeddings.lookup.one_table.shared_nodes import Output
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.rows.row_space import RowSpace

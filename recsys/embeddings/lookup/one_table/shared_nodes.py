@@ -31,14 +31,14 @@ from recsys._support.torch_compat import (
     plain_requires_grad,
     top_saved_tensors_hooks,
 )
-from recsys.embeddings.lookup.bag_call import with_own_ids
+from recsys.embeddings.lookup.one_table.bag_call import with_own_ids
 from recsys.embeddings.lookup.result_memory import MAX_KEPT_BYTES
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from recsys.embeddings.lookup.bag_call import Call
+    from recsys.embeddings.lookup.one_table.bag_call import Call
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.update.row_updater import RowUpdater
 

@@ -36,10 +36,15 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.lookup.bag_call import Call
 from recsys.embeddings.lookup.fused_lookup import Part
+from recsys.embeddings.lookup.one_table.bag_call import Call
+from recsys.embeddings.lookup.one_table.shared_nodes import (
+    Kind,
+    SharedNodes,
+    can_share_node,
+    empty_output,
+)
 from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
-from recsys.embeddings.lookup.shared_nodes import Kind, SharedNodes, can_share_node, empty_output
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.ledger import next_lookup
 from recsys.embeddings.rows.row_space import compute_dtype
