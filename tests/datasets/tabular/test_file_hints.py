@@ -87,6 +87,22 @@ def test_a_spreadsheet_is_told_to_become_csv(tmp_path, name):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("a.json", "not JSON; pandas.read_json"),
+        ("a.JSONL.gz", "not JSON; pandas.read_json"),
+        ("a.csv.bz2", "plain, .gz or .zst; unpack it$"),
+        ("a.zip", "plain, .gz or .zst; unpack it$"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_told_to_be_renamed(tmp_path, name, hint):
+    path = tmp_path / name
+    path.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=f"a table must be CSV, TSV or Parquet, {hint}"):
+        read(path)
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_a_utf_16_file_is_told_how_to_become_utf_8(tmp_path, encoding):
     path = tmp_path / "a.csv"

@@ -141,3 +141,18 @@ def test_values_that_arrow_does_not_have_are_refused_by_their_column(tmp_path, c
 
     with pytest.raises(DatasetFormatError, match=f"frame 0, rows 0 to 4, column '{column}'"):
         write_store(frame, SCHEMA, tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "way_out"),
+    [
+        ("site", [3.0, None, 1.0, 3.0, 2.0], r'integers, as by \.astype\("Int64"\) of pandas$'),
+        ("price", ["0.5", "?", "2", "0", "4"], "leave the value out, or make the column cat"),
+    ],
+)
+def test_the_way_out_of_a_wrong_type_leads_out(tmp_path, column, values, way_out):
+    keys = {"missing_values": ["?"]}  # of text files alone
+    schema = Schema.from_dict(SCHEMA.as_dict() | keys)
+
+    with pytest.raises(DatasetFormatError, match=f"column '{column}': .*; .*{way_out}"):
+        write_store(FRAME.assign(**{column: values}), schema, tmp_path / "store")

@@ -116,3 +116,12 @@ def test_a_time_of_another_form_names_the_key_of_the_form(tmp_path):
 
     with pytest.raises(DatasetFormatError, match=r"line 2, column 't': .*set timestamp_format"):
         times_of(path, timestamp_format="%d.%m.%Y")
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32()])
+def test_times_in_floats_that_round_them_are_refused(tmp_path, kind):
+    table = pa.table({"y": [1], "c": ["x"], "t": pa.array([1.0], kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    with pytest.raises(DatasetFormatError, match=f"column 't': .* 64 bits, .*, got {kind}; read"):
+        times_of(tmp_path / "a.parquet")

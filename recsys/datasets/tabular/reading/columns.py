@@ -225,7 +225,7 @@ def _dense(array: pa.Array, column: DenseColumn) -> pa.Array:
     if pa.types.is_temporal(array.type):
         raise _Fault(None, "must be numbers", "convert it, or leave it out of dense")
     if not pa.types.is_float64(array.type):
-        way_out = "correct it, name it in missing_values, or make the column categorical"
+        way_out = "correct it, leave the value out, or make the column categorical"
         array = plain(_cast(array, pa.float64(), "must be a number", way_out))
     _require(pc.is_finite(array), "must be finite", "correct it, or leave the value out")
     if column.missing == "error":
@@ -260,10 +260,12 @@ def _strings(array: pa.Array) -> pa.Array:
         return array.cast(pa.string())
     if pa.types.is_floating(kind) and array.null_count == len(array):
         return pa.nulls(len(array), pa.string())  # an empty column of a frame
+    way_out = "convert it to text"
     if pa.types.is_boolean(kind):  # text files write True, or true
         way_out = 'set values to "integer", which takes true as 1, or convert it to text'
-        raise _Fault(None, "must be text or integers", way_out)
-    raise _Fault(None, "must be text or integers", "convert it to text")
+    elif pa.types.is_floating(kind):  # as text, 3 would be "3.0", and a missing value "nan"
+        way_out = 'convert whole numbers to integers, as by .astype("Int64") of pandas'
+    raise _Fault(None, "must be text or integers", way_out)
 
 
 def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
@@ -429,6 +431,9 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
         per_second = TIME_UNITS.get(array.type.unit, 1)
         return pa.array(array.cast(pa.int64()).to_numpy() // per_second)
     if types.is_floating(array.type):
+        if not types.is_float64(array.type):
+            rule = "floats of times must have 64 bits, as shorter ones are rounded"
+            raise _Fault(None, rule, "read the column as integers or float64")
         _require(pc.is_finite(array), "a time must be finite", way_out)
         array = pc.floor(array)
     elif not _is_integer(array.type):

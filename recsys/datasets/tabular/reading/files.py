@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys.datasets.tabular.reading.hashing_file import HashingFile
@@ -15,7 +16,6 @@ from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
 
     import pyarrow as pa
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ParquetFile", "SourceFile", "TableFiles", "open_file"]
 
-_SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods")
+# What a file of another kind is, by its suffix, and what to do with it.
+_OTHER_KINDS = {
+    (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods"): "not a spreadsheet; save it as CSV",
+    (".json", ".jsonl", ".ndjson"): "not JSON; pandas.read_json(FILE, lines=True, chunksize=N) "
+    "reads a file of one object a line for recsys.datasets.write_store",
+    (".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz"): "plain, .gz or .zst; unpack it",
+}
 _BATCH_ROWS = 65_536
 _LARGE_GROUP_BYTES = 256 << 20
 _BUFFER_BYTES = 1 << 20
@@ -274,10 +280,10 @@ def open_file(path: Path, delimiter: str = "", quote: str = '"') -> TextFile | P
         return ParquetFile(path)
     if kind == "text":
         return TextFile(path, delimiter, quote)
-    if path.suffix.lower() in _SPREADSHEET_SUFFIXES:
-        raise ConfigError(
-            f"{path}: a table must be CSV, TSV or Parquet, not a spreadsheet; save it as CSV"
-        )
+    suffix = Path(path.stem if path.suffix.lower() in (".gz", ".zst") else path).suffix.lower()
+    for suffixes, hint in _OTHER_KINDS.items():
+        if suffix in suffixes:
+            raise ConfigError(f"{path}: a table must be CSV, TSV or Parquet, {hint}")
     raise ConfigError(
         f"{path}: the name of a table must end in .csv, .tsv or .txt (.gz or .zst may follow), "
         ".parquet or .pq; rename it"
