@@ -98,6 +98,7 @@ class _FrameBatches:
         self._names = [name for name in schema.columns if name not in ignored]
         self._hash = _ValueHash()
         self._frame_rows: list[int] = []
+        self._first_types: dict[str, tuple[bool, str]] = {}  # are they integers, and from where on
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number, frame in enumerate(self._frames):
@@ -123,9 +124,34 @@ class _FrameBatches:
     def _conformed(self, batch: pa.RecordBatch, name: str, first: int) -> pa.RecordBatch:
         from recsys.datasets.tabular.reading.columns import conform
 
+        self._require_one_type(batch, f"{name}, row {first} (from 0)")
         batch = conform(batch, self._schema, lambda row: f"{name}, row {first + row} (from 0)")
         self._hash.add(batch)
         return batch
+
+    def _require_one_type(self, batch: pa.RecordBatch, place: str) -> None:
+        """Refuse a column of text that has integers in some batches.
+
+        pandas guesses the types of a CSV chunk by chunk. Its integers have lost leading zeros, so a
+        value such as 007 would have another row in each kind of chunk.
+        """
+        arrow = import_pyarrow()
+        for column, rules in self._schema.categorical.items():
+            kind = batch.column(column).type
+            if arrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            is_integer = arrow.types.is_integer(kind)
+            is_empty = arrow.types.is_null(kind) or arrow.types.is_floating(kind)  # or refused
+            if rules.values != "string" or is_empty:
+                continue
+            was_integer, before = self._first_types.setdefault(column, (is_integer, place))
+            if is_integer != was_integer:
+                mine, first = ("integers", "text") if is_integer else ("text", "integers")
+                raise DatasetFormatError(
+                    f"{place}, column {column!r}: values must be of one type in all frames, got "
+                    f"{mine} here and {first} in {before}; integers may have lost leading zeros: "
+                    f"read the column as text, such as by dtype={{{column!r}: str}} of pandas"
+                )
 
     def _batches_of(self, frame: Any, number: int) -> Iterator[pa.RecordBatch]:
         """The schema's columns of a frame, a block of rows at a time."""

@@ -90,8 +90,8 @@ def test_a_spreadsheet_is_told_to_become_csv(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("a.json", "not JSON; pandas.read_json"),
-        ("a.JSONL.gz", "not JSON; pandas.read_json"),
+        ("a.json", "not JSON; read it by pandas.read_json"),
+        ("a.JSONL.gz", "not JSON; read it by pandas.read_json"),
         ("a.csv.bz2", "plain, .gz or .zst; unpack it$"),
         ("a.zip", "plain, .gz or .zst; unpack it$"),
     ],
@@ -209,3 +209,20 @@ def test_equal_names_may_be_data(tmp_path):
     path.write_text("1,u,1\n")
     with pytest.raises(DatasetFormatError, match="add a line of names above if this one is data"):
         guess_schema([path])
+
+
+def test_a_file_whose_lines_are_not_split_is_told_to_have_tabs(tmp_path):
+    path = tmp_path / "ratings.txt"
+    path.write_text("1::1193::5::978300760\n1::661::3::978302109\n")
+    with pytest.raises(ConfigError, match=r"ratings\.txt has neither tab, .* one field; replace"):
+        guess_schema([path])
+    with pytest.raises(ConfigError, match=r"got '::'; replace it in the file by a tab"):
+        schema(delimiter="::")
+
+
+def test_empty_lines_may_stand_above_the_names(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("\n\nc,y\n\nu,1\nv,2\n")
+    assert read(path, positive=">= 1") == [[{"c": "u", "y": 1}, {"c": "v", "y": 1}]]
+    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 6, column 'y'"):
+        read(path)

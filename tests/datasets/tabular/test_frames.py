@@ -156,3 +156,17 @@ def test_the_way_out_of_a_wrong_type_leads_out(tmp_path, column, values, way_out
 
     with pytest.raises(DatasetFormatError, match=f"column '{column}': .*; .*{way_out}"):
         write_store(FRAME.assign(**{column: values}), schema, tmp_path / "store")
+
+
+def test_text_that_pandas_reads_as_integers_in_some_chunks_is_refused(tmp_path):
+    file, rows = tmp_path / "a.csv", ["1,007", "0,", "1,008", "0,b1", "1,", "0,x"]
+    file.write_text("\n".join(["click,site", *rows]))
+    schema = Schema.from_dict({"label": "click", "categorical": {"site": {}}})
+
+    with (
+        pd.read_csv(file, chunksize=1) as chunks,
+        pytest.raises(DatasetFormatError, match=r"frame 3, .*'site': .* text here and integers in"),
+    ):
+        write_store(chunks, schema, tmp_path / "store")
+    with pd.read_csv(file, chunksize=1, dtype={"site": str}) as chunks:
+        assert write_store(chunks, schema, tmp_path / "store").num_rows == len(rows)

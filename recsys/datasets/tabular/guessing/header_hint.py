@@ -20,7 +20,9 @@ _MOST_SHOWN = 5
 
 
 def header_hint(file: TextFile | ParquetFile, table: pa.Table) -> str:
-    """A sentence if at least half of the names look like values; else "".
+    """A sentence if the first line is not split, or at least half of the names look like values.
+
+    It is empty if neither is so.
 
     A name looks like a value if it is a number, or if its column has it as a value. The numbers
     0, 1, 2 and so on are names that pandas gives.
@@ -34,6 +36,11 @@ def header_hint(file: TextFile | ParquetFile, table: pa.Table) -> str:
     names = file.column_names
     if not isinstance(file, TextFile) or names == tuple(map(str, range(len(names)))):
         return ""
+    if len(names) == 1:
+        return (
+            f"the first line of {file.path} has neither tab, comma, semicolon nor |, so each line "
+            "is one field; replace the delimiter in the file by a tab"
+        )
     num_values = sum(
         _is_number(name) or bool(pc.any(pc.equal(column, name)).as_py())
         for name, column in zip(names, table.columns, strict=True)

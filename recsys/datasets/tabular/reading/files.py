@@ -26,8 +26,8 @@ __all__ = ["ParquetFile", "SourceFile", "TableFiles", "open_file"]
 # What a file of another kind is, by its suffix, and what to do with it.
 _OTHER_KINDS = {
     (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods"): "not a spreadsheet; save it as CSV",
-    (".json", ".jsonl", ".ndjson"): "not JSON; pandas.read_json(FILE, lines=True, chunksize=N) "
-    "reads a file of one object a line for recsys.datasets.write_store",
+    (".json", ".jsonl", ".ndjson"): "not JSON; read it by pandas.read_json(FILE, lines=True, "
+    "chunksize=100_000, dtype=False) and give the frames to recsys.datasets.write_store",
     (".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz"): "plain, .gz or .zst; unpack it",
 }
 _BATCH_ROWS = 65_536

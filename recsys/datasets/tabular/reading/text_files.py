@@ -64,7 +64,7 @@ class TextFile:
         with self._reading_faults():
             self._require_utf8()
             with self._records() as records:
-                header = next(records, None)
+                header = next(filter(None, records), None)  # empty lines are left out
         if not header:
             raise DatasetFormatError(f"{path} must begin with a line of column names, is empty")
         try:

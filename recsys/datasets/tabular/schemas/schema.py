@@ -315,7 +315,9 @@ def check_delimiter(delimiter: str, quote: str) -> None:
     """
     for name, value in (("delimiter", delimiter), ("quote", quote)):
         if len(value) > 1 or not value.isascii() or value in ("\n", "\r", "\0"):
-            raise ConfigError(f"{name} must be one character of ASCII, got {value!r}")
+            is_long = name == "delimiter" and len(value) > 1
+            way_out = "; replace it in the file by a tab" if is_long else ""
+            raise ConfigError(f"{name} must be one character of ASCII, got {value!r}{way_out}")
     if quote and quote in (delimiter or ",\t"):
         raise ConfigError(f"quote must differ from the delimiter, got {quote!r}")
 
