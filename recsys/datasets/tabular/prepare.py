@@ -203,7 +203,8 @@ def write_table(
 
     Raises:
         AlreadyExists: `store` exists.
-        ConfigError: the schema has no categorical, multi or sequence column.
+        ConfigError: the schema has no categorical, multi or sequence column, or more columns than
+            the process may open files.
         DatasetFormatError: the rows break the schema, or there is no row, or none for training.
         StoreError: `like` is damaged.
     """

@@ -9,6 +9,7 @@ Each array has a file of its own in a temporary folder:
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from contextlib import ExitStack, suppress
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +57,9 @@ class Spool:
 
     Attributes:
         num_rows: Rows appended so far.
+
+    Raises:
+        ConfigError: the process may not have as many open files.
     """
 
     def __init__(
@@ -70,8 +75,14 @@ class Spool:
             for name in self._dtypes:
                 for path in self._paths_of(name):
                     self._files[path] = path.open("wb")
-        except BaseException:
+        except BaseException as error:
             self.remove()
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                num_files = len(self._dtypes) + len(self._bags)
+                raise ConfigError(
+                    f"the columns of this table take {num_files:,} open files, more than this "
+                    f"process may have; raise the limit by `ulimit -n {2 * num_files}`",
+                ) from error
             raise
 
     def append(self, num_rows: int, columns: Columns) -> None:
