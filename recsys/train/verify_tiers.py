@@ -81,7 +81,7 @@ def verify_budgets(
             "file", rows are in a temporary folder, under `cold_path` if that is given.
         budgets: Names from `BUDGETS`, or sizes like "256MiB". "floor" is the least that these
             mini-batches and the plan need; "half" and "everything" are shares of the bytes of rows
-            and state.
+            and state, "half" not below the floor.
         max_steps: The most steps of a run, at least 1; None for one epoch.
 
     Raises:
@@ -107,7 +107,7 @@ def verify_budgets(
         )
     set_num_threads(config.num_threads)
     source = open_source(config)
-    sizes = {name: _budget_bytes(config, source, name, max_steps) for name in budgets}
+    sizes = _budget_sizes(config, source, budgets, max_steps)
     resident = replace(
         config, budget="", plan="", cold_tier="host", cold_path="", schedule=ScheduleConfig()
     )
@@ -192,16 +192,22 @@ class _Run:
         return found
 
 
-def _budget_bytes(
-    config: TrainConfig, source: SampleSource, name: str, max_steps: int | None
-) -> int:
+def _budget_sizes(
+    config: TrainConfig, source: SampleSource, names: Sequence[str], max_steps: int | None
+) -> dict[str, int]:
+    """The bytes of each budget."""
     needs = MemoryNeeds(config, source)
-    if name == "half":
-        return needs.everything // 2
-    if name == "everything":
-        return needs.everything
-    if name not in BUDGETS:
-        return parse_bytes(name, "budget")
+    sizes = {"everything": needs.everything}
+    if {"floor", "twice-floor", "half"} & {*names}:
+        floor = _floor(needs, config, source, max_steps)
+        sizes |= {"floor": floor, "twice-floor": 2 * floor}
+        sizes["half"] = max(floor, needs.everything // 2)
+    return {name: sizes.get(name) or parse_bytes(name, "budget") for name in names}
+
+
+def _floor(
+    needs: MemoryNeeds, config: TrainConfig, source: SampleSource, max_steps: int | None
+) -> int:
     slots: dict[int, int] = {}  # the most that a mini-batch needs, by dim
     for batch in islice(build_loader(config, source, None), max_steps):
         for dim, count in needs.slots(needs.num_distinct(batch)).items():
@@ -209,4 +215,4 @@ def _budget_bytes(
     floor = needs.floor(slots)
     if config.plan:  # a plan leaves room for mini-batches that it does not know
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)
-    return floor if name == "floor" else 2 * floor
+    return floor

@@ -82,6 +82,13 @@ def test_a_budget_below_the_floor_is_refused_naming_the_floor(small_config):
         verify_budgets(small_config(TABLES), [str(floor - 24)], 3)
 
 
+def test_half_of_tables_that_one_mini_batch_looks_up_whole_is_the_floor(small_config):
+    floor, half = verify_budgets(small_config("synthetic.table_sizes=[40]"), ["floor", "half"], 2)
+
+    assert half.ok
+    assert half.budget_bytes == floor.budget_bytes
+
+
 def test_other_providers_have_no_tiers_to_verify(small_config):
     with pytest.raises(ConfigError, match="got 'torch'"):
         verify_budgets(small_config("embeddings=torch"))

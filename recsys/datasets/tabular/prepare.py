@@ -15,6 +15,7 @@ import shutil
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ from recsys.datasets.tabular.store_parts.training_part import learn_rows
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
@@ -132,15 +133,9 @@ def prepare_table(
         way_out = f"store {known.path} was made of files with it; add it, or name other files"
         optional = () if split else columns_for_split(schema)
         table = TableFiles(files, schema, optional=optional, way_out=way_out)
-    with tqdm(
-        desc="prepare",
-        unit=" rows",
-        unit_scale=True,
-        disable=not show_progress,
-        mininterval=0.1 if sys.stderr.isatty() else 10,  # few lines if stderr is a log file
-    ) as progress:
+    with closing(_counted(table.batches(), show_progress)) as batches:
         return write_table(
-            _counted(table.batches(), progress),
+            batches,
             schema,
             Path(store),
             sources=lambda: [source.as_dict() for source in table.sources],
@@ -249,10 +244,18 @@ def write_table(
         return _write(rows, numbers, writer, sources(), rules, like, place)
 
 
-def _counted(batches: Iterator[pa.RecordBatch], progress: tqdm[None]) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        yield batch
-        progress.update(batch.num_rows)
+def _counted(batches: Iterator[pa.RecordBatch], show: bool) -> Generator[pa.RecordBatch]:
+    """The same batches; draws a progress bar meanwhile, so no warning stands in its line."""
+    with tqdm(
+        desc="prepare",
+        unit=" rows",
+        unit_scale=True,
+        disable=not show,
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # few lines if stderr is a log file
+    ) as progress:
+        for batch in batches:
+            yield batch
+            progress.update(batch.num_rows)
 
 
 def _fill(spool: Spool, encoder: RowEncoder, batches: Iterator[pa.RecordBatch]) -> None:
