@@ -56,7 +56,7 @@ def reference(text):
 @given(text=st.text('"""a,\r\n', max_size=30), sizes=st.lists(st.integers(1, 9), min_size=30))
 def test_quotes_are_followed_through_blocks_of_any_size(text, sizes):
     check = QuoteCheck(io.BytesIO(text.encode()), ",", '"')
-    for size in [*sizes, -1, -1]:  # the last one finds the end
+    for size in [*sizes, -1, -1, -1]:  # the last one finds the end
         check.read(size)
     assert (check.opened, check.fault, check.is_unclosed) == reference(text.encode())
 
@@ -108,6 +108,14 @@ def test_a_quote_that_is_not_closed_in_a_block_is_named_by_its_line(tmp_path, mo
     path = write(tmp_path, *["0,plain"] * 20, '1,"red', *["0,plain"] * 20_000)
     with pytest.raises(DatasetFormatError, match=r"a\.csv, line 22: .* never closed"):
         texts_of(path)
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_line_breaks_in_quotes_may_lie_on_the_border_of_blocks(tmp_path, monkeypatch, shift):
+    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 32)
+    texts = ["a" * shift, *["b\r\nc", "\r\n\r\n", "d\r"] * 20]
+    path = write(tmp_path, *[f'0,"{text}"' for text in texts], end="\r\n")
+    assert texts_of(path) == [text or None for text in texts]
 
 
 def test_quotes_that_are_values_stay(tmp_path):

@@ -50,6 +50,7 @@ class QuoteCheck:
         self._state = _FIELD_START
         self._num_bytes = 0
         self._is_ended = False
+        self._held = b""
 
     @property
     def is_open(self) -> bool:
@@ -62,8 +63,15 @@ class QuoteCheck:
         return self._is_ended and self.is_open
 
     def read(self, size: int = -1) -> bytes:
-        """Read the next bytes, and check them."""
-        data: bytes = self._stream.read(size)
+        """Read the next bytes, and check them.
+
+        A carriage return that would end them waits for the next call, unless it is alone: Arrow
+        drops a line feed that begins a block after one, also from a value in quotes.
+        """
+        held, self._held = self._held, b""
+        data: bytes = held + self._stream.read(size - len(held) if size > 0 else size)
+        if data.endswith(b"\r") and len(data) > 1:
+            data, self._held = data[:-1], b"\r"
         if data and self._quote and self.fault < 0:
             self._follow(data)
         self._num_bytes += len(data)
