@@ -170,3 +170,15 @@ def test_text_that_pandas_reads_as_integers_in_some_chunks_is_refused(tmp_path):
         write_store(chunks, schema, tmp_path / "store")
     with pd.read_csv(file, chunksize=1, dtype={"site": str}) as chunks:
         assert write_store(chunks, schema, tmp_path / "store").num_rows == len(rows)
+
+
+def test_groups_in_floats_are_integers_as_categorical_ones_are(tmp_path):
+    schema = Schema.from_dict(SCHEMA.as_dict() | {"group": "session"})
+
+    for name, dtype in (("a", "int64"), ("b", "float64")):
+        sessions = pd.Series([7, 7, 1, 7, 3], dtype=dtype)
+        write_store(FRAME.assign(session=sessions), schema, tmp_path / name)
+
+    assert Store(tmp_path / "a").fingerprint == Store(tmp_path / "b").fingerprint
+    with pytest.raises(DatasetFormatError, match=r"row 0 .*'session': must be a signed integer"):
+        write_store(FRAME.assign(session=[1.5, 1, 1, 2, 2]), schema, tmp_path / "c")

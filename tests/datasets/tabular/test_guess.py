@@ -396,3 +396,21 @@ def test_a_column_of_nan_is_empty(tmp_path):
     columns = {"label": [0, 1, 1], "c": ["a", "b", "b"], "x": ["nan", "NaN", "nan"]}
     guess = guess_schema([write_csv(tmp_path, columns)])
     assert guess.reasons["x"] == "empty in these rows"
+
+
+def test_a_table_without_a_feature_is_refused_with_the_reasons(tmp_path):
+    (tmp_path / "a.csv").write_text("click,x,y\n" + "0,same,\n" * 2)
+
+    with pytest.raises(ConfigError, match=r"a\.csv: no column can be a feature .*'x': one value"):
+        guess_schema([tmp_path / "a.csv"])
+
+
+def test_a_column_has_one_role_of_label_timestamp_and_group(tmp_path):
+    (tmp_path / "a.csv").write_text(
+        "user_id,c,d\n" + "".join(f"2024-01-0{row % 2 + 1},{row % 3},{row}\n" for row in range(9))
+    )
+
+    guess = guess_schema([tmp_path / "a.csv"], label="c")
+
+    assert guess.schema.timestamp == "user_id"
+    assert guess.schema.group == ""

@@ -259,6 +259,7 @@ class _Draft:
         if weight is not None:
             self._take("weight", weight, "by its name")
         self._take_timestamp([each for each in facts.values() if not self.reasons[each.name]])
+        facts = {name: each for name, each in facts.items() if not self.reasons[name]}
         session = _first(facts, _SESSIONS, _is_id)
         user = _first(facts, _USERS, _is_id)
         if session is not None:
@@ -361,6 +362,9 @@ class _Draft:
             table: The rows that were looked at.
         """
         tree, categorical = self.tree, self.tree.get("categorical", {})
+        if not tree.keys() & {"dense", "categorical", "multi", "sequence"}:
+            why = ", ".join(f"{name!r}: {reason}" for name, reason in self.reasons.items())
+            raise ConfigError(f"{path}: no column can be a feature ({why}); add columns")
         if "label" not in tree:
             item = next((name for name in categorical if plain_name(name) in _ITEMS), "")
             if "group" not in tree or not item:

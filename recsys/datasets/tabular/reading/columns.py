@@ -145,8 +145,8 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         return _weight(array)
     if name == schema.group:
         # Unsigned integers, such as hashes, may be too large for `_integers`.
-        is_signed = _is_integer(array.type) and not pa.types.is_uint64(array.type)
-        array = _integers(array) if is_signed else _strings(array)
+        is_number = _is_integer(array.type) or pa.types.is_floating(array.type)
+        array = (_integers if is_number and not pa.types.is_uint64(array.type) else _strings)(array)
         _require_valid(array, _GROUP_WAY_OUT)
         return array
     if pa.types.is_boolean(array.type):
