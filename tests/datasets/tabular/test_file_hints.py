@@ -226,3 +226,14 @@ def test_empty_lines_may_stand_above_the_names(tmp_path):
     assert read(path, positive=">= 1") == [[{"c": "u", "y": 1}, {"c": "v", "y": 1}]]
     with pytest.raises(DatasetFormatError, match=r"a\.csv, line 6, column 'y'"):
         read(path)
+
+
+def test_a_file_and_its_compressed_copy_are_not_read_together(tmp_path):
+    text = b"c,y\nu,1\n"
+    (tmp_path / "a.csv").write_bytes(text)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text))
+    with pytest.raises(ConfigError, match=r"a\.csv\.gz and .*a\.csv must be two tables, .* leave"):
+        read(tmp_path)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "a.csv.gz").rename(tmp_path / "more" / "a.csv.gz")
+    assert len(read(tmp_path)) == 2

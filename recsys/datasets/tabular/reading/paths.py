@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recsys._support.files import listed_files, require_files
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +15,7 @@ __all__ = ["find_files", "kind_of"]
 
 _TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
+_COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -24,7 +26,8 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder has no table in it.
-        ConfigError: `paths` is no list, or empty, or two paths lead to the same file.
+        ConfigError: `paths` is no list, or empty, or two paths lead to the same file, or to one and
+            its compressed copy.
     """
     files: list[Path] = []
     for path in listed_files("files", paths):
@@ -42,6 +45,14 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
             )
         files += inside
     require_files("table", files)
+    seen: dict[Path, Path] = {}
+    for file in files:
+        plain = file.with_suffix("") if file.suffix.lower() in _COMPRESSED_SUFFIXES else file
+        if seen.setdefault(plain, file) is not file:
+            raise ConfigError(
+                f"{file} and {seen[plain]} must be two tables, but one is named like a compressed "
+                "copy of the other; leave one out, or rename it"
+            )
     return files
 
 
@@ -50,7 +61,7 @@ def kind_of(path: Path) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _PARQUET_SUFFIXES:
         return "parquet"
-    if suffixes and suffixes[-1] in (".gz", ".zst"):
+    if suffixes and suffixes[-1] in _COMPRESSED_SUFFIXES:
         suffixes.pop()
     return "text" if suffixes and suffixes[-1] in _TEXT_SUFFIXES else ""
 
