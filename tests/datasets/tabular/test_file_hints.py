@@ -237,3 +237,11 @@ def test_a_file_and_its_compressed_copy_are_not_read_together(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "a.csv.gz").rename(tmp_path / "more" / "a.csv.gz")
     assert len(read(tmp_path)) == 2
+
+
+def test_a_column_in_the_name_of_a_folder_is_told_to_be_in_the_file(tmp_path):
+    folder = tmp_path / "c=u"
+    folder.mkdir()
+    (folder / "a.csv").write_text("d,y\nu,1\n")
+    with pytest.raises(DatasetFormatError, match=r"must have column 'c', .*; names of folders are"):
+        read(tmp_path)

@@ -319,6 +319,8 @@ def _check_columns(
     for name in columns:
         if name not in file.column_names:
             hint = _hint_of_delimiter(file)
+            if any(part.startswith(f"{name}=") for part in file.path.parts):
+                hint = "names of folders are not read: write it into the files"
             if not hint and isinstance(file, TextFile) and not {*columns} & {*file.column_names}:
                 hint = "if its first line is not the names of its columns, add one that is"
             if not hint:
