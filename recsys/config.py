@@ -391,7 +391,7 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            tree = parse_toml(file.read_text(encoding="utf-8"))
+            tree = parse_toml(file.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise ConfigError(f"{file} is not TOML: {error}") from error
         except OSError as error:

@@ -244,6 +244,13 @@ def test_learning_rates_rise_and_fall_as_told(settings, expected):
     assert schedule.is_constant == (not settings)
 
 
+def test_a_file_may_begin_with_the_mark_of_utf_8(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("seed = 3", encoding="utf-8-sig")  # as editors on Windows write it
+
+    assert load_config(file).seed == 3
+
+
 def test_a_file_that_is_no_toml_is_named(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("seed = ")

@@ -40,6 +40,10 @@ STAGE_COLORS = {
 }
 _DARK = ("backward", "update", "prefetch_wait", "skip")  # their labels are white
 _LEAST_LABELLED = 0.06  # of the bar; a label does not fit in less
+_LEGEND_COLUMNS = 3
+# Letters in a line of a variation's name: in one of these columns, and beside the bars of stages.
+_LETTERS_OF_LEGEND, _LETTERS_OF_BARS = 32, 40
+_LINE_INCHES = 0.17  # height of a line of letters
 # Keys in which variations may differ that are compared by speed and memory.
 _TIER_KEYS = ("budget", "plan", "cold_tier", "cold_path", "schedule", "seed")
 _SIZE_KEYS = ("budget", "plan")
@@ -74,7 +78,8 @@ def draw_quality(
 
     styles = curves.line_styles(by_variation)
     with curves.picture_style():
-        num_legend_lines = -(-len(styles) // 3)
+        names = [curves.in_lines(name, _LETTERS_OF_LEGEND) for name in styles]
+        num_legend_lines = -(-len(names) // _LEGEND_COLUMNS) * max(map(_num_lines, names))
         figure = Figure(figsize=(9, 4 + 0.2 * num_legend_lines), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
         for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
@@ -101,7 +106,7 @@ def draw_quality(
         axes[0].set_ylabel(f"{split} AUC")
         # With explicit labels: matplotlib skips artists whose labels begin with _.
         handles = [Line2D([], [], **style) for style in styles.values()]
-        figure.legend(handles, list(styles), loc="outside lower center", ncols=3)
+        figure.legend(handles, names, loc="outside lower center", ncols=_LEGEND_COLUMNS)
         return curves.as_png(figure)
 
 
@@ -221,7 +226,9 @@ def draw_stages(record: Mapping[str, Any]) -> bytes | None:
         if any(found.get(stage) for found in shares.values())
     ]
     with curves.picture_style():
-        figure = Figure(figsize=(9, 1.2 + 0.32 * len(shares)), layout="constrained")
+        names = [curves.in_lines(name, _LETTERS_OF_BARS) for name in shares]
+        bar_inches = max(0.32, _LINE_INCHES * max(map(_num_lines, names)))
+        figure = Figure(figsize=(9, 1.2 + bar_inches * len(names)), layout="constrained")
         axis = figure.subplots()
         for row, found in enumerate(shares.values()):
             begin = 0.0
@@ -240,7 +247,7 @@ def draw_stages(record: Mapping[str, Any]) -> bytes | None:
                         fontsize=7,
                     )
                 begin += share
-        axis.set_yticks(range(len(shares)), list(shares))
+        axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
         axis.set_xlim(0, 1)
         axis.xaxis.set_major_formatter(PercentFormatter(1))
@@ -250,6 +257,10 @@ def draw_stages(record: Mapping[str, Any]) -> bytes | None:
         titles = [stage_title(stage) for stage in stages]
         figure.legend(handles, titles, loc="outside lower center", ncols=8)
         return curves.as_png(figure)
+
+
+def _num_lines(text: str) -> int:
+    return 1 + text.count("\n")
 
 
 def _without(cell: Mapping[str, Any], keys: Sequence[str]) -> str:

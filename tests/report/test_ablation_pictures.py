@@ -12,7 +12,7 @@ from recsys.report.ablation_pictures import (
     memory_points,
     stage_shares,
 )
-from recsys.train.run_files.curves import COLORS
+from recsys.train.run_files.curves import COLORS, draw_shares
 from tests.report.test_paired import cell_of
 
 TABLE_BYTES = 1000 * 16 * 4 * 2  # adagrad keeps a number beside each of the row
@@ -249,6 +249,39 @@ def test_a_bar_of_stages_is_the_time_of_all_seeds_without_evaluation(figures):
     assert [text.get_text() for text in axis.texts] == ["20%", "80%", "100%"]
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert legend == ["load", "forward"]  # without the stage that no variation has
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"optimizer.name=adagrad,optimizer.lr={lr},schedule.name=lookahead" for lr in (1, 2, 3)],
+        ["long" * 50, "b"],
+    ],
+)
+def test_long_names_are_whole_in_the_pictures_and_leave_them_room(figures, names):
+    draw_quality([run_of(name) for name in names], "test")
+    cells = [cell_of(name, 0) for name in names]
+    for cell in cells:
+        cell["run"]["stalls"] = {"forward_seconds": 1.0}
+    draw_stages(record_of(cells))
+    draw_shares({name: [(0.5, 1.0, 0.9, 1.1)] for name in names})
+
+    for figure in figures:
+        figure.draw_without_rendering()  # a warning, as of axes without room, is an error
+        axis = figure.axes[0]
+        legend = (figure.legends or [axis.get_legend()])[0]
+        texts = [*legend.get_texts(), *axis.get_yticklabels()]
+        ends = [text.get_window_extent() for text in texts]
+        assert min(each.x0 for each in ends) >= 0
+        assert max(each.x1 for each in ends) <= figure.bbox.x1
+        assert axis.bbox.width > figure.bbox.width / 3
+    quality, stages, shares = figures
+    for text, name in zip(quality.legends[0].get_texts(), names, strict=True):
+        assert "".join(text.get_text().split()) == name
+    for text, name in zip(stages.axes[0].get_yticklabels(), names, strict=True):
+        assert "".join(text.get_text().split()) == name
+    for text, name in zip(shares.axes[0].get_legend().get_texts(), names, strict=True):
+        assert "".join(text.get_text().split()) == name
 
 
 def test_every_stage_has_a_colour_of_its_own():

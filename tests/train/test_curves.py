@@ -187,6 +187,20 @@ def test_a_run_of_one_report_is_drawn_whole(figures):
     assert low < 1.2
     assert high > 2.8
     assert figures[0].axes[0].get_title(loc="left") == ""
+    _, training, _ = figures[0].axes[0].lines
+    assert training.get_marker() == "o"  # a line of one point has no length
+
+
+def test_a_run_that_ended_in_a_loss_that_is_not_finite_has_a_picture(figures):
+    history = [
+        {"num_samples": step, "train_loss": loss, "train_auc": None}
+        for step, loss in enumerate([0.7, 0.6, None])  # as a run on a GPU leaves it
+    ]
+
+    draw_run(history, "test")
+
+    low, high = figures[0].axes[0].get_ylim()
+    assert low < 0.6 < 0.7 < high
 
 
 def test_reports_that_jump_are_drawn_as_their_mean(figures):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ __all__ = [
     "draw_run",
     "draw_shares",
     "draw_timeline",
+    "in_lines",
     "line_styles",
     "picture_style",
     "plot_curves",
@@ -43,6 +45,7 @@ _DASHES = ("-", "--", ":", "-.")
 _STEPS_SHOWN = 10
 _HIDDEN = 10  # a tenth of the losses may lie above the picture
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
+_LETTERS_OF_SHARES = 50  # of a line in the legend of `draw_shares`
 
 
 def plot_curves(folder: RunFolder) -> None:
@@ -86,6 +89,8 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
                 _smoothed(reports),
                 color=COLORS[0],
                 label="training (before each update), smoothed",
+                marker="o" if len(reports) == 1 else "",  # no line leads to a single report
+                markersize=3,
             )
             axis.plot(
                 [entry["num_samples"] for entry in evaluated],
@@ -120,7 +125,8 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
         axis = figure.subplots()
         for name, points in curves.items():
             memory, speed, low, high = zip(*sorted(points), strict=True)
-            axis.plot(memory, speed, **styles[name], label=name, marker="o", markersize=3)
+            label = in_lines(name, _LETTERS_OF_SHARES)
+            axis.plot(memory, speed, **styles[name], label=label, marker="o", markersize=3)
             axis.fill_between(memory, low, high, color=styles[name]["color"], alpha=0.15)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xscale("log")
@@ -221,7 +227,7 @@ def count_samples(axis: Axes) -> None:
     axis.set_xlabel("samples")
 
 
-def _hide_first_losses(axis: Axes, reports: Sequence[float]) -> None:
+def _hide_first_losses(axis: Axes, reports: Sequence[float | None]) -> None:
     """End the vertical axis above all losses but those of the first tenth of the reports.
 
     A run may begin with a loss so large that the others have no height beside it. The title then
@@ -229,7 +235,7 @@ def _hide_first_losses(axis: Axes, reports: Sequence[float]) -> None:
     """
     rest = reports[len(reports) // _HIDDEN :]
     low, high = axis.dataLim.ymin, axis.dataLim.ymax
-    most = max([each for each in rest if np.isfinite(each)], default=high)
+    most = max([each for each in rest if each is not None], default=high)
     if low < most < (low + high) / 2:
         axis.set_ylim(low - 0.05 * (most - low), most + 0.1 * (most - low))
         axis.set_title(
@@ -273,6 +279,13 @@ def line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
         }
         for number, name in enumerate(names)
     }
+
+
+def in_lines(name: str, width: int) -> str:
+    """A name in lines of at most `width` letters, divided after commas where it has some."""
+    if len(name) <= width:
+        return name
+    return textwrap.fill(name.replace(",", ", "), width, break_on_hyphens=False)
 
 
 @contextmanager

@@ -342,6 +342,13 @@ def test_faults_of_a_file_begin_with_its_name(tmp_path):
         Schema.from_toml(path)
 
 
+def test_a_file_may_begin_with_the_mark_of_utf_8(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('label = "y"\n[dense.x]\n', encoding="utf-8-sig")
+
+    assert list(Schema.from_toml(path).dense) == ["x"]
+
+
 def test_a_schema_is_read_from_a_file_only(tmp_path):
     pipe = tmp_path / "a.toml"
     os.mkfifo(pipe)

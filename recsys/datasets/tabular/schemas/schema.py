@@ -168,7 +168,7 @@ class Schema:
         if Path(path).exists() and not Path(path).is_file():  # a pipe would block, a device not end
             raise ConfigError(f"schema {path} must be a file; name another")
         try:
-            tree = parse_toml(Path(path).read_text(encoding="utf-8"))
+            tree = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"schema {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
