@@ -51,6 +51,12 @@ def run(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     accept_any_text()
     try:
+        for name in ("json", "out"):
+            if str(getattr(options, name, "")) == "-":
+                raise ConfigError(
+                    f"--{name} must name a file, got '-', which is not the standard output here; "
+                    "name another"
+                )
         if getattr(options, "json", None) is not None:
             require_place(options.json)  # before work that can take an hour
         with plain_warnings(f"recsys {options.command}"):

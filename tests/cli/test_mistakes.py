@@ -41,6 +41,8 @@ MISTAKES = {
     "evaluate model --data clicks.csv": "for a model that is trained, by `recsys prepare table "
     "clicks.csv --like ITS_STORE --out STORE`",
     "evaluate full": "full has no model.safetensors",
+    "evaluate model --json -": "--json must name a file, got '-', which is not the standard output",
+    "predict model clicks.csv --out -": "--out must name a file, got '-'",
     "predict nosuch clicks.csv --out scores.parquet": "nosuch is not a run",
     "predict model nosuch.csv --out scores.parquet": "table input nosuch.csv must be a file",
     "export nosuch --to torchrec --out model.pt": "nosuch is not a run",
