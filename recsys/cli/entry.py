@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys.cli.help import COMMANDS, outline
@@ -27,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The process's exit status: 0 done, 2 bad input, 130 interrupted, 141 nothing reads the
         output.
     """
+    if sys.stderr is None:  # closed, as by 2>&-; what is told there goes nowhere
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # for the rest of the process
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] not in COMMANDS:
         parser, _ = outline()

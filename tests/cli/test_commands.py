@@ -484,6 +484,19 @@ def test_output_may_be_closed(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_errors_may_be_closed(small_settings, tmp_path):
+    settings = [f"'{each}'" for each in small_settings]
+    train = ["-m", "recsys", "train", "synthetic:criteo-kaggle", *settings]
+    command = " ".join([sys.executable, *train, "--run", str(tmp_path / "run")])
+
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {command} 2>&-"], stdout=subprocess.PIPE, text=True, check=False
+    )
+
+    assert ended.returncode == 0
+    assert ended.stdout.split()[:2] == ["test", "validation"]  # what is told there comes nowhere
+
+
 def test_another_pipe_that_breaks_is_an_error(monkeypatch, capsys):
     def fail(_):
         raise BrokenPipeError(errno.EPIPE, "the process of a cell ended")

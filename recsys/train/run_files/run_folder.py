@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from recsys._support.files import appearing_whole, as_argument, make_folders, require_place
+from recsys._support.files import (
+    appearing_whole,
+    as_argument,
+    describe_taken,
+    is_taken,
+    make_folders,
+    require_place,
+)
 from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
@@ -78,8 +85,8 @@ class RunFolder:
             AlreadyExists: the folder is not empty.
             ConfigError: it cannot be made, or not be written to.
         """
-        if path.exists() and not path.is_dir():
-            raise AlreadyExists(f"{path} is a file; choose a new folder with --run")
+        if is_taken(path) and not path.is_dir():
+            raise AlreadyExists(f"{describe_taken(path)}; choose a new folder with --run")
         if path.exists() and any(path.iterdir()):
             raise AlreadyExists(
                 f"run folder {path} is not empty; remove it or choose another with --run, "
