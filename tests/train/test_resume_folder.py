@@ -322,6 +322,18 @@ def test_other_files_among_the_rows_are_not_deleted(small_config, tmp_path, stop
     assert sorted(rows.iterdir()) == before
 
 
+def test_rows_in_files_of_a_run_in_the_current_folder_are_beside_it(
+    small_config, tmp_path, monkeypatch
+):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+
+    assert run(small_config(*TIERED, "cold_tier=file"), ".")["status"] == "finished"
+
+    assert Path("model.safetensors").is_file()
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.outside_ci
 def test_the_folder_of_rows_that_a_kill_left_is_removed(small_config, tmp_path, stop_at):
     config = small_config(*SETTINGS, *TIERED, "cold_tier=file")

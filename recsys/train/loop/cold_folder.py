@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
 
-__all__ = ["cold_folder", "cold_path", "remove_left_rows", "remove_own_folder"]
+__all__ = ["cold_folder", "cold_path", "own_folder", "remove_left_rows", "remove_own_folder"]
 
 _COMMAND = "recsys train"
 
@@ -60,7 +60,7 @@ def cold_path(config: TrainConfig, run_dir: Path) -> str:
                 "another, or delete it"
             )
         return config.cold_path
-    own = _own_folder(run_dir)
+    own = own_folder(run_dir)
     if own.exists():
         raise _exists(own)
     return str(own)
@@ -107,11 +107,13 @@ def remove_own_folder(run_dir: Path) -> None:
     Raises:
         ConfigError: a run is at work in it, which may not have made `run_dir` yet.
     """
-    own = _own_folder(run_dir)
+    own = own_folder(run_dir)
     if own.is_dir():
         with alone_in(own, _COMMAND):
             shutil.rmtree(own, ignore_errors=True)
 
 
-def _own_folder(run_dir: Path) -> Path:
-    return Path(f"{run_dir}.cold")
+def own_folder(run_dir: Path) -> Path:
+    """The folder for rows in files beside that of a run, which may be the current one."""
+    has_no_name = run_dir.name in ("", "..")
+    return Path(f"{run_dir.resolve() if has_no_name else run_dir}.cold")

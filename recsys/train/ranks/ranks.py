@@ -35,7 +35,7 @@ from recsys.errors import ConfigError, RecsysError, TrainingDiverged
 from recsys.pipeline.loss_and_output import explain_loss
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
-from recsys.train.loop.cold_folder import cold_folder
+from recsys.train.loop.cold_folder import cold_folder, own_folder
 from recsys.train.loop.resume import Reopened, reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.parts.build import build_loader
@@ -179,7 +179,7 @@ class Ranks(AbstractProcesses):
         elif config.cold_tier == "host" or config.cold_path:
             yield config.cold_path
         else:
-            yield f"{self._folder.path}.cold"
+            yield str(own_folder(self._folder.path))
 
     @contextmanager
     def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
