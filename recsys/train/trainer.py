@@ -112,7 +112,8 @@ def train(
     """
     require_config(config)
     with ExitStack() as stack:
-        processes = stack.enter_context(processes_of(Path(run_dir)))
+        # Code of the user's, such as a callback, may change the current folder.
+        processes = stack.enter_context(processes_of(Path(run_dir).absolute()))
         given = {"--resume": resume, "--checkpoint": checkpoint}
         processes.require_same(flat(describe_config(config)) | given)
         earlier = None

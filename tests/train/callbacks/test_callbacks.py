@@ -309,3 +309,20 @@ print({"tensorboard", "mlflow", "wandb"} & set(sys.modules))
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
     assert done.stdout == "set()\n"
+
+
+def test_a_callback_may_change_the_current_folder(small_config, tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    class Moves(Callback):
+        def on_start(self, run_dir, record):
+            monkeypatch.chdir(tmp_path / "other")
+
+    settings = "budget=4KiB", "cold_tier=file", "checkpoint.every_steps=4", "batch_size=8"
+    run(small_config("timeline_steps=3", *settings), "run", Moves())
+
+    assert record_of(tmp_path / "run")["status"] == "finished"
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert not list((tmp_path / "other").iterdir())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["other", "run"]
