@@ -164,6 +164,20 @@ def test_a_first_loss_that_is_far_above_the_others_is_not_in_the_picture(figures
     assert captions == ["first losses, up to 4, are cut off", ""]
 
 
+def test_evaluations_far_above_the_losses_of_training_are_in_the_picture(figures):
+    history = [
+        {"num_samples": step, "train_loss": 0.5 - 0.01 * step, "train_auc": 0.5}
+        for step in range(20)
+    ]
+    history.append({"num_samples": 20, "test": {"logloss": 1.5, "auc": None}})
+
+    draw_run(history, "test")
+
+    (axis, _) = figures[0].axes
+    assert axis.get_ylim()[1] > 1.5
+    assert axis.get_title(loc="left") == ""
+
+
 @pytest.mark.parametrize("losses", [[0.4792776506558009], [3.0] + 19 * [0.5]])
 def test_losses_that_are_equal_have_a_height_in_the_picture(figures, losses):
     history = [

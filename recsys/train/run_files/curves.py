@@ -101,7 +101,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
                 markersize=3,
             )
             if key == "logloss":
-                _hide_first_losses(axis, reports)
+                _hide_first_losses(axis, reports, [entry[split][key] for entry in evaluated])
             count_samples(axis)
             axis.set_ylabel(name)
             axis.legend()
@@ -227,13 +227,15 @@ def count_samples(axis: Axes) -> None:
     axis.set_xlabel("samples")
 
 
-def _hide_first_losses(axis: Axes, reports: Sequence[float | None]) -> None:
+def _hide_first_losses(
+    axis: Axes, reports: Sequence[float | None], evaluations: Sequence[float | None]
+) -> None:
     """End the vertical axis above all losses but those of the first tenth of the reports.
 
     A run may begin with a loss so large that the others have no height beside it. The title then
     says what is above the picture.
     """
-    rest = reports[len(reports) // _HIDDEN :]
+    rest = [*reports[len(reports) // _HIDDEN :], *evaluations]
     low, high = axis.dataLim.ymin, axis.dataLim.ymax
     most = max([each for each in rest if each is not None], default=high)
     if low < most < (low + high) / 2:
