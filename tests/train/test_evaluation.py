@@ -324,3 +324,24 @@ def test_a_model_that_returns_probabilities_is_told(number, is_told, recwarn):
     told = [str(each.message) for each in recwarn]
     assert [each for each in told if "forward ends with a sigmoid" in each] == told
     assert bool(told) == is_told
+
+
+class Noisy(torch.nn.Module):
+    """Adds noise to every prediction, in evaluation mode as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch):
+        return self.bias + torch.randn(len(batch.labels))
+
+
+def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_are():
+    source = SyntheticCriteo(num_samples=2000)
+    before = torch.get_rng_state()
+
+    found = evaluate_split(BatchTrain(Noisy()), source, "test", batch_size=64)
+
+    assert 0.3 < found.auc < 0.7
+    assert torch.equal(torch.get_rng_state(), before)

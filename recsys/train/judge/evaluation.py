@@ -315,11 +315,15 @@ def nonzero_counts(counts: Mapping[str, int]) -> dict[str, int]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients inside the `with` block."""
-    was_training = model.training
+    """Evaluation mode without gradients inside the `with` block.
+
+    After it, torch's random generators are as before, so training is the same whether or not the
+    model draws random numbers here.
+    """
+    was_training, device = model.training, device_of(model)
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         model.train(was_training)
