@@ -1,3 +1,4 @@
+import math
 import warnings
 from fractions import Fraction
 from unittest import mock
@@ -86,6 +87,15 @@ def test_huge_logits_give_finite_losses():
 
     assert found.logloss == pytest.approx(200.0)
     assert found.auc == 0.0
+
+
+@pytest.mark.parametrize("logit", [-80.0, -37.0, -20.0, 20.0, 80.0])
+def test_calibration_sums_predictions_of_any_size(logit):
+    labels = np.array([1.0, 0.0, 0.0, 0.0])
+
+    found = evaluate_logits(np.full(4, logit, np.float32), labels)
+
+    assert found.calibration == pytest.approx(4 / (1 + math.exp(-logit)), rel=1e-12, abs=0)
 
 
 def test_labels_that_agree_leave_open_what_has_no_meaning():

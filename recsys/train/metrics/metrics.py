@@ -137,8 +137,10 @@ class MetricsAccumulator:
             raise ValueError(f"metrics: {num_bad} of {len(logits)} logits are not finite")
         is_positive = are_positive("metrics", labels)
         wide = logits.astype(np.float64)
-        self._loss += float(np.sum(np.logaddexp(0, wide) - is_positive * wide))
-        self._prediction += float(np.sum(0.5 * (1 + np.tanh(wide / 2))))
+        softplus = np.logaddexp(0, wide)
+        self._loss += float(np.sum(softplus - is_positive * wide))
+        # The sigmoid of `wide`. Its other forms round small predictions, or overflow.
+        self._prediction += float(np.sum(np.exp(wide - softplus)))
         self._num_positive += int(np.count_nonzero(is_positive))
         self._num_right += int(np.count_nonzero((wide > 0) == is_positive))
         self.num_samples += len(logits)
