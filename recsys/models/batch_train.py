@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,7 +28,7 @@ class BatchTrain(nn.Module):
         (), logits (B,) and labels (B,).
 
     Raises:
-        ValueError: logits are of another shape.
+        ValueError: logits are of another shape, or no tensor.
     """
 
     uses_sample_weights = True
@@ -39,12 +39,13 @@ class BatchTrain(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports."""
-        logits: Tensor = self.model(batch)
+        logits: Any = self.model(batch)
         num_samples = len(batch.labels)
-        if tuple(logits.shape) not in ((num_samples,), (num_samples, 1)):
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if found not in ((num_samples,), (num_samples, 1)):
             raise ValueError(
                 f"{type(self.model).__name__}: forward must return logits of shape "
-                f"({num_samples},) or ({num_samples}, 1), got {tuple(logits.shape)}"
+                f"({num_samples},) or ({num_samples}, 1), got {found}"
             )
         logits = logits.reshape(-1).float()
         loss = functional.binary_cross_entropy_with_logits(

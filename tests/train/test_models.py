@@ -260,6 +260,9 @@ def test_logits_of_another_shape_are_refused(table_store, tmp_path, monkeypatch)
 
     with pytest.raises(ValueError, match=r"Sum: forward must return logits of shape \(5,\) or"):
         model(source.read(np.arange(5)))
+    monkeypatch.setattr(model.model, "forward", lambda batch: (torch.ones(len(batch)),))
+    with pytest.raises(ValueError, match=r"Sum: forward must .* \(5,\) or \(5, 1\), got tuple$"):
+        model(source.read(np.arange(5)))
     sys.modules.pop("own_code", None)
 
 
