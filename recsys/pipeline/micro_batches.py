@@ -5,6 +5,7 @@ Letters: B samples in the mini-batch, M samples in a part.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -17,11 +18,11 @@ from recsys.batch import JaggedIds
 from recsys.pipeline.inputs import is_torchrec, items_of
 
 __all__ = [
+    "SampleShare",
     "concatenate",
     "count_samples",
     "join_outputs",
     "select_samples",
-    "share_of_whole",
     "sizes_in",
 ]
 
@@ -35,21 +36,44 @@ def count_samples(batch: Any) -> int | None:
     return next(sizes_in(batch), None)
 
 
-def share_of_whole(batch: Any, whole: int | None, size: int | None) -> float:
-    """The share of a whole mini-batch's samples that a mini-batch has, at most 1.
+class SampleShare:
+    """The share of a whole mini-batch's samples that each mini-batch has.
+
+    If the first mini-batch is a smaller one, and nothing but the shapes of its tensors says so, the
+    first number of a shape may be another one than that of samples; a warning says this.
 
     Args:
-        batch: The mini-batch.
-        whole: Samples of a whole one; None: every mini-batch counts as a whole one.
-        size: Samples of the mini-batch, if known; None to count them.
-
-    Raises:
-        ValueError: it has no `labels`, and no length is that of most tensors.
+        whole: Samples of a whole mini-batch; None: every mini-batch counts as a whole one.
     """
-    if whole is None:
-        return 1.0
-    size = _size_of(batch) if size is None else size
-    return min(1.0, (size or whole) / whole)
+
+    def __init__(self, whole: int | None) -> None:
+        self._whole = whole
+        self._is_first = True
+
+    def of(self, batch: Any, size: int | None) -> float:
+        """The share of a mini-batch, at most 1.
+
+        Args:
+            batch: The mini-batch.
+            size: Its samples, if known; None to count them.
+
+        Raises:
+            ValueError: it has no `labels`, and no length is that of most tensors.
+        """
+        if self._whole is None:
+            return 1.0
+        is_first, self._is_first = self._is_first, False
+        size = _size_of(batch) if size is None else size
+        share = min(1.0, (size or self._whole) / self._whole)
+        if is_first and share < 1 and _are_tensors_alone(batch):
+            warnings.warn(
+                f"batch_size={self._whole}: the first mini-batch counts as {size} samples, by the "
+                f"shapes of its tensors, so its loss is multiplied by {size}/{self._whole}; if it "
+                "has more, name its labels `labels`, or give mini-batches the methods __len__ and "
+                "select(samples)",
+                stacklevel=5,
+            )
+        return share
 
 
 def _size_of(batch: Any) -> int | None:
@@ -60,9 +84,8 @@ def _size_of(batch: Any) -> int | None:
     counted = Counter(sizes_in(batch)).most_common()
     if len(counted) < 2:
         return counted[0][0] if counted else None
-    is_mapping = isinstance(batch, Mapping)
-    labels = batch.get("labels") if is_mapping else getattr(batch, "labels", None)
-    if isinstance(labels, Tensor) and labels.dim():
+    labels = _labels_of(batch)
+    if labels is not None:
         return len(labels)
     (size, times), (_, times_of_next), *_ = counted
     if times > times_of_next:
@@ -72,6 +95,24 @@ def _size_of(batch: Any) -> int | None:
         f"have the lengths {[each for each, _ in counted]}; name the labels of a mini-batch "
         "`labels`, or give it the methods __len__ and select(samples)"
     )
+
+
+def _labels_of(batch: Any) -> Tensor | None:
+    """The labels (B, ...) of a mini-batch that names them."""
+    is_mapping = isinstance(batch, Mapping)
+    labels = batch.get("labels") if is_mapping else getattr(batch, "labels", None)
+    return labels if isinstance(labels, Tensor) and labels.dim() else None
+
+
+def _are_tensors_alone(value: Any, depth: int = 0) -> bool:
+    """Whether nothing in a mini-batch but shapes of tensors tells its number of samples."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, JaggedIds) or is_torchrec(value):
+        return False
+    if (hasattr(value, "select") and hasattr(value, "__len__")) or _labels_of(value) is not None:
+        return False
+    return all(_are_tensors_alone(part, depth + 1) for part in items_of(value, depth))
 
 
 def sizes_in(value: Any, depth: int = 0) -> Iterator[int]:

@@ -28,7 +28,7 @@ from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel, cancel_left
 from recsys.pipeline.loss_and_output import explain_loss, require_loss_and_output
-from recsys.pipeline.micro_batches import join_outputs, share_of_whole
+from recsys.pipeline.micro_batches import SampleShare, join_outputs
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential, no_effect
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
@@ -137,7 +137,7 @@ class TrainPipeline:
         self._device = None if device is None else torch.device(device)
         self._inputs = Inputs(model, ids)
         self._optimizers = optimizers_to_step(model, optimizer)
-        self._batch_size = batch_size
+        self._share = SampleShare(batch_size)
         self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
@@ -380,7 +380,7 @@ class TrainPipeline:
                 self._look_ahead(current, window)
         parts = self._split(current)
         size = None if current.refilled is None else current.refilled.size
-        weight = share_of_whole(current.batch, self._batch_size, size)
+        weight = self._share.of(current.batch, size)
         if parts:
             loss, output = self._train_on_parts(parts, weight)
         else:

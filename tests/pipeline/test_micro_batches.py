@@ -9,11 +9,11 @@ import torch
 
 from recsys.batch import Batch, JaggedIds
 from recsys.pipeline.micro_batches import (
+    SampleShare,
     concatenate,
     count_samples,
     join_outputs,
     select_samples,
-    share_of_whole,
 )
 
 Pair = namedtuple("Pair", "ids labels")
@@ -171,6 +171,7 @@ class SizedBags(Bags):
         raise NotImplementedError
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=6. the first mini-batch")
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
@@ -186,15 +187,33 @@ class SizedBags(Bags):
     ids=repr,
 )
 def test_a_share_is_of_the_samples_where_values_of_bags_come_first(batch, size):
-    assert share_of_whole(batch, 6, None) == size / 6
+    assert SampleShare(6).of(batch, None) == size / 6
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.ones(3, 6, 2), (torch.ones(3, 6), torch.ones(3, 6), LABELS)]
+)
+def test_a_first_mini_batch_that_may_be_counted_by_another_number_is_warned_of(batch):
+    share = SampleShare(6)
+
+    with pytest.warns(UserWarning, match=r"batch_size=6: the first .* 3 samples, .* by 3/6; if it"):
+        assert share.of(batch, None) == 0.5
+    assert share.of(batch, None) == 0.5
+
+
+def test_a_smaller_mini_batch_after_a_whole_one_is_not_warned_of():
+    share = SampleShare(6)
+
+    assert share.of(torch.ones(6, 2), None) == 1
+    assert share.of(torch.ones(3, 2), None) == 0.5
 
 
 def test_samples_that_cannot_be_counted_are_named():
     batch = (VALUES, torch.tensor([0, 5, 6, 8]), LABELS)
 
     with pytest.raises(ValueError, match=r"samples a tuple has .* \[8, 4, 3\]; name the labels"):
-        share_of_whole(batch, 6, None)
-    assert share_of_whole(batch, None, None) == 1
+        SampleShare(6).of(batch, None)
+    assert SampleShare(None).of(batch, None) == 1
 
 
 def test_outputs_come_in_the_order_of_the_samples():
