@@ -88,6 +88,7 @@ class PopularSplit:
         self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
         self.num_promoted = self.num_demoted = 0
         self.is_loss_a_sum: bool | None = None
+        self._has_warned_of_sizes = False
         self._never_splits = _warn_if_never_split(schedule, model)
         if not self._never_splits:
             _warn_of_layers(schedule, model)
@@ -113,6 +114,7 @@ class PopularSplit:
             return []
         sizes = {size for claim in claims for size in claim.batch_sizes()}
         if len(sizes) != 1:
+            self._warn_of_sizes(sizes)
             return []
         [batch_size] = sizes
         if self.num_steps == 1:  # raise in the first step, not after the learning steps
@@ -245,6 +247,17 @@ class PopularSplit:
             setattr(self, name, value)
         self.is_loss_a_sum = is_loss_a_sum
         self._num_rows.clear()  # the counts of the tiers are now those of the state
+
+    def _warn_of_sizes(self, sizes: set[int]) -> None:
+        if sizes and not self._has_warned_of_sizes:
+            self._has_warned_of_sizes = True
+            warnings.warn(
+                f"schedule={self._schedule} splits no mini-batch whose lookups have different "
+                f"numbers of bags, got {sorted(sizes)}: it is not known which bag belongs to which "
+                "sample; call modules with ids of B samples, such as (B, K) instead of (B * K,), "
+                "or use LookAhead, which fetches these rows ahead",
+                stacklevel=7,
+            )
 
     def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
         """Whether all rows have arrived, so that there is no fetch to hide.

@@ -571,6 +571,33 @@ def test_a_mini_batch_of_which_nothing_tells_all_ids_stays_whole():
     assert pipeline.popular_split.num_split == 0
 
 
+def test_lookups_of_different_numbers_of_bags_stay_whole_and_a_warning_says_so():
+    class Ranker(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.items = HotColdEmbeddingBag(
+                300, 4, mode="sum", optimizer=SGD(lr=0.02), budget=4500
+            )
+
+        def forward(self, batch):
+            liked, others = self.items(batch.ids[0]), self.items(batch.ids[1].reshape(-1, 1))
+            scores = (liked.unsqueeze(1) * others.view(len(liked), -1, 4)).sum((1, 2))
+            return scores.mean(), scores.detach()
+
+    batches = [make_batch((300, 300), seed, 0.3) for seed in range(8)]
+    pipeline = TrainPipeline(
+        Ranker(),
+        None,
+        schedule=HALVES,
+        ids=lambda batch: {"items": [batch.ids[0], batch.ids[1].reshape(-1, 1)]},
+    )
+
+    with pytest.warns(UserWarning, match=r"splits no .* numbers of bags, got \[6, 18\]") as caught:
+        assert len(list(pipeline.steps(batches))) == 8
+    assert len(caught) == 1
+    assert pipeline.popular_split.num_split == 0
+
+
 def test_what_cannot_be_split_is_told_in_the_first_step(small, tiered):
     tables, model, dense, _ = tiered()
     batch = in_turn(tables, [0, 1, 2, 3])
