@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.update.group_updater import GroupUpdater
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["names_of", "updaters_in"]
+__all__ = ["names_of", "require_all_tables", "updaters_in"]
 
 
 def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
@@ -48,6 +48,31 @@ def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
             )
         updaters[module.row_updater] = None
     return list(updaters)
+
+
+def require_all_tables(models: Sequence[nn.Module], groups: Sequence[GroupUpdater]) -> None:
+    """Check that the modules have all tables of some groups, whose rows would freeze together.
+
+    Raises:
+        ValueError: a table belongs to another module.
+    """
+    given = {
+        (id(group), number)
+        for _, module in table_modules_in(*models)
+        for group, number in module._places
+    }
+    missing = [
+        name
+        for each in groups
+        for number, name in enumerate(each.group.names)
+        if (id(each.group), number) not in given
+    ]
+    if missing:
+        raise ValueError(
+            f"freezes_rows=True would freeze rows of tables {missing}, too, which the optimizer of "
+            "the given modules updates, but which belong to others; give the whole model, or "
+            "accelerate it with an optimizer for each part (optimizer=[...])"
+        )
 
 
 def names_of(models: Sequence[nn.Module], groups: Sequence[GroupUpdater]) -> list[list[str]]:

@@ -35,7 +35,7 @@ from recsys.embeddings.staleness.sampled_inputs import (
     quantile,
 )
 from recsys.embeddings.staleness.settings import LEAD, Staleness
-from recsys.embeddings.staleness.tracked_tables import names_of, updaters_in
+from recsys.embeddings.staleness.tracked_tables import names_of, require_all_tables, updaters_in
 from recsys.embeddings.staleness.tracker_state import (
     group_state,
     inputs_state,
@@ -74,7 +74,8 @@ class StalenessTracker:
     `num_seen` raw samples are used up.
 
     Args:
-        modules: A model, or modules of it. All recsys modules in it need a recsys optimizer.
+        modules: A model, or modules of it. All recsys modules in it need a recsys optimizer. Other
+            tables of their optimizer are followed, too.
         staleness: The settings.
         share: The share of inputs all of whose rows are to be stale; see `share` below.
         freezes_rows: Whether steps leave out stale rows: no update, no write-back.
@@ -93,7 +94,7 @@ class StalenessTracker:
             use.
         ConfigError: `share` is not in [0, 1].
         ValueError: there is no recsys module, one has no recsys optimizer, or another tracker has
-            its rows.
+            its rows; or `freezes_rows` would freeze rows of modules that are not given.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class StalenessTracker:
                     f"tables {group.group.names} already have a StalenessTracker; close it first: "
                     "call its close(), or pipeline.skipping.close() if it is a TrainPipeline's"
                 )
+        if freezes_rows:
+            require_all_tables(models, self._groups)
         self._names = names_of(models, self._groups)
         reserve(updaters, staleness)
         self._updaters = updaters

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels import choice as kernel_choice
@@ -647,6 +648,17 @@ def test_a_table_that_is_not_trained_is_refused_by_name(small):
     with pytest.raises(ValueError, match=r"table 'fixed' is not trained \(requires_grad is False"):
         StalenessTracker(model)
     StalenessTracker(model["own"])
+
+
+def test_rows_of_modules_that_are_not_given_are_not_frozen():
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.EmbeddingBag(9, 4, mode="sum", sparse=True) for name in ("user", "item")}
+    )
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"would freeze rows of tables \['user'\], too"):
+        StalenessTracker(model["item"], freezes_rows=True)
+    StalenessTracker(model["item"]).close()
+    StalenessTracker([model["item"], model["user"]], freezes_rows=True).close()
 
 
 def test_rows_have_one_tracker(small):
