@@ -125,13 +125,16 @@ class ShuffleScheduler:
         """Continue where `state` was taken.
 
         Raises:
-            ConfigError: it is no state of a scheduler, or its rate is out of the bounds of `FAE`.
+            ConfigError: it is no state of a scheduler; or its rate is out of the bounds of `FAE`,
+                or differs from a fixed one.
         """
         found = SavedState("shuffle scheduler state", state, self.state_dict())
         fae, last_loss = self._fae, found["last_loss"]
         if last_loss is not None and type(last_loss) not in (int, float):
             raise found.error("last_loss", "a number or None")
         rate = found.number("rate", least=fae.min_rate, most=fae.max_rate)
+        if rate != fae.rate and not fae.is_adaptive:
+            raise found.error("rate", f"{fae.rate:g}, which FAE(is_adaptive=False) keeps")
         num_swaps = found.whole("num_swaps")
         num_falls = found.whole("num_falls", most=fae.patience - 1)
         self.rate, self.num_swaps, self._num_falls = rate, num_swaps, num_falls

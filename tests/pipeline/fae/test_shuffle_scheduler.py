@@ -85,6 +85,14 @@ def test_a_malformed_state_is_refused_by_name(change, message):
     assert scheduler.state_dict() == before
 
 
+def test_a_state_with_another_rate_than_a_fixed_one_is_refused():
+    state = ShuffleScheduler(FAE(rate=25, is_adaptive=False)).state_dict()
+
+    with pytest.raises(ConfigError, match=r"rate must be 50, which FAE\(is_adaptive=False\) keeps"):
+        ShuffleScheduler(FAE(rate=50, is_adaptive=False)).load_state_dict(state)
+    ShuffleScheduler(FAE(rate=50)).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("constants", "message"),
     [
