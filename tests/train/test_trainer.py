@@ -624,7 +624,7 @@ def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_p
 
     monkeypatch.setattr("safetensors.torch.save_file", fill_the_disk)
 
-    with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left"):
+    with pytest.raises(OSError, match=r"cannot be written: No space left.*; make room on"):
         run(small_config(), tmp_path / "run")
 
     assert not list((tmp_path / "run").glob("model*"))

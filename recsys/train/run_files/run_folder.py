@@ -268,7 +268,10 @@ class RunFolder:
             try:
                 save_file(state, partial, dict(tied))
             except SafetensorError as error:
-                raise OSError(f"{self.model_file} cannot be written: {error}") from error
+                raise OSError(
+                    f"{self.model_file} cannot be written: {error}; make room on the disk, and "
+                    "continue a run that has checkpoints with --resume"
+                ) from error
             # safetensors creates private files; give the model the mode of its configuration.
             partial.chmod(self.config_file.stat().st_mode)
 

@@ -107,6 +107,8 @@ def _sync_all() -> None:
         except Exception as error:  # the other updaters are still synced
             errors.append(error)
     if errors:
+        causes = "; ".join(map(str, errors))  # at the end of a process, Python prints no others
         raise ExceptionGroup(
-            "files of rows were not synced; they count as damaged, as after a crash", errors
+            f"files of rows were not synced ({causes}); they count as damaged, as after a crash",
+            errors,
         )

@@ -281,7 +281,7 @@ def test_the_end_of_a_process_tells_of_rows_that_could_not_be_written(tmp_path, 
 
     with monkeypatch.context() as patched:
         patched.setattr(type(bag.row_updater), "sync", fail)
-        with pytest.raises(ExceptionGroup, match="not synced"):
+        with pytest.raises(ExceptionGroup, match=r"not synced \(the disk is full\)"):
             last_sync._sync_all()
 
 
