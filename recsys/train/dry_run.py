@@ -57,6 +57,7 @@ class DryRun:
             and for other schedules.
         model_bytes: The tensors of the model file; 0 without one.
         checkpoint_bytes: Rows and state in a checkpoint; 0 without checkpoints.
+        buffer_bytes: Host memory for rows that wait to be written to checkpoints; 0 without them.
         free_bytes: Free disk at `run_dir`.
     """
 
@@ -69,6 +70,7 @@ class DryRun:
     ahead_bytes: int | None
     model_bytes: int
     checkpoint_bytes: int
+    buffer_bytes: int
     free_bytes: int
 
     def __str__(self) -> str:
@@ -93,12 +95,14 @@ class DryRun:
         if self.checkpoint_bytes:
             kept = _kept_bytes(self.checkpoint_bytes)
             updates = format_bytes(kept - self.checkpoint_bytes)
-            merging = format_bytes(kept + self.checkpoint_bytes)
+            merging = format_bytes(kept + 2 * self.checkpoint_bytes)
             note = (
                 f"on disk for rows and state: {format_bytes(self.checkpoint_bytes)}, and updates "
             )
             note += f"of up to {updates}; {merging} while they are merged; dense parts on top"
             lines.append(format_line("checkpoints", kept, note))
+            note = "of host memory, at most, for rows that wait to be written to checkpoints"
+            lines.append(format_line("  buffer", self.buffer_bytes, note))
         lines.append(format_line("free disk", self.free_bytes, f"at {existing(self.run_dir)}"))
         lines.append(f"the run would be in {self.run_dir}; nothing was written")
         return "\n".join(lines)
@@ -170,6 +174,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
         ahead_bytes=enough_bytes(config, source, 1 + depth) if has_ahead else None,
         model_bytes=model_bytes if config.save_model else 0,
         checkpoint_bytes=checkpoint_bytes,
+        buffer_bytes=config.checkpoint.buffer_bytes if checkpoint_bytes else 0,
         free_bytes=free,
     )
 
@@ -215,7 +220,7 @@ def _budget_line(name: str, num_bytes: int, note: str) -> str:
 
 def _kept_bytes(checkpoint_bytes: int) -> int:
     """Rows and state that checkpoints keep: all of them, and updates until these are merged."""
-    return checkpoint_bytes + max(checkpoint_bytes, BLOCK_BYTES)
+    return checkpoint_bytes + 2 * max(checkpoint_bytes, BLOCK_BYTES)
 
 
 def _disk_of(path: Path) -> int:

@@ -311,7 +311,7 @@ def test_a_disk_without_room_is_refused(small_config, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"takes at least .* beside the 37\.5 KiB of rows"):
         dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
     monkeypatch.undo()
-    set_free(sized.model_bytes + sized.checkpoint_bytes + 16 * 2**20 - 1)
+    set_free(sized.model_bytes + sized.checkpoint_bytes + 32 * 2**20 - 1)
     with pytest.warns(UserWarning, match=r"and checkpoints may take .* training goes on"):
         dry_run(small_config(TABLES), tmp_path / "run")
     monkeypatch.undo()
@@ -336,7 +336,8 @@ def test_the_command_prints_what_a_run_would_take_and_makes_no_folder(
     for name in ("fast memory (cpu)", "least budget", "enough budget", "host memory", "disk"):
         assert f"\n{name} " in printed
     assert "\nmodel file " in printed
-    assert "rows and state: 37.5 KiB, and updates of up to 16 MiB; 16.1 MiB while" in printed
+    assert "rows and state: 37.5 KiB, and updates of up to 32 MiB; 32.1 MiB while" in printed
+    assert re.search(r"\n  buffer +128 MiB  of host memory", printed)
     assert printed.endswith("; nothing was written\n")
     assert "the run would be in runs/20" in printed
     assert main([*command, "--dry-run", "--run", "mine", "--set", "save_model=false"]) == 0

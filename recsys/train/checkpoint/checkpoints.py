@@ -204,6 +204,8 @@ class Checkpoints:
             }
         )
         self._settle()
+        if self._last is not None and wants_merge(self._last, times=2):
+            self._writer.finish_merge()  # else the disk fills, if saves leave it no time
         self.prepare()
         if self._full is not None:
             # A row that is updated after the cut is not in the delta, so it must be copied by now.

@@ -265,14 +265,19 @@ class BackgroundWriter:
             write_manifest(self._folder, replace(other, pieces=(first, *rest), arrays=arrays))
 
 
-def wants_merge(manifest: Manifest) -> bool:
-    """Whether the deltas of a checkpoint are so large that a merge saves space and time."""
+def wants_merge(manifest: Manifest, times: int = 1) -> bool:
+    """Whether the deltas of a checkpoint are so large that a merge saves space and time.
+
+    Args:
+        manifest: The checkpoint.
+        times: How many times the bytes of all rows the deltas may have.
+    """
     # Only rows of tables count: the dense part is in every delta, and a merge does not save it.
     full, *deltas = (each.rows_of_tables(manifest.tables) for each in manifest.pieces)
     if full.number == manifest.number:  # the merged piece would have the name of the full one
         return False
     most = max(full.num_bytes, BLOCK_BYTES)  # small tables are not merged at every checkpoint
-    return sum(each.num_bytes for each in deltas) > most or len(deltas) > _MOST_DELTAS
+    return sum(each.num_bytes for each in deltas) > times * most or len(deltas) > _MOST_DELTAS
 
 
 def commit(folder: Path, manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +220,41 @@ def test_a_merge_that_ends_between_two_blocks_leaves_the_delta(tmp_path, monkeyp
     checkpoints.close()
 
     require_only_needed_files(tmp_path)
+
+
+def test_a_merge_that_gets_no_time_between_saves_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer.BLOCK_BYTES", 1)
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    merge_on, finish, may_merge = (
+        BackgroundWriter._continue_merge,
+        BackgroundWriter.finish_merge,
+        [],
+    )
+
+    def merge_if_waited_for(self):
+        return merge_on(self) if may_merge else time.sleep(0.001)
+
+    def wait(self):
+        may_merge.append(True)
+        finish(self)
+        may_merge.clear()
+
+    monkeypatch.setattr(BackgroundWriter, "_continue_merge", merge_if_waited_for)
+    monkeypatch.setattr(BackgroundWriter, "finish_merge", wait)
+    sizes = []
+    for number in range(12):
+        training.step(number)
+        for table in training.model.tables.embedding_bags.parameters():
+            with torch.no_grad():
+                table.mul_(2)  # so that each delta has every row
+        checkpoints.save()
+        checkpoints.wait()
+        sizes.append(sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")))
+    require_restores(training, tmp_path)
+    checkpoints.close()
+
+    assert max(sizes[4:]) < 6 * sizes[0]
 
 
 @pytest.mark.parametrize("place", ["manifest", "last", "after last"])
