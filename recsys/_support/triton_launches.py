@@ -1,9 +1,9 @@
 """Launches of Triton kernels that take little of the host's time.
 
 On every launch Triton binds the arguments by name, reads its settings from the environment, and
-compares the constants of the module with those of the compilation. That takes ten times as long as
-the launch. Here only the first launch with arguments of some kind goes through Triton; later ones
-call the kernel that Triton compiled for it.
+compares the constants of the module with those of the compilation. That takes the host about as
+long as the rest of the launch. Here only the first launch with arguments of some kind goes through
+Triton; later ones call the kernel that Triton compiled for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import driver
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["Launched", "launched"]
 
 _ALIGNMENT = 16  # what Triton asks of addresses and integers: bytes, or a divisor
-_INT32 = range(-(2**31), 2**31)
+_INT32 = 2**31  # what is at least as large takes 64 bits
 
 
 def launched(kernel: Any) -> Any:
     """A decorator of kernels that the host launches, above that of Triton.
 
-    Such a kernel takes its tensors and integers by position, then constants and options by name,
-    the constants after all other parameters. Its grid has one dimension. Settings of Triton that
-    change after a first launch have no effect on the next. In Triton's interpreter, the kernel
-    itself.
+    Such a kernel takes its tensors and signed integers of 64 bits by position, then constants and
+    options by name, the constants after all other parameters. Its grid has one dimension. Settings
+    of Triton that change after a first launch have no effect on the next.
+
+    The kernel itself in Triton's interpreter, and on ROCm, where Triton compiles another kernel for
+    tensors of less than 2 GiB.
     """
-    return Launched(kernel) if isinstance(kernel, triton.JITFunction) else kernel
+    is_launched = isinstance(kernel, triton.JITFunction) and torch.version.hip is None
+    return Launched(kernel) if is_launched else kernel
 
 
 class Launched:
@@ -70,4 +74,5 @@ def _kind_of(argument: Tensor | int | None) -> Hashable:
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if argument is None:
         return None
-    return argument == 1, argument % _ALIGNMENT == 0, argument in _INT32
+    is_short = -_INT32 <= argument < _INT32
+    return type(argument), argument == 1, argument % _ALIGNMENT == 0, is_short  # bool has one bit

@@ -11,6 +11,7 @@ Run in a process of its own, without TRITON_INTERPRET: Triton reads it when a ke
 """
 
 import json
+import signal
 import sys
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,8 @@ from triton.runtime import driver
 from recsys._support.triton_launches import Launched, launched
 
 KERNELS = Path(__file__).parents[1] / "embeddings/kernels/triton"
-INTEGERS = 0, 1, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40 + 16, -(2**31) - 1
+# The last one, as of an IntEnum, is not of the type int itself.
+INTEGERS = 0, 1, True, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40 + 16, -(2**31) - 1, signal.SIGTERM
 sys.path.insert(0, str(KERNELS))
 import compiling  # noqa: E402  # of the tests of Triton kernels
 

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+from recsys._support.triton_launches import Launched, launched  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +44,11 @@ def test_every_kernel_is_launched_with_the_arguments_that_triton_passes(launch_a
     assert pairs
     for by_triton, known in pairs:
         assert known == by_triton
+
+
+@pytest.mark.parametrize(("hip", "kind"), [(None, Launched), ("7.0", triton.JITFunction)])
+def test_on_rocm_every_launch_goes_through_triton(monkeypatch, hip, kind):
+    def kernel(source): ...
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert type(launched(triton.JITFunction(kernel))) is kind
