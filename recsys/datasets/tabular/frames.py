@@ -135,15 +135,15 @@ class _FrameBatches:
         pandas guesses the types of a CSV chunk by chunk. Its integers have lost leading zeros, so a
         value such as 007 would have another row in each kind of chunk.
         """
-        arrow = import_pyarrow()
+        types = import_pyarrow().types
         for column, rules in self._schema.categorical.items():
-            kind = batch.column(column).type
-            if arrow.types.is_dictionary(kind):
-                kind = kind.value_type
-            is_integer = arrow.types.is_integer(kind)
-            is_empty = arrow.types.is_null(kind) or arrow.types.is_floating(kind)  # or refused
-            if rules.values != "string" or is_empty:
+            values = batch.column(column)
+            if rules.values != "string" or values.null_count == len(values):
                 continue
+            kind = values.type.value_type if types.is_dictionary(values.type) else values.type
+            is_integer = types.is_integer(kind) or types.is_decimal(kind)
+            if not is_integer and (types.is_floating(kind) or types.is_boolean(kind)):
+                continue  # is refused
             was_integer, before = self._first_types.setdefault(column, (is_integer, place))
             if is_integer != was_integer:
                 mine, first = ("integers", "text") if is_integer else ("text", "integers")

@@ -1,4 +1,5 @@
 from datetime import timedelta, timezone
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -170,6 +171,23 @@ def test_text_that_pandas_reads_as_integers_in_some_chunks_is_refused(tmp_path):
         write_store(chunks, schema, tmp_path / "store")
     with pd.read_csv(file, chunksize=1, dtype={"site": str}) as chunks:
         assert write_store(chunks, schema, tmp_path / "store").num_rows == len(rows)
+
+
+def test_integers_and_text_are_told_apart_by_their_values(tmp_path):
+    schema = Schema.from_dict({"label": "click", "categorical": {"site": {}}})
+
+    def write(name, *columns):
+        frames = [pd.DataFrame({"click": [0, 1], "site": each}) for each in columns]
+        return write_store(frames, schema, tmp_path / name)
+
+    empty, whole = pd.Series([None, None], dtype="Int64"), [Decimal(7), Decimal(8)]
+    for name, other in (("text", ["a", "b"]), ("integers", [7, 8])):
+        assert write(name, other, empty).num_rows == 4
+    assert write("decimals", [7, 8], whole).num_rows == 4
+    with pytest.raises(DatasetFormatError, match=r"frame 1, .* integers here and text in frame 0"):
+        write("both", ["007", "b"], whole)
+    with pytest.raises(DatasetFormatError, match=r"frame 1, .*'site': must be text or integers"):
+        write("truth", [7, 8], [True, False])
 
 
 def test_groups_in_floats_are_integers_as_categorical_ones_are(tmp_path):
