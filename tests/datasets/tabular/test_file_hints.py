@@ -7,6 +7,7 @@ from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.guessing.guess import guess_schema
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.reading.paths import find_files
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
@@ -228,12 +229,15 @@ def test_empty_lines_may_stand_above_the_names(tmp_path):
         read(path)
 
 
-def test_a_file_and_its_compressed_copy_are_not_read_together(tmp_path):
+def test_a_file_and_its_compressed_copy_are_not_read_together(tmp_path, monkeypatch):
     text = b"c,y\nu,1\n"
     (tmp_path / "a.csv").write_bytes(text)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text))
     with pytest.raises(ConfigError, match=r"a\.csv\.gz and .*a\.csv must be two tables, .* leave"):
         read(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"a\.csv\.gz and .*a\.csv must be two tables"):
+        find_files(["a.csv", tmp_path / "a.csv.gz"])
     (tmp_path / "more").mkdir()
     (tmp_path / "a.csv.gz").rename(tmp_path / "more" / "a.csv.gz")
     assert len(read(tmp_path)) == 2

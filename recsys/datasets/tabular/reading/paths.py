@@ -48,6 +48,7 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     seen: dict[Path, Path] = {}
     for file in files:
         plain = file.with_suffix("") if file.suffix.lower() in _COMPRESSED_SUFFIXES else file
+        plain = plain.absolute()
         if seen.setdefault(plain, file) is not file:
             raise ConfigError(
                 f"{file} and {seen[plain]} must be two tables, but one is named like a compressed "
