@@ -21,7 +21,7 @@ from recsys.errors import ConfigError
 from recsys.pipeline.schedule import LookAhead
 from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES
-from recsys.train.loop.announcement import lack_of_disk
+from recsys.train.loop.announcement import are_on_one_disk, lack_of_disk
 from recsys.train.loop.cold_folder import cold_path
 from recsys.train.loop.first_model import open_first_model, require_fitting
 from recsys.train.loop.run_checkpoints import writes_checkpoints
@@ -141,8 +141,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     if first_model is not None:
         require_fitting(first_model, model)
     require_machine(tables)
-    is_same_disk = bool(path) and _disk_of(Path(path)) == _disk_of(run_dir)
-    cold_bytes = tables.disk_bytes if is_same_disk else 0
+    cold_bytes = tables.disk_bytes if are_on_one_disk(path, run_dir) else 0
     model_bytes = sum(each.nbytes for each in model.state_dict().values())
     if lack := lack_of_disk(config, run_dir, model_bytes, cold_bytes):
         raise ConfigError(lack)
@@ -221,7 +220,3 @@ def _budget_line(name: str, num_bytes: int, note: str) -> str:
 def _kept_bytes(checkpoint_bytes: int) -> int:
     """Rows and state that checkpoints keep: all of them, and updates until these are merged."""
     return checkpoint_bytes + 2 * max(checkpoint_bytes, BLOCK_BYTES)
-
-
-def _disk_of(path: Path) -> int:
-    return existing(path).stat().st_dev

@@ -263,7 +263,7 @@ def _prepare(
         else:
             folder = earlier.folder
     if not processes.rank:
-        warn_of_full_disk(config, source, run_dir)
+        warn_of_full_disk(config, source, run_dir, cold_path)
     clock = StageClock()
     with processes.warnings_once():
         warn_of_threads(config.num_threads)

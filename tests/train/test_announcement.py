@@ -4,6 +4,9 @@ import shutil
 import pytest
 
 from recsys._support.sizes import format_bytes
+from recsys.train.loop.announcement import warn_of_full_disk
+from recsys.train.parts.budget import MemoryNeeds
+from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
 
 
@@ -39,3 +42,20 @@ def test_a_disk_without_room_for_the_model_is_told_before_training(
         train(small_config(), tmp_path / "run", show_progress=False)
 
     train(small_config("save_model=false"), tmp_path / "other", show_progress=False)
+
+
+def test_state_in_files_on_the_disk_of_the_model_counts(small_config, tmp_path, monkeypatch):
+    config = small_config("budget=30KiB", "cold_tier=file", "optimizer.name=adagrad")
+    needs = MemoryNeeds(config, open_source(config))
+    both, settings = needs.everything, (config, open_source(config), tmp_path)
+
+    def set_free(num_bytes):
+        usage = shutil.disk_usage(tmp_path)._replace(free=num_bytes)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+
+    set_free(both - 1)
+    with pytest.warns(UserWarning, match=r"free disk, .* beside the .* of rows and state in files"):
+        warn_of_full_disk(*settings, str(tmp_path / "run.cold"))
+    warn_of_full_disk(*settings, "")
+    set_free(both)
+    warn_of_full_disk(*settings, str(tmp_path / "run.cold"))
