@@ -184,7 +184,7 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
                     kept[end_id + bag + np.uint64(1)] = last
                 for d in range(dim):
                     result[target + d] = 0
-                where = result, target, rows, np.uint64(0), size, dim, np.uint64(line)
+                where = result, target, rows, np.uint64(0), size, dim, dim, np.uint64(line)
                 # Written for invalid ids alone: the threads' flags share a cache line.
                 if add_bag(*where, ids, None, first, last, end_id) >= 0:
                     is_bad[part] = True

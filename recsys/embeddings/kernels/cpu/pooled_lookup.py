@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MIN_SHARED_BYTES",
+    "first_bad",
+    "offsets_of",
     "pooled_lookup",
     "pooled_lookup_reference",
     "row_gradient_dots",
+    "samples_of",
 ]
 
 _ONE = np.uint64(1)
@@ -130,7 +133,7 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         line,
         lookups.placed_in(space),
         np.ascontiguousarray(bags.values),
-        _offsets_of(bags),
+        offsets_of(bags),
         bags.weights is not None,
         space.nothing if bags.weights is None else bags.weights,
         bags.is_mean,
@@ -161,7 +164,7 @@ def row_gradient_dots(
         space.dim,
         lookups.placed_in(space),
         bags.values,
-        _offsets_of(bags),
+        offsets_of(bags),
         bags.is_mean,
         gradient.numpy(),
         bags.batch_size,
@@ -171,7 +174,7 @@ def row_gradient_dots(
     )
 
 
-def _offsets_of(bags: Bags) -> NDArray[Any]:
+def offsets_of(bags: Bags) -> NDArray[Any]:
     """Where bags begin, for one-hot bags too."""
     if bags.offsets is not None:
         return bags.offsets
@@ -179,14 +182,14 @@ def _offsets_of(bags: Bags) -> NDArray[Any]:
 
 
 @kernel_part
-def _samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
+def samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
     """The range of samples of a part."""
     begin, end = part * num_samples // num_parts, (part + 1) * num_samples // num_parts
     return np.uint64(begin), np.uint64(end)
 
 
 @kernel_part
-def _first_bad(bad_P: NDArray[np.int64]) -> int:
+def first_bad(bad_P: NDArray[np.int64]) -> int:
     """The first position of an invalid value that any part found; -1 if there is none."""
     first = -1
     for place in bad_P:
@@ -217,7 +220,7 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
         for part in prange(num_parts):
             # Inside the prange loop: numba would pass a constant from outside as a variable.
             dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
-            begin, end = _samples_of(part, num_parts, num_samples)
+            begin, end = samples_of(part, num_parts, num_samples)
             for lookup in range(lookups_4L.shape[1]):
                 base, size, position, column = lookups_4L[:, lookup]
                 first = position * np.uint64(num_samples)
@@ -236,7 +239,7 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
                     else:
                         copy_run(result, target, flat, base + row * dim, dim)
                     target += np.uint64(width)
-        return _first_bad(bad)
+        return first_bad(bad)
 
     return one_hot
 
@@ -267,7 +270,7 @@ def _bags_kernel(is_narrow: bool) -> ParallelKernel[..., int]:
         result = array_at(result_at, num_samples * width, like_result)
         bad = np.full(num_parts, -1)
         for part in prange(num_parts):
-            begin, end = _samples_of(part, num_parts, num_samples)
+            begin, end = samples_of(part, num_parts, num_samples)
             for lookup in range(lookups_4L.shape[1]):
                 base, size, position, column = lookups_4L[:, lookup]
                 first = position * np.uint64(num_samples)
@@ -293,7 +296,7 @@ def _bags_kernel(is_narrow: bool) -> ParallelKernel[..., int]:
                                     weights_N[place] * added if has_weights else added
                                 )
                     else:
-                        of_bag = target, flat, base, size, dim, np.uint64(line), values_N
+                        of_bag = target, flat, base, size, dim, dim, np.uint64(line), values_N
                         places = first_place, end_place, last_place
                         if has_weights:
                             found = add_bag(result, *of_bag, weights_N, *places)
@@ -306,7 +309,7 @@ def _bags_kernel(is_narrow: bool) -> ParallelKernel[..., int]:
                         for d in range(dim):
                             result[target + d] /= count
                     target += np.uint64(width)
-        return _first_bad(bad)
+        return first_bad(bad)
 
     return bags
 
@@ -329,7 +332,7 @@ def _dots_kernel(
     dim = np.uint64(any_dim)
     gradient = gradient_BW.reshape(-1)
     for part in prange(num_parts):
-        begin, end = _samples_of(part, num_parts, num_samples)
+        begin, end = samples_of(part, num_parts, num_samples)
         for lookup in range(lookups_4L.shape[1]):
             base, _, position, column = lookups_4L[:, lookup]
             first = position * np.uint64(num_samples)

@@ -1,21 +1,32 @@
 """Pooled lookup for evaluation: reads each row from its slot, or from its table if it has no slot.
 
 Training gives every row a slot before it looks the row up. Evaluation claims no slots: the row map
-tells where the current copy of a row is. The kernel sees the tables and the slots as one array.
+tells where the current copy of a row is. The kernel sees the tables and the slots as one array. It
+first notes where in this array each row begins, then pools the rows.
 
 A part is a run of samples. Letters as in `pooled_lookup`; R rows of all tables, S slots.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import prange
 
-from recsys._support.jit import kernel_part, num_parts, parallel_kernel
+from recsys._support.jit import ParallelKernel, inlined_part, num_parts, parallel_kernel
+from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
+from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch, prefetch_run
-from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES, pooled_lookup_reference
+from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
+from recsys.embeddings.kernels.cpu.pooled_lookup import (
+    MIN_SHARED_BYTES,
+    first_bad,
+    offsets_of,
+    pooled_lookup_reference,
+    samples_of,
+)
 from recsys.embeddings.kernels.cpu.rounding import widen
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.rows.lookups import NO_OFFSETS
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tiered_lookup", "tiered_lookup_reference"]
 
-_ONE = np.uint64(1)
+_ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(2**64 - 1)
 # How many lookups before it is read an entry of the row map is prefetched, and a row.
 _MAP_AHEAD, _AHEAD = np.uint64(16), np.uint64(8)
 
@@ -83,8 +94,8 @@ def tiered_lookup(
         The position of the first value that is not a row of its table, or -1.
     """
     is_small = len(bags.values) * both.dim * both.dtype.itemsize < MIN_SHARED_BYTES
-    is_one_hot = bags.offsets is None
-    return (_tiered_kernel.alone if is_small else _tiered_kernel)(
+    tiered, has_weights = _kernel(both.is_narrow), bags.weights is not None
+    return (tiered.alone if is_small else tiered)(
         both.flat,
         both.dim,
         LINE_BYTES // both.dtype.itemsize,
@@ -93,106 +104,128 @@ def tiered_lookup(
         both.bases[-1],
         lookups.placed_in(both),
         bags.values,
-        NO_OFFSETS if bags.offsets is None else bags.offsets,
-        is_one_hot,
-        bags.weights is not None,
+        offsets_of(bags) if has_weights or bags.offsets is not None else NO_OFFSETS,
+        has_weights,
         both.nothing if bags.weights is None else bags.weights,
         bags.is_mean,
         bags.batch_size,
         lookups.width,
         1 if is_small else num_parts(),
-        result.numpy(),
+        result.data_ptr(),
+        both.nothing,
     )
 
 
-@kernel_part
-def _source_of(
-    row: np.uint64,
-    first_row: np.uint64,
+@inlined_part
+def _locate(
+    places_N: NDArray[np.uint64],
     slot_of_row: NDArray[np.int32],
+    first_row: np.uint64,
     base: np.uint64,
+    size: np.uint64,
     slots_base: np.uint64,
     dim: np.uint64,
-) -> np.uint64:
-    """Where the current copy of a row begins."""
-    slot = slot_of_row[first_row + row]
-    if 0 <= slot < AWAITED:
-        return slots_base + np.uint64(slot) * dim
-    return base + row * dim
-
-
-@parallel_kernel
-def _tiered_kernel(
-    flat: NDArray[Any],
-    any_dim: int,
-    line: int,
-    slot_of_row: NDArray[np.int32],
-    first_rows_L: NDArray[np.uint64],
-    slots_base: np.uint64,
-    lookups_4L: NDArray[np.uint64],
     values_N: NDArray[Any],
-    offsets: NDArray[Any],
-    is_one_hot: bool,
-    has_weights: bool,
-    weights_N: NDArray[Any],
-    is_mean: bool,
-    num_samples: int,
-    width: int,
-    num_parts: int,
-    result_BW: NDArray[Any],
-) -> int:
-    dim = np.uint64(any_dim)
-    result = result_BW.reshape(-1)
-    bad = np.full(num_parts, -1)
-    for part in prange(num_parts):
-        begin = np.uint64(part * num_samples // num_parts)
-        end = np.uint64((part + 1) * num_samples // num_parts)
-        for lookup in range(lookups_4L.shape[1]):
-            base, size, position, column = lookups_4L[:, lookup]
-            first_row = first_rows_L[lookup]
-            first = position * np.uint64(num_samples)
-            last_place = first + end if is_one_hot else np.uint64(offsets[first + end])
-            target = begin * np.uint64(width) + column
-            for bag in range(first + begin, first + end):
-                first_place = bag if is_one_hot else np.uint64(offsets[bag])
-                end_place = bag + _ONE if is_one_hot else np.uint64(offsets[bag + _ONE])
-                is_copied = is_one_hot and not has_weights  # a zero keeps its sign
-                if not is_copied:
+    first: np.uint64,
+    end: np.uint64,
+) -> np.int64:
+    """Write where the current copies of the rows `values_N[first:end]` of a table begin.
+
+    Returns:
+        The position of the first value that is not a row, or -1.
+    """
+    for n in range(first, end):
+        if n + _MAP_AHEAD < end:
+            prefetch(slot_of_row, first_row + np.uint64(values_N[n + _MAP_AHEAD]))
+        row = np.uint64(values_N[n])
+        if row >= size:  # a negative id becomes a very large number
+            return np.int64(n)
+        slot = slot_of_row[first_row + row]
+        if 0 <= slot < AWAITED:
+            places_N[n] = slots_base + np.uint64(slot) * dim
+        else:
+            places_N[n] = base + row * dim
+    return np.int64(-1)
+
+
+@cache
+def _kernel(is_narrow: bool) -> ParallelKernel[..., int]:
+    """The kernel for rows that are stored in 16 bits, or for others."""
+
+    @parallel_kernel
+    def tiered(
+        flat: NDArray[Any],
+        any_dim: int,
+        line: int,
+        slot_of_row: NDArray[np.int32],
+        first_rows_L: NDArray[np.uint64],
+        slots_base: np.uint64,
+        lookups_4L: NDArray[np.uint64],
+        values_N: NDArray[Any],
+        offsets: NDArray[Any],
+        has_weights: bool,
+        weights_N: NDArray[Any],
+        is_mean: bool,
+        num_samples: int,
+        width: int,
+        num_parts: int,
+        result_at: int,
+        like_result: NDArray[Any],
+    ) -> int:
+        """A part is a range of samples."""
+        dim = np.uint64(any_dim)
+        result = array_at(result_at, num_samples * width, like_result)
+        is_one_hot = len(offsets) == 0
+        places_N = np.empty(len(values_N), np.uint64)  # where in `flat` each value's row begins
+        bad = np.full(num_parts, -1)
+        for part in prange(num_parts):
+            begin, end = samples_of(part, num_parts, num_samples)
+            for lookup in range(lookups_4L.shape[1]):
+                base, size, position, column = lookups_4L[:, lookup]
+                first_bag = position * np.uint64(num_samples) + begin
+                end_bag = first_bag + end - begin
+                first = first_bag if is_one_hot else np.uint64(offsets[first_bag])
+                last = end_bag if is_one_hot else np.uint64(offsets[end_bag])
+                table = first_rows_L[lookup], base, size, slots_base, dim
+                found = _locate(places_N, slot_of_row, *table, values_N, first, last)
+                if found >= 0:
+                    if bad[part] < 0 or found < bad[part]:
+                        bad[part] = found
+                    continue
+                target = begin * np.uint64(width) + column
+                if is_one_hot:  # copied, so a zero keeps its sign
+                    for n in range(first, last):
+                        if n + _AHEAD < last:
+                            prefetch_run(flat, places_N[n + _AHEAD], dim, np.uint64(line))
+                        if is_narrow:  # a constant when the kernel is compiled
+                            for d in range(dim):
+                                result[target + d] = widen(flat[places_N[n] + d])
+                        else:
+                            copy_run(result, target, flat, places_N[n], dim)
+                        target += np.uint64(width)
+                    continue
+                for bag in range(first_bag, end_bag):
                     for d in range(dim):
                         result[target + d] = 0
-                for place in range(first_place, end_place):
-                    if place + _MAP_AHEAD < last_place:
-                        prefetch(slot_of_row, first_row + np.uint64(values_N[place + _MAP_AHEAD]))
-                    if place + _AHEAD < last_place:
-                        ahead = np.uint64(values_N[place + _AHEAD])
-                        if ahead < size:
-                            source = _source_of(
-                                ahead, first_row, slot_of_row, base, slots_base, dim
-                            )
-                            prefetch_run(flat, source, dim, np.uint64(line))
-                    row = np.uint64(values_N[place])
-                    if row >= size:  # a negative id becomes a very large number
-                        if bad[part] < 0 or np.int64(place) < bad[part]:
-                            bad[part] = np.int64(place)
-                        continue
-                    source = _source_of(row, first_row, slot_of_row, base, slots_base, dim)
-                    if is_copied:
-                        for d in range(dim):
-                            result[target + d] = widen(flat[source + d])
-                    elif has_weights:
-                        weight = weights_N[place]
-                        for d in range(dim):
-                            result[target + d] += weight * widen(flat[source + d])
+                    of_bag, end_of_bag = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                    if is_narrow:
+                        for n in range(of_bag, end_of_bag):
+                            if n + _AHEAD < last:
+                                prefetch_run(flat, places_N[n + _AHEAD], dim, np.uint64(line))
+                            for d in range(dim):
+                                added = widen(flat[places_N[n] + d])
+                                result[target + d] += weights_N[n] * added if has_weights else added
                     else:
+                        where = result, target, flat, _ZERO, _ALL, dim, _ONE, np.uint64(line)
+                        if has_weights:
+                            add_bag(*where, places_N, weights_N, of_bag, end_of_bag, last)
+                        else:
+                            add_bag(*where, places_N, None, of_bag, end_of_bag, last)
+                    if is_mean and end_of_bag > of_bag:
+                        count = result.dtype.type(end_of_bag - of_bag)
                         for d in range(dim):
-                            result[target + d] += widen(flat[source + d])
-                if is_mean and end_place > first_place:
-                    count = result.dtype.type(end_place - first_place)
-                    for d in range(dim):
-                        result[target + d] /= count
-                target += np.uint64(width)
-    first_bad = -1
-    for found in bad:
-        if found >= 0 and (first_bad < 0 or found < first_bad):
-            first_bad = found
-    return first_bad
+                            result[target + d] /= count
+                    target += np.uint64(width)
+        return first_bad(bad)
+
+    return tiered

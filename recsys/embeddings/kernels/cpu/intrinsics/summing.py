@@ -38,7 +38,7 @@ def _adding(num_columns: int) -> Any:
         to: Any,
         flat: Any,
         column: Any,
-        dim: Any,
+        stride: Any,
         ids: Any,
         factors: Any,
         first: Any,
@@ -51,7 +51,7 @@ def _adding(num_columns: int) -> Any:
             to: Unsigned, like all numbers here.
             flat: The rows, in the dtype of `sums`; must not overlap it.
             column: The first column, as its place in row 0.
-            dim: D.
+            stride: How far the rows of two ids that follow each other are apart.
             ids: Integers of any kind.
             factors: A factor for each id, in the dtype of `sums`; None for 1. Each product is
                 rounded before it is added.
@@ -119,6 +119,7 @@ def add_bag(
     base: np.uint64,
     size: np.uint64,
     dim: np.uint64,
+    stride: np.uint64,
     line: np.uint64,
     ids: NDArray[Any],
     factors: Any,
@@ -135,6 +136,7 @@ def add_bag(
         base: Where the table begins in it.
         size: E of the table.
         dim: D.
+        stride: D if ids are rows; 1 if they are the places in `flat` where rows begin.
         line: How many numbers a cache line holds.
         ids: Rows of the table.
         factors: A factor for each id, of the dtype of `sums`; None for 1.
@@ -149,22 +151,22 @@ def add_bag(
         until = min(first + _RUN, end)
         for place in range(first, until):
             if place + _AHEAD < last:
-                prefetch_run(flat, base + np.uint64(ids[place + _AHEAD]) * dim, dim, line)
+                prefetch_run(flat, base + np.uint64(ids[place + _AHEAD]) * stride, dim, line)
             if np.uint64(ids[place]) >= size:  # a negative id becomes a very large number
                 return np.int64(place)
         column = np.uint64(0)
         while column + _32 <= dim:
-            _add_32(sums, to + column, flat, base + column, dim, ids, factors, first, until)
+            _add_32(sums, to + column, flat, base + column, stride, ids, factors, first, until)
             column += _32
         if column + _16 <= dim:
-            _add_16(sums, to + column, flat, base + column, dim, ids, factors, first, until)
+            _add_16(sums, to + column, flat, base + column, stride, ids, factors, first, until)
             column += _16
         if column + _8 <= dim:
-            _add_8(sums, to + column, flat, base + column, dim, ids, factors, first, until)
+            _add_8(sums, to + column, flat, base + column, stride, ids, factors, first, until)
             column += _8
         if column < dim:
             for place in range(first, until):
-                source = base + np.uint64(ids[place]) * dim
+                source = base + np.uint64(ids[place]) * stride
                 for d in range(column, dim):
                     if factors is None:
                         sums[to + d] += flat[source + d]

@@ -9,7 +9,7 @@ NUM_ROWS, BASE, TO = 9, 7, 5
 
 
 @kernel
-def add(sums, flat, dim, ids, factors, first, end):
+def add(sums, flat, dim, stride, ids, factors, first, end):
     return add_bag(
         sums,
         np.uint64(TO),
@@ -17,6 +17,7 @@ def add(sums, flat, dim, ids, factors, first, end):
         np.uint64(BASE),
         np.uint64(NUM_ROWS),
         np.uint64(dim),
+        np.uint64(stride),
         np.uint64(16),
         ids,
         factors,
@@ -44,7 +45,7 @@ def test_rows_are_added_in_order_and_nothing_else_is_touched(dim, dtype, id_dtyp
             row = rows[ids[place]]
             expected[TO : TO + dim] += row if factors is None else factors[place] * row
 
-        assert add(sums, flat, dim, ids, factors, 2, 2 + length) == -1
+        assert add(sums, flat, dim, dim, ids, factors, 2, 2 + length) == -1
 
         np.testing.assert_array_equal(sums, expected)
 
@@ -56,14 +57,23 @@ def test_the_first_id_that_is_no_row_is_found_and_not_read(place, bad):
     ids[place], ids[place + 1] = bad, bad
     sums, flat = np.zeros(TO + 8, np.float32), np.zeros(BASE + NUM_ROWS * 8, np.float32)
 
-    assert add(sums, flat, 8, ids, None, 2, 35) == place
+    assert add(sums, flat, 8, 8, ids, None, 2, 35) == place
+
+
+def test_ids_may_be_the_places_where_rows_begin():
+    flat = np.arange(BASE + 40, dtype=np.float32)
+    sums, places = np.zeros(TO + 11, np.float32), np.array([5, 0, 8], np.uint64)
+
+    assert add(sums, flat, 11, 1, places, None, 0, 3) == -1
+
+    assert sums.tolist() == [0.0] * TO + [3.0 * (BASE + d) + 13 for d in range(11)]
 
 
 def test_ids_outside_of_the_bag_may_be_anything():
     ids = np.array([-5, 3, 2**31 - 1], np.int32)
     sums, flat = np.zeros(TO + 8, np.float32), np.ones(BASE + NUM_ROWS * 8, np.float32)
 
-    assert add(sums, flat, 8, ids, None, 1, 2) == -1
+    assert add(sums, flat, 8, 8, ids, None, 1, 2) == -1
 
     assert sums.tolist() == [0.0] * TO + [1.0] * 8
 
@@ -80,4 +90,4 @@ def test_ids_outside_of_the_bag_may_be_anything():
 )
 def test_arrays_that_are_not_contiguous_or_of_one_dtype_are_refused(sums, ids, factors):
     with pytest.raises(TypingError):
-        add(sums, np.zeros(200, np.float32), 8, ids, factors, 0, 3)
+        add(sums, np.zeros(200, np.float32), 8, 8, ids, factors, 0, 3)
