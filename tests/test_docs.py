@@ -434,7 +434,9 @@ def test_kept_results_are_of_a_commit(pytestconfig):
 
     assert records
     for record in records:
-        environment = json.loads(record.read_text())["environment"]
+        found = json.loads(record.read_text())
+        environment = found["environment"]
+        assert "unfinished" not in found, record
         assert environment["commit"], record
         assert environment["dirty"] is False, record
 

@@ -31,7 +31,7 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.popularity.profile import PopularityProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -49,7 +49,7 @@ def bench_counting(
     num_samples: int,
     num_rounds: int,
     table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure lookups per second of every provider, and compare recsys with the others.
 
     Args:
@@ -65,7 +65,6 @@ def bench_counting(
             "criteo": Store(write_store(source, folder / "criteo")),
             "even": Store(_write_even(source, folder / "even")),
         }
-        rows: list[Row] = []
         for name, store in stores.items():
             case = f"lookups={name},samples={num_samples},tables={len(table_sizes)}"
             calls: dict[str, Callable[[], object]] = {
@@ -73,7 +72,7 @@ def bench_counting(
                 "numpy": partial(_numpy_store, store),
                 "torch": partial(_torch_store, store),
             }
-            rows += _measure(case, calls, store.sparse.size, num_rounds)
+            yield from _measure(case, calls, store.sparse.size, num_rounds)
         for batch_size in batch_sizes:
             numbers = np.arange(num_samples)
             batches = [
@@ -91,8 +90,7 @@ def bench_counting(
                 "torch": partial(_torch_batches, tensors, ones, batches),
             }
             num_lookups = len(batches) * batch_size * len(table_sizes)
-            rows += _measure(case, calls, num_lookups, num_rounds)
-    return rows
+            yield from _measure(case, calls, num_lookups, num_rounds)
 
 
 def _measure(

@@ -44,7 +44,7 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from recsys.bench.ranks.collectives import Use
     from recsys.bench.ranks.providers import Provider
@@ -80,7 +80,7 @@ def bench_distributed(
     providers: Sequence[Provider],
     table_sizes: Sequence[int] = (),
     modelled_world_sizes: Sequence[int] = MODELLED_WORLD_SIZES,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure all providers at each number of processes, and model larger numbers.
 
     Args:
@@ -101,10 +101,9 @@ def bench_distributed(
     _check(world_sizes, batch_size, dim)
     set_num_threads(1)  # as the ranks do, for the record of the run
     sizes = tuple(table_sizes) or scaled_table_sizes(dim)
-    rows: list[Row] = []
     for world_size in world_sizes:
-        rows += _measure(world_size, batch_size, dim, sizes, providers, num_rounds)
-    return rows + _modelled_rows(modelled_world_sizes, batch_size, dim, sizes)
+        yield from _measure(world_size, batch_size, dim, sizes, providers, num_rounds)
+    yield from _modelled_rows(modelled_world_sizes, batch_size, dim, sizes)
 
 
 def _check(world_sizes: Sequence[int], batch_size: int, dim: int) -> None:

@@ -53,7 +53,7 @@ from recsys.embeddings.table import TableConfig
 from recsys.train.parts.providers import build_embeddings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -87,7 +87,7 @@ def bench_lookup(
     *,
     num_rounds: int,
     table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure every provider in every case, and compare recsys with the others.
 
     Args:
@@ -108,7 +108,6 @@ def bench_lookup(
         num_samples=max(7, *(num_turns * _samples_of_turn(size) for size in batch_sizes)),
         table_sizes=table_sizes,
     )
-    rows: list[Row] = []
     pairs: dict[tuple[int, str, str], list[tuple[list[float], list[float]]]] = defaultdict(list)
     for dim, optimizer in product(dims, optimizers):
         sizes = _capped(table_sizes, dim)
@@ -119,15 +118,14 @@ def bench_lookup(
                 case = f"B={batch_size},D={dim},optimizer={optimizer}"
                 lookups = _Lookups.of(source, sizes, batch_size, num_turns)
                 found = _measure(workers, case, lookups, num_rounds)
-                rows += _rows_of_case(case, found, others)
-                rows += _bandwidth_rows(case, found, lookups, dim, optimizer)
+                yield from _rows_of_case(case, found, others)
+                yield from _bandwidth_rows(case, found, lookups, dim, optimizer)
                 for ours, other in product(_OURS, others):
                     pairs[batch_size, ours, other].append((found[ours], found[other]))
-            rows += _peak_memory_rows(workers, f"D={dim},optimizer={optimizer}")
-    return rows + [
-        median_of_ratios("lookup", f"B={batch_size}", ours, f"speed_over_{other}", pairs=of_cases)
-        for (batch_size, ours, other), of_cases in pairs.items()
-    ]
+            yield from _peak_memory_rows(workers, f"D={dim},optimizer={optimizer}")
+    for (batch_size, ours, other), of_cases in pairs.items():
+        metric = f"speed_over_{other}"
+        yield median_of_ratios("lookup", f"B={batch_size}", ours, metric, pairs=of_cases)
 
 
 def step_bytes(num_lookups: int, num_distinct: float, dim: int, optimizer: str) -> float:

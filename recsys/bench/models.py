@@ -54,7 +54,7 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 __all__ = ["ALL_KINDS", "bench_models"]
 
@@ -128,7 +128,7 @@ def bench_models(
     share: float = 0.0,
     is_evaluation: bool = False,
     device: str = "cpu",
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure every case.
 
     Args:
@@ -170,22 +170,19 @@ def bench_models(
         )
         if kind in kinds
     ]
-    rows: list[Row] = []
     pairs: dict[str, list[tuple[list[float], list[float]]]] = {}
     for case in [*whole, *others]:
         rounds = num_rounds
         if case.has_dense_gradients:
             rounds = max(_FEWEST_ROUNDS, num_rounds // 5)
         seconds = in_own_process(_measure, case, rounds)
-        rows += _rows_of(case, seconds)
+        yield from _rows_of(case, seconds)
         if case in others:
             pairs.setdefault(case.kind, []).append((seconds["recsys"], seconds["torch"]))
-    return rows + [
-        median_of_ratios(
+    for kind, of_kind in pairs.items():
+        yield median_of_ratios(
             "models", f"model={kind},D={DIM}", "recsys", "speed_over_torch", pairs=of_kind
         )
-        for kind, of_kind in pairs.items()
-    ]
 
 
 def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:

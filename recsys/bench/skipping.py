@@ -30,7 +30,7 @@ from recsys.pipeline import DropInput, Observe, TrainPipeline
 from recsys.train.parts.build import build_loader, build_model, open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from recsys.pipeline.skip.policies import Policy
 
@@ -51,7 +51,7 @@ def bench_skipping(
     num_rounds: int,
     table_sizes: Sequence[int] = (),
     samples_per_window: int = _SAMPLES_PER_WINDOW,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure seconds per window of steps, and the ratios to plain training.
 
     Args:
@@ -69,7 +69,6 @@ def bench_skipping(
         raise ConfigError(
             f"bench skipping: batch sizes must be at most {largest}, got {max(batch_sizes)}"
         )
-    rows = []
     for batch_size in batch_sizes:
         window = min(_MOST_WINDOW, samples_per_window // batch_size)
         window -= window % _TURNS_PER_WINDOW
@@ -92,9 +91,9 @@ def bench_skipping(
             name: np.reshape(turns, (num_rounds, _TURNS_PER_WINDOW)).sum(1).tolist()
             for name, turns in seconds.items()
         }
-        rows += rows_by_provider("skipping", case, "time", "s", windows)
-        rows += [
-            ratio(
+        yield from rows_by_provider("skipping", case, "time", "s", windows)
+        for name in _PROVIDERS[1:]:
+            yield ratio(
                 "skipping",
                 case,
                 name,
@@ -103,9 +102,6 @@ def bench_skipping(
                 baseline=windows[name],
                 is_by_round=True,
             )
-            for name in _PROVIDERS[1:]
-        ]
-    return rows
 
 
 class _Trainer:

@@ -58,7 +58,7 @@ from recsys.models.interaction import InteractionArch
 from recsys.train.parts.build import autocast, build_model, open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
@@ -86,7 +86,7 @@ def bench_step(
     num_rounds: int,
     num_processes: int = 1,
     table_sizes: Sequence[int] = (),
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure every provider in every case.
 
     Args:
@@ -102,7 +102,6 @@ def bench_step(
     set_num_threads(0)  # as in the processes, for the environment in the record
     num_processes = min(num_processes, num_rounds)
     shares = np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist()
-    rows = []
     for batch_size in batch_sizes:
         both: tuple[_Seconds, _Seconds] = {}, {}
         for process, share in enumerate(shares):
@@ -110,8 +109,7 @@ def bench_step(
             for seconds, more in zip(both, found, strict=True):
                 for name, spent in more.items():
                     seconds.setdefault(name, []).extend(spent)
-        rows += _rows_of_batch_size(batch_size, precisions, *both, _close_rounds(batch_size))
-    return rows
+        yield from _rows_of_batch_size(batch_size, precisions, *both, _close_rounds(batch_size))
 
 
 def _measure(

@@ -44,7 +44,7 @@ from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import build_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from recsys.batch import Batch
     from recsys.models.dlrm import DLRM
@@ -68,7 +68,7 @@ def bench_tiers(
     num_fill_steps: int,
     table_sizes: Sequence[int],
     is_quick: bool = False,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure every budget under every schedule, compared with everything resident.
 
     Args:
@@ -95,7 +95,6 @@ def bench_tiers(
     everything = num_rows * row_bytes(dim, torch.float32, sizes)
     of_slot = slot_bytes(dim, torch.float32, sizes)
     floor = floor_bytes(num_rows, [(plan.most_distinct(), of_slot)])
-    rows: list[Row] = []
     with ExitStack() as stack:
         resident = stack.enter_context(Worker("resident", "", _Trainer, plan, "", "sequential"))
         resident.wait()
@@ -103,7 +102,7 @@ def bench_tiers(
             named = f"B={batch_size},D={dim},cold_tier=host,optimizer={optimizer},share={share}"
             if share == EVERYTHING:
                 case = f"{named},schedule=sequential"
-                rows += _rows_of_pipeline(case, everything, resident, num_rounds)
+                yield from _rows_of_pipeline(case, everything, resident, num_rounds)
                 continue
             budget = floor if share == FLOOR else int(float(share) * everything)
             if budget < floor:
@@ -112,8 +111,9 @@ def bench_tiers(
             for schedule in schedules:
                 case = f"{named},schedule={schedule}"
                 with Worker("recsys", case, _Trainer, plan, str(budget), schedule) as tiered:
-                    rows += _rows_of_tiers(case, budget, everything, resident, tiered, num_rounds)
-    return rows
+                    yield from _rows_of_tiers(
+                        case, budget, everything, resident, tiered, num_rounds
+                    )
 
 
 def _rows_of_pipeline(case: str, everything: int, resident: Worker, num_rounds: int) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from recsys.bench.parts.harness import Row
 
@@ -410,10 +411,18 @@ def _bench_rand_em(options: argparse.Namespace) -> int:
     return _show_rows(rows, options)
 
 
-def _show_rows(rows: list[Row], options: argparse.Namespace) -> int:
+def _show_rows(rows: Iterable[Row], options: argparse.Namespace) -> int:
+    """Tell each row, and write those so far, when it is measured; print a table at the end."""
     from recsys.bench.parts.harness import print_rows, write_rows
 
-    print_rows(rows)
+    found: list[Row] = []
+    for row in rows:
+        found.append(row)
+        where = f"{row.case}  {row.provider}  {row.metric}"
+        print(f"{where}  {row.median:,.2f} {row.unit}", file=sys.stderr, flush=True)
+        if options.json is not None:
+            write_rows(options.json, found, are_all=False)
+    print_rows(found)
     if options.json is not None:
-        write_rows(options.json, rows)
+        write_rows(options.json, found)
     return 0

@@ -10,7 +10,7 @@ from recsys.embeddings import PopularityProfile
 
 
 def test_stores_and_mini_batches_are_measured_beside_numpy_and_torch(tmp_path):
-    rows = counting.bench_counting([32], num_samples=700, num_rounds=2, table_sizes=[50, 7])
+    rows = list(counting.bench_counting([32], num_samples=700, num_rounds=2, table_sizes=[50, 7]))
     write_rows(tmp_path / "rows.json", rows)
 
     written = json.loads((tmp_path / "rows.json").read_text())["rows"]

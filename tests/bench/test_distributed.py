@@ -30,14 +30,16 @@ def measured(forking):
         for name in ("_NUM_BATCHES", "_NUM_COUNTED_STEPS", "_NUM_MODELLED_BATCHES"):
             patch.setattr(distributed, name, 3)  # so that the model has the mini-batches counted
         patch.setattr(distributed, "_NUM_WARM_UP_ROUNDS", 0)
-        rows = bench_distributed(
-            [2],
-            batch_size=BATCH_SIZE,
-            dim=DIM,
-            num_rounds=1,
-            table_sizes=SIZES,
-            providers=providers_with(0.6),
-            modelled_world_sizes=(2, 8),
+        rows = list(
+            bench_distributed(
+                [2],
+                batch_size=BATCH_SIZE,
+                dim=DIM,
+                num_rounds=1,
+                table_sizes=SIZES,
+                providers=providers_with(0.6),
+                modelled_world_sizes=(2, 8),
+            )
         )
     torch.set_num_threads(before)
     return rows
@@ -185,7 +187,9 @@ def test_without_torchrec_an_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(distributed, "find_spec", lambda name: None)
 
     with pytest.raises(MissingDependency, match=r"pip install 'recsys\[torchrec\]'"):
-        bench_distributed([1], batch_size=8, dim=4, num_rounds=1, providers=providers_with(0.5))
+        list(
+            bench_distributed([1], batch_size=8, dim=4, num_rounds=1, providers=providers_with(0.5))
+        )
 
 
 def record_of(path):

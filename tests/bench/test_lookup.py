@@ -64,7 +64,7 @@ def cells(rows):
 def test_providers_in_processes_of_their_own_are_measured():
     pytest.importorskip("fbgemm_gpu")
 
-    rows = cells(bench_lookup([4], [4], ["sgd"], num_rounds=2, table_sizes=[50, 3]))
+    rows = cells(list(bench_lookup([4], [4], ["sgd"], num_rounds=2, table_sizes=[50, 3])))
 
     times = [key[1] for key in rows if key[2] == "time"]
     assert times == ["recsys", "kernels", "floor", "fbgemm", "torch"]
@@ -79,8 +79,14 @@ def speeds_over(others):
 
 
 def test_every_case_has_its_rows(in_this_process):
-    rows = bench_lookup(
-        [4, 8], [4, 20], ["sgd", "rowwise_adagrad", "adagrad"], num_rounds=2, table_sizes=[50, 3]
+    rows = list(
+        bench_lookup(
+            [4, 8],
+            [4, 20],
+            ["sgd", "rowwise_adagrad", "adagrad"],
+            num_rounds=2,
+            table_sizes=[50, 3],
+        )
     )
 
     expected = set()
@@ -105,7 +111,7 @@ def test_every_case_has_its_rows(in_this_process):
 
 
 def test_ratios_are_those_of_the_medians_and_the_summary_their_median(in_this_process):
-    rows = bench_lookup([4], [4, 8, 12], ["adagrad"], num_rounds=6, table_sizes=[50, 3])
+    rows = list(bench_lookup([4], [4, 8, 12], ["adagrad"], num_rounds=6, table_sizes=[50, 3]))
 
     found = cells(rows)
     for other in ("fbgemm", "torch"):
@@ -150,7 +156,7 @@ def test_the_bandwidth_share_is_of_the_bytes_of_what_was_looked_up(in_this_proce
         ),
     )
 
-    rows = cells(bench_lookup([600], [4], ["sgd"], num_rounds=3, table_sizes=[50, 3]))
+    rows = cells(list(bench_lookup([600], [4], ["sgd"], num_rounds=3, table_sizes=[50, 3])))
 
     # A turn is two untimed and two timed steps; three turns warm up.
     turns = np.arange(6 * 4 * 600).reshape(6, 2, 2, 600)
@@ -178,7 +184,7 @@ def test_all_providers_look_up_the_same_ids_each_mini_batch_once(in_this_process
     num_batches = 5 * 2 * 2  # rounds with those that warm up; untimed and timed; two steps
     source = SyntheticCriteo(num_samples=num_batches * 600, table_sizes=[1000, 3])
 
-    bench_lookup([600], [4], ["sgd"], num_rounds=2, table_sizes=[1000, 3])
+    list(bench_lookup([600], [4], ["sgd"], num_rounds=2, table_sizes=[1000, 3]))
 
     expected = [
         source.read(np.arange(600 * number, 600 * (number + 1))).sparse_features.values()
@@ -200,7 +206,7 @@ def test_no_provider_makes_the_offsets_of_its_mini_batches_in_its_steps(
 
     monkeypatch.setattr(lookup._Provider, "_make_steps", make_steps)
 
-    bench_lookup([4], [4], ["sgd"], num_rounds=1, table_sizes=[5])
+    list(bench_lookup([4], [4], ["sgd"], num_rounds=1, table_sizes=[5]))
 
     assert len(made) == 3 * 4 * 2 * 2  # providers, turns, untimed and timed, two steps
     assert all(made)
@@ -273,7 +279,7 @@ def test_tables_of_large_dims_are_capped_and_ids_go_modulo(in_this_process, monk
 
     monkeypatch.setattr(lookup, "Worker", Watched)
 
-    bench_lookup([64], [16, 20], ["sgd"], num_rounds=1, table_sizes=[1000, 5])
+    list(bench_lookup([64], [16, 20], ["sgd"], num_rounds=1, table_sizes=[1000, 5]))
 
     whole, capped = (given[f"B=64,D={dim},optimizer=sgd"] for dim in (16, 20))
     assert whole[..., 0, :].max() > 7
@@ -297,7 +303,7 @@ def test_turns_are_taken_in_an_order_drawn_anew(in_this_process, monkeypatch):
 
     monkeypatch.setattr(lookup, "Worker", Watched)
 
-    bench_lookup([2], [4], ["sgd"], num_rounds=20, table_sizes=[10, 3])
+    list(bench_lookup([2], [4], ["sgd"], num_rounds=20, table_sizes=[10, 3]))
 
     rounds = [tuple(turns[begin : begin + 4]) for begin in range(0, len(turns), 4)]
     assert len(rounds) == 3 + 20
@@ -335,7 +341,7 @@ def test_a_turn_moves_the_rows_looked_up(in_this_process, name, optimizer):
 @pytest.mark.usefixtures("quick_workers")
 def test_a_provider_that_cannot_have_such_tables_says_so_with_its_case():
     with pytest.raises((ConfigError, MissingDependency), match=r"^provider 'fbgemm', case D=6,"):
-        bench_lookup([4], [6], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5])
+        list(bench_lookup([4], [6], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5]))
 
 
 @pytest.mark.slow
@@ -344,7 +350,7 @@ def test_a_worker_that_fails_ends_the_benchmark_with_its_place_and_traceback(mon
     monkeypatch.setattr(lookup, "_Provider", operator.index)  # takes no tables
 
     with pytest.raises(ChildProcessError, match=r"^provider 'recsys', case D=4,") as caught:
-        bench_lookup([4], [4], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5])
+        list(bench_lookup([4], [4], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5]))
 
     assert "Traceback" in str(caught.value)
     assert "TypeError" in str(caught.value)

@@ -24,14 +24,16 @@ def in_this_process(monkeypatch):
 
 
 def test_every_case_has_its_times_and_ratios():
-    rows = bench_models(
-        [8],
-        ["sgd"],
-        num_rounds=6,
-        max_rows=50,
-        table_counts=(1, 2),
-        small_batch_sizes=(4,),
-        sequence_batch_sizes=(4,),
+    rows = list(
+        bench_models(
+            [8],
+            ["sgd"],
+            num_rounds=6,
+            max_rows=50,
+            table_counts=(1, 2),
+            small_batch_sizes=(4,),
+            sequence_batch_sizes=(4,),
+        )
     )
 
     found = {(row.case, row.provider, row.metric) for row in rows}
@@ -51,23 +53,27 @@ def test_every_case_has_its_times_and_ratios():
 
 
 def test_only_the_kinds_that_are_asked_for_are_measured():
-    rows = bench_models(
-        [8], ["sgd"], num_rounds=6, kinds=["tbsm"], max_rows=50, sequence_batch_sizes=(4,)
+    rows = list(
+        bench_models(
+            [8], ["sgd"], num_rounds=6, kinds=["tbsm"], max_rows=50, sequence_batch_sizes=(4,)
+        )
     )
 
     assert {row.case for row in rows} == {"model=tbsm,B=4,D=16,optimizer=sgd,T=3,ids=steps"}
 
 
 def test_with_a_share_of_memory_models_have_a_budget_too():
-    rows = bench_models(
-        [8],
-        ["adagrad"],
-        num_rounds=6,
-        kinds=["bags"],
-        max_rows=500,
-        table_counts=(2,),
-        small_batch_sizes=(4,),
-        share=0.5,
+    rows = list(
+        bench_models(
+            [8],
+            ["adagrad"],
+            num_rounds=6,
+            kinds=["bags"],
+            max_rows=500,
+            table_counts=(2,),
+            small_batch_sizes=(4,),
+            share=0.5,
+        )
     )
 
     case = "model=bags,B=4,D=16,optimizer=adagrad,T=2,ids=one-hot"
@@ -76,16 +82,18 @@ def test_with_a_share_of_memory_models_have_a_budget_too():
 
 
 def test_evaluation_is_measured_in_place_of_training():
-    rows = bench_models(
-        [8],
-        ["sgd"],
-        num_rounds=6,
-        kinds=["bags", "classic"],
-        max_rows=500,
-        table_counts=(2,),
-        small_batch_sizes=(4,),
-        share=0.5,
-        is_evaluation=True,
+    rows = list(
+        bench_models(
+            [8],
+            ["sgd"],
+            num_rounds=6,
+            kinds=["bags", "classic"],
+            max_rows=500,
+            table_counts=(2,),
+            small_batch_sizes=(4,),
+            share=0.5,
+            is_evaluation=True,
+        )
     )
 
     found = {(row.case, row.provider) for row in rows if row.metric == "speed_over_torch"}
@@ -112,7 +120,7 @@ def test_a_step_of_evaluation_changes_nothing_and_sees_every_mini_batch():
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_that_is_no_budget_is_refused(share):
     with pytest.raises(ConfigError, match="share must be at least 0 and below 1"):
-        bench_models([8], ["sgd"], num_rounds=6, kinds=["bags"], share=share)
+        list(bench_models([8], ["sgd"], num_rounds=6, kinds=["bags"], share=share))
 
 
 def test_table_time_is_a_step_less_that_of_the_model_without_tables():
@@ -154,14 +162,16 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     with pytest.raises(ConfigError, match="PyTorch sees no CUDA device; leave --device out"):
-        bench_models([8], ["sgd"], num_rounds=6, device="cuda")
+        list(bench_models([8], ["sgd"], num_rounds=6, device="cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_models_may_be_on_a_gpu():
-    rows = bench_models(
-        [8], ["sgd"], num_rounds=6, kinds=["classic"], max_rows=500, share=0.8, device="cuda"
+    rows = list(
+        bench_models(
+            [8], ["sgd"], num_rounds=6, kinds=["classic"], max_rows=500, share=0.8, device="cuda"
+        )
     )
 
     case = "model=classic,B=8,D=16,optimizer=sgd,device=cuda"

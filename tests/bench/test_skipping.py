@@ -6,7 +6,7 @@ from recsys.bench.skipping import bench_skipping
 @pytest.mark.outside_ci
 @pytest.mark.usefixtures("quick_workers")
 def test_every_provider_trains_one_window_a_round():
-    rows = bench_skipping([8], num_rounds=1, table_sizes=[50] * 3, samples_per_window=360)
+    rows = list(bench_skipping([8], num_rounds=1, table_sizes=[50] * 3, samples_per_window=360))
 
     found = {(row.provider, row.metric): row for row in rows}
     others = ("plain_again", "observe", "drop_input")

@@ -41,7 +41,7 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
 
     monkeypatch.setattr(step, "in_own_process", in_own_process)
 
-    rows = bench_step([4, 8], ["fp32"], num_rounds=7, num_processes=3, table_sizes=[5])
+    rows = list(bench_step([4, 8], ["fp32"], num_rounds=7, num_processes=3, table_sizes=[5]))
 
     assert calls == [
         (size, ["fp32"], share, [5], seed)
@@ -55,7 +55,7 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
     assert [row.median for row in rows if row.metric == "time"] == [2e3] * 6 + [5e3] * 6
 
     calls.clear()
-    rows = bench_step([4], ["fp32"], num_rounds=2, num_processes=3)
+    rows = list(bench_step([4], ["fp32"], num_rounds=2, num_processes=3))
     assert [share for _, _, share, _, _ in calls] == [1, 1]
     # 64 close rounds are of two states of the machine: too few for an interval.
     assert {row.low for row in rows if row.metric == "time_over_dense"} == {None}
@@ -67,7 +67,7 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
 def test_every_provider_is_measured_in_every_case():
     pytest.importorskip("torchrec", exc_type=ImportError)
 
-    rows = bench_step([16], ["fp32", "bf16"], num_rounds=1, table_sizes=[50] * 26)
+    rows = list(bench_step([16], ["fp32", "bf16"], num_rounds=1, table_sizes=[50] * 26))
 
     cases = [f"B=16,D=16,optimizer=sgd,precision={precision}" for precision in ("fp32", "bf16")]
     whole = ["recsys", "torch", "fbgemm"]

@@ -13,16 +13,18 @@ from recsys.errors import ConfigError
 @pytest.mark.outside_ci
 @pytest.mark.usefixtures("quick_workers")
 def test_budgets_and_schedules_are_measured_beside_everything_resident(capsys):
-    rows = bench_tiers(
-        ["floor", "0.001", "0.5", "1"],
-        ["sequential", "lookahead-1"],
-        dim=4,
-        batch_size=16,
-        optimizer="rowwise_adagrad",
-        num_rounds=2,
-        num_fill_steps=3,
-        table_sizes=[3000, 2000, 7],
-        is_quick=True,
+    rows = list(
+        bench_tiers(
+            ["floor", "0.001", "0.5", "1"],
+            ["sequential", "lookahead-1"],
+            dim=4,
+            batch_size=16,
+            optimizer="rowwise_adagrad",
+            num_rounds=2,
+            num_fill_steps=3,
+            table_sizes=[3000, 2000, 7],
+            is_quick=True,
+        )
     )
 
     start = "B=16,D=4,cold_tier=host,optimizer=rowwise_adagrad,share="

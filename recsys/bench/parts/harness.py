@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -293,9 +293,10 @@ def _resampled(num_values: int, seed: int = 0, num_per_block: int = 1) -> NDArra
     return draws.reshape(len(blocks), -1)
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write `{"command", "environment", "rows"}` as JSON."""
-    record = {
+def write_rows(file: Path, rows: Sequence[Row], *, are_all: bool = True) -> None:
+    """Write `{"command", "environment", "rows"}` as JSON; `unfinished` too, if rows are missing."""
+    record: dict[str, Any] = {} if are_all else {"unfinished": True}
+    record |= {
         "command": shlex.join(["recsys", *sys.argv[1:]]),
         "environment": describe_environment(),
         "rows": [asdict(row) for row in rows],
