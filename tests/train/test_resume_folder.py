@@ -173,6 +173,7 @@ def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, st
         ("synthetic.seed=2", "synthetic.seed 2: it was trained with 0"),
         ("epochs=1", "epochs 1: it was trained with 2; epochs may only become more"),
         ("schedule.name=fae", "schedule.name 'fae': it was trained with ''"),
+        ("model.pooling.cat_1=mean", "model.pooling.cat_1 'mean': it was trained with None"),
     ],
 )
 def test_what_decides_the_numbers_of_a_run_may_not_change(
@@ -184,6 +185,15 @@ def test_what_decides_the_numbers_of_a_run_may_not_change(
 
     with pytest.raises(ConfigError, match=f"run cannot continue with {message}"):
         run(small_config(*SETTINGS, setting), tmp_path / "run", resume=True)
+
+
+def test_a_run_does_not_continue_without_the_pooling_that_it_had(small_config, tmp_path, stop_at):
+    stop_at((5, None))
+    with pytest.raises(Killed):
+        run(small_config(*SETTINGS, "model.pooling.cat_1=mean"), tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"cat_1 None: it was trained with 'mean'"):
+        run(small_config(*SETTINGS), tmp_path / "run", resume=True)
 
 
 def test_the_budget_of_faes_schedule_may_not_change(small_config, tmp_path, stop_at):

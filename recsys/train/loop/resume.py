@@ -181,13 +181,14 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
     """
     old, new = flat(describe_config(before)), flat(describe_config(config))
     is_fae = "fae" in (before.schedule.name, config.schedule.name)
-    for key, value in new.items():
-        if value == old[key] or _may_differ(key, is_fae=is_fae):
+    for key in old | new:  # tables such as model.pooling may have a key in one of them alone
+        before_value, value = old.get(key), new.get(key)
+        if value == before_value or _may_differ(key, is_fae=is_fae):
             continue
         why = " and schedule.name 'fae'" if is_fae and _may_differ(key, is_fae=False) else ""
         raise ConfigError(
             f"{folder.path} cannot continue with {key} {value!r}: it was trained with "
-            f"{old[key]!r}{why}; leave {key} as it was, or train a new run in another folder"
+            f"{before_value!r}{why}; leave {key} as it was, or train a new run in another folder"
         )
     if config.epochs < before.epochs:
         raise ConfigError(
