@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -59,9 +59,9 @@ def test_a_run_on_data_with_groups_and_times_has_their_metrics(tmp_path):
         assert set(found) == PLAIN | OF_GROUPS | {"auc_by_day"}
         logits, labels, samples = logits_of(tmp_path / "run", split)
         groups, times = store.groups[samples], store.times[samples]
-        assert {name: found[name] for name in OF_GROUPS} == evaluate_groups(
-            logits, labels, groups
-        ).as_dict()
+        assert {name: found[name] for name in OF_GROUPS} == asdict(
+            evaluate_groups(logits, labels, groups)
+        )
         assert found["auc_by_day"] == auc_by_day(logits, labels, times)
         assert 0 < found["num_groups_left_out"] < 40
     assert list(record["metrics"]["test"]["auc_by_day"]) == ["2014-10-23", "2014-10-24"]
@@ -83,7 +83,7 @@ def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path, monkeypatch):
             _, (_, logits, labels) = model(source.read(samples))
         first, groups = slice(60), source.groups[samples]
         own = evaluate_groups(logits.numpy()[first], labels.numpy()[first], groups[first])
-        expected.append(own.as_dict())
+        expected.append(asdict(own))
         return evaluate_split(model, source, split, *arguments, **parts)
 
     monkeypatch.setattr("recsys.train.training_loop.evaluate_split", evaluate_and_look)
@@ -184,7 +184,7 @@ def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
         assert set(found["auc_by_day"].values()) == {None}
         with torch.no_grad():
             expected = rank_items(model, store, split, k=5, most_questions=0, batch_size=10_000)
-        assert {name: found[name] for name in OF_RANKING} == pytest.approx(expected.as_dict())
+        assert {name: found[name] for name in OF_RANKING} == pytest.approx(asdict(expected))
         assert 0 < found["recall_at_k"] < 1
     assert (tmp_path / "run" / "curves.png").is_file()
 

@@ -1,3 +1,4 @@
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import numpy as np
@@ -94,7 +95,7 @@ def test_days_are_those_of_utc():
 def test_no_samples_have_no_parts():
     none = np.empty(0, np.float32)
 
-    assert evaluate_groups(none, none, np.empty(0, np.int32)).as_dict() == {
+    assert asdict(evaluate_groups(none, none, np.empty(0, np.int32))) == {
         "gauc": None,
         "num_groups": 0,
         "num_groups_left_out": 0,

@@ -1,3 +1,4 @@
+from dataclasses import asdict
 from math import log2
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_a_result_has_means_their_errors_and_those_by_popularity():
 
     last = (1 / log2(3)) / (1 + 1 / log2(3))
     ndcgs = np.array([1, 0, last])
-    assert found.as_dict() == {
+    assert asdict(found) == {
         "recall_at_k": 0.5,
         "recall_standard_error": pytest.approx(0.5 / 3**0.5),
         "ndcg_at_k": pytest.approx(ndcgs.mean()),

@@ -15,7 +15,7 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -56,10 +56,6 @@ class GroupMetrics:
     gauc: float | None
     num_groups: int
     num_groups_left_out: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """The metrics in JSON types, under the names of the run record."""
-        return asdict(self)
 
 
 def auc_by_part(scores: NDArray[Any], labels: NDArray[Any], keys: NDArray[Any]) -> PartAucs:

@@ -19,7 +19,7 @@ integers. So AUC is exact except for its last bit, unless a bin holds different 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,11 +91,11 @@ class Metrics:
         """
         found = {name: getattr(self, name) for name in _field_names(Metrics) if name not in _PARTS}
         if self.groups is not None:
-            found |= self.groups.as_dict()
+            found |= asdict(self.groups)
         if self.auc_by_day is not None:
             found["auc_by_day"] = self.auc_by_day
         if self.ranking is not None:
-            found |= self.ranking.as_dict()
+            found |= asdict(self.ranking)
         return found
 
 

@@ -17,7 +17,7 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,10 +56,6 @@ class RankingMetrics:
     ranking_k: int
     num_rankings: int
     num_unknown_items: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """The metrics in JSON types, under the names of the run record."""
-        return asdict(self)
 
 
 def ranks_of(
