@@ -272,7 +272,8 @@ def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path)
                 is_bad = ~np.isfinite(logits)
                 if is_bad.any():
                     raise _unscored(samples, batch, num_samples, int(np.argmax(is_bad)))
-                kept.append((_sigmoid(logits), labels.astype(np.int8)))
+                probabilities = torch.sigmoid(torch.from_numpy(logits)).numpy()
+                kept.append((probabilities, labels.astype(np.int8)))
                 num_samples += len(logits)
                 if num_samples - num_written >= _WRITTEN_ROWS:
                     write()
@@ -303,8 +304,3 @@ def _unscored(
         f"{samples.place(num_before + number)}: a score must be finite, the model gives none for "
         f"this row{found}; correct the row, or leave it out"
     )
-
-
-def _sigmoid(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Probabilities of logits."""
-    return torch.sigmoid(torch.from_numpy(logits)).numpy()
