@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.sizes import round_up_bytes
 from recsys.errors import BudgetTooSmall, TrainingDiverged
 from recsys.train.loop.progress import LOWER_LR
-from recsys.train.parts.budget import enough_budget
+from recsys.train.parts.budget import enough_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ def steps_of(
     except BudgetTooSmall as error:
         if config.plan or config.schedule.name == "fae":
             raise
-        enough = enough_budget(config, loader.source)
+        enough = round_up_bytes(enough_bytes(config, loader.source))
         raise BudgetTooSmall(f"{error}; budget={enough} holds every mini-batch") from None
     except TrainingDiverged as error:
         advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MemoryNeeds",
-    "enough_budget",
     "enough_bytes",
     "first_batch",
     "require_budget",
@@ -130,11 +129,6 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
         f"of {sum(source.table_sizes.values()):,} rows take {format_bytes(floor)} ({floor} bytes); "
         f"set budget={round_up_bytes(enough)}, which holds {held}, or make batch_size smaller"
     )
-
-
-def enough_budget(config: TrainConfig, source: SampleSource) -> str:
-    """`enough_bytes` as text, rounded up."""
-    return round_up_bytes(enough_bytes(config, source))
 
 
 def enough_bytes(config: TrainConfig, source: SampleSource, num_batches: int = 1) -> int:

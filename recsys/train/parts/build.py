@@ -71,7 +71,6 @@ __all__ = [
     "describe_schedule",
     "describe_source",
     "open_source",
-    "permutation_seed",
     "require_features_of",
     "tables_budget",
 ]
@@ -282,7 +281,8 @@ def build_loader(
     """
     # `build_model` refuses a device that is missing.
     pin_memory = config.device == "cuda" and torch.cuda.is_available()
-    if config.schedule.name != "fae":
+    schedule = config.schedule
+    if schedule.name != "fae":
         return BatchLoader(
             source,
             "train",
@@ -291,12 +291,11 @@ def build_loader(
             seed=config.seed,
             prefetch=config.prefetch,
             pin_memory=pin_memory,
-            permutation_seed=permutation_seed(config),
+            permutation_seed=schedule.permutation_seed if schedule.permute_within_batch else None,
             rank=rank,
             num_ranks=num_ranks,
         )
     assert plan is not None
-    constants = config.schedule
     folder = Path(config.data) if isinstance(source, Store) else None
     is_hot = hot_samples(plan, source, source.splits["train"], folder)
     if is_hot.all() or not is_hot.any():
@@ -311,23 +310,17 @@ def build_loader(
         config.batch_size,
         is_hot,
         FAE(
-            rate=constants.rate,
-            is_adaptive=constants.adaptive,
-            min_rate=constants.min_rate,
-            max_rate=constants.max_rate,
-            patience=constants.patience,
-            factor=constants.factor,
+            rate=schedule.rate,
+            is_adaptive=schedule.adaptive,
+            min_rate=schedule.min_rate,
+            max_rate=schedule.max_rate,
+            patience=schedule.patience,
+            factor=schedule.factor,
         ),
         seed=config.seed,
         prefetch=config.prefetch,
         pin_memory=pin_memory,
     )
-
-
-def permutation_seed(config: TrainConfig) -> int | None:
-    """Seed that shuffles the samples inside each mini-batch; None to leave their order."""
-    schedule = config.schedule
-    return schedule.permutation_seed if schedule.permute_within_batch else None
 
 
 def build_model(
