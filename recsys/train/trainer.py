@@ -28,7 +28,6 @@ from recsys.train.loop.first_model import load_first_model, open_first_model
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import Progress
-from recsys.train.loop.require_config import require_config
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.settings_warnings import (
     warn_of_no_effect,
@@ -110,7 +109,11 @@ def train(
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
-    require_config(config)
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"config must be a TrainConfig, got {type(config).__name__}; recsys.config has "
+            "build_config, which makes one of nested keys, and load_config, of a TOML file"
+        )
     with ExitStack() as stack:
         # Code of the user's, such as a callback, may change the current folder.
         processes = stack.enter_context(processes_of(Path(run_dir).absolute()))
