@@ -54,7 +54,7 @@ from recsys.train.training_loop import Run, fit, num_seen_by
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from recsys.pipeline import TrainPipeline
+    from recsys.batch import SampleSource
     from recsys.pipeline.suggestions import Suggestion
     from recsys.train.callbacks.callback import Callback
     from recsys.train.loop.interrupts import Interrupted
@@ -137,7 +137,7 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
         stack: Is closed after the run.
     """
     config, processes = run.config, run.processes
-    folder, progress, pipeline = run.folder, run.progress, run.pipeline
+    folder, progress = run.folder, run.progress
     callbacks, checkpoints, clock = run.callbacks, run.checkpoints, run.pipeline.clock
     metrics: dict[str, Any] = {"test": None, "validation": None}
     record: dict[str, Any] = {
@@ -190,17 +190,7 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
             if checkpoints is not None and record["status"] in ("failed", "diverged"):
                 checkpoints.close()
         finally:
-            record |= {
-                "throughput": progress.throughput(),
-                "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
-                "schedule": describe_schedule(pipeline, run.loader),
-                "processes": processes.describe(),
-                "tiers": describe_tiers(run.built.saved),
-                "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
-                "checkpoints": None if checkpoints is None else checkpoints.describe(),
-                "stopped_early": callbacks.stopped,
-                "peak_memory_bytes": progress.peak_memory_bytes,
-            }
+            record |= _measured(run)
             if run.timeline is not None:
                 run.timeline.write(folder.timeline_file)
             folder.write_record(record)
@@ -228,22 +218,8 @@ def _prepare(
         given: The callbacks, besides those that `config` names.
         show_progress: Draw a progress bar.
     """
-    run_dir = processes.own_dir
     with processes.together():
-        callbacks = (
-            RunCallbacks(epochs=config.epochs) if processes.rank else callbacks_of(config, given)
-        )
-        source = open_source(config)
-        is_new = earlier is None or earlier.saved is None
-        # A checkpoint has the rows, so a run that continues does not read `init_from`.
-        processes.require(config if is_new else replace(config, init_from=""), source)
-        first_model = open_first_model(config, source) if is_new else None
-        callbacks.require(config, source)
-        if earlier is None:
-            RunFolder.require_place(run_dir)
-        elif not processes.rank:
-            tables = [f"t_{feature}" for feature in source.table_sizes]
-            remove_left_rows(config, earlier.config, run_dir, tables)
+        callbacks, source, first_model = _checked(config, processes, earlier, given)
         cold_path = stack.enter_context(processes.cold_folder(config))
     processes.require_same({"the data's fingerprint": source.fingerprint})
     set_num_threads(processes.num_threads(config))
@@ -258,15 +234,9 @@ def _prepare(
     full_steps = FullSteps(loader, config.epochs)
     compile_kernels(config, source)
     with processes.together():
-        if earlier is None:
-            RunFolder.require_place(run_dir)
-            make_folders(run_dir)
-            stack.enter_context(alone_in(run_dir, "recsys train"))
-            folder = RunFolder.create(run_dir, config)  # is refused if another run began first
-        else:
-            folder = earlier.folder
+        folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
     if not processes.rank:
-        warn_of_full_disk(config, source, run_dir, cold_path)
+        warn_of_full_disk(config, source, processes.own_dir, cold_path)
     clock = StageClock()
     with processes.warnings_once():
         warn_of_threads(config.num_threads)
@@ -277,7 +247,6 @@ def _prepare(
             built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
         )
     pipeline.forecast_budget()
-    schedulers = build_schedulers(config.lr_schedule, built.optimizers, full_steps.num_steps)
     num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(
         folder,
@@ -288,39 +257,92 @@ def _prepare(
         skips=pipeline.skipping is not None,
         callbacks=callbacks,
     )
-    state = RunState(folder, loader, pipeline, progress, callbacks)
-    if earlier is not None:
-        history_bytes = 0
-        if earlier.saved is not None:
-            of_run = processes.restore(folder, earlier, built)
-            history_bytes = state.load_state_dict(of_run, earlier.saved.number)
-            continue_at(schedulers, full_steps.advance(progress.num_steps, num_seen_by(pipeline)))
-            with processes.warnings_once():
-                warn_of_other_rates(earlier.config, config, full_steps)
-        folder.continue_run(config, history_bytes)
-    checkpoints = processes.checkpoints(config, folder, built, earlier)
-    timeline = Timeline() if config.timeline_steps > progress.num_steps else None
-    pipeline.record(timeline)
-    return Run(
+    run = Run(
         config=config,
         processes=processes,
         folder=folder,
         loader=loader,
         built=built,
         pipeline=pipeline,
-        schedulers=schedulers,
+        schedulers=build_schedulers(config.lr_schedule, built.optimizers, full_steps.num_steps),
         full_steps=full_steps,
         num_samples=num_samples,
         progress=progress,
-        state=state,
-        checkpoints=checkpoints,
+        state=RunState(folder, loader, pipeline, progress, callbacks),
         callbacks=callbacks,
-        timeline=timeline,
     )
+    if earlier is not None:
+        _continue(run, earlier)
+    checkpoints = processes.checkpoints(config, folder, built, earlier)
+    timeline = Timeline() if config.timeline_steps > progress.num_steps else None
+    pipeline.record(timeline)
+    return replace(run, checkpoints=checkpoints, timeline=timeline)
 
 
-def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:
+def _checked(
+    config: TrainConfig,
+    processes: AbstractProcesses,
+    earlier: Reopened | None,
+    given: Sequence[Callback],
+) -> tuple[RunCallbacks, SampleSource, RunFolder | None]:
+    """The callbacks, the data, and the run of `init_from`, which all fit the run and its place."""
+    callbacks = (
+        RunCallbacks(epochs=config.epochs) if processes.rank else callbacks_of(config, given)
+    )
+    source = open_source(config)
+    is_new = earlier is None or earlier.saved is None
+    # A checkpoint has the rows, so a run that continues does not read `init_from`.
+    processes.require(config if is_new else replace(config, init_from=""), source)
+    first_model = open_first_model(config, source) if is_new else None
+    callbacks.require(config, source)
+    if earlier is None:
+        RunFolder.require_place(processes.own_dir)
+    elif not processes.rank:
+        tables = [f"t_{feature}" for feature in source.table_sizes]
+        remove_left_rows(config, earlier.config, processes.own_dir, tables)
+    return callbacks, source, first_model
+
+
+def _new_folder(config: TrainConfig, processes: AbstractProcesses, stack: ExitStack) -> RunFolder:
+    """Make the folder of a new run, and lock it until the stack is closed."""
+    RunFolder.require_place(processes.own_dir)
+    make_folders(processes.own_dir)
+    stack.enter_context(alone_in(processes.own_dir, "recsys train"))
+    return RunFolder.create(processes.own_dir, config)  # is refused if another run began first
+
+
+def _continue(run: Run, earlier: Reopened) -> None:
+    """Restore a run from its checkpoint; without one it starts from the first sample."""
+    history_bytes = 0
+    if earlier.saved is not None:
+        of_run = run.processes.restore(run.folder, earlier, run.built)
+        history_bytes = run.state.load_state_dict(of_run, earlier.saved.number)
+        step = run.full_steps.advance(run.progress.num_steps, num_seen_by(run.pipeline))
+        continue_at(run.schedulers, step)
+        with run.processes.warnings_once():
+            warn_of_other_rates(earlier.config, run.config, run.full_steps)
+    run.folder.continue_run(run.config, history_bytes)
+
+
+def _measured(run: Run) -> dict[str, Any]:
+    """What the record of a run that has ended says of its time and its memory."""
+    pipeline, progress, checkpoints = run.pipeline, run.progress, run.checkpoints
+    return {
+        "throughput": progress.throughput(),
+        "stalls": describe_stalls(pipeline.clock, _suggestions(run)),
+        "schedule": describe_schedule(pipeline, run.loader),
+        "processes": run.processes.describe(),
+        "tiers": describe_tiers(run.built.saved),
+        "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
+        "checkpoints": None if checkpoints is None else checkpoints.describe(),
+        "stopped_early": run.callbacks.stopped,
+        "peak_memory_bytes": progress.peak_memory_bytes,
+    }
+
+
+def _suggestions(run: Run) -> list[Suggestion | None]:
     """What would loosen the run's stalls; with FAE's schedule, no other one."""
+    config, pipeline = run.config, run.pipeline
     num_ahead = num_read_ahead(config.prefetch, config.batch_size)
     found = [of_load(pipeline.clock, num_ahead), *pipeline.suggestions()]
     is_kept = config.schedule.name == "fae"

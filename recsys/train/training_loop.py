@@ -50,9 +50,9 @@ class Run:
     num_samples: int
     progress: Progress
     state: RunState
-    checkpoints: RunCheckpoints | None
     callbacks: RunCallbacks
-    timeline: Timeline | None
+    checkpoints: RunCheckpoints | None = None
+    timeline: Timeline | None = None
 
     @property
     def has_saved(self) -> bool:
