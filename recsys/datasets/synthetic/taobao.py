@@ -140,11 +140,6 @@ class SyntheticTaobao:
         return dict(_HISTORIES)
 
     @property
-    def max_history(self) -> int:
-        """T, the most steps of a history."""
-        return self._num_steps
-
-    @property
     def splits(self) -> dict[str, range]:
         """The sample numbers of "train", "test" and "validation", as in `classic_splits`."""
         return classic_splits(self._num_samples)
@@ -192,15 +187,6 @@ class SyntheticTaobao:
             ),
             torch.from_numpy(is_click_B.astype(np.float32)),
         )
-
-    def categories_of(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The categories of items.
-
-        Shape:
-            items (M,) in [0, num_items); result (M,).
-        """
-        ranks = self._items.ranks(items) % self._table_sizes["category"]
-        return self._categories.rows(ranks)
 
     @property
     def fingerprint(self) -> str:
@@ -283,19 +269,15 @@ class _Bijection(NamedTuple):
 
     size: int
     multiplier: int
-    inverse: int
     shift: int
 
     @classmethod
     def of(cls, key: int, size: int) -> _Bijection:
         multiplier = multiplier_for(key, size)
-        return cls(size, multiplier, pow(multiplier, -1, size), key // size % size)
+        return cls(size, multiplier, key // size % size)
 
     def rows(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         return (ranks * self.multiplier + self.shift) % self.size
-
-    def ranks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (rows - self.shift) % self.size * self.inverse % self.size
 
 
 def _hash(
