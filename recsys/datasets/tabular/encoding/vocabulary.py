@@ -71,8 +71,6 @@ def in_row_order(
     Shape:
         columns (v_c,) each, lengths (n,) each, with sum v_c; result (sum of all v_c,).
     """
-    if len(columns) == 1:
-        return columns[0]
     rows = np.concatenate([np.repeat(np.arange(len(each)), each) for each in lengths])
     return np.concatenate(columns)[np.argsort(rows, kind="stable")]
 
