@@ -108,7 +108,12 @@ def ablate(
         )
     if results is None:
         return _ablate(config, folder, cells, None, run_cell, show_progress=show_progress)
-    with Results.locked(_file_of_its_own(Path(results), folder), config) as recorded:
+    file = Path(results)
+    if file.resolve() == (folder / "ablate.json").resolve():
+        raise ConfigError(
+            f"--results must name a file of its own, got {file}, which the ablation writes anyway"
+        )
+    with Results.locked(file, config) as recorded:
         return _ablate(config, folder, cells, recorded, run_cell, show_progress=show_progress)
 
 
@@ -178,19 +183,6 @@ def seconds_to_auc(
         if found is not None and found["auc"] is not None and found["auc"] >= target_auc:
             return entry["train_seconds"], entry["num_samples"]
     return None
-
-
-def _file_of_its_own(file: Path, folder: Path) -> Path:
-    """The file of results.
-
-    Raises:
-        ConfigError: it is the `ablate.json` of the folder.
-    """
-    if file.resolve() == (folder / "ablate.json").resolve():
-        raise ConfigError(
-            f"--results must name a file of its own, got {file}, which the ablation writes anyway"
-        )
-    return file
 
 
 def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ mean and its 95 % interval, see `recsys._support.student`:
 
 from __future__ import annotations
 
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -79,7 +80,7 @@ def _compare(
     metric: Metric, kind: str, pairs: Sequence[tuple[float | None, float | None]]
 ) -> dict[str, Any]:
     """An entry of `make_differences` without what it is about."""
-    compare: Callable[[float, float], float | None] = _ratio if kind == "ratio" else _difference
+    compare: Callable[[float, float], float | None] = _ratio if kind == "ratio" else sub
     values = [None if one is None or other is None else compare(one, other) for one, other in pairs]
     measured = [value for value in values if value is not None]
     mean: float | None = None
@@ -98,10 +99,6 @@ def _compare(
         "num_pairs": len(measured),
         "values": values,
     }
-
-
-def _difference(one: float, other: float) -> float:
-    return one - other
 
 
 def _ratio(one: float, other: float) -> float | None:
