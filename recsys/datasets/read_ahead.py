@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch, SampleSource
 
-__all__ = ["ReadAhead", "num_read_ahead"]
+__all__ = ["ReadAhead", "num_read_ahead", "one_ahead"]
+
+_T = TypeVar("_T")
 
 _SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 2048, 16
 _CORES_PER_READER = 4  # the others train
@@ -33,6 +35,18 @@ _CORES_PER_READER = 4  # the others train
 def num_read_ahead(prefetch: int, batch_size: int) -> int:
     """How many mini-batches are read ahead: at least `prefetch`, more if they are small."""
     return max(prefetch, min(_BATCHES_AT_ONCE, -(-_SAMPLES_AT_ONCE // batch_size)))
+
+
+def one_ahead(items: Iterator[_T], thread_name: str) -> Generator[_T]:
+    """The same items; a thread makes the next one while the caller uses one.
+
+    Close it where it may not come to its end: the thread ends then.
+    """
+    with ThreadPoolExecutor(1, thread_name) as reader:
+        upcoming = reader.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = reader.submit(next, items, None)
+            yield item
 
 
 class ReadAhead:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -25,10 +25,11 @@ from recsys._support.machine import num_cores
 from recsys.datasets.criteo.parse import NUM_CATEGORIES, NUM_INTEGERS, ParsedLines, parse_lines
 from recsys.datasets.criteo.row_numbers import RowNumbers
 from recsys.datasets.criteo.text import BadLines, RawFile
+from recsys.datasets.read_ahead import one_ahead
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -128,7 +129,6 @@ class CriteoFlow:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._pool = stack.enter_context(ThreadPoolExecutor(self._num_threads, "recsys-parse"))
-            self._reader = stack.enter_context(ThreadPoolExecutor(1, "recsys-read"))
             self._write_queue = stack.enter_context(ThreadPoolExecutor(1, "recsys-write"))
             self._threads = stack.pop_all()
         self._written: Future[None] = self._write_queue.submit(lambda: None)
@@ -151,15 +151,16 @@ class CriteoFlow:
         self._bad_lines.begin_file(path)
         num_bytes_before = self._progress.n
         smallest: list[int] = []
-        for text in self._one_ahead(raw.blocks()):
-            parts = self._parse_in_parts(text)
-            for part in parts:
-                self._bad_lines.add(text, part)
-            if self._keep_negatives:
-                smallest += [int(part.integers.min()) for part in parts if part.integers.size]
-            self._number_columns(parts)
-            self.queue(self._write, parts)
-            self._progress.update(num_bytes_before + raw.num_bytes_read - self._progress.n)
+        with closing(one_ahead(raw.blocks(), "recsys-read")) as blocks:
+            for text in blocks:
+                parts = self._parse_in_parts(text)
+                for part in parts:
+                    self._bad_lines.add(text, part)
+                if self._keep_negatives:
+                    smallest += [int(part.integers.min()) for part in parts if part.integers.size]
+                self._number_columns(parts)
+                self.queue(self._write, parts)
+                self._progress.update(num_bytes_before + raw.num_bytes_read - self._progress.n)
         self.wait()
         return raw.describe() | ({"smallest_integer": min(smallest)} if smallest else {})
 
@@ -187,13 +188,6 @@ class CriteoFlow:
             num_bad_lines=self.num_bad_lines,
             num_files_before=num_files_before,
         )
-
-    def _one_ahead(self, items: Iterator[_T]) -> Iterator[_T]:
-        """The same items; the reader thread makes the next one while the caller uses one."""
-        upcoming = self._reader.submit(next, items, None)
-        while (item := upcoming.result()) is not None:
-            upcoming = self._reader.submit(next, items, None)
-            yield item
 
     def _parse_in_parts(self, text: NDArray[np.uint8]) -> list[ParsedLines]:
         """Parse parts of a block in parallel; returns them in the order of the text."""

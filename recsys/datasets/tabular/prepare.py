@@ -14,7 +14,6 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recsys._support.files import describe_taken, is_taken
+from recsys.datasets.read_ahead import one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
@@ -260,10 +260,8 @@ def _counted(batches: Iterator[pa.RecordBatch], show: bool) -> Generator[pa.Reco
 
 def _fill(spool: Spool, encoder: RowEncoder, batches: Iterator[pa.RecordBatch]) -> None:
     """Encode all batches; a thread reads the next one meanwhile."""
-    with ThreadPoolExecutor(1, "recsys-read") as reader:
-        upcoming = reader.submit(next, batches, None)
-        while (batch := upcoming.result()) is not None:
-            upcoming = reader.submit(next, batches, None)
+    with closing(one_ahead(batches, "recsys-read")) as ready:
+        for batch in ready:
             spool.append(batch.num_rows, encoder.encode(batch))
     spool.flush()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from recsys._support.files import appearing_whole, require_new, require_place
-from recsys.datasets.read_ahead import ReadAhead, num_read_ahead
+from recsys.datasets.read_ahead import ReadAhead, num_read_ahead, one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_meta import is_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
@@ -217,11 +216,8 @@ class _FileSamples:
 
     def batches(self) -> Iterator[Batch]:
         """Mini-batches; a thread reads and encodes the next block meanwhile."""
-        blocks = self._blocks()
-        with ThreadPoolExecutor(1, "recsys-load") as reader:
-            upcoming = reader.submit(next, blocks, None)
-            while (block := upcoming.result()) is not None:
-                upcoming = reader.submit(next, blocks, None)
+        with closing(one_ahead(self._blocks(), "recsys-load")) as blocks:
+            for block in blocks:
                 yield from block
 
     def place(self, row: int) -> str:
