@@ -279,12 +279,24 @@ def _new_writer(store: Path, schema: Schema) -> StoreWriter:
     )
 
 
-def _warn_of_one_label(rows: SpooledRows) -> None:
-    """Warn if all labels of the training part are 0, or all are 1."""
+def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
+    """Refuse a training part without rows; warn if all of its labels are 0, or all are 1.
+
+    Raises:
+        DatasetFormatError: it has none.
+    """
+    num_rows = np.count_nonzero(rows.codes == TRAIN)
+    if not num_rows:
+        fault = f"the training part has none of {len(rows.codes)} rows"
+        if like is None:
+            raise DatasetFormatError(f"{fault}; change [split]")
+        raise DatasetFormatError(
+            f"{fault}, divided by [split] of store {like.path}; prepare that store with "
+            "another [split], such as shares (test, validation), and first train on it again"
+        )
     name = rows.schema.label
     label = only_label(rows, TRAIN) if name else None
     if label is not None:
-        num_rows = np.count_nonzero(rows.codes == TRAIN)
         warnings.warn(
             f"label {name!r} is {label} in all {num_rows:,} rows of the training part, and a model "
             "cannot learn from one value; check the column, and the keys positive and split",
@@ -303,15 +315,7 @@ def _write(
 ) -> TableReport:
     schema = rows.schema
     if not rows.are_for_test:
-        if not (rows.codes == TRAIN).any():
-            fault = f"the training part has none of {len(rows.codes)} rows"
-            if like is None:
-                raise DatasetFormatError(f"{fault}; change [split]")
-            raise DatasetFormatError(
-                f"{fault}, divided by [split] of store {like.path}; prepare that store with "
-                "another [split], such as shares (test, validation), and first train on it again"
-            )
-        _warn_of_one_label(rows)
+        _check_training_part(rows, like)
     if rules is None:
         (writer.folder / "vocabulary").mkdir()
         maker = learn_rows(rows, numbers, writer.folder)
