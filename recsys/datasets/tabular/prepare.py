@@ -25,7 +25,6 @@ from tqdm import tqdm
 from recsys._support.files import describe_taken, is_taken
 from recsys.datasets.read_ahead import one_ahead
 from recsys.datasets.store import Store
-from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.tabular.encoding.file_encoder import (
     dense_rules_as_json,
@@ -270,9 +269,7 @@ def _new_writer(store: Path, schema: Schema) -> StoreWriter:
     return StoreWriter(
         store,
         dense_transform="none",
-        features=[
-            Feature(each.name, each.table, each.kind, each.is_weighted) for each in schema.features
-        ],
+        features=schema.features,
         has_weights=bool(schema.weight),
         has_groups=bool(schema.group),
         has_times=bool(schema.timestamp),

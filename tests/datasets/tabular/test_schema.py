@@ -4,8 +4,9 @@ import tomllib
 
 import pytest
 
+from recsys.datasets.store_features import Feature
 from recsys.datasets.tabular.schemas.named import NAMED_SCHEMAS, find_schema
-from recsys.datasets.tabular.schemas.schema import Feature, Schema
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.datasets.tabular.schemas.schema_parts import (
     DenseColumn,
     FractionSplit,
@@ -79,12 +80,12 @@ def test_toml_and_json_give_the_same_schema_back(tmp_path):
 def test_features_tables_and_columns_are_in_order():
     schema = Schema.from_dict(tomllib.loads(WHOLE))
     assert schema.features == (
-        Feature(name="user", table="user", kind="one", max_length=1),
-        Feature(name="item", table="item", kind="one", max_length=1),
-        Feature(name="site", table="site", kind="one", max_length=1),
-        Feature(name="tags", table="tags", kind="multi", max_length=3),
-        Feature(name="seen", table="item", kind="sequence", max_length=5),
-        Feature(name="recent", table="item", kind="sequence", max_length=20),
+        Feature("user", "user"),
+        Feature("item", "item"),
+        Feature("site", "site"),
+        Feature("tags", "tags", "multi"),
+        Feature("seen", "item", "sequence"),
+        Feature("recent", "item", "sequence"),
     )
     assert [table.name for table in schema.tables] == ["user", "item", "site", "tags"]
     item, site = schema.tables[1:3]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from recsys._support.untrusted import is_text, parse_toml
+from recsys.datasets.store_features import Feature
 from recsys.datasets.tabular.schemas.schema_keys import build_from_keys, keys_of, require_table
 from recsys.datasets.tabular.schemas.schema_parts import (
     CategoricalColumn,
@@ -36,7 +37,7 @@ from recsys.datasets.tabular.schemas.schema_parts import (
 )
 from recsys.errors import ConfigError
 
-__all__ = ["Feature", "Schema", "Table", "check_delimiter"]
+__all__ = ["Schema", "Table", "check_delimiter"]
 
 _T = TypeVar("_T")
 _SPLITS: dict[str, type[Split]] = {
@@ -55,25 +56,6 @@ _COLUMN_KINDS: dict[str, type] = {
 }
 # What all columns of one table must say alike.
 _TABLE_KEYS = ("values", "numbering", "num_rows", "min_count", "max_rows")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Feature:
-    """One sparse feature of the store.
-
-    Attributes:
-        name: Its name: that of its column, or of the history.
-        table: Name of its embedding table.
-        kind: "one", "multi" or "sequence" (histories, too).
-        max_length: Most values of a row; 0: no limit; 1 for kind "one".
-        is_weighted: Whether each value has a weight.
-    """
-
-    name: str
-    table: str
-    kind: str
-    max_length: int
-    is_weighted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,26 +213,15 @@ class Schema:
     @property
     def features(self) -> tuple[Feature, ...]:
         """The sparse features in order of the store: categorical, multi, sequence, history."""
-        found = [
-            Feature(name=name, table=column.table or name, kind="one", max_length=1)
-            for name, column in self.categorical.items()
-        ]
+        found = [Feature(name, column.table or name) for name, column in self.categorical.items()]
         for kind, columns in (("multi", self.multi), ("sequence", self.sequence)):
             found += [
-                Feature(
-                    name=name,
-                    table=each.table or name,
-                    kind=kind,
-                    max_length=each.max_length,
-                    is_weighted=bool(each.weights),
-                )
+                Feature(name, each.table or name, kind, bool(each.weights))
                 for name, each in columns.items()
             ]
         for name, each in self.history.items():
             table = self.categorical[each.of].table or each.of
-            found.append(
-                Feature(name=name, table=table, kind="sequence", max_length=each.max_length)
-            )
+            found.append(Feature(name, table, "sequence"))
         return tuple(found)
 
     @property
