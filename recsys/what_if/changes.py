@@ -96,27 +96,23 @@ class MeasuredRun(NamedTuple):
     @property
     def num_steps(self) -> int:
         """Steps of training."""
-        count: int = self.record["throughput"]["num_steps"]
-        return count
+        return int(self.record["throughput"]["num_steps"])
 
     @property
     def num_samples(self) -> int:
         """Samples of training."""
-        count: int = self.record["throughput"]["num_samples"]
-        return count
+        return int(self.record["throughput"]["num_samples"])
 
     @property
     def samples_per_second(self) -> float:
         """The measured speed."""
-        rate: float = self.record["throughput"]["samples_per_second"]
-        return rate
+        return float(self.record["throughput"]["samples_per_second"])
 
     @property
     def waited_seconds(self) -> float:
         """Seconds of training in which it waited for rows."""
         stalls = self.record["stalls"]
-        waited: float = stalls["prefetch_wait_seconds"] + stalls["write_back_wait_seconds"]
-        return waited
+        return float(stalls["prefetch_wait_seconds"] + stalls["write_back_wait_seconds"])
 
 
 class Change(NamedTuple):
