@@ -43,13 +43,9 @@ class PopularSamples:
     Args:
         source: The data; some of its training samples are read.
         share: Share of the counted samples that are popular, at most; in (0, 1].
-
-    Attributes:
-        share: As above.
     """
 
     def __init__(self, source: SampleSource, share: float) -> None:
-        self.share = share
         train = source.splits["train"]
         num_counted = min(len(train), _MOST_COUNTED)
         numbers = train.start + np.arange(num_counted, dtype=np.int64) * len(train) // num_counted

@@ -143,7 +143,7 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
         assert local.collection.row_optimizer is not None
         rows = local.collection
         optimizers.append(local.collection.row_optimizer)
-    saved = _with(network.model, holder, rows)
+    saved = _with_replaced(network.model, holder, rows)
     built = BuiltModel(parallel, saved, optimizers)
     keys = {table.name: f"{path}.embedding_bags.{table.name}.weight" for table in tables}
     dims = {keys[table.name]: table.embedding_dim for table in tables}
@@ -206,13 +206,13 @@ def _draw(weight: Tensor, bound: float, seeds: Sequence[int]) -> None:
     weight.uniform_(-bound, bound, generator=torch.Generator().manual_seed(mixed))
 
 
-def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+def _with_replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """A module that shares everything with another, but for one module in it."""
     if module is old:
         return new
     copied = copy.copy(module)
     copied._modules = {
-        name: None if child is None else _with(child, old, new)
+        name: None if child is None else _with_replaced(child, old, new)
         for name, child in module._modules.items()
     }
     return copied
