@@ -19,7 +19,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zipfile import ZipFile, ZipInfo
 
 import numpy as np
@@ -39,8 +39,6 @@ from recsys.datasets.store import StoreWriter
 from recsys.errors import DatasetFormatError, StoreError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from recsys.datasets.store import Store
 
 __all__ = ["read_classic_npz", "write_classic_npz"]
@@ -136,44 +134,47 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
             NpyReader(f"{file}: {name}", partial(archive.open_array, name), writer.path.parent)
             for name in _ARRAYS
         )
-        require(counts.name, len(counts.shape) == 1, "must be (F,)", counts.shape)
-        require(counts.name, counts.shape != (0,), "must have at least one table", counts.shape)
-        require(labels.name, len(labels.shape) == 1, "must be (N,)", labels.shape)
-        (num_samples,), (num_tables,) = labels.shape, counts.shape
-        require(labels.name, num_samples > 0, "must have at least one sample", labels.shape)
-        is_right = rows.shape == (num_samples, num_tables)
-        require(rows.name, is_right, f"must be ({num_samples}, {num_tables})", rows.shape)
-        is_right = len(integers.shape) == 2 and integers.shape[0] == num_samples
-        require(integers.name, is_right, f"must be ({num_samples}, I)", integers.shape)
+        _require_shapes(rows, integers, labels, counts)
         sizes = np.concatenate(
             [
                 whole_numbers(counts.name, block, 0, _INT32_END, "is the file damaged?")
                 for block in counts.blocks()
             ]
         )
-
-        def check_integers(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.int32]:
-            suggestion = "run the classic script again"
-            return whole_numbers(name, block, first_sample, _INT32_END, suggestion).astype(np.int32)
-
-        def check_rows(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.int64]:
-            suggestion = "counts has the number of rows; run the classic script again"
-            return whole_numbers(name, block, first_sample, sizes, suggestion)
-
         append_samples(
             writer,
             labels,
             integers,
             rows,
-            check_dense=check_integers,
-            check_rows=check_rows,
+            check_dense=partial(
+                whole_numbers, limits=_INT32_END, suggestion="run the classic script again"
+            ),
+            check_rows=partial(
+                whole_numbers,
+                limits=sizes,
+                suggestion="counts has the number of rows; run the classic script again",
+            ),
             label_rule="labels must be 0 or 1",
         )
         return finish_numbered(
             writer,
             num_dense=integers.shape[1],
             table_sizes=sizes,
-            splits=classic_splits(num_samples),
+            splits=classic_splits(labels.shape[0]),
             convention="classic",
             sources=[file],
         )
+
+
+def _require_shapes(
+    rows: NpyReader, integers: NpyReader, labels: NpyReader, counts: NpyReader
+) -> None:
+    require(counts.name, len(counts.shape) == 1, "must be (F,)", counts.shape)
+    require(counts.name, counts.shape != (0,), "must have at least one table", counts.shape)
+    require(labels.name, len(labels.shape) == 1, "must be (N,)", labels.shape)
+    (num_samples,), (num_tables,) = labels.shape, counts.shape
+    require(labels.name, num_samples > 0, "must have at least one sample", labels.shape)
+    is_right = rows.shape == (num_samples, num_tables)
+    require(rows.name, is_right, f"must be ({num_samples}, {num_tables})", rows.shape)
+    is_right = len(integers.shape) == 2 and integers.shape[0] == num_samples
+    require(integers.name, is_right, f"must be ({num_samples}, I)", integers.shape)
