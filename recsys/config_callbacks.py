@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recsys._support.config_fields import check_fields, key, keys_set
+from recsys._support.user_classes import names_class
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def check_callbacks(names: Sequence[str]) -> None:
             there twice.
     """
     for name in names:
-        module, _, class_name = name.partition(":")
-        parts = [*module.split("."), class_name]
-        if name not in CALLBACKS and not all(map(str.isidentifier, parts)):
+        if name not in CALLBACKS and not names_class(name):
             raise ConfigError(
                 f"callbacks must be of {', '.join(map(repr, CALLBACKS))}, or module:Class; got "
                 f"{name!r}; a module is named as in an import, not by its file"

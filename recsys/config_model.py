@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from recsys._support.config_fields import check_fields
 from recsys._support.config_fields import key as _key
+from recsys._support.user_classes import names_class
 from recsys.errors import ConfigError
 
 __all__ = [
@@ -112,9 +113,7 @@ class ModelConfig:
         if vars(self)["dense_arch"] is None:
             object.__setattr__(self, "dense_arch", (*_HIDDEN, self.embedding_dim))
         check_fields(self)
-        module, _, class_name = self.name.partition(":")
-        names = [*module.split("."), class_name]
-        if self.name not in MODELS and not all(map(str.isidentifier, names)):
+        if self.name not in MODELS and not names_class(self.name):
             raise ConfigError(
                 f"name must be one of {', '.join(map(repr, MODELS))}, or module:Class; got "
                 f"{self.name!r}; a module is named as in an import, not by its file"

@@ -13,7 +13,7 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["current_folder_last", "import_class"]
+__all__ = ["current_folder_last", "import_class", "names_class"]
 
 _T = TypeVar("_T")
 
@@ -30,6 +30,12 @@ def current_folder_last() -> Iterator[None]:
     finally:
         if is_new:
             sys.path.remove(folder)
+
+
+def names_class(name: str) -> bool:
+    """Whether a name has the form module:Class, the module as in an import."""
+    module, _, class_name = name.partition(":")
+    return all(map(str.isidentifier, [*module.split("."), class_name]))
 
 
 def import_class(key: str, name: str, base: type[_T], base_name: str) -> type[_T]:
