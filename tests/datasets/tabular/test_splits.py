@@ -44,12 +44,11 @@ def test_a_random_split_has_about_the_shares_and_depends_on_the_seed():
     assert 0.3 < (first == other).mean() < 0.7
 
 
-def test_last_one_out_looks_at_positives_of_groups_with_three_of_them():
-    groups = np.array([0, 1, 0, 0, 1, 0, 2], np.int32)
-    labels = np.array([1, 1, 1, 0, 1, 1, 1], np.int8)
+def test_last_one_out_takes_the_last_two_rows_of_groups_with_three():
+    groups = np.array([0, 1, 0, 1, 0, 2], np.int32)
     order = np.argsort(groups, kind="stable")
-    codes = split_last_one_out(order, groups, labels)
-    assert codes.tolist() == [TRAIN, TRAIN, VALIDATION, TRAIN, TRAIN, TEST, TRAIN]
+    codes = split_last_one_out(order, groups)
+    assert codes.tolist() == [TRAIN, TRAIN, VALIDATION, TRAIN, TEST, TRAIN]
 
 
 def test_the_first_half_of_an_odd_test_part_is_the_larger_one():

@@ -104,28 +104,23 @@ def split_at_random(
     return codes
 
 
-def split_last_one_out(
-    order: NDArray[np.int64], groups: NDArray[np.int32], labels: NDArray[np.int8]
-) -> NDArray[np.uint8]:
-    """The last positive row of each group is for test, the positive row before it for validation.
+def split_last_one_out(order: NDArray[np.int64], groups: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """The last row of each group is for test, the row before it for validation.
 
-    Groups with fewer than three positive rows are for training, with all their rows.
+    Groups with fewer than three rows are for training, with all their rows.
 
     Args:
         order: All rows, by `in_group_order`.
         groups: The group of each row.
-        labels: 1 for positive rows.
 
     Shape:
         all (N,).
     """
-    positives = order[labels[order] != 0]
-    owners = groups[positives]
-    num_positives = np.bincount(owners) if len(owners) else np.zeros(0, np.int64)
-    ends = np.cumsum(num_positives)[num_positives >= 3]
+    sizes = np.bincount(groups)
+    ends = np.cumsum(sizes)[sizes >= 3]
     codes = np.zeros(len(order), np.uint8)
-    codes[positives[ends - 1]] = TEST
-    codes[positives[ends - 2]] = VALIDATION
+    codes[order[ends - 1]] = TEST
+    codes[order[ends - 2]] = VALIDATION
     return codes
 
 

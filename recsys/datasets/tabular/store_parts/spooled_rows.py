@@ -82,7 +82,7 @@ class SpooledRows:
     def _split(self) -> NDArray[np.uint8]:
         split, num_rows = self.schema.split, self.spool.num_rows
         if isinstance(split, LastOneOutSplit):
-            return split_last_one_out(self.in_group_order, self.groups, self.labels)
+            return split_last_one_out(self.in_group_order, self.groups)
         if isinstance(split, ColumnSplit):
             codes = self.spool.column(PART)
             if not split.validation:
