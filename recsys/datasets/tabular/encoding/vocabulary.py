@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ValueCounts",
     "choose_values",
-    "in_row_order",
     "read_vocabulary",
     "vocabulary_file",
     "write_vocabulary",
@@ -61,18 +60,6 @@ class ValueCounts:
     def by_first_appearance(self) -> NDArray[np.int32]:
         """The numbers that appeared, in the order of their first appearance, (num_seen,)."""
         return self._order[: self._num_seen]
-
-
-def in_row_order(
-    columns: list[NDArray[np.int32]], lengths: list[NDArray[np.int32]]
-) -> NDArray[np.int32]:
-    """The values of several columns of the same rows: row by row, in a row column by column.
-
-    Shape:
-        columns (v_c,) each, lengths (n,) each, with sum v_c; result (sum of all v_c,).
-    """
-    rows = np.concatenate([np.repeat(np.arange(len(each)), each) for each in lengths])
-    return np.concatenate(columns)[np.argsort(rows, kind="stable")]
 
 
 def choose_values(

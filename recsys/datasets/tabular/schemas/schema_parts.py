@@ -234,7 +234,10 @@ class FractionSplit:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_shares(self.test, self.validation)
+        if self.test_share + self.validation_share >= 1:
+            raise ConfigError(
+                f"test + validation must be below 1, got {self.test} + {self.validation}"
+            )
 
     @property
     def test_share(self) -> Fraction:
@@ -409,8 +412,3 @@ def _parse_share(name: str, value: float | str) -> Fraction:
             f'{name} must be in [0, 1): a number, or text such as "1/14"; got {value!r}'
         )
     return share
-
-
-def _check_shares(test: float | str, validation: float | str) -> None:
-    if _parse_share("test", test) + _parse_share("validation", validation) >= 1:
-        raise ConfigError(f"test + validation must be below 1, got {test} + {validation}")

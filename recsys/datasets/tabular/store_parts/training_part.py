@@ -13,7 +13,6 @@ from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows, fir
 from recsys.datasets.tabular.encoding.vocabulary import (
     ValueCounts,
     choose_values,
-    in_row_order,
     vocabulary_file,
     write_vocabulary,
 )
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.tabular.encoding.bags import Columns
     from recsys.datasets.tabular.encoding.numbering import HashedRows
-    from recsys.datasets.tabular.schemas.schema import Schema, Table
+    from recsys.datasets.tabular.schemas.schema import Table
     from recsys.datasets.tabular.store_parts.spooled_rows import SpooledRows
 
 __all__ = ["learn_rows"]
@@ -68,7 +67,11 @@ def learn_rows(
             tables[table.name] = _give_rows(table, values, counts.pop(table.name), file)
         else:
             tables[table.name] = TableRows(table.num_rows, None)
-    return RowMaker(schema, tables, _dense_rules(schema, moments))
+    rules = {
+        name: DenseRule.of(name, column.transform, column.missing, moments[name])
+        for name, column in schema.dense.items()
+    }
+    return RowMaker(schema, tables, rules)
 
 
 def _give_rows(table: Table, values: Numbers, seen: ValueCounts, file: Path) -> TableRows:
@@ -83,7 +86,7 @@ def _give_rows(table: Table, values: Numbers, seen: ValueCounts, file: Path) -> 
 
 
 def _values_in_order(columns: Columns, table: Table) -> NDArray[np.int32]:
-    """The values of the columns of a table, in the order of their appearance."""
+    """The values of the columns of a table: row by row, in a row column by column."""
     if len(table.columns) == 1:
         column = columns[table.columns[0]]
         return column.values if isinstance(column, Bags) else column
@@ -91,11 +94,5 @@ def _values_in_order(columns: Columns, table: Table) -> NDArray[np.int32]:
         column if isinstance(column, Bags) else Bags(column, np.ones(len(column), np.int32))
         for column in (columns[name] for name in table.columns)
     ]
-    return in_row_order([each.values for each in bags], [each.lengths for each in bags])
-
-
-def _dense_rules(schema: Schema, moments: Mapping[str, Moments]) -> dict[str, DenseRule]:
-    return {
-        name: DenseRule.of(name, column.transform, column.missing, moments[name])
-        for name, column in schema.dense.items()
-    }
+    rows = np.concatenate([np.repeat(np.arange(len(each.lengths)), each.lengths) for each in bags])
+    return np.concatenate([each.values for each in bags])[np.argsort(rows, kind="stable")]
