@@ -137,7 +137,7 @@ def prepare_table(
             batches,
             schema,
             Path(store),
-            sources=lambda: [source.as_dict() for source in table.sources],
+            sources=lambda: table.sources,
             place=table.place,
             like=known,
             split=split,

@@ -155,7 +155,8 @@ def test_files_may_be_read_without_their_hashes(tmp_path, monkeypatch):
     files = TableFiles([tmp_path], simple(), with_hash=False)
     assert [batch.column("c").to_pylist() for batch in files.batches()] == [["b"], ["p"]]
     for source in files.sources:
-        assert (source.sha256, source.num_bytes) == ("", source.path.stat().st_size)
+        size = (tmp_path / source["name"]).stat().st_size
+        assert (source["sha256"], source["num_bytes"]) == ("", size)
 
 
 def test_files_are_read_in_order_and_hashed(tmp_path):
@@ -167,9 +168,9 @@ def test_files_are_read_in_order_and_hashed(tmp_path):
         batches = list(files.batches())
         assert "".join(row["c"] for batch in batches for row in batch.to_pylist()) == expected
         for source in files.sources:
-            content = source.path.read_bytes()
-            assert source.sha256 == hashlib.sha256(content).hexdigest()
-            assert (source.num_bytes, source.num_rows) == (len(content), 1)
+            content = (tmp_path / source["name"]).read_bytes()
+            assert source["sha256"] == hashlib.sha256(content).hexdigest()
+            assert (source["num_bytes"], source["num_rows"]) == (len(content), 1)
 
 
 @pytest.mark.parametrize(

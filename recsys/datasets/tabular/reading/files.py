@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.tabular.schemas.schema import Schema
 
-__all__ = ["ParquetFile", "SourceFile", "TableFiles", "open_file"]
+__all__ = ["ParquetFile", "TableFiles", "open_file"]
 
 # What a file of another kind is, by its suffix, and what to do with it.
 _OTHER_KINDS = {
@@ -37,39 +36,13 @@ _BUFFER_BYTES = 1 << 20
 _OPTIONS: dict[str, Any] = {"coerce_int96_timestamp_unit": "us"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A file that was read to its end.
-
-    Attributes:
-        path: As it was named.
-        num_bytes: Its size.
-        num_rows: Rows of data in it.
-        sha256: Hash of its bytes, in hex; empty if it was not computed.
-    """
-
-    path: Path
-    num_bytes: int
-    num_rows: int
-    sha256: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a store's meta.json: the file's name without its folder, and the rest."""
-        return {
-            "name": self.path.name,
-            "num_bytes": self.num_bytes,
-            "num_rows": self.num_rows,
-            "sha256": self.sha256,
-        }
-
-
 class TableFiles:
     """Files with one table: their rows, in order of the files, as batches of a schema's columns.
 
     Attributes:
         columns: The columns that are read, in the schema's order.
-        num_bytes: Size of all files together.
-        sources: The files that `batches` has read to their ends, so far.
+        sources: The files that `batches` has read to their ends so far, as a store's meta.json has
+            them: name, num_bytes, num_rows and sha256, which is empty if it is not computed.
 
     Args:
         paths: Files and folders; a folder stands for all table files in it, in order of their
@@ -99,13 +72,12 @@ class TableFiles:
     ) -> None:
         import_pyarrow()
         self.schema = schema
-        self.sources: list[SourceFile] = []
+        self.sources: list[dict[str, Any]] = []
         self._optional = frozenset(optional)
         self._with_hash = with_hash
         self._files = [
             open_file(path, schema.delimiter, schema.quote) for path in find_files(paths)
         ]
-        self.num_bytes = sum(file.path.stat().st_size for file in self._files)
         first = self._files[0]
         self.columns = tuple(
             name for name in schema.columns if name not in optional or name in first.column_names
@@ -117,9 +89,9 @@ class TableFiles:
         """Words for a row that was read, by its number from 0 among the rows of all files."""
         sources = tuple(self.sources)  # a thread that reads ahead appends to it
         for file, source in zip(self._files, sources, strict=False):
-            if row < source.num_rows:
+            if row < source["num_rows"]:
                 return file.place(row)
-            row -= source.num_rows
+            row -= source["num_rows"]
         return self._files[len(sources)].place(row)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -145,9 +117,12 @@ class TableFiles:
             finally:
                 hashing.abandon()
             self.sources.append(
-                SourceFile(
-                    path=file.path, num_bytes=hashing.num_bytes, num_rows=num_rows, sha256=sha256
-                )
+                {
+                    "name": file.path.name,
+                    "num_bytes": hashing.num_bytes,
+                    "num_rows": num_rows,
+                    "sha256": sha256,
+                }
             )
 
 
