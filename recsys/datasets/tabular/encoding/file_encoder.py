@@ -20,7 +20,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.tabular.encoding.dense import DenseRule
 from recsys.datasets.tabular.encoding.numbering import Numbers
 from recsys.datasets.tabular.encoding.row_encoder import RowEncoder, new_numbers, roles_of
-from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows, first_row_of
+from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows
 from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary, vocabulary_file
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
@@ -252,7 +252,7 @@ def _read_rows(
     size = store.table_sizes[table.name]
     if not isinstance(numbers, Numbers):
         return None
-    first_row = first_row_of(table.has_missing_row)
+    first_row = table.first_row
     num_rows = read_vocabulary(vocabulary_file(store.path, number), numbers, first_row)
     if num_rows != size:
         raise _damaged(store, f"table {table.name!r} has {size} rows, its vocabulary {num_rows}")

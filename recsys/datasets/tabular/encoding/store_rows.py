@@ -24,12 +24,7 @@ if TYPE_CHECKING:
     from recsys.datasets.tabular.encoding.dense import DenseRule
     from recsys.datasets.tabular.schemas.schema import Schema
 
-__all__ = ["RowMaker", "StoreRows", "TableRows", "first_row_of"]
-
-
-def first_row_of(has_missing_row: bool) -> int:
-    """The first row that belongs to a value of a numbered table."""
-    return 2 if has_missing_row else 1
+__all__ = ["RowMaker", "StoreRows", "TableRows"]
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class Table:
     has_missing_row: bool
     columns: tuple[str, ...]
 
+    @property
+    def first_row(self) -> int:
+        """The first row that belongs to a value, with numbering "first"."""
+        return 2 if self.has_missing_row else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:

@@ -10,7 +10,6 @@ import numpy as np
 
 from recsys.datasets.splits import SPLITS
 from recsys.datasets.tabular.encoding.row_encoder import GROUP, LABEL, TIME, WEIGHT, roles_of
-from recsys.datasets.tabular.encoding.store_rows import first_row_of
 from recsys.datasets.tabular.store_parts.histories import Histories
 from recsys.datasets.tabular.store_parts.item_values import ItemValues
 from recsys.datasets.tabular.store_parts.negatives import (
@@ -152,7 +151,7 @@ class PartWriter:
         assert negatives is not None
         name = self._schema.categorical[negatives.item].table or negatives.item
         table = next(each for each in self._schema.tables if each.name == name)
-        return first_row_of(table.has_missing_row)
+        return table.first_row
 
     def _new_sampler(self, catalog: ItemCatalog) -> Sampler:
         negatives, rows = self._schema.negatives, self._rows

@@ -9,7 +9,7 @@ import numpy as np
 from recsys.datasets.tabular.encoding.bags import Bags
 from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
 from recsys.datasets.tabular.encoding.numbering import Numbers
-from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows, first_row_of
+from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows
 from recsys.datasets.tabular.encoding.vocabulary import (
     ValueCounts,
     choose_values,
@@ -75,7 +75,7 @@ def learn_rows(
 
 
 def _give_rows(table: Table, values: Numbers, seen: ValueCounts, file: Path) -> TableRows:
-    first_row = first_row_of(table.has_missing_row)
+    first_row = table.first_row
     chosen = choose_values(
         seen, min_count=table.min_count, max_rows=table.max_rows, first_row=first_row
     )
