@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 
@@ -39,7 +39,6 @@ from recsys.errors import ConfigError
 
 __all__ = ["Schema", "Table", "check_delimiter"]
 
-_T = TypeVar("_T")
 _SPLITS: dict[str, type[Split]] = {
     "fraction": FractionSplit,
     "timestamp": TimestampSplit,
