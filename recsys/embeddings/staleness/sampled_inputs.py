@@ -59,7 +59,12 @@ class InputRows(NamedTuple):
             levels: Their levels, (M,).
             found: The levels of the inputs, (S,).
         """
-        _raise_levels(self.rows, self.bounds, followed, levels, found)
+        places = np.searchsorted(followed, self.rows)
+        is_known = places < len(followed)
+        is_known[is_known] = followed[places[is_known]] == self.rows[is_known]
+        of_rows = np.full(len(self.rows), np.inf)
+        of_rows[is_known] = levels[places[is_known]]
+        np.maximum.at(found, np.arange(len(found)).repeat(np.diff(self.bounds)), of_rows)
 
     def select(self, begin: int, end: int) -> InputRows:
         """The inputs from `begin` to `end`."""
@@ -307,29 +312,3 @@ def _list_rows(
                     at = places_S[number]
                     rows_V[at] = np.int64(first_row + row) if row < size else _NO_ROW
                     places_S[number] = at + 1
-
-
-@kernel
-def _raise_levels(
-    rows_V: NDArray[np.int64],
-    bounds: NDArray[np.int64],
-    followed_M: NDArray[np.int64],
-    levels_M: NDArray[np.float64],
-    found_S: NDArray[np.float64],
-) -> None:
-    for number in range(len(found_S)):
-        for place in range(bounds[number], bounds[number + 1]):
-            if found_S[number] == np.inf:
-                break
-            row = rows_V[place]
-            low, high = 0, len(followed_M)
-            while low < high:
-                middle = (low + high) // 2
-                if followed_M[middle] < row:
-                    low = middle + 1
-                else:
-                    high = middle
-            level = np.inf
-            if low < len(followed_M) and followed_M[low] == row:
-                level = levels_M[low]
-            found_S[number] = max(found_S[number], level)
