@@ -353,13 +353,7 @@ def _set_bits(
     num_more = 0
     for number in range(len(rows_M)):
         row = np.uint64(rows_M[number])
-        table, above = 0, len(first_rows) - 1
-        while table + 1 < above:
-            middle = (table + above) // 2
-            if first_rows[middle] <= row:
-                table = middle
-            else:
-                above = middle
+        table = np.searchsorted(first_rows, row, "right") - 1
         row -= first_rows[table]
         word, bit = first_words[table] + (row >> _SHIFT), _ONE << (row & _PLACE)
         was_set = bits[word] & bit != 0
