@@ -318,21 +318,8 @@ def draw_systematically(probabilities: NDArray[np.float64], start: float) -> NDA
     Shape:
         probabilities (B,); result (M,) ascending.
     """
-    samples = np.empty(len(probabilities), np.int64)
-    return samples[: _draw(probabilities, start, samples)]
-
-
-@kernel
-def _draw(probabilities_B: NDArray[np.float64], start: float, samples_M: NDArray[np.int64]) -> int:
-    num_drawn = 0
-    total, passed = -start, -1.0
-    for sample in range(len(probabilities_B)):
-        total += probabilities_B[sample]
-        count = np.floor(total)
-        samples_M[num_drawn] = sample
-        num_drawn += count != passed
-        passed = count
-    return num_drawn
+    totals = np.concatenate([[-start], probabilities]).cumsum()[1:]
+    return np.flatnonzero(np.diff(np.floor(totals), prepend=-1))
 
 
 @kernel
