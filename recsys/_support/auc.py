@@ -17,6 +17,7 @@ __all__ = [
     "area_under_curve",
     "auc",
     "count_by_score",
+    "expected_auc",
     "require_same_length",
     "sum_of_products",
     "twice_below",
@@ -63,6 +64,20 @@ def area_under_curve(positives: NDArray[np.int64], negatives: NDArray[np.int64])
     if not num_pairs:
         return None
     return sum_of_products(positives, twice_below(negatives)) / (2 * num_pairs)
+
+
+def expected_auc(rising: NDArray[Any]) -> float:
+    """The AUC to expect if each label is 1 with the probability that is predicted.
+
+    Over pairs of samples: sum of p (1 - p') where p >= p', divided by the sum over all pairs.
+
+    Args:
+        rising: The predictions, (N,) ascending.
+    """
+    others = 1 - rising
+    below = np.cumsum(others) - others
+    num_pairs = rising.sum() * others.sum() - np.dot(rising, others)
+    return float(np.dot(rising, below) / num_pairs) if num_pairs > 0 else 0.5
 
 
 def twice_below(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from recsys._support.auc import expected_auc
 from recsys.datasets.criteo.shape import KAGGLE_COLUMNS, KAGGLE_DENSE, popularity_curve
 from recsys.datasets.synthetic.kernel import GUIDE_SIZE, GeneratorParameters, bijection_key
 
@@ -111,7 +112,7 @@ def calibrate(scores_B: NDArray[np.float64]) -> tuple[float, float]:
     while high - low > 1e-3 * high:
         gain = (low + high) / 2
         bias = _bias(gain * scores_B)
-        too_high = _expected_auc(_sigmoid(gain * scores_B + bias)) > BEST_AUC
+        too_high = expected_auc(_sigmoid(gain * scores_B + bias)) > BEST_AUC
         low, high = (low, gain) if too_high else (gain, high)
     return gain, bias
 
@@ -128,11 +129,3 @@ def _bias(logits_B: NDArray[np.float64]) -> float:
 
 def _sigmoid(logits_B: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1 / (1 + np.exp(-logits_B))
-
-
-def _expected_auc(rising_probabilities_B: NDArray[np.float64]) -> float:
-    """The expected AUC of click probabilities against labels drawn from them."""
-    clicks, unclicked = rising_probabilities_B, 1 - rising_probabilities_B
-    unclicked_below = np.cumsum(unclicked) - unclicked
-    num_pairs = clicks.sum() * unclicked.sum() - clicks @ unclicked
-    return float(clicks @ unclicked_below / num_pairs)

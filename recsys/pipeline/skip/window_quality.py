@@ -29,11 +29,11 @@ Standard errors, relative except for the AUC (delta method, samples are independ
 from __future__ import annotations
 
 from math import log, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from recsys._support.auc import auc
+from recsys._support.auc import auc, expected_auc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,7 +119,8 @@ class WindowQuality:
         if area is None:
             return
         if self._of_a_kind:
-            area = max(0.0, 1 + area - _promised_auc(logits, predictions))
+            promised = expected_auc(predictions[np.argsort(logits, kind="stable")])
+            area = max(0.0, 1 + area - promised)
         pairs = num_positive * (len(logits) - num_positive)
         squared = pairs * pairs
         self._sums[11:] += (1, pairs, pairs * area, squared, squared * area, squared * area * area)
@@ -170,15 +171,3 @@ class WindowQuality:
 def _error(squares: float, mean: float, count: float) -> float:
     """Standard error of a mean, from the sum of squares of `count` numbers."""
     return sqrt(max(squares / count - mean**2, 0.0) / count)
-
-
-def _promised_auc(logits: NDArray[Any], predictions: NDArray[Any]) -> float:
-    """The AUC to expect if each label is 1 with the probability that is predicted.
-
-    Over pairs of samples: sum of p (1 - p') where p >= p', divided by the sum over all pairs.
-    """
-    ordered = predictions[np.argsort(logits, kind="stable")]
-    others = 1 - ordered
-    below = np.cumsum(others) - others
-    num_pairs = ordered.sum() * others.sum() - np.dot(ordered, others)
-    return float(np.dot(ordered, below) / num_pairs) if num_pairs > 0 else 0.5
