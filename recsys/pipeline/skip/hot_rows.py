@@ -22,21 +22,10 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.lookup.table_group import TableGroup
 
-__all__ = ["HotRows", "budget_beside_hot_rows", "hot_rows_bytes"]
+__all__ = ["HotRows", "budget_beside_hot_rows"]
 
 _ROWS_AT_ONCE = 2**16
 _BYTES_PER_ROW = 8 + 8  # a row number and a change
-
-
-def hot_rows_bytes(sizes: Sequence[int], num_hot: int, row_bytes: int) -> int:
-    """The most bytes that the `HotRows` of a group take.
-
-    Args:
-        sizes: E of each table.
-        num_hot: M.
-        row_bytes: Bytes of a row, without its state.
-    """
-    return marks_bytes(sizes) + num_hot * (row_bytes + _BYTES_PER_ROW)
 
 
 def budget_beside_hot_rows(
@@ -89,7 +78,7 @@ class HotRows:
     def num_bytes(self) -> int:
         """The most bytes that it takes."""
         row_bytes = self.group.dim * self.group.tables[0].dtype.itemsize
-        return hot_rows_bytes(self.marks.sizes, len(self.rows), row_bytes)
+        return marks_bytes(self.marks.sizes) + len(self.rows) * (row_bytes + _BYTES_PER_ROW)
 
     def begin(self) -> None:
         """Take the first snapshot, and note from now on which rows are updated."""
