@@ -103,7 +103,7 @@ def of_budget(clock: StageClock, tiers: Sequence[Tiers]) -> Suggestion | None:
     if not tiers:
         return None
     budget = 2 * sum(each.hot.num_bytes for each in tiers)
-    resident = sum(int(each.hot.first_rows[-1]) * each.hot.row_bytes for each in tiers)
+    resident = sum(sum(each.sizes) * each.hot.row_bytes for each in tiers)
     if resident <= budget and all(each.files is None for each in tiers):
         return Suggestion("budget", budget, clock.waited_seconds, is_upper_bound=False)
     saved = busy = 0.0

@@ -28,7 +28,7 @@ def tiers_state(tiers: Sequence[Tiers]) -> list[dict[str, Any]]:
     """
     return [
         {
-            "num_rows": _num_rows(each),
+            "num_rows": sum(each.sizes),
             "counts": list(each.residency.counts),
             "tables": _flat(each.residency.counter.table_sums.hits()),
             "busy": _pair(each.residency.times.busy),
@@ -60,7 +60,7 @@ def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
         SavedState(place, {**absent, **each} if isinstance(each, Mapping) else each, _KEYS)
         for each in states
     ]
-    if [each["num_rows"] for each in found] != [_num_rows(each) for each in tiers]:
+    if [each["num_rows"] for each in found] != [sum(each.sizes) for each in tiers]:
         return
     loaded = [
         (
@@ -88,10 +88,6 @@ def _table_hits(state: SavedState, num_tables: int) -> list[TableHits] | None:
         return None
     flat = state.wholes("tables", 2 * num_tables)
     return [TableHits(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
-
-
-def _num_rows(tiers: Tiers) -> int:
-    return int(tiers.hot.first_rows[-1])
 
 
 def _pair(seconds: MoveSeconds) -> list[float]:

@@ -213,7 +213,7 @@ class PopularSplit:
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "is_loss_a_sum": self.is_loss_a_sum,
-            "num_rows": [int(each.hot.first_rows[-1]) for each in tiers],
+            "num_rows": [sum(each.sizes) for each in tiers],
             "most_rows": [self._most_rows.get(each, 0) for each in tiers],
             "popular_rows": [torch.from_numpy(each.hot.popular_rows()) for each in tiers],
         }
@@ -229,7 +229,7 @@ class PopularSplit:
         found, tiers = SavedState("popular split state", state, self.state_dict()), self._tiers()
         counters = {name: found.whole(name) for name in _COUNTERS}
         is_loss_a_sum = None if found["is_loss_a_sum"] is None else found.flag("is_loss_a_sum")
-        num_rows = [int(each.hot.first_rows[-1]) for each in tiers]
+        num_rows = [sum(each.sizes) for each in tiers]
         if found["num_rows"] == num_rows:
             most_rows = found.wholes("most_rows", len(tiers))
             popular = found["popular_rows"]

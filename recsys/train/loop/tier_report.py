@@ -37,7 +37,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
         "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
         "hot_bytes": sum(each.hot.num_bytes for each in tiers),
         "num_slots": sum(each.hot.num_slots for each in tiers),
-        "num_rows": sum(int(each.hot.first_rows[-1]) for each in tiers),
+        "num_rows": sum(sum(each.sizes) for each in tiers),
         "lookup_hit_rate": rates.lookups,
         "unique_hit_rate": rates.distinct_rows,
         "tables": tables,
