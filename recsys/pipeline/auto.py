@@ -12,6 +12,7 @@ run that sets the chosen schedule from the start gives the same numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -116,12 +117,8 @@ class Choice:
 
     def state_dict(self) -> dict[str, Any]:
         """The mean seconds of every turn so far, in JSON types; the current turn is left out."""
-        seconds = [
-            turns[number]
-            for number in range(self._auto.num_rounds)
-            for turns in self._turns
-            if number < len(turns)
-        ]
+        by_round = zip_longest(*self._turns)
+        seconds = [each for of_round in by_round for each in of_round if each is not None]
         return {"auto": str(self._auto), "turn_seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

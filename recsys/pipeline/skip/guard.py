@@ -303,16 +303,10 @@ class QualityGuard:
         }
 
 
-def _new_window(
-    sums: Mapping[str, Sequence[float]] | None = None,
-) -> dict[str, WindowQuality]:
+def _new_window(sums: Mapping[str, Sequence[float]] | None = None) -> dict[str, WindowQuality]:
     """Sums of a window for each kind, all 0 or as given."""
-    return {
-        kind: WindowQuality(
-            of_a_kind=kind != "all", **({} if sums is None else {"sums": sums[kind]})
-        )
-        for kind in KINDS
-    }
+    sums = sums or dict.fromkeys(KINDS, [0.0] * WindowQuality.NUM_SUMS)
+    return {kind: WindowQuality(of_a_kind=kind != "all", sums=sums[kind]) for kind in KINDS}
 
 
 class _Estimate:
