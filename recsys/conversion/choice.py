@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from recsys._support.sizes import parse_bytes
 from recsys.conversion.exchange import find_replaceable, named_tables_in, tables_of
 from recsys.conversion.left_alone import find_not_updated, find_unfit
 from recsys.conversion.model_plan import plan_of_model
@@ -102,8 +101,7 @@ def choose_budget(
         profile: As for `accelerate`.
 
     Raises:
-        BudgetTooSmall, ProfileError: as for `plan_of_model`.
-        ConfigError: `budget` cannot be read.
+        BudgetTooSmall, ConfigError, ProfileError: as for `plan_of_model`.
         ValueError: there is no optimizer, or more than one; or tables are on several devices.
     """
     if budget is None and plan is None:
@@ -128,14 +126,10 @@ def planned_budget(
     """The bytes of fast memory, and the rows to be pinned; arguments as for `plan_of_model`.
 
     Raises:
-        BudgetTooSmall, ProfileError: as for `plan_of_model`.
-        ConfigError: `budget` cannot be read.
+        BudgetTooSmall, ConfigError, ProfileError: as for `plan_of_model`.
         ValueError: the tables are on several devices.
     """
     planned = plan_of_model(tables, formula, budget, plan, profile)
-    if planned is None:
-        assert budget is not None
-        planned = parse_bytes(budget, "budget"), {}
     shared_device(tables)  # raises for several devices
     return planned
 

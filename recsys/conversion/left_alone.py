@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.attach import NamedTable, UpdaterSpec
 
-__all__ = ["IN_NO_OPTIMIZER", "find_not_updated", "find_unfit"]
-
-IN_NO_OPTIMIZER = "no given optimizer has its tables in a param group"
+__all__ = ["find_not_updated", "find_unfit"]
 
 
 def find_unfit(
@@ -79,12 +77,12 @@ def find_not_updated(
         found: Modules that can be replaced, with their names.
         specs: The updaters of the given optimizers.
     """
-    left = {}
+    left, reason = {}, "no given optimizer has its tables in a param group"
     for module, names in found.items():
         weights = [table.weight for table in tables_of(module, names[0])]
         is_updated = any(id(each) in spec.param_groups for each in weights for spec in specs)
         if not is_updated and any(each.requires_grad for each in weights):
-            left[module] = LeftAlone(tuple(names), type(module).__name__, IN_NO_OPTIMIZER)
+            left[module] = LeftAlone(tuple(names), type(module).__name__, reason)
     return left
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from recsys._support.sizes import parse_bytes
 from recsys.embeddings.popularity.plan import plan_hot_rows, require_plan
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import DATA_TYPES
@@ -66,36 +67,35 @@ def plan_of_model(
     budget: int | str | None,
     plan: HotPlan | None,
     profile: PopularityProfile | None,
-) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]] | None:
+) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
     """The bytes of fast memory, and the rows to be pinned.
 
     Args:
         tables: The tables that share the budget; a shared table occurs once for each of its
             modules.
         formula: The update rule of their rows.
-        budget: See `accelerate`.
+        budget: See `accelerate`; it may be None if there is a plan.
         plan: A plan of the updated tables, in any order; see `accelerate`.
         profile: Has the updated tables, and may have others; see `accelerate`.
 
     Returns:
         The budget, and for each table its pinned rows and their counts, as for `RowUpdater.tier`.
-        None if there is neither plan nor profile.
 
     Raises:
         BudgetTooSmall: the floor of the profile's plan is above the budget.
+        ConfigError: `budget` cannot be read.
         ProfileError: plan or profile has other tables.
     """
-    if plan is None and profile is None:
-        return None
     weights, configs = configs_of(tables)
-    if plan is None:
-        assert profile is not None
-        assert budget is not None
-        plan = _plan_by(profile, configs, budget, formula)
-    else:
+    if plan is not None:
         order = {name: number for number, name in enumerate(plan.tables)}
         configs.sort(key=lambda config: order.get(config.name, len(order)))
         plan = plan.of_tables(_as_configs(configs), budget)
+    else:
+        assert budget is not None
+        if profile is None:
+            return parse_bytes(budget, "budget"), {}
+        plan = _plan_by(profile, configs, budget, formula)
     pinned = {
         weights[name]: rows for name, rows in zip(plan.tables, plan.pinned_by_table(), strict=True)
     }
