@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from recsys.batch import PooledEmbeddings
-from recsys.bench.gpu.host_tables import bags_on
 from recsys.bench.gpu.providers import LEARNING_RATE
-from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
+from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +43,7 @@ class PlainBags(AbstractEmbeddingBags):
 
     def __init__(self, tables: Sequence[TableConfig], rows: Sequence[Tensor]) -> None:
         super().__init__(tables)
-        self.embedding_bags = bags_on(tables, rows)
+        self.embedding_bags = make_bags(tables, rows)
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the rows."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,7 @@ from recsys.conversion.verify import verify
 from recsys.train.verify_tiers import format_verification, verify_budgets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch.optim import Optimizer
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Check", "run_checks"]
 
@@ -61,7 +59,7 @@ def run_checks(device: str, *, is_quick: bool) -> Iterator[Check]:
     optimizers = ("sgd", "rowwise_adagrad") if is_quick else tuple(_RATES)
     for name in optimizers:
         yield _checked(f"verify,optimizer={name}", partial(_verify, device, name, num_steps))
-    for name in ("sgd", "adagrad"):
+    for name in _PLAIN_OPTIMIZERS:
         yield _checked(f"one_step,optimizer={name}", partial(_one_step, device, name, num_steps))
 
 
@@ -72,6 +70,7 @@ _RATES = {
     "adam": 0.001,
     "partial_rowwise_adam": 0.001,
 }
+_PLAIN_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
 def _checked(name: str, find_fault: Callable[[], str]) -> Check:
@@ -133,14 +132,8 @@ def _one_step(device: str, optimizer: str, num_steps: int) -> str:
         model,
         batches,
         loss=lambda trained, ids: functional.softplus(trained(ids)).mean(),
-        optimizer=partial(_make_optimizer, optimizer),
+        optimizer=partial(_PLAIN_OPTIMIZERS[optimizer], lr=0.1),
         steps=num_steps,
         budget=2**18,  # half of the rows
     )
     return "" if found.ok else str(found)
-
-
-def _make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1)
-    return torch.optim.Adagrad(parameters, lr=0.1)

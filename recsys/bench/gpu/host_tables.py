@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from recsys._support.own_pages import empty_in_own_pages
 
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from recsys.embeddings.table import TableConfig
-
-__all__ = ["HostTables", "bags_on"]
+__all__ = ["HostTables"]
 
 _BLOCK_ROWS = 1 << 16
 
@@ -51,15 +48,3 @@ class HostTables:
         parts = torch.split(self.rows, self._sizes)
         # Through numpy, so that each has a storage and a version of its own.
         return [torch.from_numpy(part.numpy()) for part in parts]
-
-
-def bags_on(tables: Sequence[TableConfig], rows: Sequence[Tensor]) -> nn.ModuleDict:
-    """The modules of an `EmbeddingBagCollection` on given rows, (E, D) each."""
-    return nn.ModuleDict(
-        {
-            table.name: nn.EmbeddingBag(
-                table.num_embeddings, table.embedding_dim, mode="sum", sparse=True, _weight=weight
-            )
-            for table, weight in zip(tables, rows, strict=True)
-        }
-    )

@@ -11,10 +11,11 @@ import torch
 from recsys.bench.gpu.baselines import GatheredBags, HybridBags, PlainBags
 from recsys.bench.gpu.clock import allocated_bytes
 from recsys.bench.gpu.fbgemm import ManagedBags
-from recsys.bench.gpu.host_tables import HostTables, bags_on
+from recsys.bench.gpu.host_tables import HostTables
 from recsys.bench.gpu.providers import LEARNING_RATE
 from recsys.bench.parts.shares import FLOOR
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.lookup.abstract import make_bags
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tier_arguments import empty_tables
@@ -60,7 +61,7 @@ class TieredTables:
             optimizer=SGD(lr=LEARNING_RATE),
             auto_apply=False,
             budget=budget,
-            _bags=bags_on(tables.configs, tables.host.tables()),
+            _bags=make_bags(tables.configs, tables.host.tables()),
         )
         fill(self.module, batches, samples_per_fill, num_fills)
         self.module.settle()
@@ -110,7 +111,7 @@ class Tables:
             device=device,
             optimizer=SGD(lr=LEARNING_RATE),
             auto_apply=False,
-            _bags=bags_on(self.configs, rows),
+            _bags=make_bags(self.configs, rows),
         )
 
     @cached_property
