@@ -260,12 +260,10 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[TableBatch]
 ) -> Callable[[], None]:
-    number = 0
+    following = cycle(batches)
 
     def step() -> None:
-        nonlocal number
-        batch = batches[number % len(batches)]
-        number += 1
+        batch = next(following)
         optimizer.zero_grad()
         logits = model(batch.dense, batch.inputs)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)

@@ -28,10 +28,10 @@ from recsys.bench.parts.scratch import scratch_folder
 from recsys.bench.parts.worker import in_own_process
 from recsys.bench.synthetic import write_store
 from recsys.config import load_config
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.train.judge.predict import predict_run
-from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
 
 if TYPE_CHECKING:
@@ -79,12 +79,8 @@ def bench_predict(
 
 
 def _write_store(path: Path, num_samples: int, table_sizes: tuple[int, ...]) -> None:
-    config = load_config(
-        synthetic={"num_samples": num_samples, "table_sizes": list(table_sizes)},
-    )
-    source = open_source(config)
-    assert isinstance(source, SyntheticCriteo)
-    write_store(source, path)
+    sizes = table_sizes or KAGGLE_TABLE_SIZES
+    write_store(SyntheticCriteo(num_samples=num_samples, table_sizes=sizes), path)
 
 
 def _measure(case: str, folder: Path, config: dict[str, Any], num_rounds: int) -> list[Row]:

@@ -13,6 +13,7 @@ after their tables. Ids are skewed: `E * u**8` for a uniform u, so that few rows
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -277,15 +278,11 @@ class _Shallow(nn.Module):
         return logits.squeeze(1)
 
 
-def _dense_embeddings(table_sizes: Sequence[int]) -> nn.Module:
-    return _Embeddings(table_sizes, sparse=False)
-
-
 _TABLES: dict[str, Callable[[Sequence[int]], nn.Module]] = {
     "bags": _Bags,
     "collection": _Collection,
     "embeddings": _Embeddings,
-    "dense-embeddings": _dense_embeddings,
+    "dense-embeddings": partial(_Embeddings, sparse=False),
 }
 _INPUTS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
     "classic": _with_offsets,
