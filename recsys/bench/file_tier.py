@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.machine import set_num_threads, tune_allocator
+from recsys._support.machine import memory_bytes, set_num_threads, tune_allocator
 from recsys._support.memory import advise_random
 from recsys._support.sizes import format_bytes
 from recsys.bench.parts.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
@@ -365,5 +365,7 @@ def _mapped_embeddings(case: FileTierCase) -> tuple[Any, Any]:
 
 
 def default_table_bytes(times_memory: float) -> int:
-    """A multiple of the machine's memory, in bytes."""
-    return int(times_memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    """A multiple of the memory that this process may use, in bytes."""
+    memory = memory_bytes()
+    assert memory is not None  # as on every system with `posix_fadvise`
+    return int(times_memory * memory)

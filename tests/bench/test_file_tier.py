@@ -3,7 +3,13 @@ import os
 
 import pytest
 
-from recsys.bench.file_tier import FileTierCase, bench_file_tier, scaled_table_sizes
+from recsys._support import machine
+from recsys.bench.file_tier import (
+    FileTierCase,
+    bench_file_tier,
+    default_table_bytes,
+    scaled_table_sizes,
+)
 from recsys.bench.parts.disk import PAGE_BYTES, Disk, best_num_threads
 from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.parts.scheduled import Turn
@@ -142,6 +148,12 @@ def test_kaggles_tables_grow_by_one_factor():
     sizes = scaled_table_sizes(3 * sum(KAGGLE_TABLE_SIZES) * 64 * 4, 64)
 
     assert sizes == tuple(3 * size for size in KAGGLE_TABLE_SIZES)
+
+
+def test_tables_are_a_multiple_of_the_memory_that_a_container_has(monkeypatch):
+    monkeypatch.setattr(machine, "limits_of_groups", lambda *_: [2**20])
+
+    assert default_table_bytes(1.5) == 1.5 * 2**20
 
 
 def test_the_command_asks_for_a_folder(capsys):
