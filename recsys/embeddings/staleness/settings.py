@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, fields
 
+from recsys._support.untrusted import is_finite_number
 from recsys.embeddings.staleness.drift import MEASURES
 from recsys.errors import ConfigError
 
@@ -68,15 +68,7 @@ class Staleness:
 
     def __post_init__(self) -> None:
         least = {"window": LEAD + 1, "first_period": 0, "period_step": 0}
-        for name in (
-            "window",
-            "min_updates",
-            "patience",
-            "max_rows",
-            "count_every",
-            "first_period",
-            "period_step",
-        ):
+        for name in (field.name for field in fields(self) if field.type == "int"):
             value = getattr(self, name)
             if type(value) is not int or not least.get(name, 1) <= value < 2**31:
                 raise ConfigError(
@@ -106,16 +98,11 @@ class Staleness:
                 f"({most_updates}), the updates counted for a row that every step updates, got "
                 f"{self.min_updates}; lower it, or raise window"
             )
-        if self.threshold is not None and not _is_at_least_0(self.threshold):
+        threshold, cut = self.threshold, self.period_cut
+        if threshold is not None and not (is_finite_number(threshold) and threshold >= 0):
             raise ConfigError(
                 f"staleness: threshold must be a finite number of at least 0, or None, got "
-                f"{self.threshold!r}"
+                f"{threshold!r}"
             )
-        if not _is_at_least_0(self.period_cut) or self.period_cut > 1:
-            raise ConfigError(
-                f"staleness: period_cut must be a number in [0, 1], got {self.period_cut!r}"
-            )
-
-
-def _is_at_least_0(value: object) -> bool:
-    return type(value) in (int, float) and isfinite(value) and value >= 0  # type: ignore[arg-type,operator]
+        if not (is_finite_number(cut) and 0 <= cut <= 1):
+            raise ConfigError(f"staleness: period_cut must be a number in [0, 1], got {cut!r}")

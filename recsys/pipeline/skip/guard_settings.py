@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import isfinite
 
+from recsys._support.untrusted import is_finite_number, is_int
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.errors import ConfigError
 
@@ -45,9 +45,7 @@ class Guard:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, is_whole = getattr(self, field.name), field.type == "int"
-            if type(value) not in ((int,) if is_whole else (int, float)) or not (
-                isfinite(value) and value > 0
-            ):
+            if not (is_int(value, 1) if is_whole else is_finite_number(value) and value > 0):
                 raise ConfigError(
                     f"Guard: {field.name} must be a {'whole ' if is_whole else ''}number above 0, "
                     f"got {value!r}"

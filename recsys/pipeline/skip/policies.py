@@ -17,9 +17,9 @@ with `Importance` and `RandomDrop(refill=False)` they get smaller instead.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
+from recsys._support.untrusted import is_finite_number
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline.skip.guard_settings import Guard
@@ -130,7 +130,7 @@ class Subsample:
 
     def __post_init__(self) -> None:
         _require_common(self)
-        if not (_is_number(self.keep) and 0 < self.keep < 1):
+        if not (is_finite_number(self.keep) and 0 < self.keep < 1):
             raise ConfigError(f"Subsample: keep must be a number in (0, 1), got {self.keep!r}")
         if self.share > 1 - self.keep:
             raise ConfigError(
@@ -192,7 +192,7 @@ class Importance:
 
     def __post_init__(self) -> None:
         _require_common(self)
-        if not (_is_number(self.least) and 0 < self.least < 1):
+        if not (is_finite_number(self.least) and 0 < self.least < 1):
             raise ConfigError(f"Importance: least must be a number in (0, 1), got {self.least!r}")
         if self.share > 1 - self.least:
             raise ConfigError(
@@ -204,7 +204,7 @@ class Importance:
                 f"Importance: bits must be a whole number in [{_BITS[0]}, {_BITS[-1]}], got "
                 f"{self.bits!r}"
             )
-        if not (_is_number(self.lr) and 0 < self.lr <= 1):
+        if not (is_finite_number(self.lr) and 0 < self.lr <= 1):
             raise ConfigError(f"Importance: lr must be a number in (0, 1], got {self.lr!r}")
         if type(self.warm_up) is not int or self.warm_up < 0:
             raise ConfigError(
@@ -259,7 +259,7 @@ def _require_common(policy: Any) -> None:
         ConfigError: a value is out of range.
     """
     name = type(policy).__name__
-    if not (_is_number(policy.share) and 0 < policy.share < 1):
+    if not (is_finite_number(policy.share) and 0 < policy.share < 1):
         raise ConfigError(
             f"{name}: share must be a number in (0, 1), got {policy.share!r}; to skip nothing, use "
             "skip=None"
@@ -291,7 +291,3 @@ def _require_common(policy: Any) -> None:
     seed = getattr(policy, "seed", 0)
     if type(seed) is not int or not 0 <= seed <= _MOST_SEED:
         raise ConfigError(f"{name}: seed must be a whole number in [0, 2**63), got {seed!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)

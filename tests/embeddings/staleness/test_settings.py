@@ -24,6 +24,7 @@ def test_the_defaults_are_valid():
         ("threshold", -0.1),
         ("threshold", math.nan),
         ("threshold", "0.1"),
+        pytest.param("threshold", 10**400, id="threshold that no float holds"),
         ("min_updates", 0),
         ("min_updates", 1001),
         ("patience", 0),

@@ -189,6 +189,8 @@ def test_what_is_no_state_is_refused(skips, change):
             "Paper: counts_unseen_rows_as_stale must be True or False, got 'no'",
         ),
         (lambda: RandomDrop(True), "RandomDrop: share"),
+        (lambda: RandomDrop(10**400), "RandomDrop: share"),
+        (lambda: Guard(far=10**400), "Guard: far must be a number above 0"),
         (lambda: Observe(0.2, None), "Observe: staleness must be a Staleness, got NoneType"),
         (
             lambda: FreezeRows(0.2, Staleness(), 7),
