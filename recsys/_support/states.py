@@ -14,7 +14,7 @@ from recsys._support.untrusted import is_finite_number, is_int
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -89,6 +89,15 @@ class SavedState:
             lengths_in_words = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else lengths[0]
             raise self.error(key, f"a list of {lengths_in_words} finite numbers of at least 0")
         return list(map(float, values))
+
+    def items(self, key: str, lengths: Sequence[int], kind: str) -> list[Any]:
+        """A list whose length is one of `lengths`; `kind` names what it holds, for the error."""
+        values = self._entries[key]
+        if not isinstance(values, list | tuple) or len(values) not in lengths:
+            is_range = isinstance(lengths, range)
+            count = f"at most {lengths[-1]}" if is_range else " or ".join(map(str, lengths))
+            raise self.error(key, f"a list of {count} {kind}")
+        return list(values)
 
     def flag(self, key: str) -> bool:
         """True or false."""

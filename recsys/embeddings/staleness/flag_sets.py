@@ -99,18 +99,14 @@ class FlagSets:
         Raises:
             ConfigError: they are no flag sets of a tracker after so many steps.
         """
-        place, entries = "staleness state: flag_sets", found["flag_sets"]
-        if not isinstance(entries, list) or len(entries) not in (1, 2):
-            raise found.error("flag_sets", "a list of 1 or 2 states")
+        place, entries = "staleness state: flag_sets", found.items("flag_sets", (1, 2), "states")
         sets: list[FlagSet] = []
         ranges = [(0, max(0, num_steps - 1)), (num_steps, num_steps + LEAD)]
         for each, (least, most) in zip(entries, ranges, strict=False):
             of_set = SavedState(place, each, ("first_number", "rows"))
             first_number = of_set.whole("first_number", least=least, most=most)
-            if not isinstance(of_set["rows"], list) or len(of_set["rows"]) != len(self._marks):
-                raise of_set.error("rows", f"a list of {len(self._marks)} tensors")
-            rows = []
-            for of_group, marks, limit in zip(of_set["rows"], self._marks, max_rows, strict=True):
+            rows, of_groups = [], of_set.items("rows", (len(self._marks),), "tensors")
+            for of_group, marks, limit in zip(of_groups, self._marks, max_rows, strict=True):
                 holder = SavedState(place, {"rows": of_group}, ["rows"])
                 rows.append(read_rows(holder, "rows", sum(marks.sizes), limit))
             sets.append(FlagSet(first_number, rows))

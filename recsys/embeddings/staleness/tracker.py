@@ -336,12 +336,8 @@ class StalenessTracker:
         indices, inputs = read_inputs_state(found["inputs"], sizes, num_seen)
         max_rows = [followed.max_rows for followed in self._followed]
         flag_sets = self._flag_sets.read(found, num_steps, max_rows)
-        if not isinstance(found["groups"], list) or len(found["groups"]) != len(self._followed):
-            raise found.error("groups", f"a list of {len(self._followed)} states")
-        groups = [
-            read_group_state(entries, followed)
-            for entries, followed in zip(found["groups"], self._followed, strict=True)
-        ]
+        of_groups = found.items("groups", (len(self._followed),), "states")
+        groups = list(map(read_group_state, of_groups, self._followed))
         self.reset()
         self.num_steps, self._num_seen, self.threshold = num_steps, num_seen, threshold
         self._windows, self._frozen_until = windows, frozen_until

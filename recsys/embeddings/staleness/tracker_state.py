@@ -163,11 +163,9 @@ def read_inputs_state(
     place = "staleness state: inputs"
     found = SavedState(place, entries, ("indices", "rows", "bounds"))
     indices = read_rows(found, "indices", num_seen, MOST_INPUTS)
-    for key in ("rows", "bounds"):
-        if not isinstance(found[key], list) or len(found[key]) != len(num_rows):
-            raise found.error(key, f"a list of {len(num_rows)} tensors")
+    of_groups = (found.items(key, (len(num_rows),), "tensors") for key in ("rows", "bounds"))
     groups = []
-    for count, rows, bounds in zip(num_rows, found["rows"], found["bounds"], strict=True):
+    for count, rows, bounds in zip(num_rows, *of_groups, strict=True):
         of_group = SavedState(place, {"rows": rows, "bounds": bounds}, ("rows", "bounds"))
         ends = _array(of_group, "bounds", np.dtype(np.int64), (len(indices) + 1,))
         if ends[0] != 0 or (ends[1:] < ends[:-1]).any():

@@ -75,11 +75,8 @@ def read_windows(found: SavedState, window_steps: int, num_steps: int) -> list[d
     Raises:
         ConfigError: it is not.
     """
-    entries = found["windows"]
-    if not isinstance(entries, list) or len(entries) > MOST_WINDOWS:
-        raise found.error("windows", f"a list of at most {MOST_WINDOWS} windows")
     windows: list[dict[str, Any]] = []
-    for each in entries:
+    for each in found.items("windows", range(MOST_WINDOWS + 1), "windows"):
         window = SavedState("staleness state: windows", each, _WINDOW_KEYS)
         last = windows[-1]["step"] if windows else 0
         if window.whole("step", most=num_steps) % window_steps or window["step"] <= last:

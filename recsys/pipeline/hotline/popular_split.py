@@ -232,9 +232,7 @@ class PopularSplit:
         num_rows = [sum(each.sizes) for each in tiers]
         if found["num_rows"] == num_rows:
             most_rows = found.wholes("most_rows", len(tiers))
-            popular = found["popular_rows"]
-            if not isinstance(popular, list) or len(popular) != len(tiers):
-                raise found.error("popular_rows", f"a list of {len(tiers)} tensors")
+            popular = found.items("popular_rows", (len(tiers),), "tensors")
             for rows, most in zip(popular, num_rows, strict=True):
                 if not _are_distinct_rows(rows, most):
                     raise found.error("popular_rows", f"distinct rows in [0, {most})")

@@ -37,11 +37,8 @@ def load_decisions(found: SavedState) -> list[dict[str, Any]]:
     Raises:
         ConfigError: they are none.
     """
-    entries = found["decisions"]
-    if not isinstance(entries, list | tuple) or len(entries) > MOST_DECISIONS:
-        raise found.error("decisions", f"a list of at most {MOST_DECISIONS} entries")
     decisions: list[dict[str, Any]] = []
-    for entry in entries:
+    for entry in found.items("decisions", range(MOST_DECISIONS + 1), "entries"):
         read = SavedState(
             "guard decision",
             entry,

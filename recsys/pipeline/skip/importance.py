@@ -48,15 +48,8 @@ _MOST_VERSIONS = LEAD // _PERIOD + 2
 _MOST_FACTOR = 1e6
 _NUM_HALVINGS = 24
 _LOGLOSS_RATE = 0.125
-_STATE_KEYS = (
-    "num_steps",
-    "weights",
-    "dense_weights",
-    "sums",
-    "dense_sums",
-    "logloss",
-    "versions",
-)
+_ARRAYS = ("weights", "dense_weights", "sums", "dense_sums")  # of the predictor
+_STATE_KEYS = ("num_steps", *_ARRAYS, "logloss", "versions")
 _VERSION_KEYS = ("first_number", "weights", "dense_weights")
 
 
@@ -171,7 +164,7 @@ class ImportanceSampler:
         tensors = [None if each is None else _to_tensor(each) for each in arrays]
         return {
             "num_steps": self._num_steps,
-            **dict(zip(_STATE_KEYS[1:5], tensors, strict=True)),
+            **dict(zip(_ARRAYS, tensors, strict=True)),
             "logloss": self._logloss,
             "versions": [
                 {
@@ -204,7 +197,7 @@ class ImportanceSampler:
         predictor, num_dense = None, -1
         if num_steps:
             predictor, num_dense = self._read_predictor(found)
-        elif any(found[key] is not None for key in _STATE_KEYS[1:5]):
+        elif any(found[key] is not None for key in _ARRAYS):
             raise found.error("num_steps", "above 0 if there are weights")
         logloss = None if found["logloss"] is None else found.number("logloss")
         versions = self._read_versions(found, num_dense, num_batches)
@@ -225,9 +218,7 @@ class ImportanceSampler:
         return predictor, len(dense) - 1
 
     def _read_versions(self, found: SavedState, num_dense: int, num_batches: int) -> list[_Version]:
-        entries = found["versions"]
-        if not isinstance(entries, list) or len(entries) > _MOST_VERSIONS:
-            raise found.error("versions", f"a list of at most {_MOST_VERSIONS} versions")
+        entries = found.items("versions", range(_MOST_VERSIONS + 1), "versions")
         if entries and num_dense < 0:
             raise found.error("versions", "empty without weights")
         rows = range(2**self._policy.bits, 2**self._policy.bits + 1)

@@ -344,9 +344,7 @@ class PaperClassifier:
 
 def _tensors(found: SavedState, key: str, lengths: tuple[int, ...]) -> list[Tensor]:
     """A list of tensors (n,) in a state, of one of these lengths."""
-    values = found[key]
-    if not isinstance(values, list) or len(values) not in lengths:
-        raise found.error(key, f"a list of {' or '.join(map(str, lengths))} tensors")
+    values = found.items(key, lengths, "tensors")
     named = {f"{key}, number {number}": value for number, value in enumerate(values)}
     entries = SavedState("skip=Paper state", named, named)
     return [entries.tensor(name) for name in named]

@@ -10,6 +10,7 @@ matter how many mini-batches a schedule has made ahead.
 
 from __future__ import annotations
 
+import re
 import reprlib
 import warnings
 from contextlib import suppress
@@ -343,9 +344,7 @@ class Skipping:
         """
         found = SavedState("skipping state", state, _STATE_KEYS)
         position = _position_in(found)
-        shares = found["shares"]
-        if not isinstance(shares, list | tuple) or len(shares) > _MOST_SHARES:
-            raise found.error("shares", f"a list of at most {_MOST_SHARES} entries")
+        shares = found.items("shares", range(_MOST_SHARES + 1), "entries")
         entries = [
             SavedState("skipping state", {"shares": each}, ("shares",)).wholes(
                 "shares", len(_COUNTS)
@@ -458,8 +457,8 @@ def load_skipping(skipping: Skipping | None, state: Any) -> None:
 
 
 _NAMES = {
-    policy: "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]
-    for policy, name in ((each, each.__name__) for each in (*Policy.__args__, Paper))
+    policy: re.sub("(?<!^)(?=[A-Z])", "_", policy.__name__).lower()
+    for policy in (*Policy.__args__, Paper)
 }
 
 
