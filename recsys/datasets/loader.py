@@ -106,12 +106,12 @@ class BatchLoader(ResumableLoader[int]):
             )
         super().__init__(split, 0)
         self.source = source
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)  # states hold no numbers of numpy
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = int(seed)
         self.drop_last = drop_last
         self.prefetch = prefetch
-        self.permutation_seed = permutation_seed
+        self.permutation_seed = None if permutation_seed is None else int(permutation_seed)
         self.rank, self.num_ranks = rank, num_ranks
         self.epoch = 0
         self._samples = source.splits[split]

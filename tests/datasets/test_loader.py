@@ -1,4 +1,5 @@
 import functools
+import json
 import operator
 import os
 import signal
@@ -245,6 +246,23 @@ def test_a_malformed_state_is_refused_by_name(change):
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(ConfigError, match=r"loader state.*pass the result of state_dict\(\)"):
         BatchLoader(Numbered(41), "train", 5, shuffle=False).load_state_dict(state)
+
+
+def test_a_loader_with_numbers_of_numpy_has_the_state_of_one_without():
+    def make(number):
+        return BatchLoader(
+            Numbered(41),
+            "train",
+            number(5),
+            shuffle=True,
+            seed=number(3),
+            permutation_seed=number(2),
+        )
+
+    state = json.loads(json.dumps(make(np.int64).state_dict()))
+
+    assert state == make(int).state_dict()
+    make(np.int64).load_state_dict(state)
 
 
 def test_one_position_means_one_iteration_at_a_time():

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import torch
 
+from recsys._support.arguments import is_number, is_whole
 from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
@@ -201,13 +202,15 @@ class HotPlan:
     ) -> None:
         if ranking not in RANKINGS:
             raise ConfigError(f"plan: ranking must be one of {RANKINGS}, got {ranking!r}")
-        if window_lookups < 1 or not 0 <= small_share <= 1:
+        is_share = is_number(small_share) and 0 <= small_share <= 1
+        if not (is_whole(window_lookups, 1) and is_share):
             raise ConfigError(
-                "plan: window_lookups must be at least 1 and small_share in [0, 1], got "
-                f"{window_lookups} and {small_share}"
+                "plan: window_lookups must be at least 1 and an integer, and small_share in "
+                f"[0, 1], got {window_lookups!r} and {small_share!r}"
             )
         self.tables, self.budget_bytes, self.ranking = dict(tables), budget_bytes, ranking
-        self.window_lookups, self.small_share = window_lookups, small_share
+        # Files hold no numbers of numpy.
+        self.window_lookups, self.small_share = int(window_lookups), float(small_share)
         self.profile = profile
         self._sizes = np.array(list(profile.table_sizes.values()), np.int64)
         self._slot_bytes = np.array([table.slot_bytes for table in self.tables.values()], np.int64)

@@ -123,8 +123,8 @@ class HotColdLoader(ResumableLoader[_Position]):
         super().__init__(
             split, _Position([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else ""
         )
-        self.source, self.batch_size = source, batch_size
-        self.seed, self.fae = seed, fae
+        self.source, self.fae = source, fae
+        self.batch_size, self.seed = int(batch_size), int(seed)  # states hold no numbers of numpy
         self.epoch = 0
         self.scheduler = ShuffleScheduler(fae)
         numbers = np.arange(samples.start, samples.stop)

@@ -275,6 +275,15 @@ def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp
     assert PopularityProfile.load(tmp_path / "new" / "plan.npz").rate == 0.8
 
 
+def test_a_plan_made_with_numbers_of_numpy_is_saved_like_one_without(tmp_path):
+    numbers = {"window_lookups": np.int64(3), "small_share": np.float32(0.25)}
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 500, **numbers)
+
+    plan.save(tmp_path / "plan.npz")
+
+    assert HotPlan.load(tmp_path / "plan.npz").window_lookups == 3
+
+
 def test_coverage_of_later_samples_is_that_of_the_pinned_rows():
     source = SyntheticCriteo(num_samples=3000, table_sizes=[30, 7, 1, 500])
     tables = [table(name, size, 4) for name, size in source.table_sizes.items()]
@@ -372,6 +381,8 @@ def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_coun
     [
         ({"ranking": "best"}, "ranking must be one of .* got 'best'"),
         ({"window_lookups": 0}, "window_lookups must be at least 1"),
+        ({"window_lookups": 100.5}, r"got 100\.5 and"),
+        ({"small_share": "all"}, "got 2048 and 'all'"),
         ({"small_share": 2}, "got 2048 and 2"),
         ({"budget": "much"}, "budget must be a number of bytes such as 256MiB"),
     ],

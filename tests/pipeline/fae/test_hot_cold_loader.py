@@ -184,6 +184,17 @@ def test_a_malformed_state_is_refused_by_name(change):
     assert loader.state_dict() == before
 
 
+def test_a_loader_with_numbers_of_numpy_has_the_state_of_one_without():
+    of_numpy, of_python = (
+        make([True, False] * 9, number(4), number(3)) for number in (np.int64, int)
+    )
+
+    state = json.loads(json.dumps(of_numpy.state_dict()))
+
+    assert state == of_python.state_dict()
+    of_numpy.load_state_dict(state)
+
+
 def test_arguments_that_do_not_fit_are_named():
     with pytest.raises(ConfigError, match=r"of the 20 samples of the train split, got \(5,\)"):
         make([True] * 5, num_train=20)
