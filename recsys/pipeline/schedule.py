@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recsys._support.arguments import is_number
+
 __all__ = ["Hotline", "LookAhead", "Schedule", "Sequential", "no_effect"]
 
 
@@ -86,8 +88,9 @@ class Hotline:
                 raise ValueError(
                     f"Hotline: {name} must be a whole number of at least 0, got {value!r}"
                 )
-        if not 0 <= self.pinned_share <= 1:
-            raise ValueError(f"Hotline: pinned_share must lie in [0, 1], got {self.pinned_share}")
+        share = self.pinned_share
+        if not (is_number(share) and 0 <= share <= 1):
+            raise ValueError(f"Hotline: pinned_share must lie in [0, 1], got {share!r}")
 
 
 Schedule = Sequential | LookAhead | Hotline

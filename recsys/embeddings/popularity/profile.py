@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 
+from recsys._support.arguments import is_number
 from recsys.batch import feature_tables, features_by_table
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.coverage import Coverage, coverages_by_level
@@ -82,8 +83,10 @@ class PopularityProfile:
         rate: float = 1.0,
         seed: int = 0,
     ) -> None:
-        if not 0 < rate <= 1:
-            raise ConfigError(f"profile: rate must lie in (0, 1], got {rate}; 1 counts everything")
+        if not (is_number(rate) and 0 < rate <= 1):
+            raise ConfigError(
+                f"profile: rate must lie in (0, 1], got {rate!r}; 1 counts everything"
+            )
         self.rate, self.seed = float(rate), int(seed)
         self.num_samples = self.num_samples_seen = self.num_decays = 0
         self._rows = RowCounts(*named_tables(tables))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.arguments import is_whole
 from recsys.embeddings.kernels.cpu.counting import Segments, count_rows
 from recsys.errors import ConfigError, IdOutOfRange, ProfileError
 
@@ -186,7 +187,7 @@ def named_tables(
     """Sizes and features by table name.
 
     Raises:
-        ConfigError: there is no table, a size is not positive, or a name occurs twice.
+        ConfigError: there is no table, a size is no positive integer, or a name occurs twice.
     """
     named: list[tuple[str, int, tuple[str, ...]]]
     if isinstance(tables, Mapping):
@@ -196,13 +197,14 @@ def named_tables(
             (table.name, table.num_embeddings, tuple(table.feature_names) or (table.name,))
             for table in tables
         ]
-    sizes = {name: int(size) for name, size, _ in named}
+    sizes = {name: size for name, size, _ in named}
     if not sizes or len(sizes) < len(named):
         raise ConfigError(
             "profile: there must be at least one table, and names must be distinct, got "
             f"{[name for name, _, _ in named]}"
         )
     for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"profile: table {name!r} must have at least one row, got {size}")
+        if not is_whole(size, 1):
+            raise ConfigError(f"profile: table {name!r} must have at least one row, got {size!r}")
+        sizes[name] = int(size)
     return sizes, {name: features for name, _, features in named}

@@ -397,6 +397,8 @@ def test_other_tables_are_refused_by_name(call, message):
         (lambda: PopularityProfile({}), "there must be at least one table"),
         (lambda: PopularityProfile([sized("a", 1), sized("a", 2)]), r"distinct, got \['a', 'a'\]"),
         (lambda: PopularityProfile({"a": 0}), "table 'a' must have at least one row, got 0"),
+        (lambda: PopularityProfile({"a": 5.7}), r"table 'a' must have .* got 5\.7"),
+        (lambda: PopularityProfile({"a": 1}, rate="1"), r"rate must lie in \(0, 1\], got '1'"),
         (lambda: PopularityProfile({"a": 1}, rate=0), r"rate must lie in \(0, 1\], got 0"),
         (lambda: PopularityProfile({"a": 1}, rate=1.5), r"rate must lie in \(0, 1\], got 1.5"),
         (

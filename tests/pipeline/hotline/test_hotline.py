@@ -489,6 +489,7 @@ def test_hotline_without_tiers_has_no_effect_and_says_so(small):
         ({"depth": -1}, "depth must be a whole number of at least 0, got -1"),
         ({"learning_steps": 0.5}, "learning_steps must be a whole number of at least 0, got 0.5"),
         ({"pinned_share": 1.5}, r"pinned_share must lie in \[0, 1\], got 1.5"),
+        ({"pinned_share": "0.5"}, r"pinned_share must lie in \[0, 1\], got '0\.5'"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments, message):
