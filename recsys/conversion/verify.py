@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from recsys._support.arguments import is_number, is_whole
 from recsys.conversion.accelerate import accelerate
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
+from recsys.embeddings.optimizer import shown_optimizer
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ def verify(
         NonFiniteGradient: a gradient of rows contains nan or inf, which plain PyTorch would accept.
         ConfigError: `steps` is not at least 1, `rtol` or `atol` is not finite or below 0, or
             `budget` is not a size.
+        TypeError: `model` or `optimizer` has another type, or `loss` returns no tensor.
         ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer,
             or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
     """
@@ -200,13 +202,20 @@ def verify(
             raise ConfigError(
                 f"verify: {name} must be a finite number of at least 0, or None, got {value!r}"
             )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if not (callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer | list | tuple)):
+        raise TypeError(
+            "optimizer must be a torch.optim.Optimizer, a list of several, or a function that maps "
+            f"parameters() to one, got {shown_optimizer(optimizer)}"
+        )
     _refuse_optimizers_in_backward(model)
-    devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
+    devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
     samples: list[int | None] = []
     batches = islice(batches, steps)
     if budget is not None:
         batches = list(batches)
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=devices):
         plain, ours = _Run(model, optimizer), _Run(model, optimizer)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
@@ -217,7 +226,7 @@ def verify(
             atol=atol if atol is not None else 1e-9 if is_whole_run else 1e-7,
         )
         for step, batch in enumerate(batches):
-            with torch.random.fork_rng(devices=list(devices)):
+            with torch.random.fork_rng(devices=devices):
                 expected = plain.step(loss, batch)
             got = ours.step(loss, batch)
             comparer.compare(step, "loss", "", expected, got)
@@ -242,12 +251,12 @@ def verify(
     if budget is None:
         return verdict
     del plain, ours  # never keep more than two copies
-    with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lazy_adam")
         resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
         resident.accelerate(lazy_adam=lazy_adam)
         tiers = tiered.accelerate(lazy_adam=lazy_adam, budget=budget).tiers
-        exact = _compare_to_the_last_bit(resident, tiered, batches, loss, list(devices))
+        exact = _compare_to_the_last_bit(resident, tiered, batches, loss, devices)
     whole = Verification(
         exact.differences, exact.comparisons, len(samples), num_samples, True, 0.0, 0.0
     )

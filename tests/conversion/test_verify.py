@@ -242,6 +242,17 @@ def test_a_loss_that_returns_nothing_is_named():
         recsys.verify(model, batches(), loss=lambda *_: None, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1), "sgd", iter([])])
+def test_what_is_no_optimizer_of_torch_is_refused_by_name(optimizer):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, a list of"):
+        recsys.verify(Model(), batches(), loss=loss_of, optimizer=optimizer)
+
+
+def test_what_is_no_model_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got NoneType"):
+        recsys.verify(None, batches(), loss=loss_of, optimizer=torch.optim.SGD)
+
+
 def test_a_model_that_is_accelerated_already_is_refused():
     model, optimizer = build("sgd")
     recsys.accelerate(model, optimizer=SGD(lr=0.1))
