@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from recsys._support.torch_compat import has_gradient_hooks
 from recsys.conversion.accelerated import LeftAlone
 from recsys.conversion.exchange import find_of_other_classes, tables_of
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
-    from torch import nn
 
     from recsys.embeddings.attach import NamedTable, UpdaterSpec
 
@@ -90,10 +91,13 @@ def _require_plain_instance(module: nn.Module, name: str) -> None:
     """Refuse a module that has more than its class defines.
 
     Raises:
-        ValueError: the module has its own forward, buffers or parameters, or a hook on a table.
+        ValueError: the module has its own forward, buffers, parameters or modules, or a hook on a
+            table.
     """
     own = ["forward"] if "forward" in module.__dict__ else []
     own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        own += module._modules
     if own:
         raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
     for table in tables_of(module, name):

@@ -328,6 +328,7 @@ def test_a_table_of_a_sparse_and_a_dense_module_is_a_dense_one():
 OWN = {
     "forward": (lambda module: setattr(module, "forward", lambda ids: ids.float()), "'forward'"),
     "buffer": (lambda module: module.register_buffer("mask", torch.ones(2)), "'mask'"),
+    "module": (lambda module: module.add_module("scale", nn.Linear(2, 2)), "'scale'"),
     "hook": (lambda module: module.weight.register_hook(lambda g: g * 0), "hook for its gradient"),
     "other hook": (
         lambda module: module.weight.register_post_accumulate_grad_hook(lambda _: None),
