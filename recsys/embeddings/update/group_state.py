@@ -40,10 +40,10 @@ class _StateArrays(NamedTuple):
     arrays: list[Tensor]  # as `found`, with an empty tensor instead of None
     space: RowSpace
 
-    def replaces(self, other: _StateArrays) -> bool:
-        """Whether this replaces an array of `other`."""
-        pairs = zip(other.found, self.found, strict=True)
-        return any(old is not None and new is not old for old, new in pairs)
+    def is_replaced(self, by_table: Sequence[dict[str, Any]]) -> bool:
+        """Whether the optimizer has another array, or none any more, in place of one of these."""
+        pairs = zip(self.found, by_table, strict=True)
+        return any(old is not None and state.get(self.name) is not old for old, state in pairs)
 
     def is_of(self, by_table: Sequence[dict[str, Any]], updated: Sequence[int]) -> bool:
         """Whether the optimizer still has these arrays, and one for each updated table."""
@@ -148,12 +148,14 @@ class GroupState:
             # Pending transfers must end before a state file is made again.
             tiers.flush()
             tiers.residency.settle()
+        # Asked before and after, because files keep an array of the user in the array that it
+        # replaced, and an array may be converted.
+        are_others = any(each.is_replaced(by_table) for each in before)
         self._arrays = [self._collect(*each, by_table, updated) for each in columns.items()]
         self._arrays_of = rows
         spaces = [each.space for each in self._arrays]
         if tiers is not None:
-            pairs = zip(before, self._arrays, strict=False)
-            are_others = any(new.replaces(old) for old, new in pairs)
+            are_others = are_others or any(each.is_replaced(by_table) for each in before)
             tiers.keep_state_in(spaces, are_others=are_others)
         return spaces
 

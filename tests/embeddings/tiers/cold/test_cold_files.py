@@ -45,6 +45,13 @@ def trained(folder, optimizer=PLAIN):
     return bag
 
 
+def trained_resident(optimizer):
+    torch.manual_seed(0)
+    bag = HotColdEmbeddingBag(NUM_ROWS, DIM, optimizer=optimizer)
+    train(bag)
+    return bag
+
+
 def manifest(folder):
     return json.loads((folder / "arrays.json").read_text())
 
@@ -171,6 +178,17 @@ def test_state_that_is_made_again_leaves_tensors_of_the_earlier_state(tmp_path):
 
     assert torch.equal(kept, expected)
     assert not torch.equal(bag.row_optimizer.state[bag.weight]["momentum1"], expected)
+
+
+def test_state_that_another_tensor_replaces_counts_for_rows_in_slots_at_once(tmp_path):
+    bag, resident = trained(tmp_path / "rows", Adagrad(lr=1.0)), trained_resident(Adagrad(lr=1.0))
+    for each in (bag, resident):
+        each.row_optimizer.state_dict()
+        state = each.row_optimizer.state[each.weight]
+        state["momentum1"] = torch.full_like(state["momentum1"], 9.0)
+        train(each)
+
+    assert torch.equal(bag.weight, resident.weight)
 
 
 @pytest.mark.parametrize("optimizer", [Adagrad(lr=0.1), Adam(lr=0.1)], ids=["Adagrad", "Adam"])
