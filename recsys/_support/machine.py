@@ -26,6 +26,7 @@ __all__ = [
     "memory_bytes",
     "num_cores",
     "peak_memory_bytes",
+    "return_freed_memory",
     "set_num_threads",
     "tune_allocator",
 ]
@@ -49,7 +50,7 @@ def tune_allocator() -> bool:
     """Make glibc keep freed memory for the next step; False if the C library is not glibc.
 
     By default glibc returns large blocks to the system as soon as they are freed. Every step then
-    faults in its activations again, page by page. The setting holds for the whole process, so
+    faults in its activations again, page by page. The settings hold for the whole process, so
     programs call this function and libraries must not.
     """
     try:
@@ -59,6 +60,15 @@ def tune_allocator() -> bool:
         return False
     # From malloc.h: M_MMAP_THRESHOLD, at its maximum, and M_TRIM_THRESHOLD.
     return bool(mallopt(-3, 32 * 2**20)) and bool(mallopt(-1, 2**31 - 1))
+
+
+def return_freed_memory() -> None:
+    """Return memory that `tune_allocator` let glibc keep to the system.
+
+    What threads have freed is returned in part alone: glibc keeps the ends of their heaps.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def lower_thread_priority() -> None:

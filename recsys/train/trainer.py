@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in, make_folders
-from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
+from recsys._support.machine import (
+    describe_environment,
+    return_freed_memory,
+    set_num_threads,
+    tune_allocator,
+)
 from recsys._support.nested_keys import flat
 from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
+from recsys.embeddings.tiers.cold.last_sync import sync_deleted
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
@@ -115,6 +121,7 @@ def train(
             "build_config, which makes one of nested keys, and load_config, of a TOML file"
         )
     with ExitStack() as stack:
+        stack.callback(_release_memory)  # last: the model is gone then, and its files are deleted
         # Code of the user's, such as a callback, may change the current folder.
         processes = stack.enter_context(processes_of(Path(run_dir).absolute()))
         given = {"--resume": resume, "--checkpoint": checkpoint}
@@ -338,6 +345,12 @@ def _measured(run: Run) -> dict[str, Any]:
         "stopped_early": run.callbacks.stopped,
         "peak_memory_bytes": progress.peak_memory_bytes,
     }
+
+
+def _release_memory() -> None:
+    """Close the files of a deleted model, which take disk until then, and return its memory."""
+    sync_deleted()
+    return_freed_memory()
 
 
 def _suggestions(run: Run) -> list[Suggestion | None]:
