@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
+    "TOO_MUCH",
     "alone_in",
     "alone_with",
     "appearing_whole",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 # A file grew over what the disk, a quota, or the process's limit allows.
-_TOO_MUCH = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+TOO_MUCH = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What file systems of networks answer that have no locks of whole files.
 _CANNOT_LOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -72,7 +73,7 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         with suppress(PermissionError):  # a folder that may be written to, and not read
             flush_to_disk(file.parent)
     except OSError as error:
-        if error.errno in _TOO_MUCH:  # has no name, or that of a file that was read
+        if error.errno in TOO_MUCH:  # has no name, or that of a file that was read
             error.filename = str(file)
             del error.filename2  # None would be printed as a second name
         raise

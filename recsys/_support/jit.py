@@ -160,18 +160,31 @@ class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
     `os.replace` puts it in place as a whole.
 
     A file that cannot be read counts as absent, and the kernel is compiled again. After an update
-    of this package, for example, a file may name a class that no longer exists.
+    of this package, for example, a file may name a class that no longer exists. A file that cannot
+    be written, as on a full disk, is left out; the first one warns.
 
     Args:
         made: The object of numba that this one replaces.
     """
+
+    has_warned = False
 
     def __init__(self, made: IndexDataCacheFile) -> None:
         self.__dict__.update(made.__dict__)
 
     def save(self, key: Any, data: Any) -> None:
         """Keep the code for a signature, in place of that of an earlier source."""
-        self._save_data(self._name_of(key), (*self._origin_of(key), data))
+        try:
+            self._save_data(self._name_of(key), (*self._origin_of(key), data))
+        except OSError as error:
+            if not _CacheFile.has_warned:
+                _CacheFile.has_warned = True
+                warnings.warn(
+                    f"compiled kernels cannot be cached in {self._cache_path} ({error.strerror}), "
+                    "so each process compiles them again; free some space, or set NUMBA_CACHE_DIR "
+                    "to a folder that can be written",
+                    stacklevel=2,
+                )
 
     def load(self, key: Any) -> Any:
         """The code for a signature; None if there is none of this source."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
-from recsys._support.files import as_argument, require_files, require_place
+from recsys._support.files import TOO_MUCH, as_argument, require_files, require_place
 from recsys._support.plain_warnings import plain_warnings
 from recsys.cli.benches import add_bench_options
 from recsys.cli.checks import require_data, require_model
@@ -70,11 +70,11 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return _UNREAD
         place = error.filename
-        if not place and error.errno == errno.ENOSPC:  # buffered writes do not name their file
+        if not place and error.errno in TOO_MUCH:  # buffered writes do not name their file
             place = getattr(options, "out", None)
         reason = f"{place}: {error.strerror}" if place else str(error)
         if error.errno is not None:  # the system's; errors of recsys name a way out themselves
-            reason += "; free some space, or" if error.errno == errno.ENOSPC else ";"
+            reason += "; free some space, or" if error.errno in TOO_MUCH - {errno.EFBIG} else ";"
             reason += " name another place"
         print(f"recsys {options.command}: {reason}", file=sys.stderr)
         return 2

@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import subprocess
@@ -95,6 +96,22 @@ def test_cached_code_of_another_source_is_compiled_again_and_replaced(cache_fold
 
     assert sum(compiled.stats.cache_misses.values()) == 1
     assert list(cache_folder.rglob("*.nbc")) == files
+
+
+def test_a_kernel_runs_where_the_disk_of_its_cache_is_full_and_the_first_one_says_so(
+    cache_folder, monkeypatch
+):
+    def write(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", write)
+    monkeypatch.setattr(jit._CacheFile, "has_warned", False)
+    first, second = jit.kernel(_doubled), jit.kernel(_doubled)
+
+    with pytest.warns(UserWarning, match=r"cached in .*No space left on device.*free some space"):
+        assert first(21) == 42
+
+    assert second(21) == 42  # in a test, a second warning would be an error
 
 
 def test_processes_that_compile_a_kernel_at_once_do_not_mix_up_its_code(cache_folder, monkeypatch):

@@ -700,9 +700,19 @@ def test_a_full_disk_is_told_with_what_helps(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().err.endswith("; free some space, or name another place\n")
 
 
-def test_a_full_disk_names_the_place_that_a_buffered_write_does_not(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space, or name another place"),
+        (errno.EDQUOT, "Disk quota exceeded; free some space, or name another place"),
+        (errno.EFBIG, "File too large; name another place"),
+    ],
+)
+def test_a_full_disk_names_the_place_that_a_buffered_write_does_not(
+    monkeypatch, tmp_path, capsys, number, way_out
+):
     def fill(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("recsys.datasets.tabular.store_parts.spool._write", fill)
     (tmp_path / "clicks.csv").write_text("click,ad\n0,1\n1,2\n")
@@ -711,5 +721,4 @@ def test_a_full_disk_names_the_place_that_a_buffered_write_does_not(monkeypatch,
 
     assert main(["prepare", "table", *files, "--out", str(tmp_path / "store")]) == 2
 
-    expected = f"recsys prepare: {tmp_path / 'store'}: No space left on device; free some space"
-    assert expected in capsys.readouterr().err
+    assert f"recsys prepare: {tmp_path / 'store'}: {way_out}\n" in capsys.readouterr().err
