@@ -73,7 +73,9 @@ def run(arguments: Sequence[str]) -> int:
         if not place and error.errno in TOO_MUCH:  # buffered writes do not name their file
             place = getattr(options, "out", None)
         reason = f"{place}: {error.strerror}" if place else str(error)
-        if error.errno is not None:  # the system's; errors of recsys name a way out themselves
+        if error.errno == errno.EMFILE:
+            reason += "; raise the limit of open files, as by `ulimit -n 4096`"
+        elif error.errno is not None:  # the system's; errors of recsys name a way out themselves
             reason += "; free some space, or" if error.errno in TOO_MUCH - {errno.EFBIG} else ";"
             reason += " name another place"
         print(f"recsys {options.command}: {reason}", file=sys.stderr)

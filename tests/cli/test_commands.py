@@ -690,14 +690,23 @@ def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_s
     assert "must be a number or 'last', got 'x'" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_with_what_helps(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "; free some space, or name another place"),
+        (errno.EMFILE, "; raise the limit of open files, as by `ulimit -n 4096`"),
+    ],
+)
+def test_a_full_disk_or_table_of_files_is_told_with_what_helps(
+    monkeypatch, tmp_path, capsys, number, way_out
+):
     def fill(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("recsys.cli.commands.require_place", fill)
 
     assert main(["bench", "lookup", "--quick", "--json", str(tmp_path / "rows.json")]) == 2
-    assert capsys.readouterr().err.endswith("; free some space, or name another place\n")
+    assert capsys.readouterr().err.endswith(f"{way_out}\n")
 
 
 @pytest.mark.parametrize(
