@@ -32,7 +32,7 @@ from recsys.datasets.tabular.encoding.file_encoder import (
     read_rules,
     read_schema,
 )
-from recsys.datasets.tabular.encoding.row_encoder import PART, RowEncoder, new_numbers
+from recsys.datasets.tabular.encoding.row_encoder import PART, WEIGHT, RowEncoder, new_numbers
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
 from recsys.datasets.tabular.store_parts.part_warnings import only_label, warnings_of_parts
@@ -277,7 +277,7 @@ def _new_writer(store: Path, schema: Schema) -> StoreWriter:
 
 
 def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
-    """Refuse a training part without rows; warn if all of its labels are 0, or all are 1.
+    """Refuse a training part without rows; warn if it has one label, or weights of 0 alone.
 
     Raises:
         DatasetFormatError: it has none.
@@ -291,12 +291,19 @@ def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
             f"{fault}, divided by [split] of store {like.path}; prepare that store with "
             "another [split], such as shares (test, validation), and first train on it again"
         )
-    name = rows.schema.label
+    name, weight = rows.schema.label, rows.schema.weight
     label = only_label(rows, TRAIN) if name else None
     if label is not None:
         warnings.warn(
             f"label {name!r} is {label} in all {num_rows:,} rows of the training part, and a model "
             "cannot learn from one value; check the column, and the keys positive and split",
+            stacklevel=2,
+        )
+    blocks = rows.blocks(TRAIN, [WEIGHT]) if weight else ()
+    if weight and not any(np.asarray(each.columns[WEIGHT]).any() for each in blocks):
+        warnings.warn(
+            f"weight {weight!r} is 0 in all rows of the training part, and rows with a weight of 0 "
+            "train nothing; check the column, or leave out the key weight",
             stacklevel=2,
         )
 
