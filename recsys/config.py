@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from recsys._support.config_fields import build, check_fields, walk_keys
+from recsys._support.config_fields import build, build_with_file, check_fields, walk_keys
 from recsys._support.config_fields import key as _key
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
@@ -372,7 +372,8 @@ def load_config(
         key = setting.partition("=")[0].strip()
         if key in values:
             raise ConfigError(f"{key} is set elsewhere on the command line; drop {setting!r}")
-    return build_config(read_tree(file, settings) | values)
+    tree, others = (read_tree(each, settings) | values for each in (file, None))
+    return build_with_file(build_config, tree, others, file)
 
 
 def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:

@@ -261,6 +261,20 @@ def test_a_file_that_is_no_toml_is_named(tmp_path):
         load_config(tmp_path / "missing.toml")
 
 
+def test_an_error_names_the_file_unless_the_settings_have_the_same_fault(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('cold_path = "rows"\n')
+
+    with pytest.raises(ConfigError, match=r"config\.toml: cold_path is for cold_tier 'file'"):
+        load_config(file)
+    with pytest.raises(ConfigError, match=r"^seed must be an integer"):
+        load_config(file, ["seed=x"])
+    file.write_text('seed = "x"\n')
+    with pytest.raises(ConfigError, match=r"config\.toml: seed must be an integer"):
+        load_config(file, ["epochs=2"])
+    assert load_config(file, ["seed=1"]).seed == 1
+
+
 def test_every_key_is_described():
     keys = {key: meaning for key, _, meaning in describe_keys()}
 

@@ -19,10 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from dataclasses import Field
+    from pathlib import Path
 
-__all__ = ["build", "check_fields", "format_keys", "key", "keys_set", "walk_keys"]
+__all__ = [
+    "build",
+    "build_with_file",
+    "check_fields",
+    "format_keys",
+    "key",
+    "keys_set",
+    "walk_keys",
+]
 
 _T = TypeVar("_T")
 _MOST_MEANT = 3  # keys that the error for an unknown one names
@@ -158,6 +167,36 @@ def build(kind: type[_T], tree: Any, prefix: str) -> _T:
         return kind(**built)
     except ConfigError as error:
         raise ConfigError(f"{prefix}{error}") from None
+
+
+def build_with_file(
+    make: Callable[[Mapping[str, Any]], _T],
+    tree: Mapping[str, Any],
+    others: Mapping[str, Any],
+    file: Path | None,
+) -> _T:
+    """Build a configuration of which some keys are from a file, which errors name.
+
+    Args:
+        make: Builds a configuration from nested keys.
+        tree: All keys.
+        others: The keys without those of the file. If they have the same fault, it is not the
+            file's.
+        file: The file; None for none.
+
+    Raises:
+        ConfigError: as `make` raises it.
+    """
+    try:
+        return make(tree)
+    except ConfigError as error:
+        fault = str(error)
+    try:
+        make(others)
+    except ConfigError as error:
+        if str(error) == fault:
+            raise
+    raise ConfigError(f"{file}: {fault}")
 
 
 def _hint(kind: type, name: str, names: list[str], prefix: str) -> str:

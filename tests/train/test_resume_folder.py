@@ -498,5 +498,8 @@ def test_the_stored_configuration_is_the_base_and_settings_change_it(small_confi
     assert off.early_stopping == EarlyStoppingConfig()
     with pytest.raises(ConfigError, match=r"budjet; did you mean budget\?"):
         resumed("budjet=1MiB")
+    (tmp_path / "more.toml").write_text("checkpoint.every_steps = -1\n")
+    with pytest.raises(ConfigError, match=r"more\.toml: checkpoint\.every_steps must be at least"):
+        resumed("epochs=3", file=tmp_path / "more.toml")
     with pytest.raises(ConfigError, match="has no run to continue; name the data to start one"):
         resumed_config(tmp_path / "new", None, (), None)

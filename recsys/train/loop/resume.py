@@ -10,6 +10,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recsys._support.config_fields import build_with_file
 from recsys._support.files import alone_in, as_argument
 from recsys._support.nested_keys import flat
 from recsys.config import build_config, describe_config, load_config, read_tree
@@ -170,7 +171,8 @@ def resumed_config(
     stopping = changes.get("early_stopping")
     if isinstance(stopping, dict) and stopping.get("patience") == 0:
         base.pop("early_stopping", None)
-    return build_config(_merged(base, changes) | values)
+    tree, others = (_merged(base, each) | values for each in (changes, read_tree(None, settings)))
+    return build_with_file(build_config, tree, others, file)
 
 
 def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> None:
