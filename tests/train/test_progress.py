@@ -1,6 +1,9 @@
 """Reports of a run: those after a resume are those of an uninterrupted run."""
 
 import json
+import re
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -117,3 +120,24 @@ def test_the_bar_is_drawn_when_training_starts(tmp_path, small_config, capsys):
     assert capsys.readouterr().err == ""
     with progress:
         assert "0.00/30.0 samples" in capsys.readouterr().err
+
+
+def test_warnings_are_printed_above_the_bar(tmp_path, small_config, capsys, monkeypatch):
+    def show(message, *_):  # that of pytest prints nothing
+        sys.stderr.write(f"warning: {message}\n")
+
+    monkeypatch.setattr(warnings, "showwarning", show)
+    folder = RunFolder.create(tmp_path / "run", small_config())
+    with (
+        warnings.catch_warnings(),
+        Progress(folder, StageClock(), 30, "validation", show=True),
+    ):
+        warnings.simplefilter("always")
+        capsys.readouterr()
+        warnings.warn("of the first step", stacklevel=1)
+        printed = capsys.readouterr().err
+
+    assert warnings.showwarning is show
+    lines = re.split(r"[\r\n]", printed)
+    assert "warning: of the first step" in lines
+    assert "0.00/30.0 samples" in lines[-1]

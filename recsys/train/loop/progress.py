@@ -1,8 +1,9 @@
-"""Reports of a run while it trains: history lines and the progress bar."""
+"""Reports of a run while it trains: history lines, and the progress bar with warnings above it."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
@@ -275,6 +276,9 @@ class Progress:
     def __enter__(self) -> Self:
         self._bar.delay = 0
         self._bar.refresh()
+        if not self._bar.disable:
+            self._show_warning = warnings.showwarning
+            warnings.showwarning = self._show_above_bar
         return self
 
     def __exit__(
@@ -284,7 +288,14 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self.peak_memory_bytes = peak_memory_bytes()
+        if not self._bar.disable:
+            warnings.showwarning = self._show_warning
         self._bar.close()
+
+    def _show_above_bar(self, *args: Any, **more: Any) -> None:
+        """`warnings.showwarning`, with the bar out of the way."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            self._show_warning(*args, **more)
 
 
 def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
