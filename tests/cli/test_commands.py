@@ -281,7 +281,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         ),
         (["profile", "nowhere", "--out", "f.npz"], "nowhere does not exist; prepare a store with"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
-        (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "No such file or directory"),
+        (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "nowhere: there is no such file"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is not a file"),
         (["bench", "prepare", "--table", "--kaggle-size"], "--kaggle-size is not for --table"),
         (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),

@@ -33,6 +33,7 @@ MISTAKES = {
     f"train {DATA} --set skip.policy=drop_input --set skip.guard.every=50": "every must be",
     f"train {DATA} --set budget=much": "budget must be",
     f"train {DATA} --config nosuch.toml": "nosuch.toml cannot be read",
+    f"train {DATA} --config bad.toml": "recsys train: bad.toml: unknown key optimizr; did you mean",
     f"train {DATA} --lr 1": "unrecognized arguments: --lr 1",
     f"train {DATA} --run full": "run folder full is not empty",
     "train --run nosuch --resume": "nosuch has no run to continue",
@@ -53,7 +54,7 @@ MISTAKES = {
     "ablate nosuch.toml --run ablation": "No such file or directory; name a TOML file",
     "ablate ablation.toml --run ablation": "nosuch does not exist",
     "profile nosuch --out profile.npz": "nosuch does not exist",
-    "plan nosuch.npz --budget 1GiB --out plan.npz": "nosuch.npz: No such file or directory",
+    "plan nosuch.npz --budget 1GiB --out plan.npz": "name one that `recsys profile`",
     "plan nosuch.npz --budget 1GiB --out plan.npz --ranking best": "invalid choice: 'best'",
     "what-if nosuch": "nosuch is not a run",
     "what-if full": "full has no run.json: the run did not end",
@@ -74,6 +75,7 @@ MISTAKES = {
 
 def test_mistakes_of_every_command_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "clicks.csv").write_text("label,item\n1,2\n")
+    (tmp_path / "bad.toml").write_text("optimizr.lr = 1")
     (tmp_path / "ablation.toml").write_text(
         'data = "nosuch"\n[ablate]\nseeds = [0]\nvariations = [{ name = "base" }]\n'
     )

@@ -67,6 +67,10 @@ def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
         FileNotFoundError: it does not exist.
         ProfileError: it is damaged, not a profile, or of a version that this library cannot read.
     """
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file}: there is no such file; name one that `recsys profile` or `recsys plan` wrote"
+        )
     if file.is_dir():
         raise ProfileError(
             f"{file} is a folder, not a profile; if it is a store, count its lookups with "
