@@ -22,7 +22,13 @@ from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment
 from recsys.ablate.results import Results
 from recsys.config import build_config, describe_config
-from recsys.errors import AlreadyExists, CheckpointError, ConfigError, TrainingDiverged
+from recsys.errors import (
+    AlreadyExists,
+    CheckpointError,
+    ConfigError,
+    RecsysError,
+    TrainingDiverged,
+)
 from recsys.report.ablation_table import make_rows
 from recsys.report.page import write_report
 from recsys.report.paired import make_differences
@@ -314,8 +320,8 @@ def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: b
         run_cell(cell.config, run.path, show_progress=show_progress)
     except TrainingDiverged as error:
         _print(f"cell {cell.name} diverged: {error}")
-    except ConfigError as error:
-        raise ConfigError(f"cell {cell.name}: {error}") from None
+    except RecsysError as error:
+        raise type(error)(f"cell {cell.name}: {error}") from error
 
 
 def _can_resume(run: RunFolder, cell: Cell) -> bool:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from recsys.errors import AlreadyExists, ConfigError, StoreError
+from recsys.errors import AlreadyExists, BudgetTooSmall, ConfigError, StoreError
 from recsys.report.ablation_table import format_ablation
 from recsys.train.loop.progress import Progress
 from recsys.train.trainer import train
@@ -172,6 +172,13 @@ def test_a_cell_that_fails_is_named_and_what_was_measured_is_kept(ablation, run_
     assert record["status"] == "unfinished"
     assert [cell["name"] for cell in record["cells"]] == ["optimizer.name=sgd-seed0"]
     assert "optimizer.name=sgd-seed0" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_cell_whose_budget_is_too_small_is_named(ablation, run_here):
+    config = ablation("[ablate]\nseeds = [0]\n[ablate.grid]\nbudget = ['', '1KiB']")
+
+    with pytest.raises(BudgetTooSmall, match=r"^cell budget=1KiB-seed0: budget='1KiB' is too sma"):
+        run_here(config)
 
 
 def test_a_cell_that_is_no_longer_asked_for_is_left_alone(ablation, run_here, tmp_path, capsys):
