@@ -223,6 +223,35 @@ def test_numbers_too_large_for_dates_are_only_numbers(tmp_path):
     assert (list(guess.schema.dense), list(guess.schema.categorical)) == (["day"], ["c"])
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf"])
+def test_infinite_numbers_of_a_dense_column_are_warned_of(tmp_path, value):
+    table = table_of_clicks() | {"price": [value, *range(199)]}
+    guess = guess_schema([write_csv(tmp_path, table)])
+    assert "price" in guess.schema.dense
+    assert guess.warnings == (
+        "column 'price' has infinite values in the first 200 rows, and `recsys prepare` refuses "
+        "them; correct them, or leave them out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("time", [None, *range(1_700_000_000, 1_700_000_199)], "out the key timestamp, and change"),
+        ("weight", [None, *(0.5 + row for row in range(199))], "leave out the key weight"),
+        ("weight", ["inf", *(0.5 + row for row in range(199))], "leave out the key weight"),
+        ("fold", [None, "train", *["test", "train"] * 99], "change [split]"),
+    ],
+)
+def test_values_that_a_role_does_not_allow_are_warned_of(tmp_path, name, values, message):
+    path = write_csv(tmp_path, table_of_clicks() | {name: values})
+    (warning,) = guess_schema([path]).warnings
+    assert f"{name!r} has " in warning
+    assert message in warning
+    with pytest.raises(DatasetFormatError, match=f"line 2, column {name!r}"):
+        prepare_table([path], tmp_path / "store", guess_schema([path]).schema)
+
+
 def test_the_rows_of_all_files_are_looked_at(tmp_path, monkeypatch):
     first = write_csv(tmp_path, {"label": [0, 1], "c": ["a", "a"]})
     second = write_csv(tmp_path, {"c": ["b", "b"], "d": [1, 2], "label": [1, 0]}, name="b.csv")

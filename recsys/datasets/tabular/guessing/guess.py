@@ -21,6 +21,7 @@ from recsys.datasets.tabular.guessing.label_hints import (
     plain_name,
     shown_values,
 )
+from recsys.datasets.tabular.guessing.refused_values import refused_values
 from recsys.datasets.tabular.reading.files import ParquetFile, open_file
 from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.reading.paths import find_files
@@ -175,6 +176,7 @@ def guess_schema(
         if not draft.reasons[each.name]:
             draft.give_kind(each)
     draft.complete(str(file.path), table)
+    draft.warnings += refused_values(facts.values(), draft.tree)
     for each in facts.values():
         if each.num_odd:
             draft.tell_of_odd_text(each, place(each.odd_row))
@@ -284,7 +286,8 @@ class _Draft:
         chosen = max(times, key=lambda each: each.num_distinct)
         others = ", ".join(repr(each.name) for each in times if each is not chosen)
         form = chosen.time_format or ""
-        why = _times_words(form) + (f"; other columns of times: {others}" if others else "")
+        why = f"times of the form {form}" if form else "times"
+        why += f"; other columns of times: {others}" if others else ""
         self._take("timestamp", chosen, why)
         if form:
             self.tree["timestamp_format"] = form
@@ -483,10 +486,6 @@ def _words(each: ColumnFacts) -> str:
 def _as_comment(text: str) -> list[str]:
     """Lines of TOML comments."""
     return [f"# {line}" for line in textwrap.wrap(text, 98, break_long_words=False)]
-
-
-def _times_words(form: str) -> str:
-    return f"times of the form {form}" if form else "times"
 
 
 def _dump(keys: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from recsys.datasets.tabular.guessing.refused_values import missing_values
 from recsys.datasets.tabular.schemas.schema_parts import PositiveRule
 from recsys.errors import ConfigError
 
@@ -88,11 +89,7 @@ def label_warnings(each: ColumnFacts, num_rows: int) -> list[str]:
             "or name another by --label COLUMN"
         )
     if each.num_missing:
-        found.append(
-            f"label {each.name!r} has no value in {each.num_missing:,} of the first {num_rows:,} "
-            "rows, and `recsys prepare` refuses such rows; fill them in, leave them out, or name "
-            "another column by --label COLUMN"
-        )
+        found.append(missing_values("label", each, "name another column by --label COLUMN"))
     return found
 
 
