@@ -517,7 +517,11 @@ def test_a_large_row_group_is_read_in_pieces(tmp_path, monkeypatch):
             {"split": {"by": "column", "column": "c", "train": ["x"], "test": ["z"]}},
             "fill it in, or leave the row out: the split must be known",
         ),
-        ({"categorical": {"c": {"missing": "error"}}}, 'or set missing to "rare" or "own"'),
+        (
+            {"categorical": {"c": {"missing": "error"}}},
+            "fill it in, leave the row out, or prepare the training data with missing set to "
+            '"rare" or "own"',
+        ),
     ],
 )
 def test_advice_on_a_missing_value_fits_the_reason(tmp_path, keys, words):

@@ -54,6 +54,9 @@ _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
 _UTC = r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])"
 _WRITTEN = set("YymdeDFbBhaAHIMSTRpZ")  # parts of times that Arrow writes as they were read
 _GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
+_MISSING_WAY_OUT = (  # also for rows to predict
+    "fill it in, leave the row out, or prepare the training data with missing set to {}"
+)
 _SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
 
 
@@ -130,7 +133,7 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         if isinstance(schema.split, ColumnSplit) and schema.split.column == name:
             _require_valid(array, _SPLIT_WAY_OUT)
         if column.missing == "error":
-            _require_valid(array, 'fill it in, or set missing to "rare" or "own"')
+            _require_valid(array, _MISSING_WAY_OUT.format('"rare" or "own"'))
         return array
     if column is not None:
         return _lists(array, column.values, column.split, schema.missing_values)
@@ -229,7 +232,7 @@ def _dense(array: pa.Array, column: DenseColumn) -> pa.Array:
         array = plain(_cast(array, pa.float64(), "must be a number", way_out))
     _require(pc.is_finite(array), "must be finite", "correct it, or leave the value out")
     if column.missing == "error":
-        _require_valid(array, 'fill it in, or set missing to a number or "mean"')
+        _require_valid(array, _MISSING_WAY_OUT.format('a number or "mean"'))
     return array
 
 
@@ -364,12 +367,8 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
             return pa.nulls(len(array), pa.int8())
         if not pa.types.is_string(array.type):
             rule_of_text = f"must be text, as positive is {f'== {rule.text}'!r}"
-            raise _Fault(
-                None,
-                rule_of_text,
-                "leave out positive for 0, 1, true and false, or set "
-                'it to a rule for numbers, such as ">= 4"',
-            )
+            way_out = "leave out positive for 0, 1, true and false, or set it to a rule for numbers"
+            raise _Fault(None, rule_of_text, f'{way_out}, such as ">= 4"')
         return pc.equal(array, rule.text).cast(pa.int8())
     if rule is not None:
         way_out = "correct it, or leave the row out"
