@@ -283,3 +283,30 @@ def test_a_table_that_another_operation_has_kept_is_known_to_have_moved():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         tied.backward()
+
+
+@pytest.mark.parametrize("budget", [None, "2KiB"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.double(),
+        lambda model: model.to("cpu"),
+        lambda model: model.load_state_dict(model.state_dict()),
+    ],
+    ids=["double", "to", "load_state_dict"],
+)
+def test_a_swap_of_parameters_is_refused_by_name(monkeypatch, budget, use):
+    bag = HotColdEmbeddingBag(200, 4, mode="sum", optimizer=SGD(lr=1.0), budget=budget)
+    model = nn.Sequential(bag)
+    before = bag.weight.detach().clone()
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+    with pytest.raises(
+        ValueError, match=r"HotColdEmbeddingBag: .*on_conversion\(False\), or first"
+    ):
+        use(model)
+
+    assert torch.equal(bag.weight, before)
+    bag(ints(1, 2), ints(0)).sum().backward()
+    assert not torch.equal(bag.weight, before)
+    HotColdEmbeddingBag(200, 4).double()  # no row is updated, so torch may swap

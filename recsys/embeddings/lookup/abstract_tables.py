@@ -281,8 +281,10 @@ class AbstractTables(nn.Module, ABC):
         only the slots move to the device; the cold store stays where it is.
 
         Raises:
-            ValueError: with tiers, slots are in use, or `fn` changes the dtype.
+            ValueError: with tiers, slots are in use, or `fn` changes the dtype; or torch is to swap
+                Parameters.
         """
+        self._require_no_swap()
         groups = self._table_groups()
         for group in groups:
             group.ledger_to_grads()
@@ -296,6 +298,29 @@ class AbstractTables(nn.Module, ABC):
         elif any(table.is_meta for table in self._known_tables):
             self._require_tables()
         return module
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As in `nn.Module`.
+
+        Raises:
+            ValueError: torch is to swap Parameters.
+        """
+        self._require_no_swap()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _require_no_swap(self) -> None:
+        """Refuse to swap tables: kernels would go on with the memory that they had.
+
+        Raises:
+            ValueError: torch is to swap Parameters when it converts or loads them.
+        """
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        if swaps and self._updater is not None:
+            raise ValueError(
+                f"{type(self).__name__}: recsys updates the rows of its tables, which must not be "
+                "swapped; call torch.__future__.set_swap_module_params_on_conversion(False), or "
+                "first recsys.restore on an accelerated model"
+            )
 
     def _move_tiers(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Apply `fn` to the slots; the result applies it to everything but the cold store."""
