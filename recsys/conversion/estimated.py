@@ -25,7 +25,7 @@ class Estimate:
 
     Optimizer state is counted for every row, as it is once every table has been updated. Memory in
     proportion to a mini-batch is not counted, nor are gradients and optimizer state of dense
-    parameters.
+    parameters, nor gradients of tables that recsys does not update.
 
     Attributes:
         num_tables: Number of tables.
@@ -90,7 +90,10 @@ class Estimate:
         lines = [f"{tables} of {self.num_rows:,} rows take {everything} {state}"]
         lines += [format_line(*each) for each in self._rows()]
         if not self.has_optimizer:
-            lines.append("the state is not known without optimizer=")
+            lines.append(
+                "without optimizer=, state is not known, and gradients of tables are not counted: "
+                "a dense one takes as much as its table"
+            )
         lines += [f"left as it was: {x.names[0]}: {x.reason}" for x in self.left_alone]
         return "\n".join(lines)
 

@@ -404,7 +404,7 @@ def test_without_an_optimizer_no_state_is_counted_and_that_is_said():
     told = recsys.estimate(plain)
 
     assert told.fast_bytes == told.everything_bytes == 4 * (1100 * 8 + 150 * 4)
-    assert "the state is not known without optimizer=" in str(told)
+    assert "without optimizer=, state is not known, and gradients of tables are not" in str(told)
     assert recsys.estimate(ours).everything_bytes == 4 * 700 * 8
     for model in (plain, ours):
         with pytest.raises(ValueError, match="give optimizer=, too"):
