@@ -51,7 +51,7 @@ from recsys.bench.parts.plain_models import (
 from recsys.bench.parts.worker import in_own_process
 from recsys.conversion.accelerate import accelerate
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
-from recsys.errors import ConfigError
+from recsys.errors import BudgetTooSmall, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -145,6 +145,7 @@ def bench_models(
         device: "cpu" or "cuda", where models and mini-batches are.
 
     Raises:
+        BudgetTooSmall: the share does not hold the rows of a mini-batch.
         ConfigError: the share is not between 0 and 1, or PyTorch sees no such device.
     """
     if not 0 <= share < 1:
@@ -175,7 +176,13 @@ def bench_models(
         rounds = num_rounds
         if case.has_dense_gradients:
             rounds = max(_FEWEST_ROUNDS, num_rounds // 5)
-        seconds = in_own_process(_measure, case, rounds)
+        try:
+            seconds = in_own_process(_measure, case, rounds)
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(
+                f"bench models: {case}: a share of {share} of its tables is too small ({error}); "
+                "raise the share, or measure smaller mini-batches, or larger tables than --quick"
+            ) from None
         yield from _rows_of(case, seconds)
         if case in others:
             pairs.setdefault(case.kind, []).append((seconds["recsys"], seconds["torch"]))

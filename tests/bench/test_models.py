@@ -11,7 +11,7 @@ from recsys.bench.models import ALL_KINDS, bench_models
 from recsys.bench.parts import harness
 from recsys.bench.parts.plain_models import SHALLOW_KINDS
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
-from recsys.errors import ConfigError
+from recsys.errors import BudgetTooSmall, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +115,23 @@ def test_a_step_of_evaluation_changes_nothing_and_sees_every_mini_batch():
     assert [call.args[0] for call in model.call_args_list] == [0, 1, 2, 0]
     assert seen == [False] * 4
     model.eval.assert_called_once_with()
+
+
+def test_a_share_that_holds_no_mini_batch_is_refused_with_its_case():
+    message = r"bench models: model=bags,B=128,.*: a share of 0\.5 of its tables is too small"
+    with pytest.raises(BudgetTooSmall, match=message):
+        list(
+            bench_models(
+                [8],
+                ["sgd"],
+                num_rounds=1,
+                kinds=["bags"],
+                max_rows=100,
+                table_counts=(1,),
+                small_batch_sizes=(128,),
+                share=0.5,
+            )
+        )
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
