@@ -7,13 +7,13 @@ has the graphs; this module decides which steps replay them, and hands their gra
 
 from __future__ import annotations
 
-import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.graphs import current_stream
 from recsys._support.torch_compat import (
     has_global_hooks,
@@ -215,7 +215,7 @@ class CapturedDense:
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"capture=True {what}", stacklevel=5)
+            warn_caller(f"capture=True {what}")
 
 
 class _Replayed(NamedTuple):

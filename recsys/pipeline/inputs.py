@@ -7,12 +7,12 @@ bag is known only to the model, so the user passes a function to the pipeline (`
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from recsys._support.caller_warnings import warn_caller
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
@@ -291,7 +291,7 @@ class Inputs:
             return
         self._has_warned = True
         result = ", so their rows are fetched only when they are needed"
-        warnings.warn(_unknown_ids("schedule", unknown, result), stacklevel=2)
+        warn_caller(_unknown_ids("schedule", unknown, result))
 
 
 def _unknown_ids(setting: str, names: Sequence[str], result: str = "") -> str:

@@ -5,7 +5,6 @@ Letters: B samples in the mini-batch, M samples in a part.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recsys._support.caller_warnings import warn_caller
 from recsys.batch import JaggedIds
 from recsys.pipeline.inputs import is_torchrec, items_of
 
@@ -66,12 +66,11 @@ class SampleShare:
         size = _size_of(batch) if size is None else size
         share = min(1.0, (size or self._whole) / self._whole)
         if is_first and share < 1 and _are_tensors_alone(batch):
-            warnings.warn(
+            warn_caller(
                 f"batch_size={self._whole}: the first mini-batch counts as {size} samples, by the "
                 f"shapes of its tensors, so its loss is multiplied by {size}/{self._whole}; if it "
                 "has more, name its labels `labels`, or give mini-batches the methods __len__ and "
                 "select(samples)",
-                stacklevel=5,
             )
         return share
 

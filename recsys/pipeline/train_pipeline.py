@@ -8,7 +8,6 @@ current  -> model       forward uses the claims; backward; every row is updated 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.arguments import is_whole
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.replays import replaying
 from recsys._support.states import SavedState
@@ -147,7 +147,7 @@ class TrainPipeline:
         self._max_depth = 0
         self._switch_to(Sequential())
         if schedule != Sequential() and not self._inputs:
-            warnings.warn(no_effect(schedule), stacklevel=2)
+            warn_caller(no_effect(schedule))
         elif isinstance(schedule, Auto):
             self.choice = Choice(schedule)
             self._max_depth = max(getattr(each, "depth", 0) for each in schedule.candidates)
@@ -485,12 +485,12 @@ class TrainPipeline:
         if not self._has_warned_of_depth:
             self._has_warned_of_depth = True
             found = too_deep(self.schedule, self._inputs.tiers(), self._depth, depth)
-            warnings.warn(found, stacklevel=5)
+            warn_caller(found)
 
     def _warn_of_other_ids(self) -> None:
         if not self._has_warned_of_other_ids:
             self._has_warned_of_other_ids = True
-            warnings.warn(other_ids(self.schedule), stacklevel=5)
+            warn_caller(other_ids(self.schedule))
 
     def _release_claims(self) -> None:
         """Release every claim; the mini-batches stay."""

@@ -355,6 +355,23 @@ def test_too_little_room_shrinks_the_depth_and_says_so_once(small, batches, sche
     small.require_equal(*models)
 
 
+@pytest.mark.parametrize(
+    "run", [TrainPipeline.progress, lambda *of: list(TrainPipeline.steps(*of))]
+)
+def test_a_warning_of_a_step_names_the_line_that_asked_for_it(small, batches, run):
+    optimizer = Adagrad(lr=0.1)
+    model = small.Model(
+        small.tables, optimizer, budget=small.budget_for(small.tables, optimizer, batches, 12)
+    )
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    pipeline = TrainPipeline(model, dense, schedule=LookAhead(6))
+
+    with pytest.warns(UserWarning, match="of 6 mini-batches ahead") as warned:
+        run(pipeline, iter(batches * 4))
+
+    assert warned[0].filename == __file__
+
+
 @pytest.mark.filterwarnings("ignore:schedule=LookAhead")
 def test_a_resumed_pipeline_continues_with_its_depth_and_counts(small, batches):
     optimizer = Adagrad(lr=0.1)

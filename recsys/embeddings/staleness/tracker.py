@@ -14,7 +14,6 @@ Letters: B samples, S sampled inputs, G groups, M rows.
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
@@ -468,7 +468,7 @@ class StalenessTracker:
     def _warn_once(self, of: str, message: str) -> None:
         if of not in self._warned_of:
             self._warned_of.add(of)
-            warnings.warn(message, stacklevel=6)
+            warn_caller(message)
 
     def _summary(
         self, decisions: Sequence[Decision], inputs: Sequence[InputRows]

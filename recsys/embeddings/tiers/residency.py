@@ -26,7 +26,6 @@ takes the first row whose count is zero. So frequently used rows stay, without a
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.replays import are_replaying
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
@@ -488,12 +488,11 @@ class Residency:
         """Warn once after rows of a plan were unpinned."""
         if self.hot.num_unpinned and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_caller(
                 f"the budget's {self.hot.num_slots} slots of embedding_dim "
                 f"{self.hot.rows.shape[1]} cannot hold the plan's rows and those of a mini-batch: "
                 f"{self.hot.num_unpinned} of the plan's rows were unpinned; plan with a larger "
                 "budget",
-                stacklevel=3,
             )
 
 

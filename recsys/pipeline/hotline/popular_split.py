@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
 from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
@@ -249,12 +249,11 @@ class PopularSplit:
     def _warn_of_sizes(self, sizes: set[int]) -> None:
         if sizes and not self._has_warned_of_sizes:
             self._has_warned_of_sizes = True
-            warnings.warn(
+            warn_caller(
                 f"schedule={self._schedule} splits no mini-batch whose lookups have different "
                 f"numbers of bags, got {sorted(sizes)}: it is not known which bag belongs to which "
                 "sample; call modules with ids of B samples, such as (B, K) instead of (B * K,), "
                 "or use LookAhead, which fetches these rows ahead",
-                stacklevel=7,
             )
 
     def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
@@ -283,10 +282,9 @@ def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:
             reason = "with mode='max' rows are fetched for the whole mini-batch"
         else:
             continue
-        warnings.warn(
+        warn_caller(
             f"schedule={schedule} splits no mini-batch, because of {name!r} "
             f"({type(module).__name__}): {reason}; use LookAhead, which fetches these rows ahead",
-            stacklevel=4,
         )
         return True
     return False
@@ -300,11 +298,10 @@ def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
             difference = "other random draws than for the whole mini-batch"
         else:
             continue
-        warnings.warn(
+        warn_caller(
             f"schedule={schedule} computes on mini-batches in two parts, and {name!r} "
             f"({type(module).__name__}) has {difference}: steps are not those of whole "
             "mini-batches; use LookAhead for these",
-            stacklevel=4,
         )
         return
 
@@ -312,11 +309,10 @@ def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
 def _warn_of_waiting(schedule: Hotline, tiers: Sequence[Tiers]) -> None:
     for device in (each.hot.rows.device for each in tiers):
         if device.type in _HOST_WAITS_FOR:
-            warnings.warn(
+            warn_caller(
                 f"schedule={schedule} splits mini-batches on the host, which waits for '{device}' "
                 "in each step, and computes on the parts op by op; use LookAhead, which fetches "
                 "the same rows and is faster there",
-                stacklevel=4,
             )
             return
 

@@ -46,13 +46,13 @@ References:
 
 from __future__ import annotations
 
-import warnings
 from math import copysign, exp, hypot, log
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.errors import ConfigError
@@ -231,7 +231,7 @@ class QualityGuard:
         self.num_decisions += 1
         self.decisions = [*self.decisions[1 - MOST_DECISIONS :], decision]
         if reasons:
-            warnings.warn(f"guard: {describe_decision(decision)}", stacklevel=2)
+            warn_caller(f"guard: {describe_decision(decision)}")
 
     def report(self) -> dict[str, Any]:
         """For a run record, in JSON types: the factor, the estimates, and the decisions."""

@@ -12,7 +12,6 @@ the update of the mini-batch before it.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -20,6 +19,7 @@ from weakref import ref
 import numpy as np
 import torch
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys.datasets.iteration import BatchIterator
@@ -258,11 +258,10 @@ class PaperClassifier:
         if not (num_sampled and has_snapshot):
             self._is_decided = True
             if num_sampled:
-                warnings.warn(
+                warn_caller(
                     f"{self._setting} drops nothing in epoch {self._epoch}: it was given no state, "
                     "and its first mini-batch came after the first snapshot; continue a run by its "
                     "state",
-                    stacklevel=2,
                 )
             return
         num_unseen = sum(
@@ -333,12 +332,11 @@ class PaperClassifier:
         last = paper.last_of_window(num_batches)
         num_sampled = paper.num_sampled(loader.num_hot_samples)
         if last >= num_batches - 1 or not num_sampled:
-            warnings.warn(
+            warn_caller(
                 f"{self._setting} has no effect: the second snapshot comes after hot mini-batch "
                 f"{last}, and the sample has {num_sampled} of the hot samples after it, but an "
                 f"epoch has {num_batches} hot mini-batches; lower first_snapshot, or raise "
                 "sample_share",
-                stacklevel=2,
             )
 
 

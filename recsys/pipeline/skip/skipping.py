@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
 from recsys.datasets.iteration import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
@@ -207,7 +207,6 @@ class Skipping:
                 f"{self._setting}: the samples that wait are dropped when another iterator is "
                 "used, if it is not known whether theirs was deleted (it has no support for weak "
                 "references); use iterators to their end, or use a loader or a generator",
-                stacklevel=5,
             )
         # An iterator that was used before another one gets a new refill: positions go on.
         known = [each for each in (self._refill, window.refill) if each is not None]
@@ -425,10 +424,10 @@ class Skipping:
             self._shares = self._shares[1::2]
             self._steps_per_share *= 2
 
-    def _warn(self, message: str, stacklevel: int = 6) -> None:
+    def _warn(self, message: str) -> None:
         if message not in self._warned_of:
             self._warned_of.add(message)
-            warnings.warn(message, stacklevel=stacklevel)
+            warn_caller(message)
 
 
 def load_skipping(skipping: Skipping | None, state: Any) -> None:
@@ -449,10 +448,9 @@ def load_skipping(skipping: Skipping | None, state: Any) -> None:
         return
     offset = _position_in(SavedState("skipping state", state, _STATE_KEYS)).offset
     if offset:
-        warnings.warn(
+        warn_caller(
             f"the state was saved with skip={reprlib.repr(state['policy'])}, after the first "
             f"{offset} samples of the next mini-batch; without skip, these are trained on again",
-            stacklevel=4,
         )
 
 
