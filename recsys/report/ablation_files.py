@@ -82,7 +82,7 @@ def csv_table(record: Mapping[str, Any]) -> str:
 def _cell(row: Mapping[str, Any]) -> str:
     text = format_number(row["metric"], row["mean"])
     if row["std"] is not None:
-        text += f" \N{PLUS-MINUS SIGN} {format_number(row['metric'], row['std'])}"
+        text += f" \N{PLUS-MINUS SIGN} {format_number(row['metric'], row['std'], mean=row['mean'])}"
     if 0 < row["num_runs"] < row["num_cells"]:
         text += f" ({row['num_cells'] - row['num_runs']} of {row['num_cells']} have none)"
     return text

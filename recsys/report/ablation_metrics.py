@@ -252,13 +252,16 @@ def _late_split(config: Mapping[str, Any]) -> str:
     return config["target_split"] or " or ".join(dict.fromkeys(splits))
 
 
-def format_number(metric: str, value: float | None, *, sign: bool = False) -> str:
+def format_number(
+    metric: str, value: float | None, *, sign: bool = False, mean: float | None = None
+) -> str:
     """Value of a metric for readers; times in seconds.
 
     Args:
         metric: The metric.
         value: The value, or a difference of two values.
         sign: For differences: also write the sign of a value above 0, and one digit more.
+        mean: For a deviation: the mean, which has as many digits after the point.
     """
     if value is None:
         return "-"
@@ -266,6 +269,8 @@ def format_number(metric: str, value: float | None, *, sign: bool = False) -> st
     shown, form = value * about.scale, about.form
     if about.unit == "bytes" and 0 < abs(shown) < 1:  # of small tables
         form = "{:.3g}"
+    if mean is not None:
+        form = f"{{:,.{len(format_number(metric, mean).partition('.')[2])}f}}"
     if sign:
         form = form.replace("{:", "{:+").replace(".4f", ".5f")
     return form.format(shown)

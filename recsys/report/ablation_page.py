@@ -111,7 +111,7 @@ def _summary(row: Mapping[str, Any], auc_error: float | None) -> str:
     """
     lines = [format_number(row["metric"], row["mean"])]
     if row["num_runs"] > 1 and row["min"] < row["max"]:
-        lines.append(f"sd {format_number(row['metric'], row['std'])}")
+        lines.append(f"sd {format_number(row['metric'], row['std'], mean=row['mean'])}")
     elif row["metric"] == "auc" and row["num_runs"] == 1:
         lines[0] += _plus_minus(auc_error)
     if 0 < row["num_runs"] < row["num_cells"]:

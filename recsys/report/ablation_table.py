@@ -153,7 +153,9 @@ def format_ablation(record: Mapping[str, Any]) -> str:
             [
                 row["variation"],
                 column_title(row["metric"], config),
-                *(format_number(row["metric"], row[key]) for key in ("mean", "std", "min", "max")),
+                format_number(row["metric"], row["mean"]),
+                format_number(row["metric"], row["std"], mean=row["mean"]),
+                *(format_number(row["metric"], row[key]) for key in ("min", "max")),
                 f"{row['num_runs']} of {row['num_cells']}",
             ]
             for row in record["rows"]

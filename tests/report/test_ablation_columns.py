@@ -157,6 +157,15 @@ def test_the_standard_error_of_an_auc_is_told_and_that_two_seeds_say_little():
 
 
 @pytest.mark.parametrize(
+    ("mean", "std", "shown"),
+    [(6 << 20, 40_000, "0.0"), (6 << 20, 700 << 10, "0.7"), (600 << 10, 40_000, "0.038")],
+)
+def test_a_deviation_has_as_many_digits_as_its_mean(mean, std, shown):
+    assert format_number("fast_memory", std, mean=mean) == shown
+    assert format_number("auc", 0.00123, mean=0.7) == "0.0012"
+
+
+@pytest.mark.parametrize(
     ("num_bytes", "shown"), [(0, "0.0"), (40_000, "0.0381"), (600 << 10, "0.586"), (6 << 20, "6.0")]
 )
 def test_small_fast_memory_is_not_rounded_to_nothing(num_bytes, shown):

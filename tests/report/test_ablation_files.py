@@ -163,6 +163,12 @@ def in_form(form, number, title):
     return f"{number:.3g}" if "MiB" in title and 0 < number < 1 else form.format(number)
 
 
+def mean_and_spread(form, values, scale, title):
+    """The mean of values, and their deviation with as many digits after the point."""
+    middle = in_form(form, mean(values) * scale, title)
+    return middle, f"{stdev(values) * scale:,.{len(middle.partition('.')[2])}f}"
+
+
 def test_every_number_of_the_page_is_that_of_the_json(folder):
     record = json.loads((folder / "ablate.json").read_text())
 
@@ -177,8 +183,7 @@ def test_every_number_of_the_page_is_that_of_the_json(folder):
             if None in values:
                 assert text == "-", title
                 continue
-            numbers = (mean(values), stdev(values))
-            middle, spread = (in_form(form, number * scale, title) for number in numbers)
+            middle, spread = mean_and_spread(form, values, scale, title)
             is_same = min(values) == max(values)
             assert text == (middle if is_same else f"{middle}\nsd {spread}"), title
     assert cells[0] == ["cell", *(title for title, *_ in COLUMNS), "status"]
@@ -224,10 +229,7 @@ def test_every_number_of_the_markdown_is_that_of_the_json(folder):
             values = values_of(record, line[0], read)
             expected = "-"
             if None not in values:
-                middle, spread = (
-                    in_form(form, number * scale, title) for number in (mean(values), stdev(values))
-                )
-                expected = f"{middle} \xb1 {spread}"
+                expected = " \xb1 ".join(mean_and_spread(form, values, scale, title))
             assert shown == expected, title
     assert "Equal in all cells: samples seen, skipped ones included 1,800." in text
     assert "Two seeds: a spread or an interval of two values says little" in text
