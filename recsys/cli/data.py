@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys._support.files import require_files
 from recsys.cli.table import add_table_format
 from recsys.datasets.criteo import CONVENTIONS
@@ -166,6 +167,6 @@ def _print_store(path: Path) -> int:
     num_rows = sum(store.table_sizes.values())
     print(
         f"{path}: {store.num_samples:,} samples, {num_rows:,} rows in "
-        f"{len(store.table_sizes)} tables"
+        f"{counted(len(store.table_sizes), 'table')}"
     )
     return 0

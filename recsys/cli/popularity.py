@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys._support.files import require_new
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.cli.checks import require_data
@@ -120,7 +121,8 @@ def _profile(options: argparse.Namespace) -> int:
     of_all = f" of {profile.num_samples_seen:,}" if profile.rate < 1 else ""
     print(
         f"{options.out}: {profile.num_lookups:,} lookups of {profile.num_samples:,}{of_all} "
-        f"samples; {num_seen:,} of {num_rows:,} rows in {len(profile.table_sizes)} tables seen"
+        f"samples; {num_seen:,} of {num_rows:,} rows in "
+        f"{counted(len(profile.table_sizes), 'table')} seen"
     )
     if not profile.num_samples:
         return 0

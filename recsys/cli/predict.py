@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys.cli.checks import require_model
 from recsys.datasets.store_meta import is_store
 from recsys.datasets.tabular.reading.paths import find_files
@@ -56,7 +57,7 @@ def _predict(options: argparse.Namespace) -> int:
     )
     columns = "row, score and label" if report.has_labels else "row and score"
     print(
-        f"{report.path}: {report.num_samples:,} predictions in {report.seconds:.1f} s "
+        f"{report.path}: {counted(report.num_samples, 'prediction')} in {report.seconds:.1f} s "
         f"({report.num_samples / report.seconds:,.0f} samples/s); columns {columns}"
     )
     for line in format_unknown({"data": report.unknown} if report.unknown else {}):

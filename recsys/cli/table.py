@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys.cli.output import accept_any_text
 from recsys.datasets.store_meta import read_meta
 from recsys.datasets.tabular.reading.paths import find_files
@@ -91,7 +92,7 @@ def _print_table_report(report: TableReport) -> None:
     parts = ", ".join(f"{name} {size:,}" for name, size in report.splits.items())
     print(
         f"{report.path}: {report.num_rows:,} rows, {report.num_samples:,} samples ({parts}), "
-        f"{report.num_embeddings:,} rows in {report.num_tables} tables"
+        f"{report.num_embeddings:,} rows in {counted(report.num_tables, 'table')}"
     )
     for part, counts in report.unknown.items():
         found = ", ".join(f"{column} {count:,}" for column, count in counts.items() if count)

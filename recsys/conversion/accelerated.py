@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys._support.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Accelerated:
             of_kind = [each for each in self.replacements if each.kind == kind]
             num_tables = sum(each.num_tables for each in of_kind)
             num_rows = sum(each.num_rows for each in of_kind)
-            tables = "1 table" if num_tables == 1 else f"{num_tables} tables"
+            tables = counted(num_tables, "table")
             places = _some([", ".join(each.names) for each in of_kind])
             lines.append(f"{kind}: {tables} of {num_rows:,} rows at {places}")
         for reason in dict.fromkeys(each.reason for each in self.left_alone):
@@ -111,8 +112,8 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
     total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
     num_tables = sum(each.num_tables for each in updaters)
     groups = [group for each in updaters for group in each.groups]
-    tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
-    calls = "1 kernel call" if len(groups) == 1 else f"{len(groups)} kernel calls"
+    tables = f"{counted(num_tables, 'table')} {'is' if num_tables == 1 else 'are'}"
+    calls = counted(len(groups), "kernel call")
     has_state = any(group.space_size().state_sizes for group in groups)
     hardly = "" if has_state or num_tables > _FEW_TABLES else "hardly "
     speed = f"expect {hardly}shorter steps: {tables} updated by {calls} a step"

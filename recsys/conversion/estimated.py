@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys._support.sizes import format_bytes, round_up_as_written
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Estimate:
         return self.cold_bytes + self.staging_bytes + on_cpu
 
     def __str__(self) -> str:
-        tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
+        tables = counted(self.num_tables, "table")
         state = "with optimizer state" if self.has_optimizer else "without optimizer state"
         everything = format_bytes(self.everything_bytes)
         lines = [f"{tables} of {self.num_rows:,} rows take {everything} {state}"]
@@ -118,8 +119,7 @@ class Estimate:
             ("  staleness tracker", self.fast.tracker_bytes),
         ]
         rows += [(name, num_bytes, "") for name, num_bytes in parts if num_bytes]
-        samples = "1 sample" if self.batch_size == 1 else f"{self.batch_size:,} samples"
-        note = f"for mini-batches of {samples}"
+        note = f"for mini-batches of {counted(self.batch_size, 'sample')}"
         if self.floor_bytes == self.everything_bytes:
             note = f"everything, without a row map; {note}"
         rows.append(("least budget", round_up_as_written(self.floor_bytes), note))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.arguments import is_number, is_whole
+from recsys._support.counted import counted
 from recsys.conversion.accelerate import accelerate
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.optimizer import shown_optimizer
@@ -119,7 +120,7 @@ class Verification:
         if not self.rtol and not self.atol:
             tolerance = "to the last bit"
         lines = [
-            f"{verdict}: {self.num_steps} steps{samples}, {compared}; {tolerance}",
+            f"{verdict}: {counted(self.num_steps, 'step')}{samples}, {compared}; {tolerance}",
             pd.DataFrame(
                 {
                     "compared": [each.num_values for each in self.comparisons.values()],

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.counted import counted
 from recsys._support.files import appearing_whole
 from recsys._support.sizes import format_bytes
 from recsys.config import TrainConfig, describe_config
@@ -110,7 +111,8 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         title=f"Run {folder.path.resolve().name}",
         facts=[
             f"{record['status']}: {throughput['num_samples']:,} samples in "
-            f"{throughput['num_steps']:,} steps, {throughput['train_seconds']:.1f} s of training",
+            f"{counted(throughput['num_steps'], 'step')}, "
+            f"{throughput['train_seconds']:.1f} s of training",
             f"{'-' if rate is None else format(rate, ',.0f')} samples/s",
             f"peak memory {'-' if peak is None else format_bytes(peak)}",
             *(f"processes {text}" for text in format_processes(record.get("processes"))),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recsys._support.counted import counted
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.config import ScheduleConfig
@@ -144,7 +145,8 @@ def format_verification(found: Sequence[BudgetVerification]) -> str:
             more = f" and {len(each.differing) - 3} more" if len(each.differing) > 3 else ""
             verdict = f"DIFFERS: {', '.join(each.differing[:3])}{more}"
         size = format_bytes(each.budget_bytes)
-        lines.append(f"{each.name:<12}{size:>10}  {each.num_steps:,} steps, {tiers}: {verdict}")
+        steps = counted(each.num_steps, "step")
+        lines.append(f"{each.name:<12}{size:>10}  {steps}, {tiers}: {verdict}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import warnings
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.counted import counted
 from recsys.config_callbacks import IS_HIGHER_BETTER, EarlyStoppingConfig
 from recsys.errors import ConfigError
 from recsys.train.callbacks.callback import Callback
@@ -94,8 +95,8 @@ class EarlyStopping(Callback):
         if num_evaluations <= self._patience:
             warnings.warn(
                 f"training never ends early: the patience of early stopping is {self._patience}, "
-                f"and the run has {num_evaluations} evaluations before its last step; lower it, "
-                "or eval.every_steps",
+                f"and the run has {counted(num_evaluations, 'evaluation')} before its last step; "
+                "lower it, or eval.every_steps",
                 stacklevel=3,
             )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from recsys._support.counted import counted
 from recsys._support.files import existing
 from recsys._support.sizes import format_bytes
 from recsys.train.parts.budget import MemoryNeeds
@@ -25,7 +26,7 @@ def announce(config: TrainConfig, source: SampleSource) -> None:
     """Tell on stderr what the tables of a run take."""
     needs, sizes = MemoryNeeds(config, source), source.table_sizes
     lines = [
-        f"{len(sizes)} tables with {sum(sizes.values()):,} rows take "
+        f"{counted(len(sizes), 'table')} with {sum(sizes.values()):,} rows take "
         f"{format_bytes(needs.everything)} with optimizer state"
     ]
     if config.save_model:

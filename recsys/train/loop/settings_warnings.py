@@ -6,6 +6,7 @@ import warnings
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.counted import counted
 from recsys._support.machine import num_cores
 from recsys.config import OptimizerConfig
 from recsys.datasets.store import Store
@@ -48,20 +49,20 @@ def warn_of_no_effect(config: TrainConfig, full_steps: FullSteps) -> None:
     if schedule.warmup_steps > num_steps:
         warnings.warn(
             "learning rates never reach their full value: lr_schedule.warmup_steps is "
-            f"{schedule.warmup_steps}, and the run has {num_steps} steps; lower it",
+            f"{schedule.warmup_steps}, and the run has {counted(num_steps, 'step')}; lower it",
             stacklevel=3,
         )
     if config.eval.every_steps > num_steps:
         warnings.warn(
             "the only evaluation is the one after the last step: eval.every_steps is "
-            f"{config.eval.every_steps}, and the run has {num_steps} steps; lower it, or "
-            "ablate.eval_every_samples in an ablation with a target",
+            f"{config.eval.every_steps}, and the run has {counted(num_steps, 'step')}; lower it, "
+            "or ablate.eval_every_samples in an ablation with a target",
             stacklevel=3,
         )
     if schedule.decay != "none" and schedule.first_decay_step >= num_steps:
         warnings.warn(
             f"learning rates never fall: lr_schedule.decay is {schedule.decay!r} from step "
-            f"{schedule.first_decay_step} on, and the run has {num_steps} steps; "
+            f"{schedule.first_decay_step} on, and the run has {counted(num_steps, 'step')}; "
             "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
             stacklevel=3,
         )

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.pipeline import DropInput, FreezeRows, Importance, Observe, RandomDrop, Subsample
 
@@ -55,19 +56,19 @@ def warn_of_no_skipping(config: TrainConfig, num_steps: int) -> None:
         warnings.warn(
             f"nothing is skipped: rows become stale after {num_windows} windows of "
             f"skip.staleness.window {staleness.window} steps and {LEAD} steps more, with "
-            f"skip.staleness.patience {staleness.patience}, and the run has {num_steps} steps; "
-            "lower skip.staleness.window",
+            f"skip.staleness.patience {staleness.patience}, and the run has "
+            f"{counted(num_steps, 'step')}; lower skip.staleness.window",
             stacklevel=4,
         )
     elif keys.policy == "importance" and keys.importance.warm_up >= num_steps:
         warnings.warn(
             f"no sample is left out: skip.importance.warm_up is {keys.importance.warm_up}, and the "
-            f"run has {num_steps} steps; lower it",
+            f"run has {counted(num_steps, 'step')}; lower it",
             stacklevel=4,
         )
     elif keys.has_guard and guard.every + guard.steps > num_steps:
         warnings.warn(
             f"the guard never compares: skip.guard.every is {guard.every} and skip.guard.steps is "
-            f"{guard.steps}, and the run has {num_steps} steps; lower skip.guard.every",
+            f"{guard.steps}, and the run has {counted(num_steps, 'step')}; lower skip.guard.every",
             stacklevel=4,
         )
