@@ -13,7 +13,9 @@ import hashlib
 import os
 import threading
 import warnings
+from contextlib import suppress
 from functools import cache, update_wrapper
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
@@ -140,7 +142,7 @@ def _compile(
         compiled = njit(**options, cache=True)(function)
         cache = getattr(compiled, "_cache", None)
         if cache is not None:  # it is not compiled if NUMBA_DISABLE_JIT is set
-            cache._cache_file = _CacheFile(cache._cache_file)
+            cache._cache_file = _CacheFile(cache._cache_file, function)
         return cast("_F", compiled)
     except RuntimeError as error:  # numba found no writable cache folder
         warnings.warn(
@@ -159,18 +161,23 @@ class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
     one of them may later run the code of the other signature. Here a file says what it is for, and
     `os.replace` puts it in place as a whole.
 
+    The code is that of the kernel's source and of the parts that the kernel uses, which may be in
+    other files. numba asks for changes of the first alone.
+
     A file that cannot be read counts as absent, and the kernel is compiled again. After an update
     of this package, for example, a file may name a class that no longer exists. A file that cannot
     be written, as on a full disk, is left out; the first one warns.
 
     Args:
         made: The object of numba that this one replaces.
+        function: The kernel.
     """
 
     has_warned = False
 
-    def __init__(self, made: IndexDataCacheFile) -> None:
+    def __init__(self, made: IndexDataCacheFile, function: Any) -> None:
         self.__dict__.update(made.__dict__)
+        self._function = function
 
     def save(self, key: Any, data: Any) -> None:
         """Keep the code for a signature, in place of that of an earlier source."""
@@ -195,12 +202,34 @@ class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
         return data if tuple(origin) == self._origin_of(key) else None
 
     def _origin_of(self, key: Any) -> tuple[Any, ...]:
-        return numba.__version__, self._source_stamp, repr(key)
+        return numba.__version__, self._source_stamp, _stamps_of_parts(self._function), repr(key)
 
     def _name_of(self, key: Any) -> str:
         signature, machine, (_, closure) = key  # without the bytecode: new code replaces old code
         text = repr((signature, machine, closure)).encode()
         return str(self._data_name(int(hashlib.sha256(text).hexdigest()[:12], 16)))
+
+
+@cache
+def _stamps_of_parts(kernel: FunctionType) -> list[tuple[str, int, int]]:
+    """The files of what a kernel uses of its own package, each with its time and size."""
+    package = kernel.__module__.partition(".")[0]
+    found: dict[FunctionType, str] = {}
+    waiting: list[Any] = [kernel]
+    while waiting:
+        each = waiting.pop()
+        each = getattr(each, "py_func", getattr(each, "_defn", each))  # numba's wrappers
+        if not isinstance(each, FunctionType) or each in found:
+            continue
+        if (each.__module__ or "").partition(".")[0] == package:
+            found[each] = each.__code__.co_filename
+            waiting += map(each.__globals__.get, each.__code__.co_names)
+    stamps = []
+    for file in sorted(set(found.values())):
+        with suppress(OSError):  # as for code that was typed in
+            stat = Path(file).stat()
+            stamps.append((file, stat.st_mtime_ns, stat.st_size))
+    return stamps
 
 
 def _under_another_name(function: Callable[..., object]) -> Any:

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -96,6 +97,39 @@ def test_cached_code_of_another_source_is_compiled_again_and_replaced(cache_fold
 
     assert sum(compiled.stats.cache_misses.values()) == 1
     assert list(cache_folder.rglob("*.nbc")) == files
+
+
+PART = "from recsys._support.jit import inlined_part\n@inlined_part\ndef part(n): return {}\n"
+KERNEL = """
+from recsys._support.jit import kernel
+from package.part import part
+@kernel
+def run(n): return part(n)
+print(run(21), sum(run.stats.cache_hits.values()))
+"""
+
+
+def test_cached_code_is_compiled_again_when_a_part_in_another_file_has_changed(
+    cache_folder, tmp_path
+):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "kernel.py").write_text(KERNEL)
+    places = {
+        "PYTHONPATH": str(Path(jit.__file__).parents[2]),
+        "NUMBA_CACHE_DIR": str(cache_folder),
+    }
+
+    def run():
+        command = [sys.executable, "-c", "import package.kernel"]
+        env = os.environ | places
+        return subprocess.check_output(command, cwd=tmp_path, env=env, text=True).strip()
+
+    (folder / "part.py").write_text(PART.format("n * 2"))
+    found = [run(), run()]
+    (folder / "part.py").write_text(PART.format("n + 100"))
+
+    assert [*found, run()] == ["42 0", "42 1", "121 0"]
 
 
 def test_a_kernel_runs_where_the_disk_of_its_cache_is_full_and_the_first_one_says_so(
