@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from recsys._support.lasting_tensors import lasting_tensors
-from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.conversion.accelerated import (
     Accelerated,
     LeftAlone,
@@ -38,6 +37,7 @@ from recsys.conversion.exchange import (
 from recsys.conversion.model_plan import require_arguments
 from recsys.embeddings.attach import attach
 from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.rows.table_parameter import storage_address
 from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
 
 if TYPE_CHECKING:
@@ -356,24 +356,15 @@ def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) ->
     Raises:
         ValueError: there is one.
     """
-    names = {_memory_of(weight): name for weight, name in tables.items()}
+    names = {storage_address(weight): name for weight, name in tables.items()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        memory = _memory_of(tensor)
+        memory = storage_address(tensor)
         if memory is not None and tensor not in tables and memory in names:
             raise ValueError(
                 f"table {names[memory]!r}: with a budget a table must have its own memory, and "
                 f"{name!r} is another Parameter or buffer of the model on it, which would miss "
                 "newer rows; use the table's own Parameter there, or a clone"
             )
-
-
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor's storage; None if it has none, as a sparse or a lazy one."""
-    try:
-        with DisableTorchFunctionSubclass():  # else the rows of a tiered table count as handed out
-            return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, ValueError):
-        return None
 
 
 def _describe(

@@ -38,6 +38,7 @@ __all__ = [
     "move_table",
     "move_to_own_pages",
     "require_no_updater",
+    "storage_address",
     "unbind_table",
 ]
 
@@ -131,8 +132,19 @@ class TieredParameter(LedgerParameter):
     @data.setter
     @outside_graphs
     def data(self, rows: Tensor) -> None:
+        _require_own_memory(self, storage_address(rows))
         set_plain_data(self, rows)
         _forget_space_of(self)
+
+    def set_(self, *source: Any) -> Any:
+        """Like `torch.Tensor.set_`.
+
+        Raises:
+            ValueError: the memory of `source` belongs to another tiered table.
+        """
+        if source:
+            _require_own_memory(self, storage_address(source[0]))
+        return super().set_(*source)
 
     @classmethod
     @outside_graphs
@@ -189,11 +201,8 @@ def _is_copy(result: Any, tables: Sequence[Tensor]) -> bool:
         return True
     if not isinstance(result, Tensor) or result.layout is not torch.strided:
         return False
-    try:
-        memory = result.untyped_storage().data_ptr()
-    except RuntimeError:  # a tensor of torch.vmap, torch.func.jacrev, ... has no memory of its own
-        return False
-    return all(table.untyped_storage().data_ptr() != memory for table in tables)
+    memory = storage_address(result)
+    return memory is not None and all(storage_address(table) != memory for table in tables)
 
 
 def _tables_among(value: Any) -> Iterator[TieredParameter]:
@@ -307,6 +316,19 @@ def make_plain(table: nn.Parameter) -> None:
     unbind_table(table, None)
 
 
+def storage_address(tensor: Any) -> int | None:
+    """The address of a tensor's storage, or of a storage; None if it has none, as a sparse tensor.
+
+    The tensors of torch.vmap, torch.func.jacrev, ... and lazy Parameters have none, either.
+    """
+    try:
+        with DisableTorchFunctionSubclass():  # else the rows of a tiered table count as handed out
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
+            return storage.data_ptr() or None
+    except (RuntimeError, ValueError):
+        return None
+
+
 def move_table(weight: nn.Parameter, device: torch.device) -> None:
     """Move a table and its gradient to another device; it stays the same object."""
     if weight.device != device:
@@ -342,6 +364,25 @@ def _require_no_group(table: LedgerParameter) -> None:
             "called, because recsys updates its rows; with a torch optimizer change weight.grad "
             "between backward and step instead, or leave optimizer= out"
         )
+
+
+def _require_own_memory(table: TieredParameter, memory: int | None) -> None:
+    """Refuse to move a tiered table to the memory of another: a row there would have two slots.
+
+    Raises:
+        ValueError: the rows of another tiered table are at this address.
+    """
+    for found in _BINDINGS.values() if memory is not None else ():
+        other = found.table()
+        if found.place is None or other is None or other is table:
+            continue
+        if storage_address(other) == memory:
+            raise ValueError(
+                f"table {found.place.tiers.names[found.place.table]!r}: another table in two tiers "
+                "cannot take its memory, because each row would then have two slots; give that "
+                "table a clone (weight.data = other.weight.data.clone()), or give both modules one "
+                "Parameter before recsys.accelerate"
+            )
 
 
 def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:

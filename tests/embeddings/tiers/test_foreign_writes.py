@@ -431,6 +431,32 @@ def test_two_parameters_on_one_memory_are_refused_with_a_budget():
     assert type(model[0]) is nn.EmbeddingBag
 
 
+TAKE = {
+    "data": lambda table, other: setattr(table, "data", other.data),
+    "detach": lambda table, other: setattr(table, "data", other.detach()),
+    "set_": lambda table, other: table.set_(other.detach()),
+    "storage": lambda table, other: table.set_(other.untyped_storage(), 0, other.shape),
+}
+
+
+@pytest.mark.parametrize("dims", [(DIM, DIM), (DIM, 2 * DIM)], ids=["one group", "two groups"])
+@pytest.mark.parametrize("take", TAKE.values(), ids=TAKE)
+def test_a_tiered_table_cannot_take_the_memory_of_another(take, dims):
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, dim, sparse=True) for dim in dims)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer, budget=12000)
+    before = model[1].weight.detach().clone()
+
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^table '0': another table.*clone"):
+        take(model[1].weight, model[0].weight)
+
+    assert torch.equal(model[1].weight, before)
+    model[1].weight.data = model[1].weight.data  # its own
+    model[1].weight.data = model[0].weight.data.clone()
+    recsys.restore(model)
+
+
 class Another(nn.Module):
     """A model whose `other` is on the memory of its table."""
 
