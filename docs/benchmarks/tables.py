@@ -137,7 +137,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "models_budget": partial(models_table, "models_budget.json"),
     "models_gpu": partial(models_table, "models_gpu.json"),
     "models_evaluation": partial(models_table, "models_evaluation.json"),
-    "models_tbsm": partial(models_table, "models_tbsm.json"),
     "models_real": partial(compared_table, "models_real.json"),
     "models_drift": partial(compared_table, "models_drift.json"),
     "models_drift_days": partial(days_table, "models_drift.json"),
