@@ -61,6 +61,7 @@ class Slots:
     transfer   on this tier's stream, after everything that streams which use slots, and that of the
                caller, have queued by then
     compute    on the caller's stream, after the transfers that the ticket has waited for
+    update     on the caller's stream, after what other streams that use slots have queued by then
 
     A flush, a reload and a lookup without a ticket copy on the caller's stream, after the last
     transfer; see `TransferStream`.
@@ -211,6 +212,11 @@ class Slots:
             self._stream.wait(last)
         for each in made:
             self._keep(each)
+
+    def use(self) -> None:
+        """Before rows are updated: see `TransferStream.use`."""
+        if self._stream is not None:
+            self._stream.use()
 
     def pin(self, rows: NDArray[np.int32]) -> None:
         """Reserve a slot for each of these rows, counted over all tables; slots must be new."""

@@ -205,6 +205,7 @@ class GroupUpdater:
             hot = tiers.hot
             # Threads and signals wait: an updated row that is not marked would be lost.
             with tiers.lock, interrupts_held_back():
+                hot.use()
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
                 tiers.mark_updated(ledger, update.updated)

@@ -1,95 +1,16 @@
 """Transfers on a stream of their own: which work on a device comes after which.
 
-Fakes stand in for CUDA. A stream knows what comes before the next work that it is given; an event
-keeps that, and a stream that waits for the event knows it, too.
+Fakes stand in for CUDA; see `fake_streams.py`.
 """
 
 import itertools
-import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from recsys._support.replays import replaying
-from recsys.embeddings import HotColdEmbedding, HotColdEmbeddingBag
-from recsys.embeddings.kernels import choice as kernel_choice
-from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.tiers.cold.staging import TransferStream
-from tests.host_copies import HOST_COPIES, reach_host
-
-NUM_ROWS = 300
-
-
-class FakeEvent(frozenset):
-    """What comes before the event."""
-
-    host_waited_for = frozenset()
-
-    def synchronize(self):
-        FakeEvent.host_waited_for |= self
-
-
-class FakeStream:
-    def __init__(self, device=None, priority=0):
-        self.before = frozenset()
-
-    def record_event(self):
-        return FakeEvent(self.before)
-
-    def wait_event(self, event):
-        self.before |= event
-
-    def work(self, name):
-        """Queue some work; returns what comes before it."""
-        before = self.before
-        self.before |= {name}
-        return before
-
-
-class FakeCuda:
-    """Streams of `torch.cuda`: every thread has the default one until it is told otherwise.
-
-    Attributes:
-        kept: Tensors whose memory a stream other than their own uses, each with the stream.
-    """
-
-    def __init__(self):
-        self.default, self._of_thread = FakeStream(), threading.local()
-        self.kept = []
-
-    def current_stream(self, device=None):
-        return getattr(self._of_thread, "stream", self.default)
-
-    @contextmanager
-    def stream(self, stream):
-        before = self.current_stream()
-        self._of_thread.stream = stream
-        try:
-            yield
-        finally:
-            self._of_thread.stream = before
-
-
-class FakeMemory:
-    device = "cuda:0"
-
-    def __init__(self):
-        self.used_by = []
-
-    def record_stream(self, stream):
-        self.used_by.append(stream)
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(FakeEvent, "host_waited_for", frozenset())
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *pair: fake.kept.append(pair))
-    return fake
+from tests.embeddings.tiers.fake_streams import FakeEvent, FakeMemory, FakeStream, Recorded
 
 
 def test_a_transfer_comes_after_what_was_queued_when_it_was_put_in_and_no_more(cuda):
@@ -172,6 +93,36 @@ def test_records_are_changed_after_what_other_streams_have_queued(cuda):
     assert cuda.default.before == {"evaluation"}
 
 
+def test_a_first_transfer_comes_after_the_stream_on_which_slots_were_made(cuda):
+    cuda.default.work("make records")
+    stream, other = TransferStream([FakeMemory()]), FakeStream()
+
+    with cuda.stream(other):
+        transfer = stream.transfer()
+    with transfer:
+        before = cuda.current_stream().work("claim")
+
+    assert before == {"make records"}
+
+
+def test_an_update_waits_for_streams_that_use_slots_and_for_no_transfer(cuda):
+    stream, flushing, updating = TransferStream([FakeMemory()]), FakeStream(), FakeStream()
+    with cuda.stream(flushing):
+        stream.wait()
+        flushing.work("flush")
+    with stream.transfer():
+        cuda.current_stream().work("copy for a later step")
+
+    with cuda.stream(updating):
+        stream.use()
+        before = updating.work("update")
+    with stream.transfer():
+        later = cuda.current_stream().work("write back")
+
+    assert before == {"flush"}
+    assert "update" in later
+
+
 def test_numbers_are_read_after_their_event_and_after_nothing_that_was_queued_later(cuda):
     class FakeNumbers:
         def tolist(self):
@@ -197,80 +148,6 @@ def test_memory_of_the_slots_is_kept_for_the_stream_that_uses_it(cuda):
     stream = TransferStream(memories)
 
     assert [memory.used_by for memory in memories] == [[stream._stream]] * 2
-
-
-class Recorded:
-    """A bag on a device whose tier says what comes before each copy of rows.
-
-    The CPU stands in for the device, and does at once what a stream would do later.
-    """
-
-    def __init__(self, cuda, device, *, is_reached=False):
-        self.bag = HotColdEmbeddingBag(
-            NUM_ROWS, 4, mode="sum", device=device, optimizer=SGD(lr=0.5), budget=4 * 300 + 12 * 24
-        )
-        [tiers] = self.bag.tiers()
-        self.cuda, self.copies, self.tiers, self.hot = cuda, {}, tiers, tiers.hot
-        self.hot._stream = TransferStream([FakeMemory()])
-        copying = tiers.residency._copies if is_reached else self.hot
-        assert copying is not None
-        for name in ("fetch", "write_back"):
-            setattr(copying, name, self._recorded(name, getattr(copying, name)))
-        if is_reached:
-            copying.launch = self._recorded_launch(copying.launch)
-        self.claims, self.claimed = [], []
-        for name in ("queue_claim", "release"):
-            owner = self.hot if name == "queue_claim" else self.hot.map
-            setattr(owner, name, self._recorded_claim(name, getattr(owner, name)))
-
-    def _recorded(self, name, copy):
-        def recorded(*arguments):
-            self._record(name, arguments[-2])
-            copy(*arguments)
-
-        return recorded
-
-    def _recorded_launch(self, launch):
-        def recorded(moves):
-            self._record("write_back", moves.written_rows)
-            self._record("fetch", moves.fetched_rows)
-            launch(moves)
-
-        return recorded
-
-    def _recorded_claim(self, name, claim):
-        def recorded(*arguments):
-            stream, key = self.cuda.current_stream(), (name, len(self.claims))
-            self.claims.append((key, stream, stream.work(key)))
-            if name == "queue_claim":
-                self.claimed.append(arguments[1].values.data_ptr())
-            return claim(*arguments)
-
-        return recorded
-
-    def _record(self, name, rows):
-        for row in rows.tolist():
-            if row >= 0:
-                stream, times = self.cuda.current_stream(), len(self.copies)
-                self.copies[name, row, times] = stream, stream.work((name, row, times))
-
-    def compute(self, name, ids):
-        """A step; returns what its forward comes after."""
-        pooled = self.bag(ids)
-        before = self.cuda.default.work(name)
-        pooled.square().sum().backward()
-        return before
-
-    def of_row(self, what, row):
-        return [key for key in self.copies if key[:2] == (what, row)]
-
-
-@pytest.fixture(params=[False, True], ids=["staged", "reached"])
-def is_reached(request, monkeypatch):
-    """Whether the device copies rows of the host by itself; the CPU stands in for it."""
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
-    reach_host(monkeypatch, HOST_COPIES if request.param else None)
-    return request.param
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
@@ -398,66 +275,3 @@ def test_a_flush_and_a_lookup_without_a_ticket_come_after_rows_fetched_ahead(
     assert fetched <= cuda.default.work("read")
     written = {run.copies[key][0] for key in run.copies if key[0] == "write_back"}
     assert written == ({cuda.default} if what == "flush" else set())
-
-
-@pytest.mark.parametrize("is_claimed", [True, False])
-def test_rows_prefetched_on_another_stream_are_moved_after_the_steps_before(
-    cuda, is_reached, is_claimed
-):
-    """`is_claimed`: steps take slots claimed ahead; else these are claimed in the step."""
-    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
-    copying = FakeStream()  # that of copies of mini-batches
-    batches = [torch.arange(6).view(1, 6) + 6 * step for step in range(8)]
-
-    for step, (ids, following) in enumerate(itertools.pairwise(batches)):
-        run.compute(step, ids)
-        with cuda.stream(copying):
-            claim = run.bag.prefetch(following)
-        if not is_claimed:
-            claim.cancel()
-
-    written = [key for key in run.copies if key[0] == "write_back"]
-    assert written
-    assert all(key[1] // 6 in run.copies[key][1] for key in written)
-
-
-def test_rows_are_moved_after_an_evaluation_on_a_stream_of_its_own(cuda, is_reached):
-    run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
-    evaluating = FakeStream()
-    batches = [torch.arange(6).view(1, 6) + 6 * step for step in range(8)]
-
-    for step, ids in enumerate(batches):
-        with cuda.stream(evaluating), torch.no_grad():
-            run.bag(ids)
-            evaluating.work(f"evaluation {step}")
-        claims, copies = len(run.claims), len(run.copies)
-        run.compute(step, ids)
-        evaluations = {f"evaluation {before}" for before in range(step + 1)}
-        assert all(evaluations <= before for *_, before in run.claims[claims:])
-        assert all(evaluations <= before for _, before in list(run.copies.values())[copies:])
-
-    assert any(key[0] == "write_back" for key in run.copies)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-@pytest.mark.parametrize("kind", [HotColdEmbeddingBag, HotColdEmbedding])
-def test_on_a_gpu_rows_prefetched_on_another_stream_keep_the_updates_before(kind):
-    """The steps are late: without an order, their rows would be evicted before."""
-    rows = torch.arange(NUM_ROWS * 4.0).view(NUM_ROWS, 4)
-    batches = [(torch.arange(6) + 6 * step).view(6, 1).cuda() % NUM_ROWS for step in range(60)]
-    copying, found = torch.cuda.Stream(), []
-    torch.cuda.synchronize()
-    for budget in (None, 4 * NUM_ROWS + 12 * 24):
-        weight = rows.clone() if budget else rows.cuda()
-        options = {"device": "cuda", "optimizer": SGD(lr=0.5), "budget": budget}
-        module = kind(NUM_ROWS, 4, _weight=weight, **options)
-        for ids, following in itertools.pairwise(batches):
-            torch.cuda._sleep(2_000_000)
-            module(ids).square().sum().backward()
-            if budget:
-                with torch.cuda.stream(copying):
-                    assert module.prefetch(following).is_held
-        found.append(module.weight.detach().cpu())
-
-    assert torch.equal(*found)

@@ -140,7 +140,8 @@ class TransferStream:
         for memory in memories:
             memory.record_stream(self._stream)
         self._done: torch.cuda.Event | None = None
-        self._users: list[torch.cuda.Stream] = []  # streams that use slots or their records
+        # Streams that use slots or their records; the first one, which is current, makes them.
+        self._users: list[torch.cuda.Stream] = [torch.cuda.current_stream(self._device)]
         self._reading: torch.cuda.Stream | None = None  # of `read`
 
     def transfer(self) -> AbstractContextManager[None]:
@@ -186,12 +187,22 @@ class TransferStream:
         """
         current = torch.cuda.current_stream(self._device)
         if done is None:
-            for each in self._users:
-                if each != current:
-                    current.wait_event(each.record_event())
+            self.use()
             done = self._done  # the queue's thread may replace it meanwhile
+        elif current not in self._users:
+            self._users.append(current)
         if done is not None:
             current.wait_event(done)
+
+    def use(self) -> None:
+        """Have the caller's stream wait for what other streams have queued that use slots.
+
+        It waits for no transfer. From then on transfers wait for what it queues, too.
+        """
+        current = torch.cuda.current_stream(self._device)
+        for each in self._users:
+            if each != current:
+                current.wait_event(each.record_event())
         if current not in self._users:
             self._users.append(current)
 
