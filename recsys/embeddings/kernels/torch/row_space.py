@@ -91,8 +91,11 @@ class RowNumbers:
         self._firsts: Tensor | None = None
 
     def numbers_of(self, sequence: Sequence[int]) -> Tensor:
-        """Numbers as an int64 tensor on the device of the rows."""
-        return upload(np.array(sequence, np.int64), self.device)
+        """Numbers as an int64 tensor on the device of the rows, for kernels on any stream.
+
+        They are kept, so the host waits for their copy once; no later stream has to.
+        """
+        return torch.from_numpy(np.array(sequence, np.int64)).to(self.device)
 
     def table_of(self, rows: Tensor) -> Tensor:
         """The table of each row, (U,) int64."""
@@ -201,7 +204,7 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
         if not any(shifts):
             return None
         if self._shifts[0] != shifts:
-            self._shifts = shifts, self.numbers_of(shifts)
+            self._shifts = shifts, upload(np.array(shifts, np.int64), self.device)
         return self._shifts[1]
 
 

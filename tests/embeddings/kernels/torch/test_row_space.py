@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.kernels.torch.slot_rows import number_rows
 
 
 def test_tables_from_anywhere_are_brought_into_one_allocation_and_stay_what_they_are():
@@ -66,3 +67,23 @@ def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_ord
     found = states.translate(torch.tensor([5, 0, 6, 2]), space, [0, 1])
 
     assert states.rows[found].flatten().tolist() == [0, 2, 1, 4]
+
+
+def test_numbers_that_are_kept_have_arrived_before_another_stream_may_read_them(monkeypatch):
+    class OnHost:
+        are_late = []
+
+        def pin_memory(self):
+            return self
+
+        def to(self, device, *, non_blocking=False):
+            self.are_late.append((device.type, non_blocking))
+            return self
+
+    space = number_rows([3, 4], 2, torch.zeros(1, 2))
+    space.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "from_numpy", lambda _: OnHost())
+
+    space.numbers_of([0, 3])
+
+    assert OnHost.are_late == [("cuda", False)]
