@@ -157,6 +157,8 @@ class DeferredErrors:
             NonFiniteGradient: a gradient of rows has nan or inf in it.
             ValueError: a per-sample weight is nan.
         """
+        if self.first.is_cuda:  # other streams may have lookups, and a report is of one stream
+            torch.cuda.synchronize(self.first.device)
         self.report_expected()
         with self._lock:
             self.report(_unexplained)  # an update may have recorded an error after the last lookup

@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,3 +58,21 @@ def test_a_second_thread_may_read_reports_meanwhile(monkeypatch):
 
     threads[0].join()
     assert len(errors._spare) == 1
+
+
+def test_a_check_waits_for_all_streams_before_it_copies_what_they_have_recorded(monkeypatch):
+    errors, order = DeferredErrors(torch.device("cpu")), []
+    first = errors.first
+    errors.first = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(device.type))
+
+    def report(explain):
+        order.append("report")
+        errors._reports.append(module._Report(first, None, explain))
+
+    monkeypatch.setattr(errors, "report", report)
+    errors.expect(lambda: None)
+
+    errors.check()
+
+    assert order == ["cuda", "report", "report"]
