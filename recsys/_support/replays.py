@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from recsys._support.graphs import GraphRecorder, restored
+from recsys._support.torch_compat import current_stream_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -99,7 +100,9 @@ class Replays:
         is_on = are_replaying() and device.type in _CAN_RECORD
         if not is_on or self._has_failed:
             return launch(*inputs)
-        key = key, *((each.shape, each.dtype) for each in inputs)
+        # Graphs of one stream share memory, so a graph is replayed on the stream that recorded it.
+        stream = current_stream_number(device)
+        key = key, stream, *((each.shape, each.dtype) for each in inputs)
         found = self._recorded.get(key)
         if found is None:
             if key not in self._seen or len(self._recorded) >= _MOST_RECORDED:
@@ -135,7 +138,7 @@ def _record(
     """Record what a function launches; nothing runs yet."""
     device = inputs[0].device
     places = [each.clone() for each in inputs]
-    pool = _pool(device, torch.cuda.current_stream(device).cuda_stream)
+    pool = _pool(device, current_stream_number(device))
     with restored(device, pool):
         result, replay = GraphRecorder(device, pool).record(partial(launch, *places))
     return _Recorded(places, replay, result, reads)

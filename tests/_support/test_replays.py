@@ -41,6 +41,18 @@ def test_a_key_a_shape_and_a_dtype_have_a_graph_each(recorded):
     assert [each.num_replays for each in recorded] == [2, 2, 2, 2]
 
 
+def test_each_stream_has_graphs_of_its_own(recorded, monkeypatch):
+    """Those of one stream share memory; two streams may replay at the same time."""
+    known = Replays()
+
+    with replaying():
+        for step in range(6):
+            monkeypatch.setattr(replays, "current_stream_number", lambda _, of=step % 2: of)
+            assert known.run("x", double, [torch.tensor([step])]).item() == 2 * step
+
+    assert [each.num_replays for each in recorded] == [2, 2]
+
+
 def test_nothing_is_recorded_outside(recorded):
     known = Replays()
 
