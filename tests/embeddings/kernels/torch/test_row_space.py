@@ -70,14 +70,14 @@ def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_ord
 
 
 def test_numbers_that_are_kept_have_arrived_before_another_stream_may_read_them(monkeypatch):
-    class OnHost:
-        are_late = []
+    are_late = []
 
+    class OnHost:
         def pin_memory(self):
             return self
 
         def to(self, device, *, non_blocking=False):
-            self.are_late.append((device.type, non_blocking))
+            are_late.append((device.type, non_blocking))
             return self
 
     space = number_rows([3, 4], 2, torch.zeros(1, 2))
@@ -86,4 +86,4 @@ def test_numbers_that_are_kept_have_arrived_before_another_stream_may_read_them(
 
     space.numbers_of([0, 3])
 
-    assert OnHost.are_late == [("cuda", False)]
+    assert are_late == [("cuda", False)]
