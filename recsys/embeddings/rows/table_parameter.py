@@ -307,6 +307,8 @@ def unbind_table(table: nn.Parameter, group: TableGroup | None) -> None:
         place = _place_of(table)
         if place is not None:
             place.tiers.flush()
+            # A device may be yet to read the table, for lookups that it has queued.
+            place.tiers.settle()
         _BINDINGS.pop(id(table), None)
         _set_class(table, nn.Parameter)
 

@@ -4,12 +4,16 @@ Fakes stand in for CUDA; see `fake_streams.py`.
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+import recsys
 from recsys.embeddings import HotColdEmbedding, HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
 from tests.embeddings.tiers.fake_streams import NUM_ROWS, FakeStream, Recorded
 
 
@@ -108,6 +112,37 @@ def test_rows_are_updated_after_a_flush_on_another_stream(cuda, is_reached, upda
     pooled.sum().backward()
 
     assert "mark as clean" in found[1]
+
+
+@pytest.mark.parametrize("is_reached", [True], indirect=True)
+def test_restored_tables_may_be_written_to_although_a_device_reads_them_late(
+    is_reached, monkeypatch
+):
+    late, look_up = [], DeviceCopies.look_up
+
+    def look_up_later(*arguments):
+        late.append(partial(look_up, *arguments))
+        return -1
+
+    def wait(_):
+        while late:
+            late.pop(0)()
+
+    monkeypatch.setattr(DeviceCopies, "look_up", look_up_later)
+    monkeypatch.setattr(DeviceCopies, "wait", wait)
+    model = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum", sparse=True))
+    rows = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer, budget="8KiB")
+    with torch.no_grad():
+        found = model(torch.arange(8).unsqueeze(1))
+
+    recsys.restore(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+    wait(None)
+    assert torch.equal(found, rows[:8])
 
 
 @pytest.mark.gpu
