@@ -96,22 +96,23 @@ def test_rows_are_moved_after_updates_on_another_stream_than_their_lookups(
     assert all(f"update {key[1] // 6}" in run.copies[key][1] for key in written)
 
 
-def test_rows_are_updated_after_a_flush_on_another_stream(cuda, is_reached, updates):
-    """A flush marks slots as clean at its end, and the update marks them as newer again."""
+@pytest.mark.parametrize("what", ["flush", "evaluation"])
+def test_rows_are_updated_after_what_another_stream_does_with_them(cuda, is_reached, updates, what):
+    """A flush marks slots as clean at its end; an evaluation reads rows where they are."""
     run = Recorded(cuda, torch.device("cpu"), is_reached=is_reached)
-    flushing, ids = FakeStream(), torch.arange(6).view(1, 6)
+    other, ids = FakeStream(), torch.arange(6).view(1, 6)
     found = updates(run)
     run.bag.prefetch(ids)
     run.compute("step", ids)
     run.bag.prefetch(ids)
     pooled = run.bag(ids)
 
-    with cuda.stream(flushing):
-        run.bag.weight.sum()
-        flushing.work("mark as clean")
+    with cuda.stream(other), torch.no_grad():
+        run.bag.weight.sum() if what == "flush" else run.bag(ids)
+        other.work(what)
     pooled.sum().backward()
 
-    assert "mark as clean" in found[1]
+    assert what in found[1]
 
 
 @pytest.mark.parametrize("is_reached", [True], indirect=True)
