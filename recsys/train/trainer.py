@@ -137,19 +137,13 @@ def train(
 
 
 def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
-    """Train, save and evaluate the model of a run, and write its record; see `train`.
-
-    Args:
-        run: The run.
-        stack: Is closed after the run.
-    """
-    config, processes = run.config, run.processes
-    folder, progress = run.folder, run.progress
-    callbacks, checkpoints, clock = run.callbacks, run.checkpoints, run.pipeline.clock
+    """Train, save and evaluate the model of a run, and write its record; `stack` ends after it."""
+    callbacks, checkpoints, progress = run.callbacks, run.checkpoints, run.progress
+    split = run.config.eval.split
     metrics: dict[str, Any] = {"test": None, "validation": None}
     record: dict[str, Any] = {
         "status": "failed",
-        "config": describe_config(config),
+        "config": describe_config(run.config),
         "environment": describe_environment(),
         "data": describe_source(run.loader.source),
         "metrics": metrics,
@@ -159,31 +153,15 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
     stack.push(lambda _, error, __: callbacks.end(record, error))
     try:
         with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
-            callbacks.start(folder.path, record)
+            callbacks.start(run.folder.path, record)
             with progress:
                 fit(run, interrupted)
             record["transfers"] = describe_transfers(run.built.saved)
-            metrics[config.eval.split] = progress.last_evaluation
-            is_whole = progress.num_samples == run.num_samples or callbacks.stopped is not None
-            is_finished = is_whole
-            if checkpoints is not None and not is_whole:
-                checkpoints.wait()
-            if config.save_model:
-                processes.save_model(folder, run.built)
-            else:
-                folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
-            if is_whole:
-                clock.start()
-                is_finished = _evaluate_at_end(run, metrics, interrupted)
-                clock.mark("evaluate")
-                if is_finished:
-                    folder.append_history({**progress.position(), **metrics})
-            if checkpoints is not None:
-                checkpoints.end()
-                callbacks.checkpoints(checkpoints.newly_complete())
+            metrics[split] = progress.last_evaluation
+            is_finished = _save_and_evaluate(run, metrics, interrupted)
             record["status"] = "finished" if is_finished else "interrupted"
     except KeyboardInterrupt:
-        metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
+        metrics[split] = metrics[split] or progress.last_evaluation
         record["status"] = "interrupted"
         if checkpoints is not None:
             checkpoints.give_up()
@@ -193,18 +171,49 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
         record["status"] = "diverged"
         raise
     finally:
-        try:
-            if checkpoints is not None and record["status"] in ("failed", "diverged"):
-                checkpoints.close()
-        finally:
-            record |= _measured(run)
-            if run.timeline is not None:
-                run.timeline.write(folder.timeline_file)
-            folder.write_record(record)
-    plot_curves(folder)
+        _write_record(run, record)
+    plot_curves(run.folder)
     if run.timeline is not None:
-        plot_timeline(folder, run.timeline)
+        plot_timeline(run.folder, run.timeline)
     return record
+
+
+def _save_and_evaluate(run: Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
+    """Save the model, and evaluate it if it was trained to the end; whether the run is finished.
+
+    Arguments are as for `_evaluate_at_end`.
+    """
+    checkpoints, callbacks, clock = run.checkpoints, run.callbacks, run.pipeline.clock
+    is_whole = run.progress.num_samples == run.num_samples or callbacks.stopped is not None
+    if checkpoints is not None and not is_whole:
+        checkpoints.wait()
+    if run.config.save_model:
+        run.processes.save_model(run.folder, run.built)
+    else:
+        run.folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
+    is_finished = False
+    if is_whole:
+        clock.start()
+        is_finished = _evaluate_at_end(run, metrics, interrupted)
+        clock.mark("evaluate")
+    if is_finished:
+        run.folder.append_history({**run.progress.position(), **metrics})
+    if checkpoints is not None:
+        checkpoints.end()
+        callbacks.checkpoints(checkpoints.newly_complete())
+    return is_finished
+
+
+def _write_record(run: Run, record: dict[str, Any]) -> None:
+    """Write the record of a run that has ended in any way, and its timeline."""
+    try:
+        if run.checkpoints is not None and record["status"] in ("failed", "diverged"):
+            run.checkpoints.close()
+    finally:
+        record |= _measured(run)
+        if run.timeline is not None:
+            run.timeline.write(run.folder.timeline_file)
+        run.folder.write_record(record)
 
 
 def _prepare(
