@@ -15,7 +15,7 @@ from recsys.report.texts import as_base64, as_text
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["ablation_values"]
 
@@ -36,14 +36,8 @@ def ablation_values(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a cell is not named as a folder.
     """
     config, cells = record["config"], record["cells"]
+    _require_folder_names(folder, cells)
     split = cells[0]["run"]["config"]["eval"]["split"] if cells else "validation"
-    for cell in cells:
-        # It becomes a path below; a name such as ".." would lead out of the folder.
-        if cell["name"] == ".." or Path(cell["name"]).name != cell["name"]:
-            raise ConfigError(
-                f"{folder / 'ablate.json'} is damaged: a cell must be named as its folder in "
-                f"cells/, got {cell['name']!r}; run `recsys ablate` again"
-            )
     histories = [
         (
             cell["variation"],
@@ -56,11 +50,7 @@ def ablation_values(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     metrics, errors = shown_metrics(record), auc_errors(record)
     if errors:
         note += f" {_ERROR_NOTE}"
-    own_errors = {
-        cell["variation"]: errors[cell["name"]] for cell in cells if cell["name"] in errors
-    }
-    rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
-    values = {key: iter(row["values"]) for key, row in rows.items()}  # in the order of the cells
+    has_differences = bool(record.get("differences"))
     return {
         "title": f"Ablation {folder.resolve().name}",
         "facts": [
@@ -69,36 +59,66 @@ def ablation_values(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "record": record,
         "titles": [column_title(metric, config) for metric in metrics],
-        "variations": [
-            [
-                variation,
-                *(
-                    _summary(rows[variation, metric], own_errors.get(variation))
-                    for metric in metrics
-                ),
-            ]
-            for variation in dict.fromkeys(variation for variation, _ in rows)
-        ],
+        "variations": _variation_lines(record, metrics, errors),
         "notes": [note, *table_notes(record)],
-        "differences": paired_cells(record) if record.get("differences") else None,
-        "differences_note": paired_note(record) if record.get("differences") else "",
+        "differences": paired_cells(record) if has_differences else None,
+        "differences_note": paired_note(record) if has_differences else "",
         "quality": as_base64(draw_quality(histories, split)),
         "memory": as_base64(draw_memory(record)),
         "stages": as_base64(draw_stages(record)),
-        "cells": [
-            [
-                cell["name"],
-                *(
-                    format_number(name, next(values[cell["variation"], name]))
-                    + (_plus_minus(errors.get(cell["name"])) if name == "auc" else "")
-                    for name in metrics
-                ),
-                cell["run"]["status"],
-            ]
-            for cell in cells
-        ],
+        "cells": _cell_lines(record, metrics, errors),
         "keys": [(name, as_text(keys)) for name, keys in config["variations"].items()],
     }
+
+
+def _require_folder_names(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Check that each cell's name is one of a folder; such as ".." would lead out of `folder`."""
+    for cell in cells:
+        if cell["name"] == ".." or Path(cell["name"]).name != cell["name"]:
+            raise ConfigError(
+                f"{folder / 'ablate.json'} is damaged: a cell must be named as its folder in "
+                f"cells/, got {cell['name']!r}; run `recsys ablate` again"
+            )
+
+
+def _variation_lines(
+    record: Mapping[str, Any], metrics: Sequence[str], errors: Mapping[str, float]
+) -> list[list[str]]:
+    """The name of each variation, and its metrics; `errors` has those of the AUC by cell."""
+    rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
+    own_errors = {
+        cell["variation"]: errors[cell["name"]]
+        for cell in record["cells"]
+        if cell["name"] in errors
+    }
+    return [
+        [
+            variation,
+            *(_summary(rows[variation, metric], own_errors.get(variation)) for metric in metrics),
+        ]
+        for variation in dict.fromkeys(variation for variation, _ in rows)
+    ]
+
+
+def _cell_lines(
+    record: Mapping[str, Any], metrics: Sequence[str], errors: Mapping[str, float]
+) -> list[list[str]]:
+    """The name of each cell, its metrics and its status; arguments as for `_variation_lines`."""
+    values = {  # in the order of the cells
+        (row["variation"], row["metric"]): iter(row["values"]) for row in record["rows"]
+    }
+    return [
+        [
+            cell["name"],
+            *(
+                format_number(name, next(values[cell["variation"], name]))
+                + (_plus_minus(errors.get(cell["name"])) if name == "auc" else "")
+                for name in metrics
+            ),
+            cell["run"]["status"],
+        ]
+        for cell in record["cells"]
+    ]
 
 
 def _summary(row: Mapping[str, Any], auc_error: float | None) -> str:
