@@ -146,19 +146,29 @@ def prepare_criteo_1tb(
             writer.flush()
             _save_new_ids(folder, flow)
             folder.commit({"version": _VERSION, "max_ind_range": max_ind_range, "days": days})
-        bound = {} if max_ind_range is None else {"max_ind_range": max_ind_range}
-        writer.finish(
-            dense_names=INTEGER_NAMES,
-            ids={name: _map_ids(folder, name) for name in CATEGORY_NAMES},
-            splits=day_splits([day["num_samples"] for day in days], first_half="test"),
-            about={
-                "convention": "classic",
-                **bound,
-                "sources": [{key: day[key] for key in _SOURCE_KEYS} for day in days],
-                "num_bad_lines": flow.num_bad_lines,
-            },
-        )
+        _finish(writer, folder, days, max_ind_range)
     return flow.report(num_before)
+
+
+def _finish(
+    writer: StoreWriter,
+    folder: GrowingFolder,
+    days: Sequence[dict[str, Any]],
+    max_ind_range: int | None,
+) -> None:
+    """Complete the store after the last day."""
+    bound = {} if max_ind_range is None else {"max_ind_range": max_ind_range}
+    writer.finish(
+        dense_names=INTEGER_NAMES,
+        ids={name: _map_ids(folder, name) for name in CATEGORY_NAMES},
+        splits=day_splits([day["num_samples"] for day in days], first_half="test"),
+        about={
+            "convention": "classic",
+            **bound,
+            "sources": [{key: day[key] for key in _SOURCE_KEYS} for day in days],
+            "num_bad_lines": _sum(days, "num_bad_lines"),
+        },
+    )
 
 
 def _say(message: str) -> None:
