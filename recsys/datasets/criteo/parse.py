@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from recsys._support.jit import kernel
+from recsys._support.jit import inlined_part, kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -171,53 +171,10 @@ def _parse_kernel(
             labels[num_good] = char - _ZERO
             position += 1
             is_good = text[position] == _TAB
-
-        column = 0
-        while is_good and column < NUM_INTEGERS:
-            position += 1
-            char = text[position]
-            is_negative = char == _MINUS
-            if is_negative:
-                position += 1
-                char = text[position]
-            digits_begin = position
-            number = np.int64(0)
-            while _ZERO <= char <= _NINE:
-                number = number * 10 + np.int64(char - _ZERO)
-                position += 1
-                char = text[position]
-            num_digits = position - digits_begin
-            largest = 2147483648 if is_negative else 2147483647
-            is_good = bool(
-                char == _TAB
-                and num_digits <= 10
-                and number <= largest
-                and not (is_negative and num_digits == 0)
-            )
-            if is_negative:
-                number = -number if keep_negatives else np.int64(0)
-            integers[num_good, column] = number
-            column += 1
-
-        column = 0
-        while is_good and column < NUM_CATEGORIES:
-            position += 1
-            digits_begin = position
-            category = np.uint32(0)
-            digit = _HEX[text[position]]
-            while digit < _NOT_HEX:
-                category = np.uint32((category << np.uint32(4)) | np.uint32(digit))
-                position += 1
-                digit = _HEX[text[position]]
-            is_good = position - digits_begin <= 8
-            column += 1
-            if column < NUM_CATEGORIES:
-                is_good = is_good and text[position] == _TAB
-            else:
-                if text[position] == _RETURN:
-                    position += 1
-                is_good = is_good and text[position] == _NEWLINE
-            categories[column - 1, num_good] = category
+        if is_good:
+            position, is_good = _parse_integers(text, position, integers, num_good, keep_negatives)
+        if is_good:
+            position, is_good = _parse_categories(text, position, categories, num_good)
 
         if is_good:
             num_good += 1
@@ -232,3 +189,68 @@ def _parse_kernel(
         position += 1
         num_lines += 1
     return position, num_lines, num_good, num_bad
+
+
+@inlined_part
+def _parse_integers(
+    text: NDArray[np.uint8],
+    position: int,
+    integers: NDArray[np.int32],
+    sample: int,
+    keep_negatives: bool,
+) -> tuple[int, bool]:
+    """Parse a line from the tab before its integers on; return the end, and if all are good."""
+    is_good, column = True, 0
+    while is_good and column < NUM_INTEGERS:
+        position += 1
+        char = text[position]
+        is_negative = char == _MINUS
+        if is_negative:
+            position += 1
+            char = text[position]
+        digits_begin = position
+        number = np.int64(0)
+        while _ZERO <= char <= _NINE:
+            number = number * 10 + np.int64(char - _ZERO)
+            position += 1
+            char = text[position]
+        num_digits = position - digits_begin
+        largest = 2147483648 if is_negative else 2147483647
+        is_good = bool(
+            char == _TAB
+            and num_digits <= 10
+            and number <= largest
+            and not (is_negative and num_digits == 0)
+        )
+        if is_negative:
+            number = -number if keep_negatives else np.int64(0)
+        integers[sample, column] = number
+        column += 1
+    return position, is_good
+
+
+@inlined_part
+def _parse_categories(
+    text: NDArray[np.uint8], position: int, categories: NDArray[np.uint32], sample: int
+) -> tuple[int, bool]:
+    """Parse a line from the tab before its categories on, as `_parse_integers` does."""
+    is_good, column = True, 0
+    while is_good and column < NUM_CATEGORIES:
+        position += 1
+        digits_begin = position
+        category = np.uint32(0)
+        digit = _HEX[text[position]]
+        while digit < _NOT_HEX:
+            category = np.uint32((category << np.uint32(4)) | np.uint32(digit))
+            position += 1
+            digit = _HEX[text[position]]
+        is_good = position - digits_begin <= 8
+        column += 1
+        if column < NUM_CATEGORIES:
+            is_good = is_good and text[position] == _TAB
+        else:
+            if text[position] == _RETURN:
+                position += 1
+            is_good = is_good and text[position] == _NEWLINE
+        categories[column - 1, sample] = category
+    return position, is_good
