@@ -196,6 +196,35 @@ def verify(
         ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer,
             or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
     """
+    _require_arguments(model, optimizer, steps, rtol, atol)
+    devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
+    batches = islice(batches, steps)
+    if budget is not None:
+        batches = list(batches)
+    with torch.random.fork_rng(devices=devices):
+        plain, ours = _Run(model, optimizer), _Run(model, optimizer)
+        verdict = _compare_each_step(
+            plain, ours, batches, loss, devices, rtol, atol, lazy_adam=lazy_adam
+        )
+    if budget is None:
+        return verdict
+    del plain, ours  # never keep more than two copies
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lazy_adam")
+        resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
+        resident.accelerate(lazy_adam=lazy_adam)
+        tiers = tiered.accelerate(lazy_adam=lazy_adam, budget=budget).tiers
+        exact = _compare_to_the_last_bit(resident, tiered, batches, loss, devices)
+    whole = Verification(
+        exact.differences, exact.comparisons, verdict.num_steps, verdict.num_samples, True, 0.0, 0.0
+    )
+    return replace(verdict, tiers=tiers, tiered=whole)
+
+
+def _require_arguments(
+    model: object, optimizer: object, steps: object, rtol: float | None, atol: float | None
+) -> None:
+    """Check arguments of `verify`, and that no parameter has an optimizer in backward."""
     if not is_whole(steps, 1):
         raise ConfigError(f"verify: steps must be an integer of at least 1, got {steps!r}")
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -211,57 +240,51 @@ def verify(
             f"parameters() to one, got {shown_optimizer(optimizer)}"
         )
     _refuse_optimizers_in_backward(model)
-    devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
+
+
+def _compare_each_step(
+    plain: _Run,
+    ours: _Run,
+    batches: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    devices: list[torch.device],
+    rtol: float | None,
+    atol: float | None,
+    *,
+    lazy_adam: bool,
+) -> Verification:
+    """Accelerate one of two runs, and compare what each step changes; whole runs in float64."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
+        notes = ours.accelerate(lazy_adam=lazy_adam).notes
+    is_whole_run = all(table.dtype == torch.float64 for table in ours.tables)
+    comparer = _Comparer(
+        rtol=rtol if rtol is not None else 1e-9 if is_whole_run else 1e-5,
+        atol=atol if atol is not None else 1e-9 if is_whole_run else 1e-7,
+    )
     samples: list[int | None] = []
-    batches = islice(batches, steps)
-    if budget is not None:
-        batches = list(batches)
-    with torch.random.fork_rng(devices=devices):
-        plain, ours = _Run(model, optimizer), _Run(model, optimizer)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
-            notes = ours.accelerate(lazy_adam=lazy_adam).notes
-        is_whole_run = all(table.dtype == torch.float64 for table in ours.tables)
-        comparer = _Comparer(
-            rtol=rtol if rtol is not None else 1e-9 if is_whole_run else 1e-5,
-            atol=atol if atol is not None else 1e-9 if is_whole_run else 1e-7,
-        )
-        for step, batch in enumerate(batches):
-            with torch.random.fork_rng(devices=devices):
-                expected = plain.step(loss, batch)
-            got = ours.step(loss, batch)
-            comparer.compare(step, "loss", "", expected, got)
-            comparer.compare_all(step, plain, ours)
-            if not is_whole_run:
-                ours.continue_from(plain)
-            samples.append(_num_samples(batch))
+    for step, batch in enumerate(batches):
+        with torch.random.fork_rng(devices=devices):
+            expected = plain.step(loss, batch)
+        got = ours.step(loss, batch)
+        comparer.compare(step, "loss", "", expected, got)
+        comparer.compare_all(step, plain, ours)
+        if not is_whole_run:
+            ours.continue_from(plain)
+        samples.append(_num_samples(batch))
     if not samples:
         raise ValueError("batches must have at least one, got none: is the iterator used up?")
     known = [each for each in samples if each is not None]
-    num_samples = sum(known) if len(known) == len(samples) else None
-    verdict = Verification(
+    return Verification(
         comparer.differences,
         comparer.comparisons,
         len(samples),
-        num_samples,
+        sum(known) if len(known) == len(samples) else None,
         is_whole_run,
         comparer.rtol,
         comparer.atol,
         notes,
     )
-    if budget is None:
-        return verdict
-    del plain, ours  # never keep more than two copies
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lazy_adam")
-        resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
-        resident.accelerate(lazy_adam=lazy_adam)
-        tiers = tiered.accelerate(lazy_adam=lazy_adam, budget=budget).tiers
-        exact = _compare_to_the_last_bit(resident, tiered, batches, loss, devices)
-    whole = Verification(
-        exact.differences, exact.comparisons, len(samples), num_samples, True, 0.0, 0.0
-    )
-    return replace(verdict, tiers=tiers, tiered=whole)
 
 
 def _compare_to_the_last_bit(
