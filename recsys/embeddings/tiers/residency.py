@@ -140,8 +140,8 @@ class Residency:
                 "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
-        by_device = self._is_copied_by_device()
-        if by_device:
+        copies = self._device_copies()
+        if copies is not None:
             # A queued claim releases these in `in_order`, so after the caller's last use of them.
             self._holds.take_released()
             most_rows = count_most_rows(self.hot.map, lookups, bags)
@@ -151,16 +151,12 @@ class Residency:
                 raise NotEnoughSlots(self, self.hot.num_slots + 1)
         self._collect()
         claim = self._claim_and_wait(lookups, bags, may_unpin=may_unpin)
-        bound = most_rows if by_device else claim.num_rows
+        bound = claim.num_rows if copies is None else most_rows
         hold = self._hold(claim, Need(bound, claim.num_rows))
-        after_hits, moves = self._transferred(by_device), claim.moves
+        after_hits, moves = self._transferred(copies is not None), claim.moves
         if len(moves.fetched_rows):
-            in_order = self.hot.in_order()
-            if by_device:
-                self._copy(moves, in_order)
-            else:
-                self._move(moves, in_order, in_background=in_background)
-        after, fetched = self._transferred(by_device), moves.fetched_slots
+            self._move(moves, self.hot.in_order(), copies, in_background=in_background)
+        after, fetched = self._transferred(copies is not None), moves.fetched_slots
         return Ticket(hold, lookups, claim.slot_of_value, after, after_hits, fetched)
 
     def _queue_claim(
@@ -264,7 +260,7 @@ class Residency:
         Raises:
             TiersFailed: a transfer has failed.
         """
-        copies = self._copies if self._is_copied_by_device() else None
+        copies = self._device_copies()
         if copies is None:
             self.settle()
         else:  # the device reads rows after its own transfers, for which the host does not wait
@@ -402,52 +398,39 @@ class Residency:
         self.settle()
         self.queue.require_intact()
 
-    def _is_copied_by_device(self) -> bool:
-        """Whether the device copies rows by itself; once it cannot, it never does again."""
+    def _device_copies(self) -> DeviceCopies | None:
+        """What copies rows on the device; None if the host does, which it then always does."""
         copies = self._copies
-        if copies is None:
-            return False
-        if copies.are_current():
-            return True
+        if copies is None or copies.are_current():
+            return copies
         self.settle()
         self._copies = None
         if copies.renew():
             self._copies = copies
-        return self._copies is copies
+        return self._copies
 
     def _move_now(self, moves: Moves) -> None:
         """Copy rows on the caller's stream, and wait for them; no transfer is pending."""
-        if self._is_copied_by_device():
-            self._copy(moves, nullcontext())
+        copies = self._device_copies()
+        self._move(moves, nullcontext(), copies, in_background=False)
+        if copies is not None:
             self.settle()
-        else:
-            self._move(moves, nullcontext(), in_background=False)
-
-    def _copy(self, moves: Moves, in_order: AbstractContextManager[None]) -> None:
-        """Queue a transfer that the device makes; arguments as for `_move`."""
-        copies = self._copies
-        assert copies is not None
-        if self.changed_rows is not None:
-            self.changed_rows.mark_rows(moves.written_rows)
-
-        def run() -> None:
-            begin = perf_counter()
-            with in_order:
-                copies.write_back(moves.written_rows, moves.written_slots)
-                copies.fetch(moves.fetched_rows, moves.fetched_slots)
-                self.times.fetched(begin, perf_counter())
-
-        self.queue.put(run, in_background=False)
 
     def _move(
-        self, moves: Moves, in_order: AbstractContextManager[None], *, in_background: bool
+        self,
+        moves: Moves,
+        in_order: AbstractContextManager[None],
+        copies: DeviceCopies | None,
+        *,
+        in_background: bool,
     ) -> None:
-        """Queue a transfer that the host makes, or run it.
+        """Queue a transfer, or run it.
 
         Args:
             moves: The rows to copy.
             in_order: A context for the transfer, from `Slots.in_order`.
-            in_background: Whether the queue's thread must run it.
+            copies: Copies the rows on the device; None if the host copies them.
+            in_background: Whether the queue's thread must run it, if the host copies the rows.
         """
         if self.changed_rows is not None and len(moves.written_rows):
             self.changed_rows.mark_rows(moves.written_rows)
@@ -455,6 +438,11 @@ class Residency:
         def run() -> None:
             begin = perf_counter()
             with in_order:
+                if copies is not None:
+                    copies.write_back(moves.written_rows, moves.written_slots)
+                    copies.fetch(moves.fetched_rows, moves.fetched_slots)
+                    self.times.fetched(begin, perf_counter())
+                    return
                 if len(moves.written_rows):
                     self.hot.write_back(self._cold, moves.written_rows, moves.written_slots)
                     begin, before = perf_counter(), begin
@@ -463,8 +451,9 @@ class Residency:
                     self.hot.fetch(self._cold, moves.fetched_rows, moves.fetched_slots)
                     self.times.fetched(begin, perf_counter())
 
-        with nullcontext() if in_background else self.times.waiting():
-            self.queue.put(run, in_background=in_background)
+        is_awaited = copies is None and not in_background
+        with self.times.waiting() if is_awaited else nullcontext():
+            self.queue.put(run, in_background=in_background and copies is None)
 
     def _collect(self) -> None:
         """Release what was dropped; the slots can be read and changed after that."""
