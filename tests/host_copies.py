@@ -10,7 +10,7 @@ from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.choice import HostCopies
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
 from recsys.embeddings.kernels.torch.slot_rows import TieredRows
-from recsys.embeddings.tiers import recipe
+from recsys.embeddings.tiers import tier_spec
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy knows no bfloat16
 
@@ -64,11 +64,11 @@ def reach_host(monkeypatch, copies=HOST_COPIES):
             return None
         return choice.host_copies_on(device) if device.type == "cuda" else copies
 
-    monkeypatch.setattr(recipe, "host_copies_on", host_copies_on)
+    monkeypatch.setattr(tier_spec, "host_copies_on", host_copies_on)
 
 
 def use_triton(monkeypatch):
     """Have Triton kernels do everything, on the CPU too if there is no GPU: it interprets them."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(choice, "_BY_TRITON", {"cuda", "cpu"})
-    monkeypatch.setattr(recipe, "host_copies_on", choice.host_copies_on)
+    monkeypatch.setattr(tier_spec, "host_copies_on", choice.host_copies_on)

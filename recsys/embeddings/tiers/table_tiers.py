@@ -33,8 +33,8 @@ from recsys.embeddings.tiers.cold.cold_spaces import ColdSpaces
 from recsys.embeddings.tiers.cold.file_store import arrays_of
 from recsys.embeddings.tiers.forecast import Forecast
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
-from recsys.embeddings.tiers.recipe import KeptParts, Recipe
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
+from recsys.embeddings.tiers.tier_spec import KeptParts, TierSpec
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ class Tiers(AbstractInTurn):
     """The tiers of one table group. Several threads may call its methods; each waits its turn.
 
     Args:
-        made_of: The tables, the slots and their device.
+        spec: The tables, the slots and their device.
         files: The files of tables and state; None if they are in memory. A copy of the tiers has
             its tables in memory.
 
     Attributes:
         files: As given.
-        names, sizes, dtype: Those of `made_of`.
+        names, sizes, dtype: Those of `spec`.
         device: Device of the slots and of lookups.
         hot: The slots.
         cold: The tables and state of the cold store.
@@ -72,43 +72,43 @@ class Tiers(AbstractInTurn):
             rows again.
     """
 
-    def __init__(self, made_of: Recipe, files: ColdFiles | None = None) -> None:
+    def __init__(self, spec: TierSpec, files: ColdFiles | None = None) -> None:
         self.files = files
-        self.names, self.sizes, self.dtype = made_of.names, made_of.sizes, made_of.dtype
+        self.names, self.sizes, self.dtype = spec.names, spec.sizes, spec.dtype
         self.ahead = AheadQueue()
         self._has_forecast = False
         self.cold = ColdSpaces(
             [
-                RowSpace([torch.empty(0, size, device="cpu") for _ in made_of.sizes])
-                for size in made_of.state_sizes.values()
+                RowSpace([torch.empty(0, size, device="cpu") for _ in spec.sizes])
+                for size in spec.state_sizes.values()
             ]
         )
-        self._make(made_of)
+        self._make(spec)
         self._versions = TableVersions()
         self.is_exposed = self._is_only_read = False
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
 
     @lasting_tensors()
-    def _make(self, made_of: Recipe, kept: KeptParts | None = None) -> None:
+    def _make(self, spec: TierSpec, kept: KeptParts | None = None) -> None:
         """Make empty slots, and the residency that moves rows.
 
         Args:
-            made_of: The arguments of the tiers.
+            spec: The arguments of the tiers.
             kept: Parts of the previous residency, to continue with.
         """
-        self._made_of = made_of
-        self.hot = made_of.make_slots()
+        self._spec = spec
+        self.hot = spec.make_slots()
         self.device = self.hot.rows.device
         if self._has_forecast:
             self.hot.forecast = Forecast.of(self.hot)
-        self.residency = made_of.make_residency(self.hot, self.files, self.cold)
+        self.residency = spec.make_residency(self.hot, self.files, self.cold)
         if kept is not None:
             kept.give_to(self.residency)
 
     @property
     def pinned(self) -> NDArray[np.int32]:
         """The rows that a plan pins, counted over all tables, the most popular first."""
-        return self._made_of.pinned
+        return self._spec.pinned
 
     @property
     def are_reached(self) -> bool:
@@ -124,11 +124,11 @@ class Tiers(AbstractInTurn):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
         self.flush()
-        return {"_made_of": self._made_of}
+        return {"_spec": self._spec}
 
     def make_empty_slots(self) -> None:
         """Of a copy: make the slots. A copy of a part of a model never needs them."""
-        self.__init__(self._made_of)  # type: ignore[misc]
+        self.__init__(self._spec)  # type: ignore[misc]
 
     def forecast(self) -> None:
         """Count from now on what a larger budget would fetch; see `Slots.forecast`."""
@@ -260,21 +260,21 @@ class Tiers(AbstractInTurn):
     def resize(self, num_slots: int) -> None:
         """Replace the slots by another number of empty ones; no ticket may be held."""
         num_dropped = max(0, len(self.pinned) - num_slots)
-        self._remake(self._made_of._replace(num_slots=num_slots))
+        self._remake(self._spec._replace(num_slots=num_slots))
         self.hot.num_unpinned += num_dropped
 
     def move_to(self, device: torch.device) -> None:
         """Replace the slots by empty ones on another device; no ticket may be held."""
-        self._remake(self._made_of._replace(device=device))
+        self._remake(self._spec._replace(device=device))
 
-    def _remake(self, made_of: Recipe) -> None:
+    def _remake(self, spec: TierSpec) -> None:
         """Free the slots, then make new ones, so that both never exist at once (C3)."""
         assert not self.ahead
         self.flush()
-        before, kept = self._made_of, KeptParts.of(self.residency)
+        before, kept = self._spec, KeptParts.of(self.residency)
         del self.residency, self.hot
         try:
-            self._make(made_of._replace(pinned=made_of.pinned[: made_of.num_slots]), kept)
+            self._make(spec._replace(pinned=spec.pinned[: spec.num_slots]), kept)
         except BaseException:
             self._make(before, kept)
             raise
@@ -490,4 +490,4 @@ class Tiers(AbstractInTurn):
         return [each for each in self._versions.written() if each.table in self._updated]
 
     def _named_states(self) -> dict[str, RowSpace]:
-        return dict(zip(self._made_of.state_sizes, self.cold.states, strict=True))
+        return dict(zip(self._spec.state_sizes, self.cold.states, strict=True))

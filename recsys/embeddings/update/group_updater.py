@@ -19,8 +19,8 @@ from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.rows.ledger import tables_in
 from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.tiers.budget import SpaceSize
-from recsys.embeddings.tiers.recipe import Recipe
 from recsys.embeddings.tiers.table_tiers import Tiers
+from recsys.embeddings.tiers.tier_spec import TierSpec
 from recsys.embeddings.update.group_state import GroupState
 from recsys.embeddings.update.tiering import move_tables
 from recsys.errors import NonFiniteGradient
@@ -246,10 +246,10 @@ class GroupUpdater:
         sizes, dtype = [len(table) for table in group.tables], group.tables[0].dtype
         device = group.tables[0].device if device is None else device
         move_tables(group, torch.device("cpu"))
-        made_of = Recipe(
+        spec = TierSpec(
             group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device
         )
-        group.set_tiers(Tiers(made_of, self.state.files))
+        group.set_tiers(Tiers(spec, self.state.files))
         self.reload_state()
         group.bind()
 

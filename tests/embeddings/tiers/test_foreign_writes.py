@@ -15,7 +15,7 @@ from recsys.embeddings.lookup.one_table import bag_call
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.rows import row_space, table_versions
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers import recipe as tiers_module
+from recsys.embeddings.tiers import tier_spec as tiers_module
 from recsys.errors import ConflictingWrite
 
 NUM_ROWS, DIM = 400, 4

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.transfers import TransferClock
     from recsys.embeddings.update.changed_rows import ChangedRows
 
-__all__ = ["KeptParts", "Recipe"]
+__all__ = ["KeptParts", "TierSpec"]
 
 
-class Recipe(NamedTuple):
+class TierSpec(NamedTuple):
     """What tiers are made of.
 
     Attributes:
