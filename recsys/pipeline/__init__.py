@@ -5,7 +5,7 @@
     train_pipeline      TrainPipeline.progress: one step of training
     window              mini-batches taken ahead, by iterator
     take                takes the next one, and finds out whether it overwrites those that wait
-    inputs              which module will look up which ids of a mini-batch
+    model_tables        which module will look up which ids of a mini-batch, and its claims
     divided_tables      tables whose rows are divided among processes
     popular_split       Hotline: divides a mini-batch into popular samples and the others
     micro_batches       selects samples of a mini-batch, joins the outputs of parts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recsys._support.caller_warnings import warn_caller
 from recsys.batch import JaggedIds
-from recsys.pipeline.inputs import is_torchrec, items_of
+from recsys.pipeline.model_tables import is_torchrec, items_of
 
 __all__ = [
     "SampleShare",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recsys._support.torch_compat import versions_of
 from recsys.batch import JaggedIds
-from recsys.pipeline.inputs import is_torchrec, items_of
+from recsys.pipeline.model_tables import is_torchrec, items_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -26,9 +26,9 @@ from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
-from recsys.pipeline.inputs import Inputs, cancel, cancel_left
 from recsys.pipeline.loss_and_output import explain_loss, require_loss_and_output
 from recsys.pipeline.micro_batches import SampleShare, join_outputs
+from recsys.pipeline.model_tables import ModelTables, cancel, cancel_left
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential, no_effect
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
@@ -135,18 +135,18 @@ class TrainPipeline:
             raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         self._model, self._forward = model, custom_model_fwd or model
         self._device = None if device is None else torch.device(device)
-        self._inputs = Inputs(model, ids)
+        self._tables = ModelTables(model, ids)
         self._optimizers = optimizers_to_step(model, optimizer)
         self._share = SampleShare(batch_size)
         self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
-        self.clock.watch(self._inputs.moved)
-        self.schedule = schedule = schedule or (LookAhead() if self._inputs else Sequential())
+        self.clock.watch(self._tables.moved)
+        self.schedule = schedule = schedule or (LookAhead() if self._tables else Sequential())
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
         self._max_depth = 0
         self._switch_to(Sequential())
-        if schedule != Sequential() and not self._inputs:
+        if schedule != Sequential() and not self._tables:
             warn_caller(no_effect(schedule))
         elif isinstance(schedule, Auto):
             self.choice = Choice(schedule)
@@ -156,13 +156,13 @@ class TrainPipeline:
             self._switch_to(schedule)
             self._max_depth = self._depth
             if isinstance(schedule, Hotline):
-                self.popular_split = PopularSplit(schedule, model, self._inputs.tiers)
+                self.popular_split = PopularSplit(schedule, model, self._tables.tiers)
         self._has_warned_of_depth = self._has_warned_of_other_ids = False
         self._windows = Windows()
         self._current: MiniBatch | None = None
         self.skipping: Skipping | None = None
         if skip is not None:
-            self.skipping = Skipping(skip, model, self._inputs, self._max_depth, self.clock)
+            self.skipping = Skipping(skip, model, self._tables, self._max_depth, self.clock)
 
     @property
     def mean_depth(self) -> float:
@@ -176,14 +176,14 @@ class TrainPipeline:
 
     def forecast_budget(self) -> None:
         """Count from now on the rows that twice the budget would fetch, for `suggestions`."""
-        forecast_budget(self._inputs.tiers())
+        forecast_budget(self._tables.tiers())
 
     def suggestions(self) -> list[Suggestion | None]:
         """Settings that would shorten the waiting for rows; None for one that is unknown.
 
         A larger budget is suggested after `forecast_budget`, or if all rows would fit.
         """
-        tiers = self._inputs.tiers()
+        tiers = self._tables.tiers()
         ahead = of_schedule(self.clock, tiers, self._current_schedule, self.mean_depth)
         return [of_budget(self.clock, tiers), ahead]
 
@@ -271,7 +271,7 @@ class TrainPipeline:
     def record(self, timeline: Timeline | None) -> None:
         """Record every stage and transfer in `timeline` from now on; None stops recording."""
         self.clock.timeline = timeline
-        for number, tiers in enumerate(self._inputs.tiers()):
+        for number, tiers in enumerate(self._tables.tiers()):
             tiers.residency.queue.on_span = (
                 None if timeline is None else partial(timeline.add_move, f"rows, group {number}")
             )
@@ -285,7 +285,7 @@ class TrainPipeline:
             The model.
         """
         self._release_claims()
-        self._inputs.settle()
+        self._tables.settle()
         return self._model
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class TrainPipeline:
             "steps_at_depth": self._steps_at_depth,
             "num_steps": self._num_steps,
             "num_ahead": self._num_ahead,
-            "tiers": tiers_state(self._inputs.tiers()),
+            "tiers": tiers_state(self._tables.tiers()),
             "popular_split": None if split is None else split.state_dict(),
             "choice": None if choice is None else choice.state_dict(),
             "skipping": None if self.skipping is None else self.skipping.state_dict(),
@@ -321,8 +321,8 @@ class TrainPipeline:
         counts = {key: found.whole(key) for key in _COUNTS}
         self.detach()
         self._windows.num_untold = 0
-        load_tiers_state(self._inputs.tiers(), found["tiers"])
-        self.clock.watch(self._inputs.moved)
+        load_tiers_state(self._tables.tiers(), found["tiers"])
+        self.clock.watch(self._tables.moved)
         if self.popular_split is not None and found["popular_split"] is not None:
             self.popular_split.load_state_dict(found["popular_split"])
         if self.choice is not None and found["choice"] is not None:
@@ -355,7 +355,7 @@ class TrainPipeline:
             if self.skipping is not None:
                 self.skipping.attach(self._windows, iterator, is_training=is_training)
             depth = self._depth if is_training else 0
-            window.fill(iterator, self._inputs.num_to_take(depth), self._device)
+            window.fill(iterator, self._tables.num_to_take(depth), self._device)
             return window.pop(iterator, self._device)
         finally:
             if is_training:
@@ -370,7 +370,7 @@ class TrainPipeline:
             return found
         if self.skipping is not None:
             self.skipping.begin_step(current)
-        self._inputs.require_same_modules()
+        self._tables.require_same_modules()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._windows.release_claims(except_of=window)
@@ -406,7 +406,7 @@ class TrainPipeline:
         if self.popular_split is None:
             return []
         # Rows without a claim would need slots while the first part holds its slots.
-        claims = None if self._inputs.has_unknown_inputs else current.claims
+        claims = None if self._tables.has_unknown_inputs else current.claims
         parts = self.popular_split.choose(current.batch, claims, self._model, self._compute)
         if not parts or claims is None:
             return []
@@ -449,7 +449,7 @@ class TrainPipeline:
         if self.captured is not None:
             self.captured.leave_out("Hotline trains on parts of them")
         with ExitStack() as stack:
-            for updater in self._inputs.updaters():
+            for updater in self._tables.updaters():
                 stack.enter_context(updater.update_once())
             found = [
                 self._train_on(each.batch, each.claims, weight * each.weight) for each in parts
@@ -461,18 +461,18 @@ class TrainPipeline:
 
     def _look_ahead(self, current: MiniBatch, window: Window) -> None:
         """Claim slots for the current mini-batch, then for as many of those ahead as possible."""
-        window.send(current, self._inputs)
+        window.send(current, self._tables)
         self._num_steps, self._steps_at_depth = self._num_steps + 1, self._steps_at_depth + 1
         if self._allowed_depth < self._depth and self._steps_at_depth > _STEPS_UNTIL_DEEPER:
             self._allowed_depth, self._steps_at_depth = self._allowed_depth + 1, 0
         if any(claim.is_given_up for claim in current.claims or ()):
             current.release_claims()
         if current.claims is None:
-            current.claims = self._inputs.prefetch(current.batch)
+            current.claims = self._tables.prefetch(current.batch)
         has_room = current.claims is not None
         for number, each in enumerate(window.batches):
             if has_room:
-                each.prefetch(self._inputs, may_claim=number < self._allowed_depth)
+                each.prefetch(self._tables, may_claim=number < self._allowed_depth)
                 has_room = each.claims is not None or each.has_failed
                 if not has_room and number < self._allowed_depth:
                     self._reduce_depth(number)
@@ -484,7 +484,7 @@ class TrainPipeline:
         self._allowed_depth, self._steps_at_depth = depth, 0
         if not self._has_warned_of_depth:
             self._has_warned_of_depth = True
-            found = too_deep(self.schedule, self._inputs.tiers(), self._depth, depth)
+            found = too_deep(self.schedule, self._tables.tiers(), self._depth, depth)
             warn_caller(found)
 
     def _warn_of_other_ids(self) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recsys._support.overrides import fits_override
-from recsys.pipeline.inputs import cancel
+from recsys.pipeline.model_tables import cancel
 from recsys.pipeline.take import OverwrittenBatch, take
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from recsys.embeddings.tiers.ahead import Prefetched
-    from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.skip.refill import Refill, Refilled
 
 __all__ = ["MiniBatch", "Window", "Windows"]
@@ -51,11 +51,11 @@ class MiniBatch:
         if not self._is_moved:
             self.batch, self._is_moved = _to(self.batch, device), True
 
-    def prefetch(self, inputs: Inputs, *, may_claim: bool) -> None:
+    def prefetch(self, tables: ModelTables, *, may_claim: bool) -> None:
         """Claim slots for it, unless it has them.
 
         Args:
-            inputs: Find what it will look up.
+            tables: The tables of the model.
             may_claim: Whether it may claim slots. If not, it only releases claims of which another
                 lookup has taken slots.
         """
@@ -63,7 +63,7 @@ class MiniBatch:
             self.release_claims()
         elif self.claims is None and may_claim and not self.has_failed:
             try:
-                self.claims = inputs.prefetch(self.batch)
+                self.claims = tables.prefetch(self.batch)
             except Exception:  # its own step will fail in the same way, and raise the error
                 self.has_failed = True
 
@@ -142,24 +142,24 @@ class Window:
             self.refill.end(iterator)
         raise StopIteration
 
-    def send(self, current: MiniBatch, inputs: Inputs) -> None:
+    def send(self, current: MiniBatch, tables: ModelTables) -> None:
         """Start to send the ids of mini-batches, if rows are divided among processes. A collective.
 
         Args:
             current: The mini-batch that was taken out of the window last.
-            inputs: Find what they will look up.
+            tables: The tables of the model.
 
         Raises:
             Exception: any error of the iterator: then other processes have one mini-batch more, so
                 this one must not train on; or invalid ids, on every process.
         """
-        if not inputs.divided:
+        if not tables.divided:
             return
         if self._error is not None:
             self._raise_error()
         for each in (current, *self.batches):
             if not each.is_sent:
-                inputs.send(each.batch)
+                tables.send(each.batch)
                 each.is_sent = True
 
     def num_untold(self, iterator: Any) -> int:

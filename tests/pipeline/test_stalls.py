@@ -185,7 +185,7 @@ def test_slots_of_another_number_go_on_with_the_same_times(small, now):
     tiers.resize(tiers.hot.num_slots + 5)
     tiers.residency.times.fetched(0.0, 50.0)
 
-    assert pipeline._inputs.moved().busy.fetch > 50
+    assert pipeline._tables.moved().busy.fetch > 50
 
 
 def test_sleeping_in_the_cold_store_is_found_in_the_wait_for_rows(small):

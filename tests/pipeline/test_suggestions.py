@@ -106,7 +106,7 @@ def test_without_a_forecast_no_budget_is_suggested_and_no_claim_does_work_for_it
     pipeline = train(small, now, 75_000, 1.0, num_steps=20, has_forecast=False)
 
     assert pipeline.suggestions()[0] is None
-    assert all(tiers.hot.forecast is None for tiers in pipeline._inputs.tiers())
+    assert all(tiers.hot.forecast is None for tiers in pipeline._tables.tiers())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recsys.errors import BudgetTooSmall, ConfigError
-from recsys.pipeline.inputs import Inputs
+from recsys.pipeline.model_tables import ModelTables
 from recsys.pipeline.skip.paper_classifier import PaperClassifier
 from recsys.train.parts.build import build_model, choose_plan, open_source
 
@@ -64,10 +64,10 @@ def test_the_budget_pays_for_the_snapshot(small_config, optimizer, budget):
     source = open_source(config)
     plan = choose_plan(config, source)
     model, _ = build_model(config, source, plan)
-    inputs = Inputs(model, None)
-    classifier = PaperClassifier(config.skip.paper.settings(0), model, inputs, "skip", 0)
+    tables = ModelTables(model, None)
+    classifier = PaperClassifier(config.skip.paper.settings(0), model, tables, "skip", 0)
 
-    of_tables = sum(tiers.hot.num_bytes for tiers in inputs.tiers())
+    of_tables = sum(tiers.hot.num_bytes for tiers in tables.tiers())
 
     assert 0 < plan.num_pinned == sum(len(each.rows) for each in classifier._hot_rows.values())
     assert of_tables + classifier.num_bytes <= budget

@@ -15,8 +15,8 @@ from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
 from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
-from recsys.pipeline.inputs import cancel
 from recsys.pipeline.micro_batches import select_samples
+from recsys.pipeline.model_tables import cancel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -36,7 +36,7 @@ from recsys.pipeline.skip.sample_choice import first_bits, random_bits
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.skip.guard import QualityGuard
     from recsys.pipeline.skip.policies import Importance
     from recsys.pipeline.skip.refill import Refilled
@@ -70,15 +70,15 @@ class ImportanceSampler:
 
     Args:
         policy: The policy.
-        inputs: Finds the ids of a mini-batch.
+        tables: The tables of the model.
         guard: Says which mini-batches are trained unskipped; None if there is no guard.
         setting: The policy, for errors.
     """
 
     def __init__(
-        self, policy: Importance, inputs: Inputs, guard: QualityGuard | None, setting: str
+        self, policy: Importance, tables: ModelTables, guard: QualityGuard | None, setting: str
     ) -> None:
-        self._policy, self._inputs, self._guard = policy, inputs, guard
+        self._policy, self._tables, self._guard = policy, tables, guard
         self._setting = setting
         self._predictor: Predictor | None = None  # until the first step: K is not known
         self._num_steps = 0
@@ -92,7 +92,7 @@ class ImportanceSampler:
 
         Raises:
             ValueError: the mini-batch has no labels, or its features do not fit.
-            Exception: as for `Inputs.parts`.
+            Exception: as for `ModelTables.parts`.
         """
         self._features.pop(raw.taken_for, None)  # it may be taken again
         labels = self._labels_of(raw.batch, raw.size)
@@ -253,7 +253,7 @@ class ImportanceSampler:
         dense = getattr(batch, "dense_features", None)
         if not isinstance(dense, Tensor) or dense.dim() != 2 or len(dense) != size:
             dense = None
-        parts = self._inputs.parts(batch, size, self._setting)
+        parts = self._tables.parts(batch, size, self._setting)
         found = None if dense is None else _to_numpy(dense)
         return features_of(parts, found, size, self._policy.bits)
 

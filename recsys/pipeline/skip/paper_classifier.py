@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.skip.chosen_samples import RawBatch
     from recsys.pipeline.skip.paper import Paper, Search
 
@@ -52,7 +52,7 @@ class PaperClassifier:
     Args:
         paper: The constants.
         model: The model that is trained.
-        inputs: Finds the ids of a mini-batch.
+        tables: The tables of the model.
         setting: The setting, for errors.
         max_depth: The most mini-batches that the schedule takes ahead.
 
@@ -70,7 +70,7 @@ class PaperClassifier:
     """
 
     def __init__(
-        self, paper: Paper, model: nn.Module, inputs: Inputs, setting: str, max_depth: int
+        self, paper: Paper, model: nn.Module, tables: ModelTables, setting: str, max_depth: int
     ) -> None:
         if max_depth:
             raise ValueError(
@@ -78,7 +78,7 @@ class PaperClassifier:
                 f"mini-batch may be taken ahead, got a schedule of depth {max_depth}; use "
                 "Sequential()"
             )
-        self.paper, self._inputs, self._setting = paper, inputs, setting
+        self.paper, self._tables, self._setting = paper, tables, setting
         updated = [group for updater in updaters_in([model]) for group in updater.groups]
         groups = [each.group for each in updated]
         self._names = names_of([model], updated)
@@ -300,7 +300,7 @@ class PaperClassifier:
             batch, size = loader.source.read(some).to(self._device), len(some)
             parts = [
                 (self._numbers[group], lookups, bags)
-                for group, lookups, bags in self._inputs.parts(batch, size, self._setting)
+                for group, lookups, bags in self._tables.parts(batch, size, self._setting)
             ]
             inputs = SampledInputs([each.marks.first_rows for each in self._hot_rows.values()])
             inputs.add(np.arange(size), parts, size, np.arange(size))
@@ -314,7 +314,7 @@ class PaperClassifier:
 
     def _classify(self, batch: Any, batch_size: int) -> NDArray[np.bool_]:
         is_stale = np.ones(batch_size, np.bool_)
-        for group, lookups, bags in self._inputs.parts(batch, batch_size, self._setting):
+        for group, lookups, bags in self._tables.parts(batch, batch_size, self._setting):
             self._hot_rows[group].marks.all_stale(lookups, bags, is_stale)
         return is_stale
 

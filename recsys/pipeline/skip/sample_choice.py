@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.staleness.tracker import StalenessTracker
-    from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.skip.guard import QualityGuard
     from recsys.pipeline.skip.policies import FreezeRows, Observe
 
@@ -49,7 +49,7 @@ class SampleChoice:
 
     Args:
         policy: The policy; not `Importance`.
-        inputs: Finds the ids of a mini-batch.
+        tables: The tables of the model.
         tracker: Knows which rows are stale; None for `RandomDrop`.
         guard: Says which mini-batches are trained unskipped; None if there is no guard.
         setting: The policy, for errors.
@@ -58,12 +58,12 @@ class SampleChoice:
     def __init__(
         self,
         policy: Observe | DropInput | FreezeRows | Subsample | RandomDrop,
-        inputs: Inputs,
+        tables: ModelTables,
         tracker: StalenessTracker | None,
         guard: QualityGuard | None,
         setting: str,
     ) -> None:
-        self._policy, self._inputs, self._setting = policy, inputs, setting
+        self._policy, self._tables, self._setting = policy, tables, setting
         self._tracker, self._guard = tracker, guard
         self._leaves_out = leaves_samples_out(policy)
         self._first_bits = first_bits(getattr(policy, "seed", 0))
@@ -83,7 +83,7 @@ class SampleChoice:
         tracker.use_flags_of(raw.taken_for)
         if not (is_sampled or is_open or tracker.has_stale_rows):
             return Chosen(num_checked=raw.size)
-        parts = self._inputs.parts(raw.batch, raw.size, self._setting)
+        parts = self._tables.parts(raw.batch, raw.size, self._setting)
         is_stale = tracker.all_stale(parts, raw.size).numpy()
         if is_sampled:
             num_samples = -(-MOST_INPUTS * period // policy.staleness.window)

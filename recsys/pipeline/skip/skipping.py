@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.skip.chosen_samples import Chosen, RawBatch
     from recsys.pipeline.stalls import StageClock
     from recsys.pipeline.window import MiniBatch, Windows
@@ -77,7 +77,7 @@ class Skipping:
     Args:
         policy: What is left out.
         model: The model that is trained.
-        inputs: Finds the ids of a mini-batch.
+        tables: The tables of the model.
         max_depth: The most mini-batches that the schedule makes ahead.
         clock: Measures what skipping takes, as its stage "skip".
 
@@ -98,7 +98,7 @@ class Skipping:
         self,
         policy: Policy | Paper,
         model: nn.Module,
-        inputs: Inputs,
+        tables: ModelTables,
         max_depth: int,
         clock: StageClock,
     ) -> None:
@@ -120,9 +120,9 @@ class Skipping:
         self.importance: ImportanceSampler | None = None
         self._choose: Callable[[RawBatch], Chosen]
         if isinstance(policy, Paper):  # `attach` makes its choice, by iterator
-            self.paper = PaperClassifier(policy, model, inputs, self._setting, max_depth)
+            self.paper = PaperClassifier(policy, model, tables, self._setting, max_depth)
         elif isinstance(policy, RandomDrop):
-            self._choose = SampleChoice(policy, inputs, None, None, self._setting)
+            self._choose = SampleChoice(policy, tables, None, None, self._setting)
         else:
             if max_depth >= LEAD:
                 raise ValueError(
@@ -133,7 +133,7 @@ class Skipping:
             if not isinstance(policy, Observe) and policy.guard is not None:
                 self.guard = QualityGuard(policy.guard)
             if isinstance(policy, Importance):
-                self.importance = ImportanceSampler(policy, inputs, self.guard, self._setting)
+                self.importance = ImportanceSampler(policy, tables, self.guard, self._setting)
                 self._choose = self.importance
             else:
                 self.tracker = StalenessTracker(
@@ -142,7 +142,7 @@ class Skipping:
                     share=stale_share(policy),
                     freezes_rows=isinstance(policy, FreezeRows),
                 )
-                self._choose = SampleChoice(policy, inputs, self.tracker, self.guard, self._setting)
+                self._choose = SampleChoice(policy, tables, self.tracker, self.guard, self._setting)
         self._forget_samples()
         self._warned_of: set[str] = set()
         self._is_closed = False

@@ -1,4 +1,4 @@
-"""Finds out which module of a model will look up which ids of a mini-batch.
+"""The tables of a model: which ids of a mini-batch each module will look up, and claims for them.
 
 A collection looks up features by name, so the features of a mini-batch are enough. The input of a
 bag is known only to the model, so the user passes a function to the pipeline (`ids=`).
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["Inputs", "cancel", "cancel_left", "is_torchrec", "items_of"]
+__all__ = ["ModelTables", "cancel", "cancel_left", "is_torchrec", "items_of"]
 
 _MOST_NESTED = 4
 _HOLD_NO_FEATURES = (Tensor, str, bytes, nn.Module)
 
 
-class Inputs:
-    """The inputs of a model's recsys modules.
+class ModelTables:
+    """The recsys modules of a model, as its pipeline uses them.
 
     Args:
         model: Contains the modules.
