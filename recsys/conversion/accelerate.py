@@ -35,22 +35,22 @@ from recsys.conversion.exchange import (
     tables_of,
 )
 from recsys.conversion.model_plan import require_arguments
-from recsys.embeddings.attach import attach
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.rows.table_parameter import storage_address
 from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
+from recsys.embeddings.updaters import make_updater
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from recsys.conversion.choice import ChosenTables
-    from recsys.embeddings.attach import Link
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    from recsys.embeddings.updaters import Link
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "accelerate", "restore"]
 
@@ -170,7 +170,7 @@ def accelerate(
         link_of: dict[nn.Module, Link] = {}
         try:
             for spec in specs:
-                link, modules = attach(spec, list(counterparts.values()))
+                link, modules = make_updater(spec, list(counterparts.values()))
                 links.append(link)
                 link_of |= dict.fromkeys(modules, link)
             for old, new in counterparts.items():

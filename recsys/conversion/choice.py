@@ -12,9 +12,9 @@ import torch
 from recsys.conversion.exchange import find_replaceable, named_tables_in, tables_of
 from recsys.conversion.left_alone import find_not_updated, find_unfit
 from recsys.conversion.model_plan import plan_of_model
-from recsys.embeddings.attach import choose_updaters
 from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.updaters import choose_updaters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.conversion.accelerated import LeftAlone
-    from recsys.embeddings.attach import NamedTable, UpdaterSpec
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
+    from recsys.embeddings.updaters import NamedTable, UpdaterSpec
 
 __all__ = ["ChosenTables", "choose_budget", "choose_tables", "planned_budget", "shared_device"]
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from recsys.conversion.accelerated import LeftAlone
     from recsys.conversion.shares import Share, Sized
-    from recsys.embeddings.attach import NamedTable
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.staleness.settings import Staleness
+    from recsys.embeddings.updaters import NamedTable
 
 __all__ = ["estimate", "require_machine"]
 

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys._support.torch_compat import MODULE_HOOKS
-from recsys.embeddings.attach import NamedTable
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.table_module import TableModule
+from recsys.embeddings.updaters import NamedTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

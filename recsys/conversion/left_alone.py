@@ -9,15 +9,15 @@ from torch import nn
 from recsys._support.torch_compat import has_gradient_hooks
 from recsys.conversion.accelerated import LeftAlone
 from recsys.conversion.exchange import find_of_other_classes, tables_of
-from recsys.embeddings.attach import require_translatable, require_updatable
 from recsys.embeddings.rows.table_parameter import require_no_updater
+from recsys.embeddings.updaters import require_translatable, require_updatable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from recsys.embeddings.attach import NamedTable, UpdaterSpec
+    from recsys.embeddings.updaters import NamedTable, UpdaterSpec
 
 __all__ = ["find_not_updated", "find_unfit"]
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from recsys.embeddings.attach import NamedTable
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
+    from recsys.embeddings.updaters import NamedTable
 
 __all__ = ["PlannedConfig", "configs_of", "plan_of_model", "require_arguments"]
 

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.conversion.choice import choose_budget, planned_budget
-from recsys.embeddings.attach import tables_by_kind
 from recsys.embeddings.staleness.followed_rows import tracked_bytes
 from recsys.embeddings.tiers.budget import (
     NEEDS_OPTIMIZER,
@@ -24,6 +23,7 @@ from recsys.embeddings.tiers.budget import (
 )
 from recsys.embeddings.tiers.cold.staging import num_staged
 from recsys.embeddings.tiers.slot_costs import floor_bytes, require_numbers, row_bytes
+from recsys.embeddings.updaters import tables_by_kind
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.conversion.choice import ChosenTables
-    from recsys.embeddings.attach import NamedTable
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.staleness.settings import Staleness
     from recsys.embeddings.update.row_updater import RowUpdater
+    from recsys.embeddings.updaters import NamedTable
 
 __all__ = ["Group", "Share", "Sized", "share_of_chosen", "shares_of_recsys"]
 
@@ -189,7 +189,7 @@ def share_of_chosen(
 
 
 def _groups_of(chosen: ChosenTables) -> list[Group]:
-    """The groups that `attach` makes of chosen tables; without an optimizer, rows without state."""
+    """The groups that `make_updater` makes; without an optimizer, rows without state."""
     weights = [table.weight for table in chosen.tables]
     updates = [(spec.param_groups, spec.formula) for spec in chosen.specs]
     if not updates:

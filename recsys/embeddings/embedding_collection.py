@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
-from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import AbstractCollection
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
@@ -23,6 +22,7 @@ from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.table import output_names
 from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.updaters import NamedTable, choose_updaters, make_updater
 from recsys.errors import IdOutOfRange
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         if not specs:
             return None
         [spec] = specs
-        link, _ = attach(spec, [self])
+        link, _ = make_updater(spec, [self])
         link.updater.auto_apply = auto_apply
         self.row_optimizer = link.row_optimizer
         return link.updater

@@ -401,15 +401,15 @@ def test_a_warning_that_is_an_error_comes_before_anything_is_exchanged():
 def test_an_error_behind_the_first_optimizer_leaves_nothing_changed(monkeypatch):
     model = Towers()
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.tables()]
-    real, calls = recsys.accelerate.__globals__["attach"], []
+    real, calls = recsys.accelerate.__globals__["make_updater"], []
 
-    def attach(*arguments):
+    def make_updater(*arguments):
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
         return real(*arguments)
 
-    monkeypatch.setitem(recsys.accelerate.__globals__, "attach", attach)
+    monkeypatch.setitem(recsys.accelerate.__globals__, "make_updater", make_updater)
     with pytest.raises(MemoryError):
         recsys.accelerate(model, optimizer=optimizers)
 

@@ -31,8 +31,8 @@ __all__ = [
     "Link",
     "NamedTable",
     "UpdaterSpec",
-    "attach",
     "choose_updaters",
+    "make_updater",
     "require_translatable",
     "require_updatable",
     "tables_by_kind",
@@ -69,7 +69,7 @@ class NamedTable:
 
 @dataclass(eq=False)
 class Link:
-    """The updater of several modules, with what is needed to undo `attach`.
+    """The updater of several modules, with what is needed to undo that.
 
     Attributes:
         updater: Updates the rows.
@@ -240,7 +240,7 @@ def choose_updaters(
     return [UpdaterSpec(description, "", formula, numbers, _names_of(updated), make)]
 
 
-def attach(
+def make_updater(
     spec: UpdaterSpec, modules: Sequence[AbstractTables]
 ) -> tuple[Link, list[AbstractTables]]:
     """Make an updater and attach it to recsys modules.
