@@ -21,11 +21,11 @@ b samples of a block.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from recsys._support.hashing import GOLDEN
+from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel, kernel_part
 from recsys.datasets.criteo.shape import NUM_FACTORS, NUM_GROUPS
 
@@ -391,11 +391,7 @@ def _hash(key: np.uint64, counter: np.uint64) -> np.uint64:
     return mixed
 
 
-@kernel_part
-def _mix(bits: np.uint64) -> np.uint64:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+_mix: Any = kernel(mix64)  # of one number
 
 
 @kernel_part
