@@ -138,6 +138,16 @@ class SavedState:
             entries = {**absent, **entries}
         return SavedState(f"{self._place}: {key}", entries, keys)
 
+    def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
+        """Check entries that must be as the `values` of the state's owner."""
+        for key, own in values.items():
+            # Not only `!=`: True equals 1.
+            if type(self[key]) is not type(own) or self[key] != own:
+                raise ConfigError(
+                    f"{self._place}: {key} is {self[key]!r}, but this {owner} has {own!r}; use the "
+                    f"arguments of the {owner} that was saved"
+                )
+
     def error(self, key: str, rule: str) -> ConfigError:
         """The error about an entry that breaks a rule."""
         return ConfigError(

@@ -169,13 +169,7 @@ class BatchLoader(ResumableLoader[int]):
         if isinstance(state, Mapping):
             state = {"permutation_seed": None, **state}  # states of older versions lack the key
         found = SavedState("loader state", state, self.state_dict())
-        for key, own in self._identity().items():
-            # Not only `!=`: True equals 1.
-            if type(found[key]) is not type(own) or found[key] != own:
-                raise ConfigError(
-                    f"loader state: {key} is {found[key]!r}, but this loader has {own!r}; "
-                    "use the arguments of the loader that was saved"
-                )
+        found.require_same("loader", self._identity())
         epoch = found.whole("epoch")
         next_sample = found.whole("next_sample", most=len(self._samples))
         self._require_idle("loaded with a state")

@@ -221,13 +221,7 @@ class HotColdLoader(ResumableLoader[_Position]):
                 no state of a loader.
         """
         found = SavedState("loader state", state, self.state_dict())
-        for key, own in self._identity().items():
-            # Not only `!=`: True equals 1.
-            if type(found[key]) is not type(own) or found[key] != own:
-                raise ConfigError(
-                    f"loader state: {key} is {found[key]!r}, but this loader has {own!r}; make "
-                    "the loader as the one that was saved"
-                )
+        found.require_same("loader", self._identity())
         epoch, place = found.whole("epoch"), self._position_in(found)
         self._require_idle("given a state")
         self.scheduler.load_state_dict(found["scheduler"])
