@@ -18,6 +18,7 @@ from numba import prange
 
 from recsys._support.jit import kernel, num_parts, parallel_kernel
 from recsys._support.torch_compat import version_of
+from recsys.embeddings.kernels.cpu.file_moves import table_of
 from recsys.embeddings.kernels.torch import bags as torch_bags
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.row_space import RowNumbers
@@ -293,13 +294,7 @@ def _mark_rows(
 ) -> None:
     for number in range(len(rows_M)):
         row = np.uint64(rows_M[number])
-        table, above = 0, len(first_rows) - 1
-        while table + 1 < above:
-            middle = (table + above) // 2
-            if first_rows[middle] <= row:
-                table = middle
-            else:
-                above = middle
+        table = table_of(first_rows, row)
         row -= first_rows[table]
         bits[first_words[table] + (row >> _SHIFT)] |= _ONE << (row & _PLACE)
 

@@ -24,7 +24,7 @@ from recsys._support.jit import kernel, kernel_part
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ALL_MOVED", "advise_share", "move_share"]
+__all__ = ["ALL_MOVED", "advise_share", "move_share", "table_of"]
 
 ALL_MOVED = -1
 
@@ -49,7 +49,8 @@ else:  # the system has no posix_fadvise
 
 
 @kernel_part
-def _table_of(first_rows: NDArray[np.uint64], row: np.uint64) -> int:
+def table_of(first_rows: NDArray[np.uint64], row: np.uint64) -> int:
+    """The table of a row that is counted over all tables."""
     table, above = 0, len(first_rows) - 1
     while table + 1 < above:
         middle = (table + above) // 2
@@ -81,7 +82,7 @@ def advise_share(
     """
     for number in range(begin, end):
         row = np.uint64(rows_M[number])
-        table = _table_of(first_rows, row)
+        table = table_of(first_rows, row)
         if descriptors_T[table] >= 0:
             place = np.int64(row - first_rows[table]) * num_bytes
             _fadvise(descriptors_T[table], place, num_bytes, _WILL_NEED)
@@ -118,7 +119,7 @@ def move_share(
     memory = np.intp(hot.ctypes.data)
     for number in range(begin, end):
         row = np.uint64(rows_M[number])
-        table = _table_of(first_rows, row)
+        table = table_of(first_rows, row)
         slot = np.int64(slots_M[number])
         if descriptors_T[table] < 0:
             if is_fetch:
