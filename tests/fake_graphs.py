@@ -24,7 +24,7 @@ def capture_on_cpu(monkeypatch):
 
 
 class FakeRecorder:
-    """As `recsys._support.graphs.GraphRecorder`."""
+    """As `recsys._support.cuda.graphs.GraphRecorder`."""
 
     def __init__(self):
         self._results = []  # of each graph

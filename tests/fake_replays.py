@@ -1,6 +1,6 @@
 """Recorded launches without a GPU: what is recorded is called again, its result overwritten."""
 
-from recsys._support import replays
+from recsys._support.cuda import replays
 
 
 class FakeRecorded:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from recsys._support.cuda.own_pages import empty_in_own_pages
 from recsys._support.memory import empty_rows
-from recsys._support.own_pages import empty_in_own_pages
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.optimizer import require_formula

@@ -17,8 +17,8 @@ from numba import prange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from recsys._support.cuda.triton_support import has_triton
 from recsys._support.jit import num_parts, parallel_kernel
-from recsys._support.triton_support import has_triton
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from recsys._support.triton_launches import launched
+from recsys._support.cuda.triton_launches import launched
 
 if TYPE_CHECKING:
     from torch import Tensor

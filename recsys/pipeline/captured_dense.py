@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.caller_warnings import warn_caller
-from recsys._support.graphs import current_stream
+from recsys._support.cuda.graphs import current_stream
 from recsys._support.torch_compat import (
     has_global_hooks,
     has_gradient_hooks,

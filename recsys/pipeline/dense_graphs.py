@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import functional_call
 
-from recsys._support.graphs import GraphRecorder, restored
+from recsys._support.cuda.graphs import GraphRecorder, restored
 from recsys._support.torch_compat import plain_apply
 
 if TYPE_CHECKING:

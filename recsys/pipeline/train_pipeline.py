@@ -19,8 +19,8 @@ import torch
 
 from recsys._support.arguments import is_whole
 from recsys._support.caller_warnings import warn_caller
+from recsys._support.cuda.replays import replaying
 from recsys._support.interrupts import interrupts_held_back
-from recsys._support.replays import replaying
 from recsys._support.states import SavedState
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from recsys._support.page_locks import PageLocks
+from recsys._support.cuda.page_locks import PageLocks
 from recsys.bench.gpu.clock import Clock
 
 if TYPE_CHECKING:

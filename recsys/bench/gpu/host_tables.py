@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recsys._support.own_pages import empty_in_own_pages
+from recsys._support.cuda.own_pages import empty_in_own_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

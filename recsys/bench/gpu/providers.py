@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from recsys._support.replays import replaying
+from recsys._support.cuda.replays import replaying
 from recsys.bench.gpu.clock import Clock, allocated_bytes, peak_bytes, reset_peak
 from recsys.bench.parts.scheduled import (
     SCHEDULES,

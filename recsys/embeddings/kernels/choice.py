@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys._support.triton_support import has_triton
+from recsys._support.cuda.triton_support import has_triton
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.cpu.row_update import row_update
 from recsys.embeddings.kernels.cpu.slots import SlotMap

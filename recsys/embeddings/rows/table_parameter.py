@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from recsys._support.own_pages import in_own_pages
+from recsys._support.cuda.own_pages import in_own_pages
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     outside_graphs,

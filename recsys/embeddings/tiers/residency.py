@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from recsys._support.caller_warnings import warn_caller
+from recsys._support.cuda.replays import are_replaying
 from recsys._support.interrupts import interrupts_held_back
-from recsys._support.replays import are_replaying
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
 from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
 from recsys.embeddings.tiers.counts import ClaimCounter

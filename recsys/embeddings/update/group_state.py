@@ -10,8 +10,8 @@ from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recsys._support.cuda.own_pages import empty_in_own_pages, in_own_pages
 from recsys._support.memory import empty_rows
-from recsys._support.own_pages import empty_in_own_pages, in_own_pages
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.errors import ColdTierError
 

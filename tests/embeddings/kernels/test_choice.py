@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from recsys._support.triton_support import has_triton
+from recsys._support.cuda.triton_support import has_triton
 from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
 from recsys.embeddings.kernels.torch.row_update import row_update

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from recsys._support.replays import replaying
+from recsys._support.cuda.replays import replaying
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.optimizer import Adagrad

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import recsys
-from recsys._support.own_pages import pages_of
-from recsys._support.replays import replaying
+from recsys._support.cuda.own_pages import pages_of
+from recsys._support.cuda.replays import replaying
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels.torch.slots import TorchSlotMap

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from recsys._support.replays import replaying
+from recsys._support.cuda.replays import replaying
 from recsys.embeddings.tiers.cold.staging import TransferStream
 from tests.embeddings.tiers.fake_streams import FakeEvent, FakeMemory, FakeStream, Recorded
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from recsys._support.replays import Replays
+from recsys._support.cuda.replays import Replays
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.rows.row_space import AbstractRowSpace, compute_dtype
 

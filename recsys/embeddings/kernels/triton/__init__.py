@@ -19,5 +19,5 @@ that they compile nothing anew. Row numbers become int64 before they are multipl
 order that depends on lookups alone, so they repeat to the bit. In a sum or difference of a tensor
 and a constant of the module the tensor comes first: in Triton's interpreter a constant that comes
 first makes the result a constant, which Triton 3.8 and later refuse as a tensor. The host launches
-kernels by `_support.triton_launches`.
+kernels by `_support.cuda.triton_launches`.
 """

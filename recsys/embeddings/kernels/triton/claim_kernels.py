@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from recsys._support.triton_launches import launched
+from recsys._support.cuda.triton_launches import launched
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from recsys._support.triton_support import cdiv
+from recsys._support.cuda.triton_support import cdiv
 from recsys.embeddings.kernels.torch.slots import Transfer, rows_first
 from recsys.embeddings.kernels.triton.claim_kernels import (
     NUM_BINS,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys._support.replays import Replays
+    from recsys._support.cuda.replays import Replays
     from recsys.embeddings.kernels.torch.bags import Layer, TorchBags
     from recsys.embeddings.kernels.torch.slots import Copies, TorchSlots
 

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from recsys._support.triton_launches import launched
-from recsys._support.triton_support import cdiv, next_power_of_2
+from recsys._support.cuda.triton_launches import launched
+from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.torch.bags import clear_if_full
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW

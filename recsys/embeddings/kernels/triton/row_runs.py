@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from recsys._support.triton_launches import launched
-from recsys._support.triton_support import cdiv
+from recsys._support.cuda.triton_launches import launched
+from recsys._support.cuda.triton_support import cdiv
 from recsys.embeddings.kernels.torch.bags import layers_of, lengths_of
 
 if TYPE_CHECKING:

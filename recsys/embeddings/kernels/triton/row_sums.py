@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from recsys._support.triton_launches import launched
-from recsys._support.triton_support import cdiv, next_power_of_2
+from recsys._support.cuda.triton_launches import launched
+from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
 from recsys.embeddings.kernels.triton.row_runs import CHUNK, chunks_in, long_runs_in
 

@@ -28,9 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
+from recsys._support.cuda.triton_launches import launched
+from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 from recsys._support.torch_compat import current_stream_number
-from recsys._support.triton_launches import launched
-from recsys._support.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY
 from recsys.embeddings.kernels.torch.bags import layers_of

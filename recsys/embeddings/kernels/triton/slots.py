@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recsys._support.triton_support import cdiv
+from recsys._support.cuda.triton_support import cdiv
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, Shortage, SlotClaim
 from recsys.embeddings.kernels.torch.bags import layers_of

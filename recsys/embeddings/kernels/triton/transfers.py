@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from recsys._support.triton_launches import launched
-from recsys._support.triton_support import cdiv, next_power_of_2
+from recsys._support.cuda.triton_launches import launched
+from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.torch.row_space import upload
 
 if TYPE_CHECKING:

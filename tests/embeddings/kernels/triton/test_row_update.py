@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from recsys._support.replays import replaying
+from recsys._support.cuda.replays import replaying
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags, lengths_of

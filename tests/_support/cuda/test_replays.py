@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recsys._support import replays
-from recsys._support.replays import Replays, replaying
+from recsys._support.cuda import replays
+from recsys._support.cuda.replays import Replays, replaying
 from tests.fake_replays import record_on_cpu
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recsys._support.triton_support import cdiv, next_power_of_2
+from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 
 triton = pytest.importorskip("triton")
 

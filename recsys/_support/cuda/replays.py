@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from recsys._support.graphs import GraphRecorder, restored
+from recsys._support.cuda.graphs import GraphRecorder, restored
 from recsys._support.torch_compat import current_stream_number
 
 if TYPE_CHECKING:

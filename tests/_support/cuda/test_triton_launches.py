@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from recsys._support.triton_launches import Launched, launched  # noqa: E402
+from recsys._support.cuda.triton_launches import Launched, launched  # noqa: E402
 
 
 @pytest.fixture(scope="module")

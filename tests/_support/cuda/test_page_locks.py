@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from recsys._support import own_pages, page_locks
-from recsys._support.own_pages import empty_in_own_pages, in_own_pages, pages_of
-from recsys._support.page_locks import PageLocks
+from recsys._support.cuda import own_pages, page_locks
+from recsys._support.cuda.own_pages import empty_in_own_pages, in_own_pages, pages_of
+from recsys._support.cuda.page_locks import PageLocks
 
 PAGE = mmap.PAGESIZE
 DEVICE = torch.device("cuda:0")

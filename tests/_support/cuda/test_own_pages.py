@@ -6,8 +6,8 @@ import mmap
 import pytest
 import torch
 
-from recsys._support import own_pages
-from recsys._support.own_pages import empty_in_own_pages, in_own_pages, pages_of
+from recsys._support.cuda import own_pages
+from recsys._support.cuda.own_pages import empty_in_own_pages, in_own_pages, pages_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

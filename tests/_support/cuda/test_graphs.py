@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from recsys._support.graphs import GraphRecorder
+from recsys._support.cuda.graphs import GraphRecorder
 
 
 class FakeGraph:

@@ -22,9 +22,9 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from recsys._support.triton_launches import Launched, launched
+from recsys._support.cuda.triton_launches import Launched, launched
 
-KERNELS = Path(__file__).parents[1] / "embeddings/kernels/triton"
+KERNELS = Path(__file__).parents[2] / "embeddings/kernels/triton"
 # The last one, as of an IntEnum, is not of the type int itself.
 INTEGERS = 0, 1, True, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40 + 16, -(2**31) - 1, signal.SIGTERM
 sys.path.insert(0, str(KERNELS))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recsys._support.own_pages import Pages, pages_of
+from recsys._support.cuda.own_pages import Pages, pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,0 +1,1 @@
+"""CUDA: graphs, replays and launches of kernels, and memory of the host that a GPU reaches."""
