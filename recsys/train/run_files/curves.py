@@ -27,7 +27,6 @@ __all__ = [
     "COLORS",
     "as_png",
     "count_samples",
-    "draw_policies",
     "draw_run",
     "draw_shares",
     "draw_timeline",
@@ -137,56 +136,6 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
         axis.set_xlabel("fast memory, as share of all rows and their state")
         axis.set_ylabel("speed, as share of that with every row resident")
         axis.legend()
-        return as_png(figure)
-
-
-def draw_policies(
-    policies: Mapping[str, Sequence[Mapping[str, Any]]],
-    *,
-    auc_band: float,
-    calibration_band: float,
-    speedup: float,
-) -> bytes:
-    """PNG of what policies of skipping gain and cost: differences in quality over the speed-up.
-
-    Args:
-        policies: By policy, its points. A point has a `label`; `speedup`, `auc` and `calibration`
-            hold the mean and the two ends of its interval.
-        auc_band: Differences of the AUC up to this are shaded.
-        calibration_band: The same for calibration.
-        speedup: A speed-up that is marked.
-    """
-    from matplotlib.figure import Figure
-
-    styles = line_styles(policies)
-    with picture_style():
-        figure = Figure(figsize=(10, 4.5), layout="constrained")
-        handles = {}
-        for axis, metric, name, band in zip(
-            figure.subplots(1, 2),
-            ("auc", "calibration"),
-            ("test AUC", "calibration"),
-            (auc_band, calibration_band),
-            strict=True,
-        ):
-            axis.axhspan(-band, band, color="black", alpha=0.07)
-            axis.axvline(speedup, color="black", linewidth=0.8, linestyle=":")
-            for policy, points in policies.items():
-                color = styles[policy]["color"]
-                for point in points:
-                    (x, *x_ends), (y, *y_ends) = point["speedup"], point[metric]
-                    axis.plot(x_ends, [y, y], color=color, linewidth=1)
-                    axis.plot([x, x], y_ends, color=color, linewidth=1)
-                    axis.annotate(
-                        point["label"], (x, y), (4, 4), textcoords="offset points", fontsize=7
-                    )
-                means = [(point["speedup"][0], point[metric][0]) for point in points]
-                (handles[policy],) = axis.plot(
-                    *zip(*means, strict=True), **styles[policy], marker="o", markersize=4, alpha=0.8
-                )
-            axis.set_xlabel("times faster than without skipping")
-            axis.set_ylabel(f"{name}, less that without skipping")
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6)
         return as_png(figure)
 
 
