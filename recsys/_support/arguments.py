@@ -11,13 +11,11 @@ __all__ = ["is_number", "is_whole"]
 
 def is_whole(value: Any, least: int) -> bool:
     """Whether an argument is an integer of 64 bits and at least `least`."""
-    return not _is_truth(value) and isinstance(value, Integral) and least <= int(value) < 2**63
+    return (
+        not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) < 2**63
+    )
 
 
 def is_number(value: Any) -> bool:
     """Whether an argument is a finite number."""
-    return not _is_truth(value) and isinstance(value, Real) and isfinite(value)
-
-
-def _is_truth(value: object) -> bool:
-    return isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, Real) and isfinite(value)
