@@ -85,6 +85,12 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         if self.row_wise_exchange == ROWS:
             for position in self._row_wise_positions:
                 ids = dist_input[position]
+                if ids.weights_or_none() is not None:  # weights have stayed at the samples
+                    raise ValueError(
+                        "row_wise_exchange='rows' sends ids without their bags, so no feature "
+                        "processor can give them weights on their way; set "
+                        "row_wise_exchange='pooled' in fused_params of the sharder"
+                    )
                 sent = ids.lengths().view(len(ids.keys()), -1)
                 ctx.sharding_contexts[position].num_sent = sent.long()
         found: list[Tensor] = self.local_tables(dist_input)

@@ -184,6 +184,17 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
             "model with the new plan, and load the checkpoint"
         )
 
+    def register_post_lookup_tracker_fn(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse TorchRec's trackers of looked up rows, which `compute` does not call.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "recsys does not call TorchRec's ModelDeltaTracker, which would find no rows; name "
+            "this collection in its fqns_to_skip, or leave the tracker out"
+        )
+
     def _before_input_dist(self, features: Any) -> None:
         """A collection's own work on a valid input."""
 

@@ -226,10 +226,15 @@ def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> No
     """
     place, kind = f"table {table.name!r}", sharding.sharding_type
     if kind not in _TYPES:
+        reason = ""
+        if "column" in kind or kind == ShardingType.GRID_SHARD.value:
+            reason = (
+                " (divided by columns, a row would have a step size for each part of it with a "
+                "row-wise optimizer, which is another optimizer)"
+            )
         raise ValueError(
-            f"{place}: its sharding type must be one of {_TYPES}, got {kind!r}; change the plan "
-            "(divided by columns, a row would have a step size for each part of it with a row-wise "
-            "optimizer, which is another optimizer)"
+            f"{place}: its sharding type must be one of {_TYPES}, got {kind!r}; change the plan"
+            f"{reason}"
         )
     if sharding.compute_kernel != _KERNEL:
         raise ValueError(
@@ -238,6 +243,11 @@ def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> No
             "call apply_optimizer_in_backward before it, or pass compute_kernel='fused'"
         )
     data_type_of(table, {"fp32": torch.float32})
+    if getattr(table, "enable_embedding_update", False):
+        raise ValueError(
+            f"{place}: enable_embedding_update must be False: recsys rows are not written to by "
+            "`write`; load them by load_state_dict, or use TorchRec's own sharder"
+        )
     is_mean = getattr(table, "pooling", PoolingType.SUM) == PoolingType.MEAN
     if is_mean and kind == ShardingType.ROW_WISE.value and exchange != ROWS:
         raise ValueError(

@@ -85,6 +85,15 @@ def test_auto_takes_the_exchange_that_sends_fewer_bytes(ranks, lengths, expected
         assert torch.equal(rows, others)
 
 
+@pytest.mark.parametrize("bounds", [[0, 0, 16], [0, 16, 16]])
+def test_auto_counts_a_rank_without_samples(ranks, bounds):
+    options = {"bounds": bounds, "kind": "row_wise", "optimizer": "sgd"}
+    chosen = ranks("trains", exchange="auto", **options)
+    same = ranks("trains", exchange="rows", **options)
+
+    assert [each["losses"] for each in chosen] == [each["losses"] for each in same]
+
+
 def test_a_distinct_id_and_its_row_travel_once_each_way(ranks):
     world, bounds = 2, [0, 16, 32]
     lengths, values, *_ = global_batch(0)

@@ -11,14 +11,22 @@ from torch.distributed.optim import (
 torchrec = pytest.importorskip("torchrec")
 
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.fp_embeddingbag import (  # noqa: E402
+    FeatureProcessedEmbeddingBagCollectionSharder,
+)
 from torchrec.distributed.sharding_plan import (  # noqa: E402
     column_wise,
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan  # noqa: E402
 from torchrec.modules.embedding_configs import PoolingType  # noqa: E402
+from torchrec.modules.feature_processor_ import PositionWeightedModule  # noqa: E402
+from torchrec.modules.fp_embedding_modules import (  # noqa: E402
+    FeatureProcessedEmbeddingBagCollection,
+)
 from torchrec.optim import RowWiseAdagrad  # noqa: E402
 
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder  # noqa: E402
@@ -92,7 +100,7 @@ def test_a_rank_may_have_other_dtypes_and_another_order_of_features(ranks, optio
 
 
 class Holder(torch.nn.Module):
-    def __init__(self, **settings):
+    def __init__(self, is_weighted=False, **settings):
         super().__init__()
         config = {
             "name": "user",
@@ -102,25 +110,51 @@ class Holder(torch.nn.Module):
         }
         self.ebc = torchrec.EmbeddingBagCollection(
             tables=[torchrec.EmbeddingBagConfig(**(config | settings))],
+            is_weighted=is_weighted,
             device=torch.device("cpu"),
         )
 
 
-def shard(model, how, fused_params=None):
+def shard(model, how, fused_params=None, wrapped_by=lambda sharder: sharder):
     sharder = HotColdEmbeddingBagCollectionSharder(fused_params)
-    plan = construct_module_sharding_plan(model.ebc, {"user": how}, sharder, 1, 1, "cpu")
+    collection = getattr(model.ebc, "_embedding_bag_collection", model.ebc)
+    plan = construct_module_sharding_plan(collection, {"user": how}, sharder, 1, 1, "cpu")
     return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({"ebc": plan}), sharders=[sharder]
+        model,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"ebc": plan}),
+        sharders=[wrapped_by(sharder)],
     )
+
+
+def processed(feature_processors):
+    """A model whose bags get their weights by a feature processor, and one input."""
+    model = Holder(is_weighted=True)
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
+    model.ebc = FeatureProcessedEmbeddingBagCollection(model.ebc, feature_processors)
+    features = torchrec.KeyedJaggedTensor(
+        keys=["u"], values=torch.tensor([3, 5, 3]), lengths=torch.tensor([2, 0, 1])
+    )
+    return model, features
+
+
+def by_position():
+    """The first id of a bag counts 2, the second one 3."""
+    processor = PositionWeightedModule(max_feature_length=2)
+    with torch.no_grad():
+        processor.position_weight.copy_(torch.tensor([2.0, 3.0]))
+    return {"u": processor}
 
 
 @pytest.mark.parametrize(
     ("how", "settings", "match"),
     [
-        (column_wise(ranks=[0]), {}, "must be one of .* got 'column_wise'"),
+        (column_wise(ranks=[0]), {}, "must be one of .* got 'column_wise'.*divided by columns"),
+        (data_parallel(), {}, "must be one of .* got 'data_parallel'; change the plan$"),
         (table_wise(rank=0, compute_kernel="fused_uvm"), {}, "compute kernel must be 'fused'"),
         (table_wise(rank=0, compute_kernel="dense"), {}, "compute kernel must be 'fused'"),
         (table_wise(rank=0), {"data_type": torchrec.types.DataType.FP16}, "data_type must be"),
+        (row_wise(), {"enable_embedding_update": True}, "enable_embedding_update must be False"),
     ],
 )
 def test_a_plan_is_refused_by_name(process_group, how, settings, match):
@@ -138,6 +172,49 @@ def test_parts_of_means_are_refused(process_group, exchange):
 
     with pytest.raises(ValueError, match=r"table 'user': .* pooled by its sum, got MEAN with"):
         shard(model, row_wise(), {"row_wise_exchange": exchange})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TorchRec's arguments of DDP
+def test_distinct_rows_refuse_feature_processors(process_group):
+    model, features = processed(by_position())
+    sharded = shard(model, row_wise(), wrapped_by=FeatureProcessedEmbeddingBagCollectionSharder)
+
+    with pytest.raises(ValueError, match="set row_wise_exchange='pooled' in fused_params"):
+        sharded.module.ebc(features).to_dict()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TorchRec's arguments of DDP
+def test_pooled_parts_have_the_weights_of_feature_processors(process_group):
+    model, features = processed(by_position())
+    before = model.ebc._embedding_bag_collection.embedding_bags["user"].weight.detach().clone()
+    options = {"wrapped_by": FeatureProcessedEmbeddingBagCollectionSharder}
+    sharded = shard(model, row_wise(), {"row_wise_exchange": "pooled"}, **options)
+
+    vectors = sharded.module.ebc(features).to_dict()["u"]
+    vectors.sum().backward()
+
+    expected = torch.stack([2 * before[3] + 3 * before[5], 0 * before[0], 2 * before[3]])
+    torch.testing.assert_close(vectors, expected)
+    gradient = model.ebc._feature_processors["u"].position_weight.grad
+    torch.testing.assert_close(gradient, torch.stack([2 * before[3].sum(), before[5].sum()]))
+
+
+def test_trackers_of_torchrec_are_refused(process_group):
+    model = Holder()
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
+    sharded = shard(model, row_wise())
+
+    with pytest.raises(NotImplementedError, match="does not call TorchRec's ModelDeltaTracker"):
+        sharded.module.ebc.register_post_lookup_tracker_fn(lambda *_: None)
+
+
+def test_kernels_of_fbgemm_are_refused_by_name(process_group):
+    model = Holder()
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
+    [lookup] = shard(model, row_wise()).module.ebc._lookups
+
+    with pytest.raises(NotImplementedError, match="managed collisions, pruning of tables"):
+        list(lookup._emb_modules)  # as TorchRec's managed collisions do
 
 
 def test_an_exchange_is_one_of_three():

@@ -57,10 +57,12 @@ def cheaper_exchange(
         device: The device of tensors that the group's backend exchanges.
     """
     bytes_of_rows = bytes_of_parts = 0
-    num_ranks, ids = dist.get_world_size(group), features.to_dict()
+    num_ranks, bounds = dist.get_world_size(group), features.length_per_key()
+    # Not `to_dict`, which fails for a rank without samples.
+    ids = dict(zip(features.keys(), features.values().split(bounds), strict=True))
     for table in tables:
         both_ways = 2 * _FLOAT_BYTES * int(table.embedding_dim)
-        looked_up = torch.cat([ids[feature].values() for feature in table.feature_names])
+        looked_up = torch.cat([ids[feature] for feature in table.feature_names])
         id_bytes = id_dtype([int(table.num_embeddings)]).itemsize
         bytes_of_rows += len(torch.unique(looked_up)) * (both_ways + id_bytes)
         num_bags = num_ranks * features.stride() * len(table.feature_names)
