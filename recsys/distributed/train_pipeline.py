@@ -19,6 +19,7 @@ from torchrec.distributed.types import NoWait
 from recsys.distributed.sharded_tables import AbstractShardedTables
 
 if TYPE_CHECKING:
+    from torch import nn
     from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 
 __all__ = ["HotColdTrainPipelineSparseDist"]
@@ -31,6 +32,15 @@ class HotColdTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[m
     during the backward. A rank without room for the rows of the next mini-batch fetches them in
     their forward, whatever other ranks do.
     """
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Continue after `detach`; arguments as in TorchRec.
+
+        The ids of the next mini-batch have arrived. TorchRec would send them again, and take the
+        batch sizes of all ranks for equal.
+        """
+        has_arrived = bool(self.contexts) and bool(self.contexts[0].input_dist_tensors_requests)
+        super().attach(model, sparse_dist and not has_arrived)
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         """Wait for the ids of a mini-batch, and start to fetch their rows."""

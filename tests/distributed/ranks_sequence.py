@@ -143,16 +143,22 @@ def no_samples(rank, world):
     return found
 
 
-def sequences_in_a_pipeline(rank, world):
-    """A run in our pipeline; how many rows were fetched ahead."""
+def sequences_in_a_pipeline(rank, world, bounds):
+    """A run in our pipeline, detached for an evaluation; how many rows were fetched ahead."""
     tiers = {"budget": least_budget(rank, world, "mixed", SEQUENCE_DIM) + 8000}
     model = shard(world, "mixed", "adagrad", tiers, model=TrainModel)
     optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
     running, losses, num_ahead = HotColdTrainPipelineSparseDist(model, optimizer, CPU), [], 0
-    parts = [of_rank(step, 16 * rank, 16 * rank + 16, 32) for step in range(NUM_STEPS)]
+    begin, end = bounds[rank], bounds[rank + 1]
+    parts = [of_rank(step, begin, end, bounds[-1]) for step in range(NUM_STEPS)]
     batches = iter([Batch(*part) for part in parts])
-    for _, _, labels in parts:
+    for step, (_, _, labels) in enumerate(parts):
         num_ahead += sum(bool(each.ahead) for each in model.module.ec.tiers())
+        if step == 3:
+            running.detach().eval()
+            with torch.no_grad():
+                model(Batch(*parts[0]))
+            model.train()
         losses.append(float(loss_of(running.progress(batches), labels)))
     return found_in(model) | {"losses": losses, "num_ahead": num_ahead}
 

@@ -145,10 +145,11 @@ def test_a_rank_without_samples_is_an_error_on_every_rank(ranks):
     assert second[1] is None
 
 
-def test_a_pipeline_computes_what_one_process_computes(ranks):
-    found = ranks("sequences_in_a_pipeline")
+@pytest.mark.parametrize("bounds", [[0, 16, 32], [0, 5, 32]])
+def test_a_pipeline_computes_what_one_process_computes(ranks, bounds):
+    found = ranks("sequences_in_a_pipeline", bounds=bounds)
 
-    require_equal(found, one_process("adagrad", [0, 16, 32]))
+    require_equal(found, one_process("adagrad", bounds))
     assert all(rank["num_ahead"] for rank in found)
 
 
