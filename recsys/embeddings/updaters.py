@@ -130,10 +130,13 @@ def require_updatable(table: NamedTable, *, may_be_meta: bool = False) -> None:
     weight: Any = table.weight
     place = f"table {table.name!r}"
     if type(weight) is not nn.Parameter:
-        raise ValueError(
-            f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
-            "parametrizations (weight_norm, ...) first"
-        )
+        kind, way_out = type(weight).__name__, "remove parametrizations (weight_norm, ...) first"
+        if kind == "DTensor":  # of fully_shard, for example
+            way_out = (
+                "this one is divided among processes; train in one process, without fully_shard, "
+                "or divide the tables by recsys.distributed"
+            )
+        raise ValueError(f"{place}: weight must be a plain Parameter, got {kind}; {way_out}")
     if weight.is_meta and not may_be_meta:
         raise ValueError(
             f"{place}: rows must have memory, and are on the meta device; first call "

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -325,6 +327,19 @@ def test_the_surrounding_model_is_compiled_around_the_lookups():
     train(compiled, mine)
 
     require_equal(runs)
+
+
+def test_tables_that_fsdp_divides_are_refused_before_and_after(process_group):
+    divided = fully_shard(Towers(), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match=r"got DTensor; this one is divided .* recsys\.distributed"
+    ):
+        recsys.accelerate(divided, optimizer=SGD(lr=0.5))
+
+    model = Towers()
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    with pytest.raises(ValueError, match="its Parameter was replaced"):
+        loss_of(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), 0)
 
 
 def test_data_parallel_models_are_refused_before_and_after(process_group):
