@@ -85,6 +85,41 @@ def test_the_first_days_of_a_month_are_read(tmp_path, day, form):
     assert times_of(path, timestamp_format=form) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "good", "short"),
+    [
+        ("%m%d%Y", 12312025, 1152025),  # of January 15, not of November 5
+        ("%d%m%Y", 31122025, 1012025),
+        ("%y%m%d%H", 14102100, 9010100),  # not of 1990
+        ("%m%d%y", 123124, 10225),
+    ],
+)
+def test_digits_that_have_lost_a_zero_are_refused(tmp_path, form, good, short):
+    path, bad = tmp_path / "good.parquet", tmp_path / "bad.parquet"
+    pq.write_table(pa.table({"y": [1], "c": ["x"], "t": [good]}), path)
+    pq.write_table(pa.table({"y": [1, 0], "c": ["x", "x"], "t": [good, short]}), bad)
+    since = datetime.strptime(str(good), form) - datetime(1970, 1, 1)
+
+    assert times_of(path, timestamp_format=form) == [since.total_seconds()]
+    with pytest.raises(
+        DatasetFormatError, match=f"row 1, .* with all of its digits, got {short}; .* leading zeros"
+    ):
+        times_of(bad, timestamp_format=form)
+
+
+def test_hours_and_minutes_that_touch_need_no_leading_zero(tmp_path):
+    path = write_times(tmp_path / "a.csv", ["15.1.2025 0930", "15.1.2025 930"])
+
+    assert times_of(path, timestamp_format="%d.%m.%Y %H%M") == [1736933400] * 2
+
+
+def test_years_of_two_digits_are_refused_where_four_are_told(tmp_path):
+    path = write_times(tmp_path / "a.csv", ["01/16/2025", "1/15/25"])
+
+    with pytest.raises(DatasetFormatError, match="line 3, .* a year of four digits, .*; .*%y"):
+        times_of(path, timestamp_format="%m/%d/%Y")
+
+
 @pytest.mark.parametrize("zone", ["", "Z", "+00:00"])
 def test_iso_text_may_have_nanoseconds(tmp_path, zone):
     times = [f"2025-01-15T10:00:00.123456789{zone}", f"2025-01-15T10:00:01{zone}"]

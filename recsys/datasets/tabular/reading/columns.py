@@ -23,7 +23,6 @@ This module needs pyarrow, so others import it in functions, after `import_pyarr
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recsys.datasets.tabular.reading.date_forms import date_form
+from recsys.datasets.tabular.reading.date_forms import date_form, first_misread
 from recsys.datasets.tabular.schemas.schema_parts import (
     TIME_UNITS,
     CategoricalColumn,
@@ -52,7 +51,6 @@ __all__ = ["conform", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
 _UTC = r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])"
-_WRITTEN = set("YymdeDFbBhaAHIMSTRpZ")  # parts of times that Arrow writes as they were read
 _GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
 _MISSING_WAY_OUT = (  # also for rows to predict
     "fill it in, leave the row out, or prepare the training data with missing set to {}"
@@ -418,9 +416,9 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
             rule = "the zone of a time must be UTC or GMT, as names of others are not read"
             way_out = "write offsets such as +01:00, with %z"
             _require(pc.match_substring_regex(text, _UTC), rule, way_out)
-        parts = set(re.findall("%(.)", form))
-        if parts & set("deDF") and parts <= _WRITTEN:
-            _require_day_of_month(text, read, form)
+        if wrong := first_misread(text, read, form):
+            row, rule, way_out = wrong
+            raise _Fault(row, f"a time must have the form {form!r}, {rule}", way_out)
         return read.cast(pa.int64())
     if types.is_string(array.type):
         array = _parse_times(array)
@@ -449,25 +447,6 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
         'set timestamp_format: "ms" for milliseconds, or the form of its digits',
     )
     return array
-
-
-def _require_day_of_month(text: pa.Array, read: pa.Array, form: str) -> None:
-    """Refuse days that their month does not have: Arrow reads February 31 as March 3."""
-    rows = np.flatnonzero(pc.less_equal(pc.day(read), 3).to_numpy(zero_copy_only=False))
-    has_last_day = pc.match_substring_regex(text.take(pa.array(rows)), "29|30|31")
-    rows = rows[has_last_day.to_numpy(zero_copy_only=False)]
-    texts = text.take(pa.array(rows))
-    again = pc.strftime(read.take(pa.array(rows)), format=form.replace("%Z", ""))
-    differ = pc.not_equal(_digits(texts), _digits(again)).to_numpy(zero_copy_only=False)
-    if differ.any():
-        rule = f"a time must have the form {form!r}, with a day that its month has"
-        raise _Fault(int(rows[np.argmax(differ)]), rule, "correct it")
-
-
-def _digits(text: pa.Array) -> pa.Array:
-    """The numbers in text, without leading zeros."""
-    numbers = pc.replace_substring_regex(text, "[^0-9]+", " ")
-    return pc.utf8_trim(pc.replace_substring_regex(numbers, r"\b0+([0-9])", r"\1"), " ")
 
 
 def _parse_times(array: pa.Array) -> pa.Array:
