@@ -116,7 +116,7 @@ def test_hours_and_minutes_that_touch_need_no_leading_zero(tmp_path):
 def test_years_of_two_digits_are_refused_where_four_are_told(tmp_path):
     path = write_times(tmp_path / "a.csv", ["01/16/2025", "1/15/25"])
 
-    with pytest.raises(DatasetFormatError, match="line 3, .* a year of four digits, .*; .*%y"):
+    with pytest.raises(DatasetFormatError, match=r"line 3, .* a year of four digits, .*%y"):
         times_of(path, timestamp_format="%m/%d/%Y")
 
 
