@@ -186,6 +186,35 @@ def test_a_rating_becomes_a_label_by_a_rule(tmp_path):
     assert guess_schema([path]).schema.positive == ">= 4"
 
 
+def test_the_rule_of_a_rating_has_all_its_digits(tmp_path):
+    ratings = [123456789, 123456791, 123456793]
+    path = write_csv(tmp_path, {"rating": ratings, "c": ["a", "b", "b"]})
+    assert guess_schema([path]).schema.positive == ">= 123456791"
+
+
+def test_a_rating_with_an_infinite_median_is_no_label(tmp_path):
+    path = write_csv(tmp_path, {"rating": ["inf", "inf", 1], "c": ["a", "b", "b"]})
+    with pytest.raises(ConfigError, match="label 'rating' must hold 0 and 1"):
+        guess_schema([path])
+
+
+@pytest.mark.parametrize(
+    ("label", "ignore", "reason"),
+    [("/y", [], "begins with a slash"), ("click", ["click"], "named by --ignore")],
+)
+def test_a_label_that_is_not_read_is_refused(tmp_path, label, ignore, reason):
+    path = write_csv(tmp_path, {"/y": [0, 1], "click": [1, 0], "target": [0, 1], "c": ["a", "b"]})
+    with pytest.raises(ConfigError, match=f"label '{label}' is not read: .*{reason}; rename"):
+        guess_schema([path], label=label, ignore=ignore)
+
+
+def test_a_history_has_a_name_that_no_column_has(tmp_path):
+    pairs = {"user": [1, 1, 2] * 3, "item": [4, 5, 6] * 3, "recent": ["a|b", "b", "a"] * 3}
+    path = write_csv(tmp_path, {**pairs, "timestamp": list(range(1_700_000_000, 1_700_000_009))})
+    tree = guess_schema([path]).schema.as_dict()
+    assert ("recent" in tree["sequence"], tree["history"]) == (True, {"recent_": {"of": "item"}})
+
+
 def test_names_that_toml_must_quote_survive(tmp_path):
     columns = {"label": [0, 1, 1], 'a "b".c # d': ["x", "y", "y"], "ünï": ["x", "y", "y"]}
     path = tmp_path / "a.parquet"

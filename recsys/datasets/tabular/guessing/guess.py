@@ -171,6 +171,9 @@ def guess_schema(
         elif name not in ignore:
             draft.reasons[name] = ""
             facts[name] = measure_column(name, table.column(name))
+    if label and label not in facts:
+        why = f"{file.path}: label {label!r} is not read: {draft.reasons[label]}"
+        raise ConfigError(f"{why}; rename the column, or name another")
     draft.give_roles(facts, label)
     for each in facts.values():
         if not draft.reasons[each.name]:
@@ -255,7 +258,7 @@ class _Draft:
             self._take_label(chosen, "named by --label" if label else "by its name")
         split = _first(facts, _SPLITS, _is_split)
         if split is not None:
-            self.reasons[split.name] = f"by its name; values {_words(split)} in these rows"
+            self.reasons[split.name] = f"by its name; {shown_values(split)} in these rows"
             self.tree["split"] = _split_by(split)
         weight = _first(facts, _WEIGHTS, lambda each: each.kind == "number" and each.least >= 0)
         if weight is not None:
@@ -380,7 +383,8 @@ class _Draft:
             self.warnings.append(no_label_note(self._likely_labels))
             tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}
             if "timestamp" in tree or plain_name(tree["group"]) in _SESSIONS:
-                tree["history"] = {"recent": {"of": item, "max_length": _HISTORY_LENGTH}}
+                history = {"of": item, "max_length": _HISTORY_LENGTH}
+                tree["history"] = {self._new_name("recent"): history}
                 tree.setdefault("split", {"by": "last_one_out"})
         if "split" not in tree and "timestamp" in tree:
             tree["split"] = {"by": "timestamp", "test": "1/10", "validation": "1/10"}
@@ -400,12 +404,12 @@ class _Draft:
 
     def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:
         if kind != "dense" and "." in each.name:  # which names of tables do not have
-            keys["table"] = self._new_table(each.name.replace(".", "_"))
+            keys["table"] = self._new_name(each.name.replace(".", "_"))
         self.tree.setdefault(kind, {})[each.name] = keys
         self.reasons[each.name] = why
 
-    def _new_table(self, name: str) -> str:
-        """This name of a table, or one like it that no column and no other table has."""
+    def _new_name(self, name: str) -> str:
+        """This name, or one like it that no column, no table and no history has."""
         while name in self.reasons or name in self._tables:
             name += "_"
         self._tables.add(name)
@@ -477,10 +481,6 @@ def _split_by(each: ColumnFacts) -> dict[str, Any]:
 def _name_words(name: str) -> set[str]:
     """Lower-case words of a name such as user_id, userId or user-id."""
     return {word.lower() for word in re.findall(r"[A-Za-z][a-z]*|[A-Z]+", name)}
-
-
-def _words(each: ColumnFacts) -> str:
-    return ", ".join(each.few_values)
 
 
 def _as_comment(text: str) -> list[str]:

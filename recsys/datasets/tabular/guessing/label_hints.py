@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from recsys.datasets.tabular.guessing.refused_values import missing_values
@@ -50,10 +51,10 @@ def guess_positive(each: ColumnFacts) -> tuple[str, str]:
     Raises:
         ConfigError: its values are neither numbers nor two texts.
     """
-    if each.kind in ("integer", "number"):
+    if each.kind in ("integer", "number") and isfinite(each.median):
         # With ">= MEDIAN", every row would be a positive where the median is the least value.
         comparison = ">" if each.least == each.median < each.most else ">="
-        return f"{comparison} {each.median:g}", "the median is a guess of the rule"
+        return f"{comparison} {each.median:.15g}", "the median is a guess of the rule"
     rules = [f"== {text}" for text in each.few_texts]
     if each.kind == "text" and len(rules) == 2 and all(map(_is_text_rule, rules, each.few_texts)):
         for rule, text in zip(rules, each.few_texts, strict=True):
