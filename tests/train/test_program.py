@@ -5,11 +5,14 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from recsys.cli import main
 from recsys.config import load_config
+from recsys.datasets import Schema
+from recsys.datasets import write_store as write_frame
 from recsys.errors import AlreadyExists, ConfigError, WeightsError
 from recsys.train.exports.program import export_program
 from recsys.train.exports.quantized import dequantize, quantize_rows
@@ -67,6 +70,27 @@ def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
         with torch.no_grad():
             _, (_, expected, _) = model(batch)
         torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", ["shuffle=true", "model.table_dims.a(b=2"])
+def test_tables_of_any_name_become_a_program_that_can_be_loaded(tmp_path, setting):
+    pytest.importorskip("pyarrow")
+    names = ["genre (main)", "a,b", "a;b", 'a"b', "a\\b", "a[b]", "a(b", "a%28b"]
+    frame = pd.DataFrame({"y": [0, 1] * 30} | {name: ["u", "v", "w"] * 20 for name in names})
+    split = {"by": "fraction", "test": 0.2, "validation": 0.2}
+    schema = {"label": "y", "categorical": {name: {} for name in names}, "split": split}
+    write_frame(frame, Schema.from_dict(schema), tmp_path / "store")
+    run = trained([setting], str(tmp_path / "store"), tmp_path / "run")
+
+    export_program(run, tmp_path / "model.pt2")
+
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    _, source, model = open_saved_model(run)
+    batch = source.read(np.arange(60))
+    ids = batch.sparse_features.values().view(len(names), 60).t().contiguous()
+    with torch.no_grad():
+        _, (_, expected, _) = model(batch)
+    torch.testing.assert_close(program(batch.dense_features, ids), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.outside_ci

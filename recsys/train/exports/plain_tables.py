@@ -3,13 +3,14 @@
     HotColdEmbeddingBagCollection  -> PlainEmbeddingBagCollection   pooled vectors
     HotColdEmbeddingCollection     -> PlainEmbeddingCollection      rows of each feature
 
-They have the state_dict keys of the collections that they replace, and serve only: their rows have
-no gradient. Rows are float32, or int8 with a scale for each row, which are converted after they are
-gathered.
+They have the state_dict keys of the collections that they replace, but for the names of tables that
+`torch.export.load` cannot read. They serve only: their rows have no gradient. Rows are float32, or
+int8 with a scale for each row, which are converted after they are gathered.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -37,6 +38,9 @@ __all__ = [
     "table_bytes",
     "use_plain_tables",
 ]
+
+
+_UNREADABLE = r'["\\;,()\[\]%]'  # in names of modules; "%" begins what takes their place
 
 
 class TableRows(nn.Module):
@@ -199,6 +203,34 @@ def use_plain_tables(model: nn.Module) -> None:
                 if child not in made:
                     made[child] = _plain(child)
                 setattr(parent, name, made[child])
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, nn.ModuleDict) and re.search(_UNREADABLE, "".join(child)):
+                setattr(parent, name, _ReadableDict(child))
+
+
+class _ReadableDict(nn.ModuleDict):
+    """A `ModuleDict` under whose names `torch.export.load` finds its modules.
+
+    Brackets, commas and the like in a name, such as "t_genre (main)", make a file that cannot be
+    loaded. They are written as %28 and so on.
+
+    Args:
+        modules: A `ModuleDict` of any names, by which its modules are found here, too.
+    """
+
+    def __init__(self, modules: nn.ModuleDict) -> None:
+        super().__init__({_readable(name): module for name, module in modules.items()})
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return super().__getitem__(_readable(name))
+
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(_readable(name))
+
+
+def _readable(name: str) -> str:
+    return re.sub(_UNREADABLE, lambda found: f"%{ord(found[0]):02x}", name)
 
 
 def quantize_tables(model: nn.Module) -> None:
