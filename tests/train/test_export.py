@@ -31,14 +31,25 @@ def saved_state(run):
         ("model.interaction=masked_transformer", "'dlrm' with interaction 'masked_transformer'"),
     ],
 )
-def test_models_that_torchrec_does_not_have_are_refused(small_settings, tmp_path, setting, model):
+def test_models_that_a_program_does_not_have_are_refused(small_settings, tmp_path, setting, model):
     config = load_config(None, [*small_settings[1::2], setting], data="synthetic:criteo-kaggle")
     train(config, tmp_path / "run", show_progress=False)
 
-    with pytest.raises(ConfigError, match=f"TorchRec has no model for model.name {model}"):
-        export_run(tmp_path / "run", "torchrec", tmp_path / "model.pt")
+    for to, program in (("torchrec", "TorchRec"), ("classic", "facebookresearch/dlrm")):
+        with pytest.raises(ConfigError, match=f"{program} has no model for model.name {model}"):
+            export_run(tmp_path / "run", to, tmp_path / "model.pt")
 
     export_run(tmp_path / "run", "safetensors", tmp_path / "model.safetensors")
+
+
+def test_a_deepfm_with_the_shapes_of_a_dlrm_is_no_classic_model(tmp_path):
+    settings = ["synthetic.num_samples=60", f"synthetic.table_sizes={[3] * 7}"]
+    settings += ["model.name=deepfm", "model.embedding_dim=4"]
+    config = load_config(None, settings, data="synthetic:criteo-kaggle")
+    train(config, tmp_path / "run", show_progress=False)
+
+    with pytest.raises(ConfigError, match="facebookresearch/dlrm has no model for"):
+        export_run(tmp_path / "run", "classic", tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("to", ["torchrec", "safetensors"])

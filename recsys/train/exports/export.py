@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
 
+_MODELS = {  # of formats that have not all: whose program reads them, and its models
+    "torchrec": ("TorchRec", ("dlrm", "dcn_v2")),
+    "classic": ("facebookresearch/dlrm", ("dlrm",)),
+}
+
 
 def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     """Write the model of a run in another program's format.
@@ -61,8 +66,8 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
     record = folder.read_record()
-    if to == "torchrec":
-        _require_model_of_torchrec(record)
+    if to in _MODELS:
+        _require_model(record, to)
     if to == "classic":
         _require_classic_features(record)
     require_new(file)
@@ -128,17 +133,18 @@ def _checkpoints_of(run_dir: str | Path) -> Path:
     return folder.checkpoints_folder
 
 
-def _require_model_of_torchrec(record: Mapping[str, Any]) -> None:
-    """Check that TorchRec has the model.
+def _require_model(record: Mapping[str, Any], to: str) -> None:
+    """Check that the program of a format has the model.
 
     Raises:
         ConfigError: it does not.
     """
+    program, models = _MODELS[to]
     model = record["config"].get("model", {})
     name, interaction = model.get("name", "dlrm"), model.get("interaction", "dot")
-    if name not in ("dlrm", "dcn_v2") or interaction != "dot":
+    if name not in models or interaction != "dot":
         raise ConfigError(
-            f"export: TorchRec has no model for model.name {name!r} with interaction "
+            f"export: {program} has no model for model.name {name!r} with interaction "
             f"{interaction!r}; choose 'safetensors' for its tensors, or 'torch-export'"
         )
 
