@@ -246,6 +246,18 @@ def test_a_column_without_a_name_is_listed_once(tmp_path):
     assert "''" not in text
 
 
+def test_numbers_beyond_float32_of_a_dense_column_are_warned_of(tmp_path):
+    path = write_csv(tmp_path, {"label": [0, 1, 1], "x": [1.5, 2, -1e39], "c": ["a", "b", "b"]})
+    (warning,) = guess_schema([path]).warnings
+    assert warning.startswith("column 'x' has values beyond float32 in the first 3 rows, and")
+
+
+def test_a_draft_without_a_column_for_an_embedding_table_is_warned_of(tmp_path):
+    path = write_csv(tmp_path, {"label": [0, 1, 1], "x": [1.5, 2, 3]})
+    (warning,) = guess_schema([path]).warnings
+    assert warning.startswith("no column is drafted as categorical, multi or sequence, and")
+
+
 def test_numbers_too_large_for_dates_are_only_numbers(tmp_path):
     columns = {"label": [0, 1], "day": ["inf", "1"], "c": [2**62, 5]}
     guess = guess_schema([write_csv(tmp_path, columns)])

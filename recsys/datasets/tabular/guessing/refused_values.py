@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["missing_values", "refused_values"]
 
+_MOST = 3.4028234663852886e38  # of float32
 _WAYS_OUT = {
     "timestamp": "leave out the key timestamp, and change [split]",
     "weight": "leave out the key weight",
@@ -21,6 +22,8 @@ _WAYS_OUT = {
 
 def refused_values(facts: Iterable[ColumnFacts], tree: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each column of a draft with refused values, the label aside.
+
+    And one for a draft without a column for an embedding table.
 
     Args:
         facts: The columns.
@@ -33,12 +36,19 @@ def refused_values(facts: Iterable[ColumnFacts], tree: Mapping[str, Any]) -> Ite
         if role and each.num_missing:
             yield missing_values(role, each, _WAYS_OUT[role])
         is_number = role == "weight" or each.name in tree.get("dense", {})
-        if is_number and (isinf(each.least) or isinf(each.most)):
+        most = max(abs(each.least), abs(each.most))
+        if is_number and most > _MOST:
             way_out = _WAYS_OUT.get(role, "leave them out")
+            values = "infinite values" if isinf(most) else "values beyond float32"
             yield (
-                f"column {each.name!r} has infinite values in the first {each.num_rows:,} rows, "
+                f"column {each.name!r} has {values} in the first {each.num_rows:,} rows, "
                 f"and `recsys prepare` refuses them; correct them, or {way_out}"
             )
+    if not tree.keys() & {"categorical", "multi", "sequence"}:
+        yield (
+            "no column is drafted as categorical, multi or sequence, and `recsys prepare` needs "
+            "one; change the table of one in the draft, or add a column"
+        )
 
 
 def missing_values(role: str, each: ColumnFacts, way_out: str) -> str:
