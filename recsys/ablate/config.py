@@ -24,10 +24,12 @@ import re
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.config_fields import build_with_file
 from recsys._support.nested_keys import flat
 from recsys.config import build_config, put_key, read_tree
 from recsys.errors import ConfigError
@@ -112,13 +114,20 @@ class AblationConfig:
     late_share: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.seeds or any(type(seed) is not int for seed in self.seeds):
-            raise ConfigError(f"ablate.seeds must be a list of integers, got {list(self.seeds)}")
+        if not self.seeds or any(type(seed) is not int or seed < 0 for seed in self.seeds):
+            raise ConfigError(
+                f"ablate.seeds must be a list of integers of at least 0, got {list(self.seeds)}"
+            )
         _all_distinct("ablate.seeds", self.seeds)
         names = [variation.name for variation in self.variations]
         _all_distinct("names of variations", names)
         if self.target_auc is not None and not 0 < self.target_auc < 1:
             raise ConfigError(f"ablate.target_auc must be between 0 and 1, got {self.target_auc}")
+        if self.target_split not in ("validation", "test"):
+            raise ConfigError(
+                "ablate.target_split must be one of 'validation', 'test'; "
+                f"got {self.target_split!r}"
+            )
         if not 1 <= self.eval_every_samples < 2**63:
             raise ConfigError(
                 "ablate.eval_every_samples must be at least 1, got "
@@ -217,10 +226,19 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
     Raises:
         ConfigError: a key is unknown, is set in two places, or has a wrong value.
     """
-    tree = read_tree(file, settings)
-    table = tree.pop("ablate", None)
+    tree, others = read_tree(file, settings), read_tree(None, settings)
+    return build_with_file(partial(_build_ablation, settings=settings), tree, others, file)
+
+
+def _build_ablation(tree: Mapping[str, Any], settings: Sequence[str]) -> AblationConfig:
+    """Build an ablation from nested keys, to which the settings are applied already.
+
+    Raises:
+        ConfigError: a key is unknown, is set in two places, or has a wrong value.
+    """
+    table = tree.get("ablate")
     if not isinstance(table, dict):
-        raise ConfigError(f"{file} has no table [ablate]; it needs seeds, and variations or a grid")
+        raise ConfigError("there is no table [ablate]; it needs seeds, and variations or a grid")
     for key in table:
         if key not in _KEYS:
             raise ConfigError(f"unknown key ablate.{key}; keys are {list(_KEYS)}")
@@ -240,7 +258,10 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
                 )
     values = {key: table[key] for key in table if key not in ("seeds", "variations", "grid")}
     return AblationConfig(
-        base=tree, variations=variations, seeds=tuple(table.get("seeds", ())), **values
+        base={key: value for key, value in tree.items() if key != "ablate"},
+        variations=variations,
+        seeds=tuple(table.get("seeds", ())),
+        **values,
     )
 
 

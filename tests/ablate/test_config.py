@@ -69,12 +69,13 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epochs = 1", "has no table [ablate]; it needs seeds"),
+        ("epochs = 1", "there is no table [ablate]; it needs seeds"),
         ("[ablate]\nseed = 0", "unknown key ablate.seed; keys are ['seeds'"),
         ("[ablate]\nseeds = [0]", "ablate needs [[ablate.variations]] or [ablate.grid]"),
         ("[ablate]\nseeds = 3", "ablate.seeds must be a list of integers, got 3"),
-        (TWO_VARIATIONS, "ablate.seeds must be a list of integers, got []"),
-        (f"[ablate]\nseeds = [true]\n{TWO_VARIATIONS}", "must be a list of integers, got [True]"),
+        (TWO_VARIATIONS, "ablate.seeds must be a list of integers of at least 0, got []"),
+        (f"[ablate]\nseeds = [true]\n{TWO_VARIATIONS}", "integers of at least 0, got [True]"),
+        (f"[ablate]\nseeds = [-1]\n{TWO_VARIATIONS}", "ablate.seeds must be a list of integers of"),
         (f"[ablate]\nseeds = [1, 1]\n{TWO_VARIATIONS}", "seeds must be distinct, got 1 twice"),
         (
             f"[ablate]\nseeds = [0]\ntarget_auc = 70.0\n{TWO_VARIATIONS}",
@@ -82,7 +83,7 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
         ),
         (
             f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'train'\n{TWO_VARIATIONS}",
-            "split must be one of 'validation', 'test'; got 'train'",
+            "ablate.target_split must be one of 'validation', 'test'; got 'train'",
         ),
         (
             f"[ablate]\nseeds = [0]\ntarget_split = 'test'\n{TWO_VARIATIONS}",
@@ -190,6 +191,26 @@ def test_a_bad_file_is_refused(ablation, text, message):
         ablation(text)
 
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["epochs = 0", "epoch = 1", "optimizer.lr = 'x'"])
+def test_an_error_names_the_file(ablation, tmp_path, key):
+    with pytest.raises(ConfigError) as of_base:
+        ablation(f"{key}\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+    with pytest.raises(ConfigError) as of_variation:
+        ablation(f"[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'a'\n{key}")
+    with pytest.raises(ConfigError) as of_table:
+        ablation(f"[ablate]\nseeds = [0]\n{key}\n{TWO_VARIATIONS}")
+
+    for caught in (of_base, of_variation, of_table):
+        assert str(caught.value).startswith(f"{tmp_path / 'ablation.toml'}: ")
+
+
+def test_an_error_of_a_setting_does_not_name_the_file(ablation, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "ablate.sed=[0]")
+
+    assert str(caught.value).startswith("unknown key ablate.sed; keys are")
 
 
 def test_a_setting_that_a_variation_would_overrule_is_refused(ablation):
