@@ -127,8 +127,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
                 raise AlreadyExists(
                     f"{run_dir} is finished and has no checkpoint to continue from: a run "
                     "shorter than checkpoint.every_seconds keeps none, unless "
-                    "checkpoint.every_steps is set; choose another folder with --run to train "
-                    "from the first sample"
+                    "checkpoint.every_steps is set, nor does one that could not write any; choose "
+                    "another folder with --run to train from the first sample"
                 )
             _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
         yield Reopened(folder, before, saved, 0 if last is None else last.number, None)
