@@ -126,16 +126,19 @@ def test_a_new_folder_may_be_resumed(small_config, tmp_path, capsys):
     assert "is new: training starts from the first sample" in capsys.readouterr().err
 
 
-def test_rows_of_a_run_that_was_killed_before_it_made_its_folder_are_removed(
-    small_config, tmp_path
-):
+def test_rows_of_a_run_that_was_killed_at_its_begin_or_end_are_removed(small_config, tmp_path):
     config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
-    (tmp_path / "run.cold").mkdir()
-    (tmp_path / "run.cold" / "arrays.json").write_text("{}")
+    own = tmp_path / "run.cold"
+    own.mkdir()  # before it made its folder
     with pytest.raises(AlreadyExists, match=r"run\.cold, the folder for rows in files, exists"):
         run(config, tmp_path / "run")
 
     assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
+    own.mkdir()  # after it wrote its record
+    (own / "arrays.json").write_text("{}")
+
+    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
+    assert not own.exists()
 
 
 def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, tmp_path):
@@ -196,16 +199,18 @@ def test_a_run_does_not_continue_without_the_pooling_that_it_had(small_config, t
         run(small_config(*SETTINGS), tmp_path / "run", resume=True)
 
 
-def test_the_budget_of_faes_schedule_may_not_change(small_config, tmp_path, stop_at):
+def test_what_decides_faes_order_may_not_change(small_config, tmp_path, stop_at):
     settings = (*SETTINGS, *CASES["fae"])
     stop_at((5, None))
     with pytest.raises(Killed):
         run(small_config(*settings), tmp_path / "run")
 
-    with pytest.raises(
-        ConfigError, match=r"with budget '24KiB': .* '20KiB' and schedule.name 'fae'"
+    for key, told in (
+        ("budget=24KiB", "budget '24KiB': .* '20KiB'"),
+        ("eval.max_samples=9", "eval.max_samples 9: .* 50000"),  # of the loss that sets the rate
     ):
-        run(small_config(*settings, "budget=24KiB"), tmp_path / "run", resume=True)
+        with pytest.raises(ConfigError, match=f"with {told} and schedule.name 'fae'"):
+            run(small_config(*settings, key), tmp_path / "run", resume=True)
 
 
 @pytest.fixture

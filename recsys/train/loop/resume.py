@@ -44,7 +44,8 @@ _MAY_DIFFER = (
 _TABLES_THAT_MAY_DIFFER = ("schedule", "eval", "checkpoint", "early_stopping")
 # They decide which samples come when, or in which order.
 _OF_ORDER = ("schedule.permute_within_batch", "schedule.permutation_seed")
-_OF_FAE = ("budget", "plan")
+# The adaptive rate of "fae" follows the loss of these evaluations.
+_OF_FAE = ("budget", "plan", "eval.max_samples", "eval.batch_size")
 
 
 class Reopened(NamedTuple):
@@ -69,8 +70,8 @@ class Reopened(NamedTuple):
 def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator[Reopened | None]:
     """Open and lock the folder of a run, and check that it can continue with a configuration.
 
-    Nothing is written to the folder. If it is new, rows that a killed run left beside it are
-    removed.
+    Nothing is written to the folder. If it is new or its run is finished, rows that a killed
+    process left beside it are removed.
 
     Args:
         config: The configuration to continue with.
@@ -87,9 +88,9 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
             fit the run; or `number` is given and the folder is new or nothing is left to do.
         StoreError: there is no data.
     """
-    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
-        from recsys.train.loop.cold_folder import remove_own_folder  # imports PyTorch
+    from recsys.train.loop.cold_folder import remove_own_folder  # imports PyTorch
 
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
         if number is not None:
             raise ConfigError(f"{run_dir} is new and has no checkpoint {number}; name another run")
         remove_own_folder(run_dir)  # of a run that was killed before it made its folder
@@ -114,6 +115,7 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
                     f"{run_dir} is finished, so it does not continue from checkpoint {number}; "
                     f"leave out --checkpoint, or set epochs above {before.epochs}"
                 )
+            remove_own_folder(run_dir)  # of a process that was killed after it wrote its record
             _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
             yield Reopened(folder, before, None, 0, record)
             return
