@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recsys._support.files import alone_in
 from recsys.config import ScheduleConfig
 from recsys.config_callbacks import EarlyStoppingConfig
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
@@ -130,6 +131,11 @@ def test_rows_of_a_run_that_was_killed_at_its_begin_or_end_are_removed(small_con
     config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
     own = tmp_path / "run.cold"
     own.mkdir()  # before it made its folder
+    with (
+        alone_in(own, "recsys train"),
+        pytest.raises(ConfigError, match=r"is at work in .*cold; wait"),
+    ):
+        run(config, tmp_path / "run")
     with pytest.raises(AlreadyExists, match=r"run\.cold, the folder for rows in files, exists"):
         run(config, tmp_path / "run")
 

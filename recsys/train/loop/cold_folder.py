@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from recsys._support.files import alone_in
 from recsys.embeddings.tiers.cold.left_files import remove_cold_files
@@ -29,7 +29,7 @@ def cold_folder(config: TrainConfig, run_dir: Path) -> Iterator[str]:
 
     Raises:
         AlreadyExists: the folder exists.
-        ConfigError: another run with the same `run_dir` has just made it.
+        ConfigError: another run is at work in it.
     """
     path = cold_path(config, run_dir)
     if not path or config.cold_path:
@@ -39,7 +39,7 @@ def cold_folder(config: TrainConfig, run_dir: Path) -> Iterator[str]:
     try:
         own.mkdir(parents=True)
     except FileExistsError:  # just now
-        raise _exists(own) from None
+        _refuse(own)
     with alone_in(own, _COMMAND):
         try:
             yield path
@@ -52,6 +52,7 @@ def cold_path(config: TrainConfig, run_dir: Path) -> str:
 
     Raises:
         AlreadyExists: the folder exists.
+        ConfigError: another run is at work in it.
     """
     if config.cold_tier == "host" or config.cold_path:
         if config.cold_path and Path(config.cold_path).exists():
@@ -62,14 +63,16 @@ def cold_path(config: TrainConfig, run_dir: Path) -> str:
         return config.cold_path
     own = own_folder(run_dir)
     if own.exists():
-        raise _exists(own)
+        _refuse(own)
     return str(own)
 
 
-def _exists(own: Path) -> AlreadyExists:
-    return AlreadyExists(
-        f"{own}, the folder for rows in files, exists; delete it, or set cold_path"
-    )
+def _refuse(own: Path) -> NoReturn:
+    """Refuse a folder that exists; one that a run is at work in must not be deleted."""
+    if own.is_dir():
+        with alone_in(own, _COMMAND):
+            pass
+    raise AlreadyExists(f"{own}, the folder for rows in files, exists; delete it, or set cold_path")
 
 
 def remove_left_rows(
