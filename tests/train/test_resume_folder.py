@@ -221,10 +221,13 @@ def test_what_decides_faes_order_may_not_change(small_config, tmp_path, stop_at)
 
 @pytest.fixture
 def prepare(raw_line, tmp_path):
-    """Makes a store with a name and a number of samples."""
+    """Makes a store with a name, a number of samples, and of values of each table."""
 
-    def prepare(name, num_lines):
-        lines = (raw_line(str(line % 3 // 2), [str(line % 5)] * 13) for line in range(num_lines))
+    def prepare(name, num_lines, num_values=1):
+        lines = (
+            raw_line(str(line % 3 // 2), [str(line % 5)] * 13, [f"{line % num_values:08x}"] * 26)
+            for line in range(num_lines)
+        )
         (tmp_path / "raw.txt").write_text("\n".join(lines))
         prepare_criteo_kaggle([tmp_path / "raw.txt"], tmp_path / name, show_progress=False)
 
@@ -233,11 +236,12 @@ def prepare(raw_line, tmp_path):
 
 def test_data_may_move_but_not_change(small_config, prepare, tmp_path, stop_at):
     prepare("store", 700)
-    prepare("other", 701)
+    prepare("other", 700, num_values=2)  # tables of another size
     config = small_config("batch_size=64", "checkpoint.every_steps=2", f"data={tmp_path / 'store'}")
     stop_at((5, None))
     with pytest.raises(Killed):
         run(config, tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()  # as after a kill
     (tmp_path / "store").rename(tmp_path / "moved")
     with pytest.raises(StoreError, match="does not exist; go to the folder in which it was"):
         run(config, tmp_path / "run", resume=True)

@@ -105,8 +105,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         if config.data == before.data:
             folder.require_data(config.data)
         record = folder.read_record() if folder.record_file.is_file() else None
-        if record is not None:  # a run that was killed has none; its checkpoint knows its data
-            _require_same_data(folder, record, config)
+        if record is not None:
+            _require_same_data(folder, record["data"].get("fingerprint"), config)
         is_finished = record is not None and record["status"] == "finished"
         lacks_model = config.save_model and not folder.model_file.is_file()
         if is_finished and config.epochs == before.epochs and not lacks_model:
@@ -133,6 +133,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
                     "another folder with --run to train from the first sample"
                 )
             _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
+        elif record is None:  # the run was killed
+            _require_same_data(folder, _fingerprint_of(folder, saved), config)
         yield Reopened(folder, before, saved, 0 if last is None else last.number, None)
 
 
@@ -201,18 +203,37 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
         )
 
 
-def _require_same_data(folder: RunFolder, record: Mapping[str, Any], config: TrainConfig) -> None:
-    """Check that the data of a configuration is that of a run's record.
+def _require_same_data(folder: RunFolder, known: str | None, config: TrainConfig) -> None:
+    """Check that the data of a configuration is that of a run.
+
+    Args:
+        folder: The folder of the run.
+        known: The fingerprint of its data; None in older records.
+        config: The configuration.
 
     Raises:
-        ConfigError: its fingerprint differs.
+        ConfigError: the fingerprint differs.
     """
     from recsys.train.loop.run_state import require_fingerprint  # imports PyTorch
     from recsys.train.parts.build import open_source
 
-    known = record["data"].get("fingerprint")  # older records lack it
     if known is not None:
         require_fingerprint(folder.path, known, open_source(config))
+
+
+def _fingerprint_of(folder: RunFolder, saved: Saved) -> Any:
+    """The fingerprint of the data of a checkpoint.
+
+    Raises:
+        CheckpointError: its manifest is damaged.
+    """
+    from recsys.train.checkpoint.contents import errors_of_state  # imports PyTorch
+    from recsys.train.checkpoint.manifest import read_manifest
+
+    shards = saved.shards
+    place = folder.checkpoints_folder if shards is None else shards.folders[0]
+    with errors_of_state():
+        return read_manifest(place, saved.number).state["state"]["state"]["data"]
 
 
 def _may_differ(key: str, *, is_fae: bool) -> bool:
