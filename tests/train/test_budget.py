@@ -75,8 +75,10 @@ def test_rows_in_files_without_a_budget_are_told_of_the_key(small_settings, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_takes_the_budget_that_its_error_names(small_settings, tmp_path, capsys):
-    command = ["train", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few steps to skip in
+@pytest.mark.parametrize("more", ["seed=1", "skip.policy=observe"])  # which takes of the budget
+def test_the_command_takes_the_budget_that_its_error_names(small_settings, tmp_path, capsys, more):
+    command = ["train", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES, "--set", more]
     run = tmp_path / "run"
 
     assert main([*command, "--set", "budget=1KiB", "--run", str(run)]) == 2

@@ -13,6 +13,7 @@ import torch
 
 from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
 from recsys.batch import feature_tables, features_by_table
+from recsys.embeddings.staleness.followed_rows import tracked_bytes
 from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train.parts.providers import row_optimizer
@@ -142,9 +143,24 @@ def enough_bytes(config: TrainConfig, source: SampleSource, num_batches: int = 1
         for table, size in sizes.items()
     }
     needs = MemoryNeeds(config, source)
-    floor = needs.floor(needs.slots(most))
+    of_tracker = _tracker_bytes(config, source)
+    floor = needs.floor(needs.slots(most)) + of_tracker
     # Where every row is resident there is no row map, so everything may take less.
-    return min(floor, needs.everything) if config.cold_tier == "host" else floor
+    is_resident = config.cold_tier == "host" and needs.everything <= floor
+    return needs.everything + of_tracker if is_resident else floor
+
+
+def _tracker_bytes(config: TrainConfig, source: SampleSource) -> int:
+    """Bytes of the budget that following the drift of rows takes; 0 without it."""
+    if not config.skip.needs_stale_rows:
+        return 0
+    staleness = config.skip.staleness.settings()
+    groups: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for table, size in source.table_sizes.items():
+        dim = config.model.dim_of(table)
+        group = groups.setdefault((dim, config.model.pooling.get(table, "sum")), [])
+        group.append(torch.empty(size, dim, device="meta"))
+    return sum(tracked_bytes(tables, staleness) for tables in groups.values())
 
 
 def first_batch(config: TrainConfig, source: SampleSource) -> Batch:
