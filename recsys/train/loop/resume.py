@@ -127,10 +127,10 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         if saved is None:
             if is_finished:
                 raise AlreadyExists(
-                    f"{run_dir} is finished and has no checkpoint to continue from: a run "
-                    "shorter than checkpoint.every_seconds keeps none, unless "
-                    "checkpoint.every_steps is set, nor does one that could not write any; choose "
-                    "another folder with --run to train from the first sample"
+                    f"{run_dir} is finished and has no checkpoint to continue from: none could be "
+                    "written, or it was shorter than checkpoint.every_seconds and "
+                    "checkpoint.every_steps was not set; choose another folder with --run to train "
+                    "from the first sample"
                 )
             _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
         elif record is None:  # the run was killed
