@@ -152,7 +152,7 @@ def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, t
     run(config, tmp_path / "run")
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
 
-    with pytest.raises(AlreadyExists, match=r"no checkpoint to continue from: none could be written"):
+    with pytest.raises(AlreadyExists, match=r"checkpoint to continue from: none could be written"):
         run(replace(config, epochs=2), tmp_path / "run", resume=True)
 
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
