@@ -18,7 +18,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -184,14 +184,19 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         """The tiers of the rows; empty if all are in fast memory."""
         return [] if self.collection is None else self.collection.tiers()
 
-    @property
-    def _emb_modules(self) -> NoReturn:
-        """Refuse what reads FBGEMM's kernels, such as managed collisions."""
-        raise NotImplementedError(
-            "TorchRec's managed collisions, pruning of tables (ITEP) and trackers of optimizer "
-            "state read FBGEMM's kernels, and recsys tables have none; use TorchRec's own sharder "
-            "for these tables"
-        )
+    def __getattr__(self, name: str) -> Any:
+        """Say which parts of TorchRec need what these tables lack: FBGEMM's kernels.
+
+        Raises:
+            AttributeError: there is no such attribute.
+        """
+        if name == "_emb_modules":
+            raise AttributeError(
+                "TorchRec's managed collisions, pruning of tables (ITEP) and trackers of optimizer "
+                "state read FBGEMM's kernels, and recsys tables have none; use TorchRec's own "
+                "sharder for these tables"
+            )
+        return super().__getattr__(name)
 
     # What TorchRec calls its lookups for: optimizers and checkpoints.
 

@@ -14,6 +14,7 @@ from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.fp_embeddingbag import (  # noqa: E402
     FeatureProcessedEmbeddingBagCollectionSharder,
 )
+from torchrec.distributed.memory_stashing import MemoryStashingManager  # noqa: E402
 from torchrec.distributed.sharding_plan import (  # noqa: E402
     column_wise,
     construct_module_sharding_plan,
@@ -213,8 +214,9 @@ def test_kernels_of_fbgemm_are_refused_by_name(process_group):
     apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
     [lookup] = shard(model, row_wise()).module.ebc._lookups
 
-    with pytest.raises(NotImplementedError, match="managed collisions, pruning of tables"):
+    with pytest.raises(AttributeError, match="managed collisions, pruning of tables"):
         list(lookup._emb_modules)  # as TorchRec's managed collisions do
+    assert MemoryStashingManager.stash_embedding_weights(lookup) is None  # it asks by hasattr
 
 
 def test_an_exchange_is_one_of_three():

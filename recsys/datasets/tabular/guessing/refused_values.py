@@ -1,9 +1,11 @@
-"""Warnings about values that `recsys prepare table` refuses in the columns of a draft."""
+"""Warnings about what `recsys prepare table` refuses in a draft."""
 
 from __future__ import annotations
 
 from math import isinf
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["missing_values", "refused_values"]
 
-_MOST = 3.4028234663852886e38  # of float32
+_MOST = float(np.finfo(np.float32).max)
 _WAYS_OUT = {
     "timestamp": "leave out the key timestamp, and change [split]",
     "weight": "leave out the key weight",
@@ -21,9 +23,7 @@ _WAYS_OUT = {
 
 
 def refused_values(facts: Iterable[ColumnFacts], tree: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each column of a draft with refused values, the label aside.
-
-    And one for a draft without a column for an embedding table.
+    """A sentence for each refusal: of values in a column, the label aside, or of the whole draft.
 
     Args:
         facts: The columns.
