@@ -60,7 +60,6 @@ from tables_of_slipstream import (
     write_policies,
 )
 from tables_of_tiers import tiers_file_table, tiers_table
-from tables_of_what_if import what_if_table
 
 from recsys.bench.parts.tiers_curve import write_curve
 
@@ -83,7 +82,6 @@ DOCUMENTS = (
     "docs/slipstream.md",
     "docs/synthetic.md",
     "docs/tables.md",
-    "docs/what-if.md",
 )
 CURVES = ("tiers.json",)
 # Files of results of skipping: whether nothing ran beside their cells, so that times compare.
@@ -158,7 +156,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "synthetic": partial(synthetic_table, "synthetic.json"),
     "tiers": partial(tiers_table, "tiers.json"),
     "tiers_file": partial(tiers_file_table, "tiers_file.json"),
-    "what_if": partial(what_if_table, "what_if.json"),
     "coverage": partial(coverage_table, "synthetic_coverage.json"),
     "continuation": partial(continuation_table, "synthetic_coverage.json"),
     "planted": partial(planted_table, "synthetic_coverage.json"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
-from recsys._support.files import TOO_MUCH, as_argument, require_files, require_place
+from recsys._support.files import TOO_MUCH, require_files, require_place
 from recsys._support.plain_warnings import plain_warnings
 from recsys.cli.benches import add_bench_options
 from recsys.cli.checks import require_data, require_model
@@ -25,7 +25,6 @@ from recsys.cli.output import INTERRUPTED, accept_any_text
 from recsys.cli.popularity import add_popularity_options
 from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
-from recsys.cli.what_if import add_what_if_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.errors import ConfigError, RecsysError
 from recsys.report.records import find_record
@@ -116,7 +115,6 @@ def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add_popularity_options(commands)
     _add_run_options(commands)
     add_predict_options(commands)
-    add_what_if_options(commands)
     add_bench_options(commands)
     return parser, commands
 
@@ -260,16 +258,11 @@ def _train(options: argparse.Namespace) -> int:
         print(dry_run(config, run_dir))
         return 0
     from recsys.report.summary import format_run
-    from recsys.train.parts.models import is_unpooled
     from recsys.train.trainer import train
-    from recsys.what_if.changes import reason_against
 
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
     if not is_launched() or os.environ["RANK"] == "0":
         print(format_run(record, run_dir))
-        is_told = record.get("tiers") is not None and not is_unpooled(config.model)
-        if is_told and not reason_against(config, record):
-            print(f"recsys what-if {as_argument(run_dir)} predicts other budgets, depths and tiers")
     return INTERRUPTED if record["status"] == "interrupted" else 0
 
 

@@ -37,7 +37,6 @@ GROUPS: Final = {
     "fast memory": {
         "profile": "count lookups per row, and print the coverage of the most popular rows",
         "plan": "choose the hot rows for a budget, and print the coverage of several budgets",
-        "what-if": "predict the speed of a run with another budget, depth, tier or batch size",
     },
     "speed": {"bench": "measure against other libraries"},
 }

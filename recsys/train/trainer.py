@@ -41,7 +41,7 @@ from recsys.train.loop.settings_warnings import (
     warn_of_threads,
     warn_of_unread_keys,
 )
-from recsys.train.loop.tier_report import describe_tiers, describe_transfers
+from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import (
     autocast,
     build_pipeline,
@@ -156,7 +156,6 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
             callbacks.start(run.folder.path, record)
             with progress:
                 fit(run, interrupted)
-            record["transfers"] = describe_transfers(run.built.saved)
             metrics[split] = progress.last_evaluation
             is_finished = _save_and_evaluate(run, metrics, interrupted)
             record["status"] = "finished" if is_finished else "interrupted"

@@ -80,7 +80,6 @@ def test_options_are_these_and_no_others():
             "--config": "",
             "--set": "",
         },
-        "what-if": {"run": "", "--set": "", "--beside": "", "--steps": "", "--json": ""},
         "train": {
             "data": "",
             "--config": "",

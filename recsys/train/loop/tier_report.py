@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.tiers.counts import HitRates
-from recsys.embeddings.tiers.transfers import MoveSeconds
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["describe_tiers", "describe_transfers"]
+__all__ = ["describe_tiers"]
 
 
 def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
@@ -48,23 +47,4 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
             each.residency.counts.num_written_back * each.hot.row_bytes for each in tiers
         ),
         "exposed_fetch_seconds": sum(each.residency.times.exposed.total for each in tiers),
-    }
-
-
-def describe_transfers(model: nn.Module) -> dict[str, Any] | None:
-    """Rows moved so far and the seconds that this took; None where all rows are resident.
-
-    The seconds are those of transfers, in any thread, whether or not training waited for them.
-    Called after the last step, so rows that are written back to save the model do not count.
-    """
-    tiers = tiers_of(model)
-    if not tiers:
-        return None
-    counts = [each.residency.counts for each in tiers]
-    busy = sum((each.residency.times.busy for each in tiers), MoveSeconds())
-    return {
-        "fetched_rows": sum(each.num_fetched for each in counts),
-        "written_back_rows": sum(each.num_written_back for each in counts),
-        "fetch_seconds": busy.fetch,
-        "write_back_seconds": busy.write_back,
     }
