@@ -38,6 +38,7 @@ from recsys.conversion.model_plan import require_arguments
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.rows.table_parameter import storage_address
 from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
+from recsys.embeddings.update.tiering import require_own_memory
 from recsys.embeddings.updaters import make_updater
 
 if TYPE_CHECKING:
@@ -332,6 +333,9 @@ def _choose_tiering(
     if budgeted is not None:
         _require_own_memory(model, {table.weight: table.name for table in updated})
     names = {table.weight: table.name for table in reversed(updated)}
+    if cold_tier == "file":  # before each table gets a file of its own
+        own = [(name, weight) for weight, name in names.items() if weight.is_cpu]
+        require_own_memory(reversed(own))
     files = open_cold_files(
         cold_tier,
         cold_path,

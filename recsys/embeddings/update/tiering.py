@@ -17,7 +17,7 @@ from recsys.embeddings.tiers.budget import (
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from weakref import ref
 
     import numpy as np
@@ -38,6 +38,7 @@ __all__ = [
     "make_room",
     "move_slots",
     "move_tables",
+    "require_own_memory",
     "stay_resident",
 ]
 
@@ -64,7 +65,10 @@ def divide_first(
     on_meta = [each.group for each in groups if each.group.tables[0].device.type == "meta"]
     if not on_meta:
         # Tables on a device are copied to the host anyway.
-        _require_own_memory([each.group for each in groups if each.group.kernels.errors is None])
+        in_host_memory = [each.group for each in groups if each.group.kernels.errors is None]
+        require_own_memory(
+            pair for each in in_host_memory for pair in zip(each.names, each.tables, strict=True)
+        )
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
     sizes = [each.space_size() for each in groups]
     divided = divide_for_pinned(budget_bytes, sizes, rows, may_stay=may_stay)
@@ -287,14 +291,16 @@ def _tiers_of(each: GroupUpdater) -> Tiers:
     return tiers
 
 
-def _require_own_memory(groups: Sequence[TableGroup]) -> None:
+def require_own_memory(tables: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse tables for two tiers that share memory: a row would be in two slots.
+
+    Args:
+        tables: The tables in host memory, with their names.
 
     Raises:
         ValueError: a table is a part of a larger tensor, or shares its memory with another one.
     """
     known: dict[int, str] = {}  # names by address
-    tables = [pair for each in groups for pair in zip(each.names, each.tables, strict=True)]
     for name, table in tables:
         if table.nbytes:
             if (address := table.data_ptr()) in known:

@@ -418,7 +418,8 @@ def test_a_storage_that_moves_in_place_keeps_what_is_written_back(moved):
     assert torch.equal(resident.weight, tiered.weight)
 
 
-def test_two_parameters_on_one_memory_are_refused_with_a_budget():
+@pytest.mark.parametrize("tier", ["host", "file"])
+def test_two_parameters_on_one_memory_are_refused_with_a_budget(tier, tmp_path):
     rows = torch.randn(NUM_ROWS, DIM)
     model = nn.ModuleList(
         nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", sparse=True)
@@ -426,9 +427,16 @@ def test_two_parameters_on_one_memory_are_refused_with_a_budget():
     )
 
     with pytest.raises(ValueError, match=r"'0' and '1' are two Parameters on one memory.*b.weight"):
-        recsys.accelerate(model, optimizer=SGD(lr=0.5), budget=6000)
+        recsys.accelerate(
+            model,
+            optimizer=SGD(lr=0.5),
+            budget=6000,
+            cold_tier=tier,
+            cold_path=tmp_path / "rows" if tier == "file" else None,
+        )
 
     assert type(model[0]) is nn.EmbeddingBag
+    assert not list(tmp_path.iterdir())
 
 
 TAKE = {
