@@ -29,6 +29,7 @@ __all__ = [
     "find_recsys",
     "find_replaceable",
     "give_back",
+    "holders_of",
     "named_tables_in",
     "names_of",
     "tables_of",
@@ -157,7 +158,7 @@ def counterpart(module: nn.Module) -> AbstractTables:
 
 def give_back(ours: AbstractTables, module: nn.Module) -> None:
     """Give the module that `ours` replaced its Parameters, and what was set on `ours` meanwhile."""
-    for new, old in [(ours, module), *zip(ours.holders(), _holders(module), strict=True)]:
+    for new, old in [(ours, module), *zip(ours.holders(), holders_of(module), strict=True)]:
         if isinstance(new, TableModule):
             for name, value in new.__dict__.items():
                 if name not in _OURS and not hasattr(TableModule, name):
@@ -170,7 +171,7 @@ def give_back(ours: AbstractTables, module: nn.Module) -> None:
 _OURS = ("row_optimizer", KEPT)  # attributes of objects only; torch's modules have neither
 
 
-def _holders(module: nn.Module) -> list[nn.Module]:
+def holders_of(module: nn.Module) -> list[nn.Module]:
     """The modules whose `weight`s are the tables of a torch or TorchRec module."""
     for name in ("embedding_bags", "embeddings"):
         if hasattr(module, name):

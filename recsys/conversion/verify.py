@@ -1,18 +1,16 @@
-"""`verify`: compares a model with its accelerated copy, step by step, on the user's own data.
+"""`verify`: compares a step of a model with the same step of its accelerated copy.
 
-In float32 two correct runs drift apart by rounding, faster and faster. So every step begins from
-the same state, and `verify` compares what this one step changes. In float64 it compares whole runs.
-With a budget it makes two more runs, one with all rows in fast memory and one at the budget. Those
-must be equal to the last bit.
+Two correct runs in float32 drift apart by rounding, faster and faster. So every mini-batch is one
+step from the model's present state: forward, gradients and one update.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from recsys._support.arguments import is_number, is_whole
 from recsys._support.counted import counted
 from recsys.conversion.accelerate import accelerate
+from recsys.conversion.exchange import holders_of
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.optimizer import shown_optimizer
 from recsys.errors import ConfigError
@@ -33,8 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Difference", "Verification", "verify"]
 
-_KEPT_PER_TENSOR = 20
+_KEPT_PER_TENSOR = 5
 _BLOCK = 1 << 22  # numbers compared at once
+
+_Numbers = dict[tuple[str, str], Tensor]  # by kind and name
 
 
 @dataclass(frozen=True)
@@ -78,31 +79,25 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`; prints as a table.
+    """The result of `verify`; prints as a few lines.
 
     Attributes:
         differences: The worst ones of every step and tensor.
         comparisons: By kind of number.
-        num_steps: Steps compared.
-        num_samples: Samples compared; None if it cannot be read from the batches.
-        is_whole_run: True if both runs went on independently; False if each step began from the
-            same state.
+        num_steps: Steps compared, each from the same state.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
         notes: Known reasons to differ: see `recsys.conversion.accelerate.Replacement`.
-        tiers: A sentence that says where the rows of `tiered` were.
-        tiered: The run at the budget compared with all rows in fast memory; None without a budget.
+        tiered: The steps at the budget compared with those that have all rows in fast memory; None
+            without a budget.
     """
 
     differences: list[Difference]
     comparisons: dict[str, Comparison]
     num_steps: int
-    num_samples: int | None
-    is_whole_run: bool
     rtol: float
     atol: float
     notes: Sequence[str] = ()
-    tiers: str = ""
     tiered: Verification | None = None
 
     @property
@@ -111,34 +106,24 @@ class Verification:
         return not self.differences and (self.tiered is None or self.tiered.ok)
 
     def __str__(self) -> str:
-        import pandas as pd  # takes as long as a step or two
-
-        samples = "" if self.num_samples is None else f", {self.num_samples:,} samples"
-        compared = "as one run" if self.is_whole_run else "each from the same state"
         verdict = "DIFFERS" if self.differences else "agrees"
         tolerance = f"rtol {self.rtol:g}, atol {self.atol:g}"
         if not self.rtol and not self.atol:
             tolerance = "to the last bit"
-        lines = [
-            f"{verdict}: {counted(self.num_steps, 'step')}{samples}, {compared}; {tolerance}",
-            pd.DataFrame(
-                {
-                    "compared": [each.num_values for each in self.comparisons.values()],
-                    "different": [each.num_different for each in self.comparisons.values()],
-                    "largest error / tolerance": [
-                        each.largest_error for each in self.comparisons.values()
-                    ],
-                },
-                index=list(self.comparisons),
-            ).to_string(float_format="{:.3g}".format),
-            *self.notes,
-        ]
-        if self.differences:
-            worst = sorted(self.differences, key=lambda each: -each.error_over_tolerance)
-            table = pd.DataFrame([vars(each) for each in worst[:_KEPT_PER_TENSOR]])
-            lines += ["the worst:", table.astype({"row": "Int64"}).to_string(index=False)]
+        lines = [f"{verdict}: {counted(self.num_steps, 'step')}; {tolerance}"]
+        for what, found in self.comparisons.items():
+            lines.append(
+                f"  {what:<10}{found.num_values:>12,} compared, {found.num_different:,} different, "
+                f"largest error / tolerance {found.largest_error:.3g}"
+            )
+        worst = sorted(self.differences, key=lambda wrong: -wrong.error_over_tolerance)
+        for wrong in worst[:_KEPT_PER_TENSOR]:
+            row = "" if wrong.row is None else f", row {wrong.row}"
+            place = f"step {wrong.step}, {wrong.what} {wrong.name}{row}"
+            lines.append(f"  {place}: expected {wrong.expected:g}, got {wrong.got:g}")
+        lines += self.notes
         if self.tiered is not None:
-            lines += ["", f"compared with all rows in fast memory: {self.tiers}", str(self.tiered)]
+            lines.append(f"on the budget, beside all rows in fast memory {self.tiered}")
         return "\n".join(lines)
 
 
@@ -154,15 +139,17 @@ def verify(
     budget: int | str | None = None,
     lazy_adam: bool = False,
 ) -> Verification:
-    """Train two copies of a model, one of them accelerated, and compare everything.
+    """Train one step of two copies of a model, one of them accelerated, and compare everything.
+
+    Each batch is a step of its own from the model's present state, of copies that are made for it.
+    The accelerated copy has all tables that recsys can take (`always=True` of `accelerate`).
 
     In float32 plain PyTorch adds the gradients of equal rows to the row one by one and rounds each
     time; recsys adds their sum. If a batch looks a row up hundreds of times, a number near 0 may
     therefore differ by more than `atol`. A run in float64 shows whether that is the only cause.
 
     A gradient that is zero but for rounding, such as that of a bias before a `BatchNorm`, makes a
-    visible step in Adagrad and Adam, which divide it by its own size. In float64, where whole runs
-    are compared, such a parameter may differ by some 1e-8.
+    visible step in Adagrad and Adam, which divide it by its own size.
 
     With `scale_grad_by_freq` on the CPU, the two differ where torch divides a row's gradient by the
     count of another row. `notes` of the result says so.
@@ -172,17 +159,17 @@ def verify(
 
     Args:
         model: As for `recsys.accelerate`.
-        batches: `verify` takes up to `steps` of them, and gives each to `loss` twice.
+        batches: `verify` takes up to `steps` of them, and gives each to `loss` twice, or three
+            times with a budget.
         loss: Maps the model and a batch to a scalar.
         optimizer: The model's optimizer, or several, or a function that maps `parameters()` to one.
         steps: The most steps to compare.
-        rtol: Relative tolerance. Default: 1e-9 if all rows are float64 (then whole runs are
-            compared), else 1e-5.
+        rtol: Relative tolerance. Default: 1e-9 if all rows are float64, else 1e-5.
         atol: Absolute tolerance. Default: 1e-9 if all rows are float64, else 1e-7.
-        budget: As for `recsys.accelerate`. If it is given, a run at this budget is compared with
-            one that has all rows in fast memory, and all batches are kept in memory.
-        lazy_adam: As for `recsys.accelerate`. Plain Adam updates rows that are not looked up, so
-            the two differ; `notes` says how.
+        budget: As for `recsys.accelerate`. If it is given, each step is also made at this budget,
+            and must be equal to the last bit to that with all rows in fast memory.
+        lazy_adam: As for `recsys.accelerate`. The plain copy then has `torch.optim.SparseAdam` for
+            the tables, whose rule it is, with the settings and the state of Adam.
 
     Returns:
         What was compared, and what differs.
@@ -197,28 +184,37 @@ def verify(
             or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
     """
     _require_arguments(model, optimizer, steps, rtol, atol)
-    devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
-    batches = islice(batches, steps)
-    if budget is not None:
-        batches = list(batches)
-    with torch.random.fork_rng(devices=devices):
-        plain, ours = _Run(model, optimizer), _Run(model, optimizer)
-        verdict = _compare_each_step(
-            plain, ours, batches, loss, devices, rtol, atol, lazy_adam=lazy_adam
-        )
-    if budget is None:
-        return verdict
-    del plain, ours  # never keep more than two copies
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lazy_adam")
-        resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
-        resident.accelerate(lazy_adam=lazy_adam)
-        tiers = tiered.accelerate(lazy_adam=lazy_adam, budget=budget).tiers
-        exact = _compare_to_the_last_bit(resident, tiered, batches, loss, devices)
-    whole = Verification(
-        exact.differences, exact.comparisons, verdict.num_steps, verdict.num_samples, True, 0.0, 0.0
+    is_double = all(table.dtype == torch.float64 for table in _tables_in(model))
+    comparer = _Comparer(
+        rtol=rtol if rtol is not None else 1e-9 if is_double else 1e-5,
+        atol=atol if atol is not None else 1e-9 if is_double else 1e-7,
     )
-    return replace(verdict, tiers=tiers, tiered=whole)
+    exact = _Comparer(rtol=0.0, atol=0.0)
+    devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
+    num_steps, notes = 0, []
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
+        for step, batch in enumerate(islice(batches, steps)):
+            plain, ours = _Run(model, optimizer), _Run(model, optimizer)
+            accelerated = ours.accelerate(lazy_adam=lazy_adam)
+            if lazy_adam:
+                plain.use_sparse_adam(accelerated)
+            expected = plain.numbers_after_step(loss, batch, devices)
+            got = ours.numbers_after_step(loss, batch, devices)
+            comparer.compare_all(step, expected, got)
+            del plain, expected  # never keep more than two copies
+            if budget is not None:
+                tiered = _Run(model, optimizer)
+                tiered.accelerate(lazy_adam=lazy_adam, budget=budget)
+                at_budget = tiered.numbers_after_step(loss, batch, devices)
+                tiered.sync()
+                exact.compare_all(step, got, at_budget)
+                del tiered, at_budget
+            num_steps, notes = step + 1, accelerated.notes
+            del ours, got
+    if not num_steps:
+        raise ValueError("batches must have at least one, got none: is the iterator used up?")
+    return comparer.verdict(num_steps, notes, None if budget is None else exact.verdict(num_steps))
 
 
 def _require_arguments(
@@ -242,67 +238,9 @@ def _require_arguments(
     _refuse_optimizers_in_backward(model)
 
 
-def _compare_each_step(
-    plain: _Run,
-    ours: _Run,
-    batches: Iterable[Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    devices: list[torch.device],
-    rtol: float | None,
-    atol: float | None,
-    *,
-    lazy_adam: bool,
-) -> Verification:
-    """Accelerate one of two runs, and compare what each step changes; whole runs in float64."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
-        notes = ours.accelerate(lazy_adam=lazy_adam).notes
-    is_whole_run = all(table.dtype == torch.float64 for table in ours.tables)
-    comparer = _Comparer(
-        rtol=rtol if rtol is not None else 1e-9 if is_whole_run else 1e-5,
-        atol=atol if atol is not None else 1e-9 if is_whole_run else 1e-7,
-    )
-    samples: list[int | None] = []
-    for step, batch in enumerate(batches):
-        with torch.random.fork_rng(devices=devices):
-            expected = plain.step(loss, batch)
-        got = ours.step(loss, batch)
-        comparer.compare(step, "loss", "", expected, got)
-        comparer.compare_all(step, plain, ours)
-        if not is_whole_run:
-            ours.continue_from(plain)
-        samples.append(_num_samples(batch))
-    if not samples:
-        raise ValueError("batches must have at least one, got none: is the iterator used up?")
-    known = [each for each in samples if each is not None]
-    return Verification(
-        comparer.differences,
-        comparer.comparisons,
-        len(samples),
-        sum(known) if len(known) == len(samples) else None,
-        is_whole_run,
-        comparer.rtol,
-        comparer.atol,
-        notes,
-    )
-
-
-def _compare_to_the_last_bit(
-    expected: _Run,
-    got: _Run,
-    batches: Iterable[Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    devices: list[torch.device],
-) -> _Comparer:
-    """Train both independently; compare the loss of every step, and everything else at the end."""
-    comparer = _Comparer(rtol=0.0, atol=0.0)
-    for step, batch in enumerate(batches):
-        with torch.random.fork_rng(devices=devices):
-            value = expected.step(loss, batch)
-        comparer.compare(step, "loss", "", value, got.step(loss, batch))
-    got.sync()
-    comparer.compare_all(step, expected, got)
-    return comparer
+def _tables_in(model: nn.Module) -> set[Tensor]:
+    is_table = (nn.EmbeddingBag, nn.Embedding)
+    return {module.weight for module in model.modules() if isinstance(module, is_table)}
 
 
 def _refuse_optimizers_in_backward(model: nn.Module) -> None:
@@ -330,15 +268,41 @@ class _Run:
         else:
             # In one call, or the copied optimizers would update the original's parameters.
             self.model, self.optimizers = copy.deepcopy((model, list(optimizer)))
-        self.tables = [
-            each.weight
-            for each in self.model.modules()
-            if isinstance(each, nn.EmbeddingBag | nn.Embedding)
-        ]
+        self.tables = _tables_in(self.model)
 
     def accelerate(self, *, lazy_adam: bool, budget: int | str | None = None) -> Accelerated:
-        optimizers = self.optimizers
-        return accelerate(self.model, optimizer=optimizers, lazy_adam=lazy_adam, budget=budget)
+        return accelerate(
+            self.model,
+            optimizer=self.optimizers,
+            lazy_adam=lazy_adam,
+            budget=budget,
+        )
+
+    def use_sparse_adam(self, accelerated: Accelerated) -> None:
+        """Give the tables that were accelerated to SparseAdam where Adam has them."""
+        holders = [
+            holder
+            for replacement in accelerated.replacements
+            for holder in holders_of(self.model.get_submodule(replacement.names[0]))
+        ]
+        tables = {cast("nn.Parameter", holder.weight): holder for holder in holders}
+        for adam in list(self.optimizers):
+            if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+                continue
+            for group in adam.param_groups:
+                rows = [each for each in group["params"] if each in tables]
+                if not rows:
+                    continue
+                group["params"] = [each for each in group["params"] if each not in tables]
+                sparse_adam = torch.optim.SparseAdam(
+                    rows, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"]
+                )
+                for table in rows:
+                    tables[table].__dict__["sparse"] = True
+                    if table in adam.state:
+                        state = adam.state.pop(table)
+                        sparse_adam.state[table] = state | {"step": int(state["step"])}
+                self.optimizers.append(sparse_adam)
 
     def sync(self) -> None:
         """Write rows and state in slots back to the tables."""
@@ -346,47 +310,33 @@ class _Run:
             if isinstance(each, AbstractTables):
                 each.sync()
 
-    def step(self, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
+    def numbers_after_step(
+        self,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        devices: Sequence[torch.device],
+    ) -> _Numbers:
+        """Train one step; returns the loss and everything that a step may change."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        value = loss(self.model, batch)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
-        if value.numel() != 1:
-            raise ValueError(f"loss must return a scalar, got shape {tuple(value.shape)}")
-        value.backward()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=devices):
+            value = loss(self.model, batch)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
+            if value.numel() != 1:
+                raise ValueError(f"loss must return a scalar, got shape {tuple(value.shape)}")
+            value.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:
             optimizer.step()
-        return value.detach()
-
-    def numbers(self) -> dict[tuple[str, str], Tensor]:
-        """Everything that a step may change, by kind and name."""
-        tables = {id(table) for table in self.tables}
-        found: dict[tuple[str, str], Tensor] = {}
+        found = {("loss", ""): value.detach()}
         for name, parameter in self.model.named_parameters():
-            found["row" if id(parameter) in tables else "parameter", name] = parameter.detach()
-            for key, value in self._state_of(parameter).items():
-                if value is not None:
-                    found["state", f"{name} {key}"] = torch.as_tensor(value).detach()
+            kind = "row" if parameter in self.tables else "parameter"
+            found[kind, name] = parameter.detach()
+            for key, number in self._state_of(parameter).items():
+                if number is not None:
+                    found["state", f"{name} {key}"] = torch.as_tensor(number).detach()
         found |= {("buffer", name): buffer for name, buffer in self.model.named_buffers()}
         return found
-
-    @torch.no_grad()
-    def continue_from(self, other: _Run) -> None:
-        """Copy everything that a step may change from the other run."""
-        for mine, value in zip(
-            (*self.model.parameters(), *self.model.buffers()),
-            (*other.model.parameters(), *other.model.buffers()),
-            strict=True,
-        ):
-            _copy_if_different(mine, value)
-        for mine, value in zip(self.model.parameters(), other.model.parameters(), strict=True):
-            state = self._state_of(mine)
-            for key, number in other._state_of(value).items():
-                if isinstance(number, Tensor) and isinstance(state.get(key), Tensor):
-                    _copy_if_different(state[key], number)
-                else:
-                    state[key] = copy.deepcopy(number)
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         for optimizer in self.optimizers:
@@ -403,10 +353,17 @@ class _Comparer:
     differences: list[Difference] = field(default_factory=list)
     comparisons: dict[str, Comparison] = field(default_factory=dict)
 
-    def compare_all(self, step: int, expected: _Run, got: _Run) -> None:
+    def verdict(
+        self, num_steps: int, notes: Sequence[str] = (), tiered: Verification | None = None
+    ) -> Verification:
+        """What was compared."""
+        return Verification(
+            self.differences, self.comparisons, num_steps, self.rtol, self.atol, notes, tiered
+        )
+
+    def compare_all(self, step: int, expected: _Numbers, found: _Numbers) -> None:
         """Compare everything that a step may change."""
-        found = got.numbers()
-        for (what, name), value in expected.numbers().items():
+        for (what, name), value in expected.items():
             self.compare(step, what, name, value, found.get((what, name)))
 
     def compare(
@@ -455,25 +412,3 @@ class _Comparer:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor) if tensor.dim() else 1, -1)
-
-
-def _copy_if_different(target: Tensor, value: Tensor) -> None:
-    # Most tensors are equal, and comparing is cheaper than writing.
-    if not torch.equal(target, value):
-        target.copy_(value)
-
-
-def _num_samples(batch: Any) -> int | None:
-    """Samples of a batch that is a tensor, has labels, or contains such a value; else None.
-
-    A tensor of three or more dimensions may have its samples in any of them.
-    """
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() in (1, 2) else None
-    labels = getattr(batch, "labels", None)
-    if isinstance(labels, Tensor):
-        return len(labels)
-    parts = batch.values() if isinstance(batch, dict) else batch
-    if not isinstance(parts, list | tuple | type({}.values())):
-        return None
-    return next((found for each in parts if (found := _num_samples(each)) is not None), None)
