@@ -14,7 +14,7 @@ help:
 	@echo "make train DATA=path/train.txt.gz  prepare a raw Criteo Kaggle file and train on it"
 	@echo "           RUN=DIR ARGS='--set k=v'  folder of the run; more options of 'recsys train'"
 	@echo "make test                          run the tests"
-	@echo "make check                         run ruff, check formatting, run mypy, import-linter"
+	@echo "make check                         ruff, formatting, mypy, import-linter, the size gate"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
 	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
@@ -76,6 +76,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tests/house.py
 
 # Quick sizes show that every bench works here; their numbers say nothing.
 QUICK ?=
