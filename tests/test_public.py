@@ -2,6 +2,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 
 import pytest
@@ -163,6 +164,7 @@ def test_public_names_are_these_and_no_others():
 def test_names_of_the_package_are_imported_when_they_are_used():
     code = """
 import sys
+import sysconfig
 import recsys
 assert not {"torch", "numba"} & set(sys.modules)
 assert set(recsys.__all__) <= set(dir(recsys))
@@ -226,6 +228,35 @@ def share_compiled_kernels(source, target):
             copy = target / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(file, copy)
+
+
+ABOVE_THE_CLONE = """
+import site
+site.addsitedir("installed")  # reads .pth files, as at the start of an interpreter
+import recsys
+recsys.verify
+print(recsys.__file__)
+"""
+
+
+def test_a_script_in_the_folder_above_a_clone_called_recsys_finds_the_package(
+    tmp_path, pytestconfig
+):
+    clone, installed = tmp_path / "recsys", tmp_path / "installed"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "recsys"):
+        (clone / name).symlink_to(pytestconfig.rootpath / name)
+    build = f"import setuptools.build_meta as it; it.build_editable({str(tmp_path)!r})"
+    run_python("-c", build, cwd=clone, stderr=subprocess.DEVNULL)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, installed, "zip")
+    script = tmp_path / "script.py"
+    script.write_text(ABOVE_THE_CLONE)
+
+    dependencies = {"PYTHONPATH": sysconfig.get_path("purelib")}  # -S: without its .pth files
+    ended = run_python("-S", script, cwd=tmp_path, env=dependencies)
+
+    assert ended.stdout.strip() == str(clone / "recsys" / "__init__.py")
 
 
 @pytest.mark.slow
