@@ -227,7 +227,7 @@ class TrainConfig:
     batch_size: int = _key(128, "samples per step", least=1)
     device: str = _key("cpu", "device of the model", choices=("cpu", "cuda"))
     num_threads: int = _key(
-        0, "threads that compute; 0: OMP_NUM_THREADS where it is set, else one per core", least=0
+        0, "threads that compute; 0: OMP_NUM_THREADS if it is set, else one per free core", least=0
     )
     prefetch: int = _key(4, "mini-batches read ahead, at least", least=1)
     shuffle: bool = _key(

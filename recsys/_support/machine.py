@@ -11,14 +11,19 @@ import platform
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._version import __version__
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = [
+    "Threads",
     "cpu_vendor",
     "describe_environment",
     "limits_of_groups",
@@ -26,24 +31,100 @@ __all__ = [
     "memory_bytes",
     "num_cores",
     "peak_memory_bytes",
+    "quotas_of_groups",
     "return_freed_memory",
+    "seconds_without_core",
     "set_num_threads",
     "tune_allocator",
 ]
 
 
-def set_num_threads(num_threads: int) -> None:
+class Threads(NamedTuple):
+    """How many threads compute, and why.
+
+    Attributes:
+        num_threads: Their number.
+        num_cores: Cores that this process may use.
+        num_busy: Cores that other processes kept busy when the number was chosen; 0 if it was not
+            chosen by them.
+        chosen_by: "num_threads", "OMP_NUM_THREADS", "free cores" or, of a resumed run, "the run so
+            far".
+    """
+
+    num_threads: int
+    num_cores: int
+    num_busy: int
+    chosen_by: str
+
+    def describe(self) -> str:
+        """A line for users."""
+        reason = f"by {self.chosen_by}"
+        if self.chosen_by == "free cores":
+            reason = f"{self.num_busy} busy with other processes; num_threads sets another number"
+        return f"computing with num_threads={self.num_threads} on {self.num_cores} cores ({reason})"
+
+
+def set_num_threads(num_threads: int) -> Threads:
     """Set the number of threads of this process.
 
-    0 takes what OMP_NUM_THREADS says, at most one per core, and without it one per core. Every
-    kernel reads this number from torch (`recsys._support.jit`).
+    0 takes what OMP_NUM_THREADS says, at most one per core, and without it one for each core that
+    no other process keeps busy, at least one: threads that share a core spin while they wait for
+    each other. Every kernel reads this number from torch (`recsys._support.jit`).
     """
     import torch
 
+    cores = num_cores()
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list: by nesting
-    by_environment = int(wanted) if wanted.isdecimal() else 0
-    by_default = min(by_environment or num_cores(), num_cores())
-    torch.set_num_threads(num_threads or by_default)
+    if num_threads:
+        chosen = Threads(num_threads, cores, 0, "num_threads")
+    elif wanted.isdecimal() and int(wanted):
+        chosen = Threads(min(int(wanted), cores), cores, 0, "OMP_NUM_THREADS")
+    else:
+        allowed, busy = len(_allowed_cores()), round(_busy_cores())
+        chosen = Threads(max(1, min(cores, allowed - busy)), cores, busy, "free cores")
+    torch.set_num_threads(chosen.num_threads)
+    return chosen
+
+
+def _busy_cores(seconds: float = 0.25) -> float:
+    """Cores among those of this process that other processes keep busy; 0 if it is not known."""
+    before, own_before = _busy_ticks(), time.process_time()
+    if before is None:
+        return 0.0
+    begin = time.perf_counter()
+    time.sleep(seconds)
+    after, own = _busy_ticks() or before, time.process_time() - own_before
+    busy = (after - before) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, busy - own) / (time.perf_counter() - begin)
+
+
+def _busy_ticks() -> int | None:
+    """Ticks that the cores of this process have been busy for (Linux)."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    names, ticks = {f"cpu{number}" for number in _allowed_cores()}, 0
+    for name, *columns in (line.split() for line in lines if line.startswith("cpu")):
+        if name in names:  # user, nice, system, idle, waiting for disks, ...
+            ticks += sum(map(int, columns[:8])) - int(columns[3]) - int(columns[4])
+    return ticks
+
+
+def seconds_without_core() -> float | None:
+    """Seconds for which threads of this process could run and had no core; None if not known.
+
+    Those of threads that have ended are not counted.
+    """
+    try:
+        files = [*Path("/proc/self/task").glob("*/schedstat")]
+    except OSError:
+        return None
+    waited = 0
+    for file in files:
+        with suppress(OSError, IndexError, ValueError):  # the thread has ended
+            waited += int(file.read_text().split()[1])
+    return waited / 1e9 if files else None
 
 
 def tune_allocator() -> bool:
@@ -127,10 +208,19 @@ def _checkout() -> tuple[str | None, bool | None]:
 
 
 def num_cores() -> int:
-    """Number of cores that this process may use."""
+    """Number of cores that this process may use.
+
+    They are those of the machine, or of the process's affinity or the container's quota if they are
+    fewer.
+    """
+    quotas = quotas_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return max(1, int(min([len(_allowed_cores()), *quotas])))
+
+
+def _allowed_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def memory_bytes() -> int | None:
@@ -153,19 +243,40 @@ def limits_of_groups(groups: Path, root: Path) -> list[int]:
         root: Where the groups are mounted. Those of a container may begin at its own group.
     """
     found = []
+    for folder, version in _groups(groups, root, "memory"):
+        with suppress(OSError, ValueError):  # no such group here; no limit: "max"
+            file = "memory.max" if version == 2 else "memory.limit_in_bytes"
+            found.append(int((folder / file).read_text()))
+    return found
+
+
+def quotas_of_groups(groups: Path, root: Path) -> list[float]:
+    """The quotas of processor time, in cores, of the groups that `limits_of_groups` reads."""
+    found = []
+    for folder, version in _groups(groups, root, "cpu"):
+        with suppress(OSError, ValueError):  # no such group here; no quota: "max", or below 0
+            if version == 2:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                quota = int((folder / "cpu.cfs_quota_us").read_text())
+                period = int((folder / "cpu.cfs_period_us").read_text())
+            if quota > 0:
+                found.append(quota / period)
+    return found
+
+
+def _groups(groups: Path, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders of a process's groups that may limit what a controller divides, and the version."""
     lines = groups.read_text().splitlines() if groups.is_file() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines if line):
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "memory" if controllers else root
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        top = root / controller if controllers else root
         own = top / path.lstrip("/")
         for folder in (own, *own.parents):
-            with suppress(OSError, ValueError):  # no such group here; no limit: "max"
-                found.append(int((folder / file).read_text()))
+            yield folder, 1 if controllers else 2
             if folder == top:
                 break
-    return found
 
 
 def cpu_vendor() -> str | None:

@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from recsys._support.files import alone_in, make_folders
 from recsys._support.machine import (
     describe_environment,
     return_freed_memory,
+    seconds_without_core,
     set_num_threads,
     tune_allocator,
 )
@@ -154,8 +159,10 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
     try:
         with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
             callbacks.start(run.folder.path, record)
+            begin = time.perf_counter(), seconds_without_core()
             with progress:
                 fit(run, interrupted)
+            record["threads"] = _threads(run, *begin)
             metrics[split] = progress.last_evaluation
             is_finished = _save_and_evaluate(run, metrics, interrupted)
             record["status"] = "finished" if is_finished else "interrupted"
@@ -237,7 +244,7 @@ def _prepare(
         callbacks, source, first_model = _checked(config, processes, earlier, given)
         cold_path = stack.enter_context(processes.cold_folder(config))
     processes.require_same({"the data's fingerprint": source.fingerprint})
-    set_num_threads(processes.num_threads(config))
+    threads = set_num_threads(processes.num_threads(config))
     tune_allocator()
     if show_progress:
         announce(config, source)
@@ -283,11 +290,13 @@ def _prepare(
         full_steps=full_steps,
         num_samples=num_samples,
         progress=progress,
-        state=RunState(folder, loader, pipeline, progress, callbacks),
+        state=RunState(folder, loader, pipeline, progress, callbacks, threads),
         callbacks=callbacks,
     )
     if earlier is not None:
         _continue(run, earlier)
+    if show_progress:
+        tqdm.write(run.state.threads.describe(), file=sys.stderr)
     checkpoints = processes.checkpoints(config, folder, built, earlier)
     timeline = Timeline() if config.timeline_steps > progress.num_steps else None
     pipeline.record(timeline)
@@ -353,6 +362,17 @@ def _measured(run: Run) -> dict[str, Any]:
         "stopped_early": run.callbacks.stopped,
         "peak_memory_bytes": progress.peak_memory_bytes,
     }
+
+
+def _threads(run: Run, begin: float, waited_before: float | None) -> dict[str, Any]:
+    """Threads of training, and the share of their time for which they had no core."""
+    threads, waited = run.state.threads, seconds_without_core()
+    described: dict[str, Any] = threads._asdict()
+    described["share_without_core"] = None
+    if waited is not None and waited_before is not None:
+        seconds = threads.num_threads * (time.perf_counter() - begin)
+        described["share_without_core"] = min(1.0, (waited - waited_before) / seconds)
+    return described
 
 
 def _release_memory() -> None:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -77,20 +78,53 @@ def test_memory_is_at_most_that_of_the_container(monkeypatch):
     assert alone > 2**30
 
 
-@pytest.mark.parametrize("wanted", [None, "1", " 1,2 ", "0", "", "many", "9" * 30])
-def test_threads_are_set_for_torch(monkeypatch, wanted):
-    before = torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a\n", {"a/cpu.max": "150000 100000", "cpu.max": "max 100000"}, [1.5]),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, [3.0]),
+    ],
+)
+def test_quotas_of_cores_are_those_of_the_groups_of_the_process(tmp_path, groups, files, expected):
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+
+    assert machine.quotas_of_groups(tmp_path / "groups", tmp_path) == expected
+
+
+def test_one_thread_computes_where_all_cores_are_busy(monkeypatch, threads_as_before):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(machine.num_cores())]
+    time.sleep(0.1)
+    try:
+        chosen = machine.set_num_threads(0)
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+    assert chosen == (1, machine.num_cores(), chosen.num_busy, "free cores")
+    assert chosen.num_busy >= machine.num_cores() - 1
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("wanted", [None, "1", " 1,2 ", "0", "", "many", "9" * 30])
+def test_threads_are_set_for_torch(monkeypatch, wanted, threads_as_before):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "_busy_cores", lambda: 0.2)
     if wanted is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
 
     machine.set_num_threads(1)
     one = torch.get_num_threads()
     machine.set_num_threads(0)
-    by_default = torch.get_num_threads()
 
-    torch.set_num_threads(before)
-    assert (one, by_default) == (1, 1 if wanted in ("1", " 1,2 ") else machine.num_cores())
+    by_default = 1 if wanted in ("1", " 1,2 ") else machine.num_cores()
+    assert (one, torch.get_num_threads()) == (1, by_default)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells a process's memory")

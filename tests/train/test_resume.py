@@ -1,6 +1,7 @@
 """A run that was stopped and continued is the uninterrupted run, to the last bit."""
 
 import json
+import os
 import runpy
 import signal
 import time
@@ -148,6 +149,22 @@ def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path
     assert record["tiers"]["fetched_bytes"] >= whole["tiers"]["fetched_bytes"]
     for found, expected in zip(record["tiers"]["tables"], whole["tiers"]["tables"], strict=True):
         assert found["num_lookups"] == expected["num_lookups"]
+
+
+def test_a_resumed_run_keeps_the_number_of_threads_that_was_chosen_for_it(
+    small_config, tmp_path, stop_at, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    busy = iter([len(os.sched_getaffinity(0)), 0])
+    monkeypatch.setattr("recsys._support.machine._busy_cores", lambda: next(busy))
+    config = small_config(*SETTINGS, *LONG, "num_threads=0")
+
+    record = run_and_resume(config, tmp_path / "run", [(13, signal.SIGINT)], stop_at)
+
+    chosen = record["threads"]
+    assert chosen["num_threads"] == torch.get_num_threads() == 1
+    assert chosen["chosen_by"] == "the run so far"
+    assert 0 <= chosen["share_without_core"] <= 1
 
 
 @pytest.mark.in_ci("as it was")

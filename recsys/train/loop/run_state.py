@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from recsys._support.files import as_argument
 from recsys._support.states import SavedState
 from recsys.errors import ConfigError
@@ -13,6 +15,7 @@ from recsys.train.callbacks.run_callbacks import RunCallbacks
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from recsys._support.machine import Threads
     from recsys.batch.protocols import SampleSource
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
@@ -22,7 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["RunState", "require_fingerprint"]
 
-_KEYS = ("data", "resumed", "history_bytes", "loader", "pipeline", "progress", "clock", "callbacks")
+_KEYS = (
+    "data",
+    "resumed",
+    "history_bytes",
+    "loader",
+    "pipeline",
+    "progress",
+    "clock",
+    "callbacks",
+    "num_threads",
+)
 
 
 class RunState:
@@ -34,8 +47,11 @@ class RunState:
         pipeline: The pipeline, with the run's clock.
         progress: The run's counters.
         callbacks: The run's callbacks.
+        threads: The threads that compute.
 
     Attributes:
+        threads: The threads that compute. A resumed run keeps a number that was chosen for it:
+            floats of the dense part may be summed in another order by another number.
         resumed: For each time that the run was continued from a checkpoint: the `step` it continued
             after, and the number of the `checkpoint`.
     """
@@ -47,7 +63,9 @@ class RunState:
         pipeline: TrainPipeline,
         progress: Progress,
         callbacks: RunCallbacks,
+        threads: Threads,
     ) -> None:
+        self.threads = threads
         self._folder, self._loader = folder, loader
         self._pipeline, self._progress, self._callbacks = pipeline, progress, callbacks
         self.resumed: list[dict[str, int]] = []
@@ -63,6 +81,7 @@ class RunState:
             "progress": self._progress.state_dict(),
             "clock": self._pipeline.clock.state_dict(),
             "callbacks": self._callbacks.state_dict(),
+            "num_threads": self.threads.num_threads,
         }
 
     def load_state_dict(self, state: Any, number: int) -> int:
@@ -92,6 +111,13 @@ class RunState:
         self._progress.load_state_dict(found["progress"])
         self._pipeline.clock.load_state_dict(found["clock"])
         self._callbacks.load_state_dict(found["callbacks"])
+        num_threads = found.whole("num_threads")
+        if self.threads.chosen_by == "free cores":
+            num_threads = min(num_threads, self.threads.num_cores)
+            torch.set_num_threads(num_threads)
+            self.threads = self.threads._replace(
+                num_threads=num_threads, chosen_by="the run so far"
+            )
         self.resumed = [
             {key: entry.whole(key) for key in ("step", "checkpoint")} for entry in entries
         ]
