@@ -8,8 +8,7 @@
     row_state        the row optimizer as TorchRec's checkpoints and schedules see it
     formula          TorchRec's settings of an optimizer as a recsys formula
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks
-    agreement        an error on one rank ends every rank
-    agreed_splits    ids are sent once the ranks agree that those of all are valid
+    agreement        a setting that differs between ranks is refused
     placement        which rank has which table, where there is no plan
     planner          what a table costs under a budget, for TorchRec's planner
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch

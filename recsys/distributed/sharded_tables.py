@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
-from recsys.distributed.agreed_splits import agreed
-from recsys.distributed.agreement import Agreement, on_every_rank
 from recsys.distributed.input_checks import InputChecks
 from recsys.distributed.local_tables import AbstractLocalTables
 
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
-    from torchrec import KeyedJaggedTensor
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
     from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
@@ -48,13 +44,11 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         options: More arguments of TorchRec's class.
 
     Raises:
-        OtherRankFailed: another rank raised an error, while this rank did not.
         Exception: of `AbstractLocalTables`, when it is made; of `InputChecks`, in `forward`.
     """
 
     _NEEDS_SAMPLES = False  # whether every rank must have samples
-    # An input without ids, with the features in the order of the first one; empty before that.
-    _no_ids: tuple[KeyedJaggedTensor, ...] = ()
+    _sent_keys: Sequence[str] = ()  # features in the order of the first input; empty before that
 
     def __init__(
         self,
@@ -108,33 +102,20 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Send ids to the ranks that have their rows. A collective.
 
-        Ranks agree that the input of all is valid while they exchange how many ids they will send.
-        A rank whose input is invalid takes part in that as if it had no ids.
-
         Returns:
-            As TorchRec: an awaitable of an awaitable of the ids. Its first `wait` may raise.
+            As TorchRec: an awaitable of an awaitable of the ids.
 
         Raises:
-            OtherRankFailed: the input of another rank is invalid.
             Exception: of `InputChecks`: this rank's input is invalid.
         """
-        group, device = self._env.process_group, self._device
-        check = partial(self._checks.check, features)
-        if not self._no_ids:  # the first mini-batch decides the order of features
-            on_every_rank(check, group, device)
-            features = self._checks.as_sent(features, features.keys())
-            self._no_ids = (self._checks.without_ids(features),)
+        self._checks.check(features)
+        is_first = not self._sent_keys
+        if is_first:
+            self._sent_keys = features.keys()
+        features = self._checks.as_sent(features, self._sent_keys)
+        if is_first:
             self._before_input_dist(features)
-            return super().input_dist(ctx, features)
-        error: Exception | None = None
-        [no_ids] = self._no_ids
-        try:
-            check()
-            features = self._checks.as_sent(features, no_ids.keys())
-        except Exception as raised:
-            error, features = raised, no_ids
-        agreement = Agreement(error, group, device)
-        return agreed(super().input_dist(ctx, features), agreement)
+        return super().input_dist(ctx, features)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Look up rows, and send vectors to the ranks of their samples. A collective.
@@ -205,10 +186,9 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         """The class of the local tables, and this rank's groups of them by sharding type."""
 
     def _create_lookups(self) -> None:
-        """Make the rows of this rank. A collective."""
+        """Make the rows of this rank."""
         kind, groups = self._local_groups()
-        make = partial(
-            kind,
+        tables = kind(
             groups,
             self._table_name_to_config,
             self._given,
@@ -217,5 +197,4 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
             device=self._device,
             group=self._env.process_group,
         )
-        # One object for all sharding types. TorchRec only loops over lookups.
-        self._lookups.append(on_every_rank(make, self._env.process_group, self._device))
+        self._lookups.append(tables)  # of all sharding types: TorchRec only loops over lookups

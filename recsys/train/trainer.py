@@ -240,9 +240,8 @@ def _prepare(
         given: The callbacks, besides those that `config` names.
         show_progress: Draw a progress bar.
     """
-    with processes.together():
-        callbacks, source, first_model = _checked(config, processes, earlier, given)
-        cold_path = stack.enter_context(processes.cold_folder(config))
+    callbacks, source, first_model = _checked(config, processes, earlier, given)
+    cold_path = stack.enter_context(processes.cold_folder(config))
     processes.require_same({"the data's fingerprint": source.fingerprint})
     threads = set_num_threads(processes.num_threads(config))
     tune_allocator()
@@ -255,8 +254,7 @@ def _prepare(
         load_first_model(first_model, built.saved)
     full_steps = FullSteps(loader, config.epochs)
     compile_kernels(config, source)
-    with processes.together():
-        folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
+    folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
     if not processes.rank:
         warn_of_full_disk(config, source, processes.own_dir, cold_path)
     clock = StageClock()

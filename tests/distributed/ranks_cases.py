@@ -3,7 +3,6 @@
 import gc
 import os
 import runpy
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -344,49 +343,16 @@ def error_of(work):
     return None
 
 
-def bad_ids(rank, world):
-    """For each kind of plan: the errors if rank 1 has a bad id, then no features at all.
-
-    Also what the ranks compute after that, and without the errors.
-    """
-    found = {}
-    for kind in ("table_wise", "row_wise", "mixed"):
-        is_weighted = kind == "mixed"
-        exchange = "rows" if is_weighted else "pooled"
-        model, plain = (
-            shard(world, kind, is_weighted=is_weighted, exchange=exchange) for _ in range(2)
-        )
-        train(model, BOUNDS[world], num_steps=1, is_weighted=is_weighted)
-        dense, features, _ = of_rank(1, 8 * rank, 8 * rank + 8, 32, is_weighted)
-        bad = features
-        if rank == 1:
-            features.values()[3] = LIMITS["f0"] + 7
-            bad = None
-        errors = [error_of(partial(model, dense, each)) for each in (features, bad)]
-        train(model, BOUNDS[world], first_step=1, is_weighted=is_weighted)
-        train(plain, BOUNDS[world], is_weighted=is_weighted)
-        found[kind] = errors, found_in(model), found_in(plain)
-    return found
-
-
-def bad_ids_in_a_pipeline(rank, world, theirs):
-    """The error of a pipeline if the third mini-batch of rank 1 has a bad id, and steps before."""
-    model = shard(world, "mixed", model=TrainModel)
-    optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
-    parts = [of_rank(step, 16 * rank, 16 * rank + 16, 32) for step in range(NUM_STEPS)]
+def bad_ids(rank, world, kind):
+    """The second mini-batch of rank 1 has a bad id."""
+    is_weighted = kind == "mixed"
+    exchange = "rows" if is_weighted else "pooled"
+    model = shard(world, kind, is_weighted=is_weighted, exchange=exchange)
+    train(model, BOUNDS[world], num_steps=1, is_weighted=is_weighted)
+    dense, features, _ = of_rank(1, 8 * rank, 8 * rank + 8, 32, is_weighted)
     if rank == 1:
-        parts[2][1].values()[3] = LIMITS["f0"] + 7
-    pipeline = TrainPipelineSparseDist if theirs else HotColdTrainPipelineSparseDist
-    running, batches, num_steps = pipeline(model, optimizer, CPU), iter(Batch(*p) for p in parts), 0
-    while (error := error_of(partial(running.progress, batches))) is None:
-        num_steps += 1
-    return error, num_steps
-
-
-def bad_budget(rank, world):
-    """The error if the budget of rank 1 is smaller than its row maps."""
-    tiers = {"budget": 100 if rank else 10**6}
-    return error_of(lambda: shard(world, "row_wise", tiers=tiers))
+        features.values()[3] = LIMITS["f0"] + 7
+    model(dense, features)
 
 
 def too_few_slots(rank, world):

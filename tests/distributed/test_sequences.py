@@ -134,15 +134,11 @@ def test_every_tier_computes_what_one_process_computes(ranks, kind, bounds, tmp_
             assert any(rank[run]["num_tiers"] for rank in found) == (tier != "resident")
 
 
-def test_a_rank_without_samples_is_an_error_on_every_rank(ranks):
-    first, second = ranks("no_samples")
+def test_a_rank_without_samples_is_an_error(failing_ranks):
+    (first, _), (second, _) = failing_ranks("no_samples")
 
-    for step in (0, 2):
-        expected = "ValueError: an EmbeddingCollection needs samples on every rank"
-        assert first[step].startswith(expected)
-        assert second[step].startswith("OtherRankFailed: rank 0 has failed")
-    assert first[1] is None
-    assert second[1] is None
+    assert "ValueError: an EmbeddingCollection needs samples on every rank" in first
+    assert "RuntimeError" in second
 
 
 @pytest.mark.parametrize("bounds", [[0, 16, 32], [0, 5, 32]])

@@ -72,16 +72,6 @@ class AbstractProcesses(ABC):
     own_dir: Path
 
     @abstractmethod
-    def together(self) -> AbstractContextManager[None]:
-        """If one process raises in the `with` block, all raise at its end. A collective.
-
-        There may be no collective in the block.
-
-        Raises:
-            OtherRankFailed: another process raised an error.
-        """
-
-    @abstractmethod
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Check that all processes were given the same. A collective.
 
@@ -209,10 +199,6 @@ class OneProcess(AbstractProcesses):
 
     def __init__(self, run_dir: Path) -> None:
         self.own_dir = run_dir
-
-    def together(self) -> AbstractContextManager[None]:
-        """Nothing to agree on."""
-        return nullcontext()
 
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Nothing to compare."""

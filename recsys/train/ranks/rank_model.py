@@ -88,7 +88,6 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
 
     Raises:
         BudgetTooSmall: the budget is below the floor of this process's tables.
-        OtherRankFailed: another process failed.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     tables = tables_of(source, config.model)

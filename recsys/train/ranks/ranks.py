@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from recsys._support.machine import num_cores
 from recsys.datasets.loader import BatchLoader
-from recsys.distributed.agreement import Agreement, OtherRankFailed, require_same
+from recsys.distributed.agreement import OtherRankFailed, require_same
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import ConfigError, RecsysError, TrainingDiverged
 from recsys.pipeline.loss_and_output import explain_loss
@@ -139,16 +139,6 @@ class Ranks(AbstractProcesses):
         self._built: RankModel | None = None
         self._most_trained = self._most_evaluated = 0  # samples of a process in a mini-batch
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """If one process raises in the `with` block, all raise at its end."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        Agreement(error, None, None).wait()
-
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Compare what the processes were given."""
         require_same(given, None)
@@ -185,8 +175,6 @@ class Ranks(AbstractProcesses):
     def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
         """Open the run to continue, on the first process; the others learn what it has found."""
         if self.rank:
-            with self.together():
-                pass
             found: list[Any] = [None]
             dist.broadcast_object_list(found)
             if found[0] is None:
@@ -196,8 +184,7 @@ class Ranks(AbstractProcesses):
             yield Reopened(RunFolder.create(self.own_dir, before), before, *rest)
             return
         with ExitStack() as stack:
-            with self.together():
-                earlier = stack.enter_context(reopened(config, self._folder.path, number))
+            earlier = stack.enter_context(reopened(config, self._folder.path, number))
             dist.broadcast_object_list([None if earlier is None else tuple(earlier)[1:]])
             yield earlier
 
@@ -233,8 +220,7 @@ class Ranks(AbstractProcesses):
             shards = whole(self._folder.checkpoints_folder, sizes)
         own = {key: ranges[self.rank] for key, ranges in layout.items() if any(ranges[self.rank])}
         random_of = self.rank if len(shards.folders) == self.num_ranks else 0
-        with self.together():
-            found = restore_shards(shards, number, model.saved, model.optimizers, own, random_of)
+        found = restore_shards(shards, number, model.saved, model.optimizers, own, random_of)
         if self.rank:
             found["state"]["history_bytes"] = 0  # this process's reports begin anew
         return found["state"]
@@ -248,11 +234,11 @@ class Ranks(AbstractProcesses):
         assert self._built is not None
         last_number = 0 if earlier is None else earlier.last_number
         shards = Shards.after(self._folder.shards_folder, last_number, self._built.layout)
-        with self.together():
-            if not self.rank:
-                shards.clear()
-            else:
-                self._require_shared_folder()
+        if not self.rank:
+            shards.clear()
+        dist.barrier()
+        if self.rank:
+            self._require_shared_folder()
         return RunCheckpoints(
             config.checkpoint,
             shards.folders[self.rank],
@@ -316,9 +302,8 @@ class Ranks(AbstractProcesses):
                     elif not self.rank:
                         dist.recv(rows[first + begin : first + end], rank)
             state[key] = rows
-        with self.together():
-            if not self.rank:
-                folder.save_state(state, tied_names(model.saved))
+        if not self.rank:
+            folder.save_state(state, tied_names(model.saved))
 
     def describe(self) -> dict[str, Any]:
         """How many processes there are, and which tables each has."""
