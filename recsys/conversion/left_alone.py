@@ -88,19 +88,22 @@ def find_not_updated(
 
 
 def _require_plain_instance(module: nn.Module, name: str) -> None:
-    """Refuse a module that has more than its class defines.
+    """Refuse a module that has more than its class defines, or no table.
 
     Raises:
-        ValueError: the module has its own forward, buffers, parameters or modules, or a hook on a
-            table.
+        ValueError: the module has no table; or its own forward, buffers, parameters or modules; or
+            a hook on a table.
     """
+    tables = list(tables_of(module, name))
+    if not tables:
+        raise ValueError(f"{name} has no tables")
     own = ["forward"] if "forward" in module.__dict__ else []
     own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         own += module._modules
     if own:
         raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
-    for table in tables_of(module, name):
+    for table in tables:
         if has_gradient_hooks(table.weight):
             raise ValueError(
                 f"table {table.name!r} has a hook for its gradient, which is not called when "

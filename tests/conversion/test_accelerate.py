@@ -349,6 +349,17 @@ def test_beside_others_such_tables_are_left_as_they_are_and_reported(case):
     assert "left as it was: b: table 'b': rows must" in repr(result)
 
 
+def test_a_collection_without_tables_is_left_alone():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    model = Holder(a=bag(), b=torchrec.EmbeddingBagCollection(tables=[]))
+
+    with pytest.warns(UserWarning, match="b is not replaced: b has no tables"):
+        result = recsys.accelerate(model)
+
+    assert type(model.b) is torchrec.EmbeddingBagCollection
+    assert "left as it was: b: b has no tables" in repr(result)
+
+
 def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():
     model = Holder(a=bag())
     recsys.accelerate(model)
