@@ -5,9 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recsys.batch import Batch, JaggedIds, PooledEmbeddings, expand_to_one_batch_size
+from recsys.batch import Batch, JaggedIds, PooledEmbeddings
 from recsys.errors import MalformedBags
 
 BAGS = st.lists(
@@ -85,11 +84,6 @@ def _differentiate(function):
     torch.func.grad(lambda weights: (weights * function()).sum())(torch.ones(7))
 
 
-def _with_fake_tensors(function):
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        function()
-
-
 def _export(function):
     class Scaled(torch.nn.Module):
         def forward(self, weights):
@@ -98,7 +92,7 @@ def _export(function):
     torch.export.export(Scaled(), (torch.ones(7),))
 
 
-@pytest.mark.parametrize("run", [_differentiate, _with_fake_tensors, _export])
+@pytest.mark.parametrize("run", [_differentiate, _export])
 def test_offsets_first_asked_for_in_a_trace_are_made_again_after_it(run):
     ids = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 5, 6]]))
 
@@ -308,23 +302,6 @@ def test_samples_are_chosen_by_number_alone(samples, values):
         Batch(torch.ones(2, 1), bags, torch.ones(2)).select(samples)
 
 
-@pytest.mark.parametrize("bag", [2, -1])
-def test_an_inverse_index_beyond_the_bags_of_its_feature_is_refused(bag):
-    jagged_tensor = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    features = jagged_tensor.KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.tensor([1, 2, 3]),
-        lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[2], [1]],
-        inverse_indices=(["a", "b"], torch.tensor([[0, bag, 0], [0, 0, 0]])),
-    )
-
-    with pytest.raises(
-        MalformedBags, match=rf"\[0, 2\) for feature 'a', .* got {bag} for sample 1"
-    ):
-        expand_to_one_batch_size(features)
-
-
 def test_joined_samples_are_those_of_the_parts():
     values, offsets = torch.tensor([4, 9, 9, 0, 2]), torch.tensor([0, 1, 3, 3, 4, 4, 5])
     jagged = JaggedIds(["a", "b"], values, offsets, torch.arange(5.0))
@@ -367,20 +344,3 @@ def test_weights_of_samples_go_with_them():
     assert Batch.concatenate([plain, plain]).weights is None
     with pytest.raises(MalformedBags, match="weights must be a tensor of 3 samples"):
         Batch(torch.zeros(3, 1), ids, torch.zeros(3), torch.ones(2))
-
-
-def test_features_of_their_own_batch_sizes_are_refused_with_a_way_that_works():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    features = torchrec.KeyedJaggedTensor(
-        ["a", "b"],
-        torch.tensor([3, 5, 7]),
-        lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[1], [2]],
-        inverse_indices=(["a", "b"], torch.tensor([[0, 0], [1, 0]])),
-    )
-
-    with pytest.raises(ValueError, match=r"expand_to_one_batch_size\(features\).to_torchrec\(\)"):
-        JaggedIds.from_torchrec(features)
-
-    expanded = JaggedIds.from_torchrec(expand_to_one_batch_size(features).to_torchrec())
-    assert expanded.values().tolist() == [3, 3, 7, 5]

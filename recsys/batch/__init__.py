@@ -25,7 +25,6 @@ from recsys.batch.bags_of_samples import (
     places_of_samples,
     require_all_in_bags,
     require_one_batch_size,
-    varies_in_batch_size,
 )
 from recsys.batch.feature_tables import (
     feature_tables,
@@ -34,7 +33,7 @@ from recsys.batch.feature_tables import (
     has_weighted_bags,
     histories_of,
 )
-from recsys.batch.jagged_ids import JaggedIds, expand_to_one_batch_size
+from recsys.batch.jagged_ids import JaggedIds
 from recsys.batch.mini_batch import Batch
 from recsys.batch.pooled_embeddings import PooledEmbeddings
 from recsys.batch.protocols import Features, Pooled, SampleSource
@@ -46,7 +45,6 @@ __all__ = [
     "Pooled",
     "PooledEmbeddings",
     "SampleSource",
-    "expand_to_one_batch_size",
     "feature_tables",
     "features_by_table",
     "has_bags",
@@ -55,5 +53,4 @@ __all__ = [
     "places_of_samples",
     "require_all_in_bags",
     "require_one_batch_size",
-    "varies_in_batch_size",
 ]

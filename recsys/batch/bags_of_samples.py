@@ -8,32 +8,24 @@ from torch import Tensor
 from recsys.errors import MalformedBags
 
 __all__ = [
-    "places_of_bags",
     "places_of_samples",
     "require_all_in_bags",
     "require_one_batch_size",
-    "varies_in_batch_size",
 ]
-
-
-def varies_in_batch_size(features: object) -> bool:
-    """Whether the features of a `KeyedJaggedTensor` have different batch sizes."""
-    varies = getattr(features, "variable_stride_per_key", None)
-    inverse = getattr(features, "inverse_indices_or_none", None)
-    return (varies is not None and varies()) or (inverse is not None and inverse() is not None)
 
 
 def require_one_batch_size(features: object) -> None:
     """Refuse a `KeyedJaggedTensor` whose features have different batch sizes.
 
     Raises:
-        ValueError: the batch sizes differ.
+        ValueError: the batch sizes differ, or samples share bags by `inverse_indices`.
     """
-    if varies_in_batch_size(features):
+    varies = getattr(features, "variable_stride_per_key", None)
+    inverse = getattr(features, "inverse_indices_or_none", None)
+    if (varies is not None and varies()) or (inverse is not None and inverse() is not None):
         raise ValueError(
-            "features with different batch sizes (variable_stride_per_key, inverse_indices) are "
-            "not supported here; expand them to one batch size, by "
-            "recsys.batch.expand_to_one_batch_size(features).to_torchrec()"
+            "features must have one batch size, got a KeyedJaggedTensor with "
+            "stride_per_key_per_rank or inverse_indices; repeat the bags that samples share"
         )
 
 
@@ -68,11 +60,7 @@ def places_of_samples(offsets: Tensor, batch_size: int, samples: Tensor) -> tupl
     """
     num_features = (len(offsets) - 1) // batch_size if batch_size else 0
     first_bags = torch.arange(num_features, device=offsets.device) * batch_size
-    return places_of_bags(offsets, (first_bags[:, None] + samples).flatten())
-
-
-def places_of_bags(offsets: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the values of these bags, bag by bag, and the offsets of the chosen bags."""
+    bags = (first_bags[:, None] + samples).flatten()
     begins = offsets[bags].long()
     lengths = offsets[bags + 1].long() - begins
     chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -9,12 +9,7 @@ import torch
 from recsys._support.lasting_tensors import lasting_tensors
 from recsys._support.torch_compat import are_functorch_transforms_active
 from recsys._support.torchrec_errors import cannot_import_torchrec
-from recsys.batch.bags_of_samples import (
-    places_of_bags,
-    places_of_samples,
-    require_all_in_bags,
-    require_one_batch_size,
-)
+from recsys.batch.bags_of_samples import places_of_samples, require_one_batch_size
 from recsys.errors import MalformedBags
 
 if TYPE_CHECKING:
@@ -23,71 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["JaggedIds", "expand_to_one_batch_size"]
-
-
-def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
-    """Repeat bags that several samples share, so that every feature has one bag per sample.
-
-    In a `KeyedJaggedTensor` whose features have different batch sizes, `inverse_indices` says which
-    bag belongs to which sample. The result then holds copies of the values. Without them, all
-    features must have the same batch size.
-
-    Raises:
-        MalformedBags: offsets do not ascend to the number of values, or (on the CPU)
-            `inverse_indices` name a bag that a feature does not have.
-        ValueError: batch sizes differ without `inverse_indices`, or these lack a feature.
-    """
-    inverse = features.inverse_indices_or_none()
-    offsets, weights = features.offsets(), features.weights_or_none()
-    if inverse is None and len(set(features.stride_per_key())) == 1:
-        _require_bags(features)
-        return JaggedIds._unchecked(features.keys(), features.values(), offsets, weights)
-    if inverse is None:
-        raise ValueError(
-            "features with different batch sizes need inverse_indices, which say which bag "
-            f"belongs to which sample; stride_per_key is {features.stride_per_key()}"
-        )
-    keys, (known, bag_of_FB) = features.keys(), inverse
-    missing = [key for key in keys if key not in known]
-    if missing:
-        raise ValueError(f"inverse_indices lack features {missing}; they have {list(known)}")
-    _require_bags(features)
-    device, first_bags = offsets.device, [0, *features.stride_per_key()[:-1]]
-    rows = torch.tensor([list(known).index(key) for key in keys], device=device)
-    starts = torch.tensor(first_bags, device=device).cumsum(0)
-    bag_of_FB = bag_of_FB[rows].long()
-    if device.type == "cpu":  # as in `JaggedIds`
-        _require_own_bags(keys, features.stride_per_key(), bag_of_FB)
-    bags = (bag_of_FB + starts.unsqueeze(1)).flatten()
-    places, expanded = places_of_bags(offsets, bags)
-    weights = None if weights is None else weights[places]
-    return JaggedIds._unchecked(keys, features.values()[places], expanded, weights)
-
-
-def _require_bags(features: KeyedJaggedTensor) -> None:
-    offsets, num_values = features.offsets(), len(features.values())
-    require_all_in_bags(num_values, int(offsets[-1]))
-    wrong = ((offsets.diff() < 0) | (offsets[1:] > num_values)).nonzero()
-    if len(wrong):
-        bag = int(wrong[0])
-        ends = torch.tensor(features.stride_per_key(), device="cpu").cumsum(0)
-        key = features.keys()[int(torch.searchsorted(ends, bag, right=True))]
-        raise MalformedBags(
-            f"feature {key!r}: offsets must ascend to at most the number of values, {num_values}, "
-            f"got {int(offsets[bag])} then {int(offsets[bag + 1])}; correct its lengths"
-        )
-
-
-def _require_own_bags(keys: Sequence[str], num_bags: Sequence[int], bag_of_FB: Tensor) -> None:
-    num_bags_F1 = torch.tensor(num_bags, device="cpu").unsqueeze(1)
-    wrong = ((bag_of_FB < 0) | (bag_of_FB >= num_bags_F1)).nonzero()
-    if len(wrong):
-        feature, sample = wrong[0].tolist()
-        raise MalformedBags(
-            f"inverse_indices must be in [0, {num_bags[feature]}) for feature {keys[feature]!r}, "
-            f"which has so many bags, got {int(bag_of_FB[feature, sample])} for sample {sample}"
-        )
+__all__ = ["JaggedIds"]
 
 
 def _list_of_names(keys: Sequence[str]) -> list[str]:
@@ -109,12 +40,11 @@ def _require_tensors(**arguments: object) -> None:
             )
 
 
-def _outlasts_its_context(made: Tensor, given: Tensor) -> bool:
-    """Whether a tensor made now is one like a given tensor after what torch traces or captures."""
+def _outlasts_its_context(made: Tensor) -> bool:
+    """Whether a tensor made now has its numbers after what torch traces or captures."""
     return not (
         torch.compiler.is_compiling()
         or are_functorch_transforms_active()
-        or type(made) is not type(given)  # such as FakeTensor, which has no numbers
         or (made.is_cuda and torch.cuda.is_current_stream_capturing())  # filled by replays alone
     )
 
@@ -233,7 +163,7 @@ class JaggedIds:
         rows = self._values
         with lasting_tensors():
             offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
-        if _outlasts_its_context(offsets, rows):
+        if _outlasts_its_context(offsets):
             self._offsets = offsets
         return offsets
 

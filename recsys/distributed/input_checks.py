@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recsys.batch import require_one_batch_size
 from recsys.embeddings.lookup.collection_input import (
     id_error,
     require_bags,
@@ -76,11 +77,7 @@ class InputChecks:
         if keys != self._known_keys:
             require_features(self._limits, keys)
             self._known_keys = list(keys)
-        if features.variable_stride_per_key():
-            raise ValueError(
-                "features must have one batch size, got stride_per_key="
-                f"{features.stride_per_key()}; repeat the bags that samples share"
-            )
+        require_one_batch_size(features)
         if self._needs_samples and not features.stride():
             raise ValueError(
                 "an EmbeddingCollection needs samples on every rank: TorchRec cannot divide rows "
@@ -122,15 +119,4 @@ class InputChecks:
             return features
         return KeyedJaggedTensor(
             keys=list(keys), values=values.long(), lengths=lengths.long(), weights=sent
-        )
-
-    def without_ids(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """A valid input of one sample without ids, with the features of a valid one."""
-        keys, values = features.keys(), features.values()
-        weights = features.weights_or_none()
-        return KeyedJaggedTensor(
-            keys=keys,
-            values=values.new_empty(0),
-            lengths=features.lengths().new_zeros(len(keys)),
-            weights=None if weights is None else weights.new_empty(0),
         )

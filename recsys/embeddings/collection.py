@@ -27,7 +27,6 @@ from recsys.embeddings.lookup.collection_input import (
     id_error,
     require_bags,
     require_weights,
-    with_one_batch_size,
 )
 from recsys.embeddings.lookup.collection_layout import Layout
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
@@ -229,8 +228,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
             MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
-            ValueError: weights are missing or nan; or features have different batch sizes and no
-                `inverse_indices`; or with `stacked`, tables have different dims.
+            ValueError: weights are missing or nan; or features have different batch sizes; or
+                with `stacked`, tables have different dims.
         """  # noqa: D205  # two kinds of input, one sentence
         if type(features) is not JaggedIds:
             traced = leaf_call(self, features, stacked=stacked)
@@ -253,12 +252,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         """
         if not self.tiers():
             return Prefetched(())
-        features = with_one_batch_size(features)
         return prefetch_parts(self.parts(features), partial(self._lookup_error, features))
 
     def parts(self, features: Features) -> list[Part]:
         """The rows that `forward` looks up; see `AbstractTables.parts`."""
-        features = with_one_batch_size(features)
         is_light = isinstance(features, JaggedIds)
         return self._read(features, features.values(), is_light=is_light, has_weights=False)[0]
 
@@ -268,8 +265,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _look_up(self, features: Features, stacked: bool) -> Pooled | Tensor:
         is_light = isinstance(features, JaggedIds)
-        if not is_light:
-            features = with_one_batch_size(features)
         num_stacked = self.num_stacked() if stacked else 0
         values = features.values()
         if values.is_meta:

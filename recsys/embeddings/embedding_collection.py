@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.tracing import leaf_call
-from recsys.batch import JaggedIds, require_all_in_bags, varies_in_batch_size
+from recsys.batch import JaggedIds, require_all_in_bags
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import AbstractCollection
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
@@ -344,9 +344,7 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         if keys != self._known_keys:
             require_features((feature for _, feature in self._lookups), keys)
             self._known_keys = list(keys)
-        if not isinstance(features, JaggedIds) and (
-            varies_in_batch_size(features) or features.values().is_meta
-        ):
+        if not isinstance(features, JaggedIds) and features.values().is_meta:
             parts = cast("KeyedJaggedTensor", features).to_dict()
             return {
                 feature: (parts[feature].values(), parts[feature].lengths()) for feature in keys
@@ -365,8 +363,6 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
 
     def _id_error(self, features: Features, feature: str, position: int) -> IdOutOfRange | None:
         """An error that names the feature and sample; None if their position is unknown."""
-        if not isinstance(features, JaggedIds) and varies_in_batch_size(features):
-            return None
         values, size = features.values(), features.stride()
         number = features.keys().index(feature)
         begin, end = features.offsets()[[number * size, (number + 1) * size]].tolist()

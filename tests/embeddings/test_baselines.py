@@ -243,22 +243,6 @@ def test_tables_that_are_not_summed_are_refused():
         build_embeddings("torch", [table], OptimizerConfig())
 
 
-def test_features_with_batch_sizes_of_their_own_are_refused():
-    pytest.importorskip("torchrec", exc_type=ImportError)
-    from torchrec import KeyedJaggedTensor
-
-    module, _ = build("torch")
-    features = KeyedJaggedTensor(
-        keys=["user", "friend", "item"],
-        values=torch.tensor([0, 1, 2, 3]),
-        lengths=torch.tensor([1, 1, 1, 1]),
-        stride_per_key_per_rank=[[2], [1], [1]],
-    )
-
-    with pytest.raises(ValueError, match="different batch sizes"):
-        module(features)
-
-
 def test_a_table_without_rows_is_refused():
     with pytest.raises(ValueError, match="table 't': num_embeddings and embedding_dim must be"):
         TableConfig(name="t", num_embeddings=0, embedding_dim=4)

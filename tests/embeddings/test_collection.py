@@ -84,91 +84,6 @@ def test_outputs_gradients_and_keys_are_those_of_torchrecs_collection(pooling, i
         torch.testing.assert_close(our_weights.grad, their_weights.grad, rtol=1e-6, atol=1e-6)
 
 
-def kjt_of_two_batch_sizes():
-    """Samples 0..3; bags of `user` are shared, those of `item` and `friend` are not all used."""
-    from torchrec import KeyedJaggedTensor
-
-    return KeyedJaggedTensor(
-        ["user", "friend", "item"],
-        torch.tensor([0, 8, 3, 3, 3, 1, 4, 0, 2, 2]),
-        torch.linspace(0.5, 2, 10),
-        lengths=torch.tensor([2, 1, 0, 1, 2, 1, 1, 2]),
-        stride_per_key_per_rank=[[2], [3], [3]],
-        inverse_indices=(
-            ["item", "user", "friend"],
-            torch.tensor([[0, 1, 2, 2], [1, 0, 0, 1], [0, 2, 1, 1]]),
-        ),
-    )
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_features_with_batch_sizes_of_their_own_are_those_of_torchrecs_collection(is_weighted):
-    configs = torchrec_configs()
-    from torchrec import EmbeddingBagCollection
-
-    theirs = EmbeddingBagCollection(configs, is_weighted=is_weighted)
-    ours = HotColdEmbeddingBagCollection(configs, is_weighted)
-    ours.load_state_dict(theirs.state_dict())
-
-    expected, found = (module(kjt_of_two_batch_sizes()).values() for module in (theirs, ours))
-    for values in (expected, found):
-        (values * weighting(values)).sum().backward()
-
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.to_dense(), other.grad, rtol=1e-6, atol=1e-6)
-
-
-def test_batch_sizes_of_their_own_without_inverse_indices_are_refused():
-    module = HotColdEmbeddingBagCollection(torchrec_configs())
-    features = kjt_of_two_batch_sizes()
-    features._inverse_indices = None
-
-    with pytest.raises(ValueError, match=r"need inverse_indices.*stride_per_key is \[2, 3, 3\]"):
-        module(features)
-
-
-def test_batch_sizes_of_their_own_that_are_equal_need_no_inverse_indices():
-    configs = torchrec_configs()
-    from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
-
-    theirs = EmbeddingBagCollection(configs)
-    ours = HotColdEmbeddingBagCollection(configs)
-    ours.load_state_dict(theirs.state_dict())
-    features = KeyedJaggedTensor(
-        ["user", "friend", "item"],
-        torch.tensor([0, 1, 2, 1, 0], dtype=torch.int32),
-        lengths=torch.tensor([1, 2, 0, 1, 0, 1]),
-        stride_per_key_per_rank=[[2, 0], [1, 1], [0, 2]],
-    )
-
-    torch.testing.assert_close(
-        ours(features).values(), theirs(features).values(), rtol=1e-6, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("offset", "message"),
-    [(-1, r"'user': offsets must ascend .*got 2 then -1"), (11, r"'user': .*got 2 then 11")],
-)
-def test_bags_of_batch_sizes_of_their_own_that_do_not_ascend_are_named(offset, message):
-    module = HotColdEmbeddingBagCollection(torchrec_configs())
-    features = kjt_of_two_batch_sizes()
-    features.offsets()[1:3] = torch.tensor([2, offset])
-
-    with pytest.raises(MalformedBags, match=message):
-        module(features)
-
-
-def test_inverse_indices_that_lack_a_feature_are_refused():
-    module = HotColdEmbeddingBagCollection(torchrec_configs())
-    features = kjt_of_two_batch_sizes()
-    features._inverse_indices = (["user"], torch.zeros(1, 4, dtype=torch.int64))
-
-    with pytest.raises(ValueError, match=r"inverse_indices lack features \['friend', 'item'\]"):
-        module(features)
-
-
 @pytest.mark.parametrize("name", ["DLRM", "DLRM_DCN", "SimpleDeepFMNN"])
 def test_torchrecs_models_run_unmodified(name):
     configs = torchrec_configs()[:2]  # their models do not know features shared by tables
@@ -526,29 +441,22 @@ def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, mes
         module(features)
 
 
-@pytest.mark.parametrize("batch_sizes", ["one", "several"])
 @pytest.mark.parametrize("make", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
-def test_values_after_the_last_bag_are_refused_as_torchrec_refuses_them(make, batch_sizes):
+def test_values_after_the_last_bag_are_refused_as_torchrec_refuses_them(make):
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
     module = make(TABLES[:1])
-    given = {}
-    if batch_sizes == "several":
-        inverse = ["user", "friend"], torch.tensor([[0, 1], [0, 0]])
-        given = {"stride_per_key_per_rank": [[2], [1]], "inverse_indices": inverse}
-    lengths = torch.tensor([1, 0, 2, 1] if batch_sizes == "one" else [1, 0, 2])
-    end = int(lengths.sum())
+    lengths = torch.tensor([1, 0, 2, 1])
 
     def features(num_values):
-        values = torch.arange(num_values)
-        return torchrec.KeyedJaggedTensor(["user", "friend"], values, lengths=lengths, **given)
+        return torchrec.KeyedJaggedTensor(
+            ["user", "friend"], torch.arange(num_values), lengths=lengths
+        )
 
     with pytest.raises(RuntimeError):
-        features(end + 2).to_dict()
-    by_torchrec = make is HotColdEmbeddingCollection and batch_sizes == "several"
-    match = "to sum exactly to" if by_torchrec else rf"values, {end + 2}, got {end}; .*\[:{end}\]"
-    with pytest.raises(RuntimeError if by_torchrec else MalformedBags, match=match):
-        module(features(end + 2))
-    module(features(end))
+        features(6).to_dict()
+    with pytest.raises(MalformedBags, match=r"values, 6, got 4; .*\[:4\]"):
+        module(features(6))
+    module(features(4))
 
 
 @pytest.mark.parametrize("kind", ["pooled", "pooled, tiered", "sequence", "sequence, tiered"])

@@ -85,23 +85,6 @@ def test_results_are_torchrecs(need_indices, seed, size):
     assert own.device == theirs.device
 
 
-def test_features_of_their_own_batch_sizes_are_looked_up_as_torchrec_does():
-    own, theirs = torchrec_pair()
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    features = torchrec.KeyedJaggedTensor(
-        ["item", "user", "friend"],
-        torch.tensor([1, 2, 3, 4, 5, 6]),
-        lengths=torch.tensor([2, 1, 1, 0, 1, 1]),
-        stride_per_key_per_rank=[[1], [3], [2]],
-    )
-
-    found, expected = own(features), theirs(features)
-
-    for name in NAMES:
-        assert torch.equal(found[name].values(), expected[name].values())
-        assert torch.equal(found[name].lengths(), expected[name].lengths())
-
-
 @pytest.mark.parametrize("is_light", [True, False])
 @pytest.mark.parametrize("is_tiered", [False, True])
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from recsys.batch import (
-    JaggedIds,
-    expand_to_one_batch_size,
-    require_all_in_bags,
-    varies_in_batch_size,
-)
+from recsys.batch import require_all_in_bags, require_one_batch_size
 from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import IdOutOfRange, MalformedBags
 
@@ -29,19 +25,7 @@ __all__ = [
     "require_bags",
     "require_features",
     "require_weights",
-    "with_one_batch_size",
 ]
-
-
-def with_one_batch_size(features: Features) -> Features:
-    """The features with one bag for each sample; a `KeyedJaggedTensor` may share bags.
-
-    Raises:
-        ValueError: batch sizes differ, and there are no `inverse_indices`.
-    """
-    if isinstance(features, JaggedIds) or not varies_in_batch_size(features):
-        return features
-    return expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
 
 
 def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
@@ -67,18 +51,21 @@ def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
         )
 
 
-def require_bags(features: Features, weights: Tensor | None, is_deferred: bool) -> None:
+def require_bags(features: KeyedJaggedTensor, weights: Tensor | None, is_deferred: bool) -> None:
     """Check a `KeyedJaggedTensor` as its own class does not.
 
     Args:
-        features: A `KeyedJaggedTensor`.
+        features: The input.
         weights: Its weights, if the lookup uses them.
         is_deferred: Whether kernels on a device check offsets later; then they are not read here.
             Those kernels do not look up values after the last bag, and do not refuse them.
 
     Raises:
         MalformedBags: its tensors do not fit together.
+        ValueError: features have different batch sizes.
     """
+    require_one_batch_size(features)
+    is_given_offsets = features.offsets_or_none() is not None
     values, offsets, keys = features.values(), features.offsets(), features.keys()
     if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
         torch.int32,
@@ -101,7 +88,22 @@ def require_bags(features: Features, weights: Tensor | None, is_deferred: bool) 
     def place(bag: int) -> str:
         return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
 
-    require_all_in_bags(len(values), require_bounds(offsets.numpy(), len(values), place))
+    bounds = offsets.numpy()
+    require_all_in_bags(len(values), require_bounds(bounds, len(values), place))
+    lengths = features.lengths_or_none() if is_given_offsets else None
+    if lengths is not None and not np.array_equal(np.diff(bounds), lengths.numpy()):
+        raise MalformedBags(
+            "lengths and offsets of a KeyedJaggedTensor must say the same, got lengths "
+            f"{lengths.numpy()} and offsets {bounds}; pass one of them"
+        )
+    length_per_key = features.length_per_key_or_none()
+    if length_per_key is not None and batch_size:
+        own = np.diff(bounds[::batch_size]).tolist()
+        if own != length_per_key:
+            raise MalformedBags(
+                "length_per_key of a KeyedJaggedTensor must be the sum of each feature's lengths, "
+                f"{own}, got {length_per_key}; leave it out"
+            )
 
 
 def require_weights(features: Features, is_deferred: bool) -> Tensor:

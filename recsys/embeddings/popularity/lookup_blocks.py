@@ -14,9 +14,8 @@ import torch
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.batch import (
     Batch,
-    expand_to_one_batch_size,
     feature_tables,
-    varies_in_batch_size,
+    require_one_batch_size,
 )
 from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import ConfigError, MalformedBags
@@ -105,16 +104,14 @@ def block_of(batch: Batch | Features) -> LookupBlock:
     """The lookups of a mini-batch; tensors on the CPU are not copied.
 
     Args:
-        batch: A `Batch` (TorchRec's, too), `JaggedIds` or a `KeyedJaggedTensor`. A bag that several
-            samples share (features with different batch sizes) counts once for each sample.
+        batch: A `Batch` (TorchRec's, too), `JaggedIds` or a `KeyedJaggedTensor`.
 
     Raises:
         MalformedBags: values are no integers, or the offsets do not fit the values.
-        ValueError: features have different batch sizes and no `inverse_indices`.
+        ValueError: features have different batch sizes.
     """
     features: Any = getattr(batch, "sparse_features", batch)
-    if varies_in_batch_size(features):
-        features = expand_to_one_batch_size(features)
+    require_one_batch_size(features)
     names, num_samples = list(features.keys()), int(features.stride())
     values, offsets = features.values().detach().cpu(), features.offsets().detach().cpu()
     if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
