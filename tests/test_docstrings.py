@@ -28,7 +28,6 @@ MODULES = (
     "recsys.embeddings.baselines",
     "recsys.errors",
     "recsys.models",
-    "recsys.models.convert",
     "recsys.pipeline",
     "recsys.train",
 )

@@ -151,7 +151,6 @@ def test_public_names_are_these_and_no_others():
             "TrainingDiverged",
             "WeightsError",
         ],
-        "recsys.models.convert": ["from_classic", "to_classic"],
     }
 
     for name, names in public.items():

@@ -10,7 +10,6 @@ histories              jagged rows of histories: padded, or summed
 din                    attention over a history
 tbsm                   a small DLRM at each step of a history, and a layer over the steps
 batch_train            the loss of a model of whole mini-batches
-convert                weights of the classic DLRM_Net
 """
 
 from recsys.models.dcn_v2 import DCNv2

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from fuzz_cases import Reader
 from fuzz_data import nothing
-from fuzz_mutations import HUGE, TEXTS, hostile_value
+from fuzz_mutations import HUGE, hostile_value
 
 import recsys
 from recsys._support.sizes import parse_bytes
@@ -18,7 +18,6 @@ from recsys.embeddings import (
     PopularityProfile,
     TableConfig,
 )
-from recsys.models.convert import from_classic, to_classic
 
 
 def odd_tensor(random):
@@ -111,37 +110,6 @@ def attack_sizes(folder, random):
     return partial(parse_bytes, value, "budget")
 
 
-def attack_convert(folder, random):
-    classic = {}
-    for table in range(3):
-        classic[f"emb_l.{table}.weight"] = torch.rand(5, 4)
-    for name, sizes in (("bot_l", [2, 8, 4]), ("top_l", [4 + 6, 8, 1])):
-        for layer in range(2):
-            classic[f"{name}.{2 * layer}.weight"] = torch.rand(sizes[layer + 1], sizes[layer])
-            classic[f"{name}.{2 * layer}.bias"] = torch.rand(sizes[layer + 1])
-    names = ["a", "b", "c"]
-    is_classic = random.random() < 0.5
-    state = classic if is_classic else from_classic(classic, names)
-    for _ in range(random.randint(0, 2)):
-        key = random.choice(list(state))
-        kind = random.randint(0, 5)
-        if kind == 0:
-            del state[key]
-        elif kind == 1:
-            state[key] = torch.rand(random.choice([(), (3,), (4, 4), (1, 2, 3), (0, 4), (5, 9)]))
-        elif kind == 2:
-            state[key] = hostile_value(random)
-        elif kind == 3:
-            text = random.choice([*TEXTS, "9" * 4500, "-1", "\N{ARABIC-INDIC DIGIT TWO}"])
-            state[key.replace("0", text)] = state.pop(key)
-        elif kind == 4:
-            names = random.choice([["a"], ["a", "a", "b"], [], ["a", "b", "c", "d"], ["a", "b", 3]])
-        else:
-            state = random.choice([None, [], {}, {5: torch.rand(2)}])
-            break
-    return partial(from_classic if is_classic else to_classic, state, names)
-
-
 def attack_accelerate(folder, random):
     bag = torch.nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
     model = torch.nn.Sequential(bag)
@@ -188,13 +156,6 @@ VALUES = (
         "huge, negative, other types, text",
         nothing,
         attack_sizes,
-        names_file=False,
-    ),
-    Reader(
-        "recsys.models.convert",
-        "keys, shapes, types, names",
-        nothing,
-        attack_convert,
         names_file=False,
     ),
     Reader(

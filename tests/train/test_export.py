@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from recsys.config import load_config
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
-from recsys.models.convert import from_classic
 from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
 from recsys.train.trainer import train
 
@@ -31,25 +30,14 @@ def saved_state(run):
         ("model.interaction=masked_transformer", "'dlrm' with interaction 'masked_transformer'"),
     ],
 )
-def test_models_that_a_program_does_not_have_are_refused(small_settings, tmp_path, setting, model):
+def test_models_that_torchrec_does_not_have_are_refused(small_settings, tmp_path, setting, model):
     config = load_config(None, [*small_settings[1::2], setting], data="synthetic:criteo-kaggle")
     train(config, tmp_path / "run", show_progress=False)
 
-    for to, program in (("torchrec", "TorchRec"), ("classic", "facebookresearch/dlrm")):
-        with pytest.raises(ConfigError, match=f"{program} has no model for model.name {model}"):
-            export_run(tmp_path / "run", to, tmp_path / "model.pt")
+    with pytest.raises(ConfigError, match=f"TorchRec has no model for model.name {model}"):
+        export_run(tmp_path / "run", "torchrec", tmp_path / "model.pt")
 
     export_run(tmp_path / "run", "safetensors", tmp_path / "model.safetensors")
-
-
-def test_a_deepfm_with_the_shapes_of_a_dlrm_is_no_classic_model(tmp_path):
-    settings = ["synthetic.num_samples=60", f"synthetic.table_sizes={[3] * 7}"]
-    settings += ["model.name=deepfm", "model.embedding_dim=4"]
-    config = load_config(None, settings, data="synthetic:criteo-kaggle")
-    train(config, tmp_path / "run", show_progress=False)
-
-    with pytest.raises(ConfigError, match="facebookresearch/dlrm has no model for"):
-        export_run(tmp_path / "run", "classic", tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("to", ["torchrec", "safetensors"])
@@ -61,20 +49,6 @@ def test_an_exported_state_dict_has_the_runs_tensors(run, tmp_path, to):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
-
-
-def test_a_classic_checkpoint_has_what_the_classic_script_reads_for_inference(run, tmp_path):
-    checkpoint = torch.load(export_run(run, "classic", tmp_path / "model.pt"))
-
-    for key in ("epoch", "nepochs", "iter", "nbatches", "nbatches_test"):
-        assert isinstance(checkpoint[key], int), key
-    for key in ("train_acc", "train_loss", "test_acc", "test_loss", "total_loss", "total_accu"):
-        assert isinstance(checkpoint[key], float), key
-    assert 0 < checkpoint["test_acc"] < 1
-    features = [f"cat_{column}" for column in range(12)]
-    back = from_classic(checkpoint["state_dict"], features)
-    for key, value in saved_state(run).items():
-        assert torch.equal(back[key], value), key
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(run, tmp_path, monkeypatch):
@@ -94,7 +68,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(run, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("to", ["torchrec", "classic", "torch-export"])
+@pytest.mark.parametrize("to", ["torchrec", "torch-export"])
 def test_a_file_that_cannot_grow_raises_the_error_of_the_system(run, tmp_path, to):
     resource = pytest.importorskip("resource")  # there is none on Windows
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

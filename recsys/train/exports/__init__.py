@@ -2,5 +2,5 @@
 
 __all__ = ["FORMATS", "QUANTIZATIONS"]
 
-FORMATS = ("torchrec", "classic", "safetensors", "torch-export")  # see `export`
+FORMATS = ("torchrec", "safetensors", "torch-export")  # see `export`
 QUANTIZATIONS = ("int8",)  # see `quantized`

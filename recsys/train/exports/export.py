@@ -2,8 +2,6 @@
 
 format        content of FILE
 torchrec      torch.save of the state dict of TorchRec's `DLRM` or `DLRM_DCN` (tables `t_<table>`)
-classic       torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
-              --inference-only`; without optimizer state, so its training cannot be continued
 safetensors   the state dict of any model, without pickle
 torch-export  a program for `torch.export.load`, which runs without recsys (`program`)
 
@@ -14,7 +12,6 @@ that changed (`deltas`).
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +20,6 @@ import torch
 from recsys._support.files import appearing_whole, as_argument, require_new
 from recsys._support.torch_files import opened_for_torch
 from recsys.errors import CheckpointError, ConfigError
-from recsys.models.convert import to_classic
 from recsys.train.exports import FORMATS
 from recsys.train.exports.deltas import export_checkpoint, export_delta
 from recsys.train.run_files.run_folder import RunFolder
@@ -31,14 +27,7 @@ from recsys.train.run_files.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
-
-_MODELS = {  # of formats that have not all: whose program reads them, and its models
-    "torchrec": ("TorchRec", ("dlrm", "dcn_v2")),
-    "classic": ("facebookresearch/dlrm", ("dlrm",)),
-}
 
 
 def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
@@ -65,19 +54,15 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
         return export_program(run_dir, file).path
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
-    record = folder.read_record()
-    if to in _MODELS:
-        _require_model(record, to)
-    if to == "classic":
-        _require_classic_features(record)
+    if to == "torchrec":
+        _require_model(folder.read_record())
     require_new(file)
     with appearing_whole(file) as partial:
         if to == "safetensors":
             shutil.copyfile(folder.model_file, partial)
             return file
-        state = folder.load_state()
         with opened_for_torch(partial) as stream:
-            torch.save(_classic_checkpoint(state, record) if to == "classic" else state, stream)
+            torch.save(folder.load_state(), stream)
     return file
 
 
@@ -133,73 +118,16 @@ def _checkpoints_of(run_dir: str | Path) -> Path:
     return folder.checkpoints_folder
 
 
-def _require_model(record: Mapping[str, Any], to: str) -> None:
-    """Check that the program of a format has the model.
+def _require_model(record: Mapping[str, Any]) -> None:
+    """Check that TorchRec has the model.
 
     Raises:
         ConfigError: it does not.
     """
-    program, models = _MODELS[to]
     model = record["config"].get("model", {})
     name, interaction = model.get("name", "dlrm"), model.get("interaction", "dot")
-    if name not in models or interaction != "dot":
+    if name not in ("dlrm", "dcn_v2") or interaction != "dot":
         raise ConfigError(
-            f"export: {program} has no model for model.name {name!r} with interaction "
+            f"export: TorchRec has no model for model.name {name!r} with interaction "
             f"{interaction!r}; choose 'safetensors' for its tensors, or 'torch-export'"
         )
-
-
-def _require_classic_features(record: Mapping[str, Any]) -> None:
-    """Check that features are as the classic DLRM requires.
-
-    Raises:
-        ConfigError: two features share a table, or one has weights for its values, or takes the
-            mean of its rows.
-    """
-    features = record["data"].get("features", ())
-    weighted = [each["name"] for each in features if each.get("is_weighted")]
-    if weighted:
-        raise ConfigError(
-            "export: format 'classic' adds rows up without weights, but the values of features "
-            f"{weighted} have weights; choose 'torchrec', 'safetensors' or 'torch-export'"
-        )
-    pooling = record["config"].get("model", {}).get("pooling", {})
-    means = [
-        each["name"]
-        for each in features
-        if each.get("kind", "one") != "one" and pooling.get(each["table"]) == "mean"
-    ]
-    if means:
-        raise ConfigError(
-            "export: format 'classic' adds the rows of a bag up, but the model takes the mean of "
-            f"those of features {means}; choose 'torchrec', 'safetensors' or 'torch-export'"
-        )
-    uses = Counter(each["table"] for each in features)
-    shared = [table for table, num_features in uses.items() if num_features > 1]
-    if shared:
-        raise ConfigError(
-            f"export: format 'classic' has a table for each feature, but features share {shared}; "
-            "choose 'torchrec' or 'safetensors', or prepare the data with a table for each feature"
-        )
-
-
-def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint that `dlrm_s_pytorch.py --load-model --inference-only` reads."""
-    test = record["metrics"]["test"] or {}
-    num_steps = record["throughput"]["num_steps"]
-    epochs = record["config"]["epochs"]
-    unknown = float("nan")
-    return {
-        "state_dict": to_classic(state, list(record["data"]["table_sizes"])),
-        "epoch": epochs,
-        "nepochs": epochs,
-        "iter": num_steps,
-        "nbatches": num_steps,
-        "nbatches_test": 0,
-        "train_acc": unknown,
-        "train_loss": unknown,
-        "total_accu": 0.0,
-        "total_loss": 0.0,
-        "test_acc": test.get("accuracy", unknown),
-        "test_loss": test.get("logloss", unknown),
-    }
