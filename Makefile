@@ -7,7 +7,7 @@ RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SECONDS ?= 600
 
-.PHONY: help setup train test check stress crash threads fuzz bench reference coverage tables site clean
+.PHONY: help setup train test check stress crash threads fuzz bench tables site clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -19,10 +19,9 @@ help:
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
 	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
 	@echo "make fuzz SECONDS=600               read damaged and hostile files, for ten minutes"
-	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
-	@echo "make bench QUICK=1                 run every bench at a small size, numbers into build/bench/"
-	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
-	@echo "make tables                        make the tables and pictures in the docs"
+	@echo "make bench                         measure the numbers in benchmarks/results (needs RECSYS_DATA)"
+	@echo "make bench QUICK=1                 run every benchmark at a tiny size, into build/bench/"
+	@echo "make tables                        make the tables in the docs"
 	@echo "make site                          build these docs as a site, with the public signatures"
 	@echo "make setup                         install pinned versions into .venv; the others call it"
 
@@ -59,17 +58,17 @@ test: setup
 	$(PYTEST) -m "serial or threads" $(WITH_THREADS)
 
 threads: setup
-	PYTHONDEVMODE=1 $(BIN)/python tests/threads.py --cases 500 --json docs/benchmarks/threads.json
+	PYTHONDEVMODE=1 $(BIN)/python tests/threads.py --cases 500 --json benchmarks/results/threads.json
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest
 
 crash: setup
-	$(BIN)/python tests/train/crash.py --json docs/benchmarks/crash.json
+	$(BIN)/python tests/train/crash.py --json benchmarks/results/crash.json
 
 # Damages the input of every reader, at random, for a time; case n of a reader is always the same.
 fuzz: setup
-	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --json docs/benchmarks/fuzz.json
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --json benchmarks/results/fuzz.json
 
 check: setup
 	$(BIN)/ruff check .
@@ -78,38 +77,20 @@ check: setup
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python tests/house.py
 
-# Quick sizes show that every bench works here; their numbers say nothing.
+# Quick sizes show that every benchmark works here; their numbers say nothing.
 QUICK ?=
-MEASURED := $(if $(QUICK),build/bench,docs/benchmarks)
-BENCH := $(BIN)/recsys bench
-SIZE := $(if $(QUICK),--quick)
+MEASURED := $(if $(QUICK),build/bench,benchmarks/results)
+BENCHMARKS := lookup step models tiers checkpoints predict distributed prepare
 bench: setup
 	mkdir -p $(MEASURED)
-	$(BENCH) prepare $(SIZE) --json $(MEASURED)/prepare.json
-	$(if $(QUICK),,$(BENCH) prepare --kaggle-size --json $(MEASURED)/prepare_kaggle_size.json)
-	$(BENCH) prepare --table $(SIZE) --json $(MEASURED)/prepare_table.json
-	$(BENCH) step $(SIZE) --json $(MEASURED)/step.json
-	$(BENCH) lookup $(SIZE) --json $(MEASURED)/lookup.json
-	$(BENCH) models $(SIZE) --json $(MEASURED)/models.json
-	$(BENCH) synthetic $(SIZE) --json $(MEASURED)/generator.json
-	$(BENCH) tiers $(SIZE) --schedule sequential,lookahead-2,hotline \
-		$(if $(QUICK),,--shares floor 0.02 0.05 0.2 1) --json $(MEASURED)/tiers.json
-	$(BENCH) count $(SIZE) --json $(MEASURED)/count.json
-	$(BENCH) rand-em $(SIZE) --json $(MEASURED)/rand_em.json
-	$(BENCH) checkpoints $(SIZE) --json $(MEASURED)/checkpoints.json
-	$(BENCH) predict $(SIZE) --json $(MEASURED)/predict.json
-	$(BENCH) skipping $(SIZE) --json $(MEASURED)/skipping.json
-	$(BENCH) distributed $(SIZE) --json $(MEASURED)/distributed.json
-
-reference: setup
-	sh docs/benchmarks/reference.sh
-
-coverage: setup
-	sh docs/benchmarks/coverage.sh
+	for name in $(BENCHMARKS); do \
+		$(BIN)/python benchmarks/$$name.py $(if $(QUICK),--quick) --json $(MEASURED)/$$name.json || exit; \
+	done
+	$(BIN)/python benchmarks/prepare.py --table $(if $(QUICK),--quick) --json $(MEASURED)/prepare_table.json
+	$(BIN)/python benchmarks/slipstream/cost.py $(if $(QUICK),--quick) --json $(MEASURED)/skipping.json
 
 tables: setup
-	$(BIN)/python docs/benchmarks/tables.py
-	$(BIN)/python docs/figures/figures.py
+	$(BIN)/python benchmarks/tables.py
 
 # Its theme advertises its successor unless told not to.
 site: setup

@@ -20,9 +20,7 @@ import pytest
 _IMPORTED = (
     *("recsys.cli", "recsys.train.trainer", "recsys.ablate", "torch._dynamo"),
     *("matplotlib.backends.backend_agg", "matplotlib.figure"),
-    *("recsys.bench.lookup", "recsys.bench.tiers", "recsys.bench.file_tier"),
-    *("recsys.bench.prepare", "fbgemm_gpu"),
-    *("torchrec", "torchrec.distributed.model_parallel"),
+    *("fbgemm_gpu", "torchrec", "torchrec.distributed.model_parallel"),
     "tests.forked",
 )
 

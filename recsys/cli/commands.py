@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from recsys._support.config_fields import format_keys
 from recsys._support.files import TOO_MUCH, require_files, require_place
 from recsys._support.plain_warnings import plain_warnings
-from recsys.cli.benches import add_bench_options
 from recsys.cli.checks import require_data, require_model
 from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
@@ -115,7 +114,6 @@ def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add_popularity_options(commands)
     _add_run_options(commands)
     add_predict_options(commands)
-    add_bench_options(commands)
     return parser, commands
 
 

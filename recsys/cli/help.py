@@ -38,7 +38,6 @@ GROUPS: Final = {
         "profile": "count lookups per row, and print the coverage of the most popular rows",
         "plan": "choose the hot rows for a budget, and print the coverage of several budgets",
     },
-    "speed": {"bench": "measure against other libraries"},
 }
 COMMANDS: Final = [name for commands in GROUPS.values() for name in commands]
 

@@ -1,7 +1,7 @@
 """A linear layer and its ReLU, by the library that multiplies matrices fastest on this machine.
 
 PyTorch computes float32 products on the CPU with MKL. On processors not made by Intel, MKL does not
-use AVX-512 and is about half as fast as oneDNN, which PyTorch includes too (`recsys bench step`).
+use AVX-512 and is about half as fast as oneDNN, which PyTorch includes too (`benchmarks/step.py`).
 On such processors the three products of a layer (forward, gradient of the input, gradient of the
 weight) use oneDNN. In all other cases they use `torch.nn.functional.linear`. In bfloat16 PyTorch
 itself uses oneDNN.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
-from recsys.bench.parts.harness import summarize
 from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
 from recsys.report.ablation_metrics import (
     ALWAYS,
@@ -31,6 +30,8 @@ __all__ = [
 ]
 
 
+# Even the range of 5 values is not a 95 % interval of the median.
+_MIN_VALUES_OF_INTERVAL = 6
 # Metrics that every cell is to have; some variations measure no others, such as hit rates.
 _EXPECTED = (*ALWAYS, "time_to_target_auc")
 
@@ -71,13 +72,31 @@ def _row(
     if not values:
         numbers = ("median", "p20", "p80", "low", "high", "mean", "std", "min", "max")
         return {**head, **dict.fromkeys(numbers), "num_runs": 0}
+    p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
+    low, high = _interval_of_median(values)
     return {
-        **asdict(summarize("ablate", case, provider, metric, unit, values)),
+        **head,
+        "median": median,
+        "p20": p20,
+        "p80": p80,
+        "num_runs": len(values),
+        "low": low,
+        "high": high,
         "mean": mean(values),
         "std": stdev(values) if len(values) > 1 else None,
         "min": min(values),
         "max": max(values),
     }
+
+
+def _interval_of_median(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The median's 95 % interval, by bootstrap; none for fewer than 6 values."""
+    if len(values) < _MIN_VALUES_OF_INTERVAL:
+        return None, None
+    drawn = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
+    medians = np.median(np.asarray(values)[drawn], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5]).tolist()
+    return low, high
 
 
 def format_evaluations(record: Mapping[str, Any]) -> str:

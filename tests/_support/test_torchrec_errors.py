@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from recsys.batch import JaggedIds
-from recsys.bench import step
-from recsys.bench.parts import plain_models
 from recsys.config import OptimizerConfig
 from recsys.embeddings import TableConfig
 from recsys.embeddings.baselines import FbgemmEmbeddingBags
@@ -21,8 +19,6 @@ USERS = {
     "JaggedIds.to_torchrec": lambda: JaggedIds(
         ["a"], torch.tensor([1]), torch.tensor([0, 1])
     ).to_torchrec(),
-    "bench step": lambda: step._dense_steps(2, "fp32"),
-    "bench models": plain_models._torchrec,
 }
 
 

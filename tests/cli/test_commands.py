@@ -103,78 +103,6 @@ def test_options_are_these_and_no_others():
             "--out": "",
         },
         "apply": {"full": "", "deltas": "", "--out": ""},
-        "bench": {
-            "prepare": {
-                "--table": "",
-                "--raw": "",
-                "--quick": "",
-                "--kaggle-size": "",
-                "--json": "",
-            },
-            "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
-            "lookup": {
-                "--batch-sizes": "",
-                "--dims": "",
-                "--optimizers": "",
-                "--quick": "",
-                "--json": "",
-            },
-            "models": {
-                "--batch-sizes": "",
-                "--optimizers": "",
-                "--models": "",
-                "--share": "",
-                "--device": "",
-                "--evaluation": "",
-                "--quick": "",
-                "--json": "",
-            },
-            "gpu": {
-                "--quick": "",
-                "--device": "",
-                "--presets": "",
-                "--dims": "",
-                "--batch-sizes": "",
-                "--precision": "",
-                "--shares": "",
-                "--schedule": "",
-                "--fill-samples": "",
-                "--seconds": "",
-                "--case-seconds": "",
-                "--kernels": "",
-                "--no-baselines": "",
-                "--no-capture": "",
-                "--json": "",
-            },
-            "distributed": {
-                "--quick": "",
-                "--world-sizes": "",
-                "--batch-size": "",
-                "--dim": "",
-                "--budget-share": "",
-                "--rounds": "",
-                "--json": "",
-            },
-            "checkpoints": {"--quick": "", "--folder": "", "--json": ""},
-            "skipping": {"--quick": "", "--batch-sizes": "", "--json": ""},
-            "predict": {"--quick": "", "--json": ""},
-            "synthetic": {"--quick": "", "--json": ""},
-            "count": {"--quick": "", "--json": ""},
-            "rand-em": {"--quick": "", "--json": ""},
-            "tiers": {
-                "--shares": "",
-                "--schedule": "",
-                "--dim": "",
-                "--batch-size": "",
-                "--optimizer": "",
-                "--cold-tier": "",
-                "--cold-path": "",
-                "--times-memory": "",
-                "--budget": "",
-                "--quick": "",
-                "--json": "",
-            },
-        },
     }
 
 
@@ -281,47 +209,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["profile", "nowhere", "--out", "f.npz"], "nowhere does not exist; prepare a store with"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "nowhere: there is no such file"),
-        (["bench", "prepare", "--raw", "nowhere"], "nowhere is not a file"),
-        (["bench", "prepare", "--table", "--kaggle-size"], "--kaggle-size is not for --table"),
         (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "step", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "lookup", "--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
-        (["bench", "models", "--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
-        (["bench", "step", "--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
-        (["bench", "skipping", "--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
-        (["bench", "distributed", "--json", "."], ". is a folder; name a file to be written"),
-        (
-            ["bench", "distributed", "--world-sizes", "2", "0"],
-            "--world-sizes must be at least 1, got 0",
-        ),
-        (
-            ["bench", "distributed", "--world-sizes", "4", "--batch-size", "10"],
-            "--batch-size must be a multiple of every world size, got 10 for 4 processes",
-        ),
-        (["bench", "distributed", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["bench", "distributed", "--budget-share", "1"], "must be between 0 and 1, got 1.0"),
-        (["bench", "distributed", "--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["bench", "distributed", "--dim", "6"], "--dim must be a multiple of 4 for FBGEMM, got 6"),
-        (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
-        (["bench", "skipping", "--batch-sizes", "20000"], "at most 12800, got 20000"),
-        (
-            ["bench", "lookup", "--dims", "16", "0"],
-            "bench lookup: --dims must be at least 1, got 0",
-        ),
-        (["bench", "gpu", "--batch-sizes", "-1"], "bench gpu: --batch-sizes must be at least 1"),
-        (["bench", "tiers", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (
-            ["bench", "tiers", "--cold-tier", "file", "--cold-path", "x", "--times-memory", "-1"],
-            "--times-memory must be above 0, got -1.0",
-        ),
-        (["bench", "tiers", "--json", "x.png"], "x.png is where the curve goes"),
-        (["bench", "tiers", "--shares", "half"], "must be 'floor' or above 0 and at most 1"),
-        (["bench", "tiers", "--shares", "2"], "must be 'floor' or above 0 and at most 1, got '2'"),
-        (["bench", "tiers", "--schedule", "fae"], "'fae' must be one of the schedules"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(
@@ -338,7 +226,7 @@ def test_bad_input_ends_with_a_message_and_status_2(
 def test_a_result_that_would_lie_under_a_file_is_refused_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
 
-    assert run_cli("bench", "step", "--json", tmp_path / "file" / "new" / "x.json") == 2
+    assert run_cli("evaluate", "run", "--json", tmp_path / "file" / "new" / "x.json") == 2
 
     assert f"cannot be written: {tmp_path / 'file'} is not a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
@@ -638,8 +526,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
 
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
-    from recsys.bench.lookup import OPTIMIZERS
-    from recsys.bench.tiers import OPTIMIZERS as TIERED_OPTIMIZERS
     from recsys.datasets.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo.kaggle import CONVENTIONS
     from recsys.datasets.splits import SPLITS
@@ -659,8 +545,6 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     assert choices("convert", "split") == SPLITS
     assert choices("export", "to") == MODEL_FORMATS
     assert choices("export", "quantize") == QUANTIZATIONS
-    assert choices("bench", "lookup", "optimizers") == OPTIMIZERS
-    assert choices("bench", "tiers", "optimizer") == TIERED_OPTIMIZERS
 
 
 def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_settings, capsys):
@@ -704,7 +588,7 @@ def test_a_full_disk_or_table_of_files_is_told_with_what_helps(
 
     monkeypatch.setattr("recsys.cli.commands.require_place", fill)
 
-    assert main(["bench", "lookup", "--quick", "--json", str(tmp_path / "rows.json")]) == 2
+    assert main(["evaluate", "run", "--json", str(tmp_path / "rows.json")]) == 2
     assert capsys.readouterr().err.endswith(f"{way_out}\n")
 
 

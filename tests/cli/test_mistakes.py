@@ -65,7 +65,6 @@ MISTAKES = {
     "prepare criteo-1tb day_0 --out store": "raw input day_0 must be a file",
     "prepare classic-npz nosuch.npz --out store": "npz input nosuch.npz must be a file",
     "convert nosuch --to classic-npz --out file.npz": "nosuch does not exist",
-    "bench nosuch": "invalid choice: 'nosuch'",
 }
 
 

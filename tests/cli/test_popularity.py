@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from recsys.bench.synthetic import write_store
 from recsys.cli import main
 from recsys.cli.popularity import parse_samples
 from recsys.datasets import Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile
 from recsys.errors import ConfigError
+from tests.stores import write_store
 
 
 def run_cli(*arguments):

@@ -1,6 +1,6 @@
 """Runs the fuzz cases for a time, reader by reader, and writes what became of them.
 
-    python tests/fuzz/fuzz.py --seconds 600 --json docs/benchmarks/fuzz.json
+    python tests/fuzz/fuzz.py --seconds 600 --json benchmarks/results/fuzz.json
     python tests/fuzz/fuzz.py --reader store --seed 17     one case, with its traceback
 
 Each reader has a process of its own, so a crash of the interpreter is counted, too, and memory is

@@ -1,6 +1,6 @@
 """Kills a training run with SIGKILL again and again, and compares its model with an unkilled one's.
 
-    python tests/train/crash.py --json docs/benchmarks/crash.json     ten runs, twenty kills each
+    python tests/train/crash.py --json benchmarks/results/crash.json     ten runs, twenty kills each
 
 Half of the kills come at a random moment. The others wait for a piece of a checkpoint to appear,
 and come up to 30 ms later, while it is being written. Each attempt after the first is `recsys train

@@ -14,7 +14,6 @@ import zipfile
 import numpy as np
 import pytest
 
-from recsys.bench.prepare import prepare_with_pandas
 from recsys.datasets.criteo.flow import _next_newline
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.criteo.parse import explain
@@ -370,17 +369,6 @@ def test_the_store_keeps_where_it_came_from(raw_line, tmp_path):
     (source,) = store.meta["sources"]
     assert source["num_bytes"] == raw.stat().st_size
     assert len(source["sha256"]) == 64
-
-
-def test_the_pandas_baseline_of_the_benchmark_does_the_same_work(kaggle_10k, tmp_path):
-    raw = tmp_path / "raw.txt"
-    raw.write_bytes(gzip.decompress(kaggle_10k.read_bytes()))
-
-    prepare_with_pandas(raw, tmp_path / "pandas")
-
-    prepare(raw, tmp_path / "store")
-    for name in ("labels.bin", "dense.bin", "sparse.bin"):
-        assert (tmp_path / "pandas" / name).read_bytes() == (tmp_path / "store" / name).read_bytes()
 
 
 def test_a_file_named_twice_is_refused(tmp_path):

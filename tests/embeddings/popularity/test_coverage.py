@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import JaggedIds
-from recsys.bench.synthetic import write_store
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile, TableConfig
 from recsys.embeddings.popularity import lookup_blocks
 from recsys.embeddings.popularity.coverage import format_coverages
 from recsys.errors import ProfileError
+from tests.stores import write_store
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import Batch, JaggedIds
-from recsys.bench.synthetic import write_store
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile, TableConfig
 from recsys.embeddings.popularity import lookup_blocks
 from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, ProfileError
+from tests.stores import write_store
 
 SIZES = [30, 7, 1, 500]
 

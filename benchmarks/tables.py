@@ -1,0 +1,302 @@
+"""Makes the tables in the docs from the JSON that benchmarks wrote; `make tables` calls it.
+
+A table is between two comments, `<!-- table: NAME -->` and `<!-- end -->`. NAME is a key of
+`TABLES`. A test fails if a table differs from its JSON. Other tables of the docs were written once;
+the text beside them links to their records in `benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["DOCUMENTS", "RESULTS", "TABLES", "Table", "with_tables"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "benchmarks" / "results"
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/reliability.md",
+    "docs/slipstream.md",
+    "docs/tables.md",
+)
+_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Row = Mapping[str, Any]
+
+
+class Table(NamedTuple):
+    """How the rows of a benchmark become a table.
+
+    Attributes:
+        file: The JSON.
+        caption: What stands above it; may name {machine}, {rounds} and keys of the first case.
+        keys: Titles of the first columns, with the key of a row's case, or "provider", in each.
+        columns: Title, provider (empty: that of the line), metric, and format of the others.
+        where: Which rows belong to it, by the keys of their case and their provider.
+    """
+
+    file: str
+    caption: str
+    keys: Mapping[str, str]
+    columns: Sequence[tuple[str, str, str, Callable[[Row], str]]]
+    where: Callable[[Mapping[str, str]], bool] = lambda keys: True
+
+    def text(self) -> str:
+        """The table in Markdown."""
+        record = json.loads((RESULTS / self.file).read_text())
+        rows = [(_keys_of(row), row) for row in record["rows"]]
+        rows = [(keys, row) for keys, row in rows if self.where(keys)]
+        cells = {(self._line(keys), row["provider"], row["metric"]): row for keys, row in rows}
+        lines = []
+        for line in dict.fromkeys(self._line(keys) for keys, _ in rows):
+            found = [
+                (format_cell, cells.get((line, provider or line[-1], metric)))
+                for _, provider, metric, format_cell in self.columns
+            ]
+            if any(row is not None for _, row in found):
+                shown = ["" if row is None else format_cell(row) for format_cell, row in found]
+                lines.append([*line, *shown])
+        environment = record["environment"]
+        first = rows[0][0]
+        caption = self.caption.format(
+            **first,
+            machine=f"{environment['cpu']}, {environment['num_threads']} threads, torch "
+            f"{environment['torch']}",
+            gpu=f"{environment['gpu']}, torch {environment['torch']}",
+            rounds=rows[0][1]["num_runs"],
+        )
+        titles = [*self.keys, *(title for title, _, _, _ in self.columns)]
+        table = [titles, ["---"] * len(titles), *lines]
+        return caption + "\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+
+    def _line(self, keys: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(keys.get(key, "") for key in self.keys.values())
+
+
+def _keys_of(row: Row) -> dict[str, str]:
+    """The parameters of a row's case, and its provider."""
+    pairs = dict(pair.split("=") for pair in row["case"].split(","))
+    return pairs | {"provider": row["provider"]}
+
+
+def with_tables(text: str) -> str:
+    """Replace the tables of a document by new ones."""
+    return _PLACE.sub(lambda place: place[1] + TABLES[place[2]].text() + place[3], text)
+
+
+def _number(digits: int, unit: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: f"{row['median'] / unit:,.{digits}f}"
+
+
+def _ratio(row: Row) -> str:
+    """A ratio, with its 95 % interval if it has one."""
+    interval = "" if row["low"] is None else f" ({row['low']:.2f}-{row['high']:.2f})"
+    return f"**{row['median']:.2f}**{interval}"
+
+
+def _percent(row: Row) -> str:
+    return f"{100 * row['median']:.1f} %"
+
+
+def _more(row: Row) -> str:
+    """How much longer something takes, from the ratio of times."""
+    middle, low, high = (100 * (row[key] - 1) for key in ("median", "low", "high"))
+    return f"{middle:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def _spread(row: Row) -> str:
+    """A median, with the 20th and the 80th percentile."""
+    return f"{row['median']:,.0f} ({row['p20']:,.0f}-{row['p80']:,.0f})"
+
+
+_MS, _MIB, _GIB = _number(2), _number(0, 2**20), _number(2, 2**30)
+_OVER_FBGEMM = ("times as fast as FBGEMM (95 %)", "recsys", "speed_over_fbgemm", _ratio)
+_OVER_TORCH = ("times as fast as PyTorch (95 %)", "recsys", "speed_over_torch", _ratio)
+_PREPARED = [
+    ("MB/s", "", "throughput", _spread),
+    ("peak memory, GiB", "", "peak_memory", _GIB),
+    ("times pandas (95 %)", "", "speed_over_pandas", _ratio),
+]
+TABLES = {
+    "lookup_headline": Table(
+        "lookup.json",
+        "Median over all dimensions and optimizers, each the ratio of the medians of its rounds; "
+        "{machine}.",
+        {"B": "B"},
+        [_OVER_FBGEMM, _OVER_TORCH],
+        lambda keys: "D" not in keys,
+    ),
+    "lookup": Table(
+        "lookup.json",
+        "Milliseconds of a step of the embeddings alone, median of {rounds} rounds in which all "
+        "took turns; {machine}.",
+        {"D": "D", "optimizer": "optimizer", "B": "B"},
+        [
+            ("recsys", "recsys", "time", _MS),
+            ("fbgemm", "fbgemm", "time", _MS),
+            ("torch", "torch", "time", _MS),
+            _OVER_FBGEMM,
+            _OVER_TORCH,
+            ("of the bandwidth", "recsys", "bandwidth_share", _percent),
+        ],
+        lambda keys: "B" in keys and "D" in keys,
+    ),
+    "step": Table(
+        "step.json",
+        "Milliseconds of a step, median of {rounds} rounds in which all took turns; SGD, Kaggle's "
+        "26 tables, D={D}; {machine}.",
+        {"B": "B", "precision": "precision"},
+        [
+            *(
+                (name, name, "time", _MS)
+                for name in ("recsys", "torch", "fbgemm", "dense", "dense_eager")
+            ),
+            _OVER_TORCH,
+            _OVER_FBGEMM,
+            ("recsys, times dense (95 %)", "recsys", "time_over_dense", _ratio),
+        ],
+    ),
+    "models": Table(
+        "models.json",
+        "A step of a model of plain PyTorch before and after `recsys.accelerate`, median of "
+        "{rounds} rounds; D={D}, tables of at most a million rows, one id a sample; {machine}.",
+        {"model": "model", "tables": "T", "optimizer": "optimizer", "B": "B"},
+        [
+            ("torch, ms", "torch", "time", _MS),
+            ("recsys, ms", "recsys", "time", _MS),
+            ("times as fast (95 %)", "recsys", "speed_over_torch", _ratio),
+        ],
+        lambda keys: "B" in keys and keys.get("ids") != "jagged" and keys.get("T") != "4",
+    ),
+    "tiers": Table(
+        "tiers.json",
+        "Milliseconds of a training step, B={B}, D={D}, {optimizer}, cold tier {cold_tier}; median "
+        "of {rounds} rounds in which both took turns; {machine}.",
+        {"budget": "share", "schedule": "schedule"},
+        [
+            ("MiB", "recsys", "budget", _MIB),
+            ("lookups hit", "recsys", "lookup_hit_rate", _percent),
+            ("waits for rows", "recsys", "exposed_fetch", _number(1)),
+            ("recsys", "recsys", "time", _number(1)),
+            ("resident", "resident", "time", _number(1)),
+            ("share of resident speed (95 %)", "recsys", "share_of_resident_speed", _ratio),
+        ],
+    ),
+    "tiers_file": Table(
+        "tiers_file.json",
+        "Training steps with {tables} of tables in files, 1.5 times the memory; B={B}, D={D}, SGD, "
+        "budget {budget}; median of {rounds} rounds in which all took turns; {machine}.",
+        {"schedule": "schedule"},
+        [
+            ("samples/s", "recsys", "speed", _spread),
+            ("ms", "recsys", "time", _number(1)),
+            ("of it waits for rows", "recsys", "exposed_fetch", _number(1)),
+            (
+                "times `nn.EmbeddingBag` over mapped files (95 %)",
+                "recsys",
+                "speed_over_mmap",
+                _ratio,
+            ),
+        ],
+    ),
+    "gpu": Table(
+        "gpu.json",
+        "Training steps of a DLRM, replayed as CUDA graphs; SGD, Kaggle's 26 tables, D={D}; recsys "
+        "has a twentieth of the rows in the GPU's memory, the others have all; {gpu}.",
+        {
+            "model": "model",
+            "precision": "precision",
+            "B": "B",
+            "schedule": "schedule",
+            "": "provider",
+        },
+        [
+            ("ms per step", "", "time", _MS),
+            ("samples/s", "", "throughput", _number(0)),
+            ("of the speed of resident", "", "share_of_resident_speed", _percent),
+            ("lookups hit", "", "lookup_hit_rate", _percent),
+        ],
+        lambda keys: keys["provider"] in ("resident", "recsys", "torch"),
+    ),
+    "distributed": Table(
+        "distributed.json",
+        "A step of {B} samples over all processes, D={D}, tables of at most {max_rows} rows; "
+        "median of {rounds} rounds in which all took turns, each the time of its slowest process; "
+        "{machine} for each process.",
+        {"processes": "W", "plan": "plan", "": "provider"},
+        [
+            ("step, ms", "", "time", _number(1)),
+            ("times as fast as TorchRec (95 %)", "", "speed_over_torchrec_fbgemm", _ratio),
+            ("sent by a process in a step, MB", "", "loopback_sent", _number(2, 1e6)),
+        ],
+        lambda keys: "plan" in keys and "collective" not in keys,
+    ),
+    "prepare": Table(
+        "prepare.json",
+        "Raw Criteo text to numbered arrays: {lines} lines, {ids} distinct ids; median of {rounds} "
+        "runs (20th to 80th percentile); {machine}.",
+        {"": "provider"},
+        _PREPARED,
+    ),
+    "prepare_table": Table(
+        "prepare_table.json",
+        "A table of {columns} columns to a store: {rows} rows, {values} distinct values; median of "
+        "{rounds} runs (20th to 80th percentile); {machine}. MB/s are of CSV, for Parquet too.",
+        {"": "provider"},
+        _PREPARED,
+    ),
+    "predict": Table(
+        "predict.json",
+        "{samples} samples, Kaggle's tables, D={D}, B={B}; median of {rounds} runs in turns; "
+        "{machine}. Memory without pages of mapped files.",
+        {"tables in training": "tables"},
+        [
+            ("training, samples/s", "train", "throughput", _number(0)),
+            ("prediction, samples/s", "predict", "throughput", _number(0)),
+            ("times training (95 %)", "predict", "speed_over_training", _ratio),
+            ("its memory, MiB", "predict", "peak_memory", _MIB),
+        ],
+    ),
+    "checkpoints": Table(
+        "checkpoints.json",
+        "{rounds} checkpoints of a training with Kaggle's tables, D={D}, Adagrad, B={B}, one in "
+        "each turn of {steps} steps, in turns with a plain one; {machine}.",
+        {"steps of a turn": "steps"},
+        [
+            ("a turn of plain training, s", "plain", "time", _number(1)),
+            ("with a checkpoint, s", "recsys", "time", _number(1)),
+            ("longer (95 %)", "plain", "time_over_plain", _more),
+            ("training waits in `save`, s", "recsys", "exposed_time", _MS),
+            (
+                "longer in all, the copy of every row included",
+                "recsys",
+                "overhead_in_all",
+                _percent,
+            ),
+            ("on the disk, GB", "recsys", "disk_bytes", _number(1, 1e9)),
+        ],
+        lambda keys: "steps" in keys,
+    ),
+    "skipping": Table(
+        "skipping.json",
+        "Time beyond plain training, {rounds} rounds in turns (95 %); Kaggle's tables, D={D}, "
+        "{optimizer}; {machine}.",
+        {"B": "B", "steps per window": "window"},
+        [
+            ("a second plain process", "plain_again", "time_over_plain", _more),
+            ("`Observe`", "observe", "time_over_plain", _more),
+            ("`DropInput(share=0)`", "drop_input", "time_over_plain", _more),
+        ],
+    ),
+}
+
+
+if __name__ == "__main__":
+    for name in DOCUMENTS:
+        document = _ROOT / name
+        document.write_text(with_tables(document.read_text()))

@@ -1,1 +1,0 @@
-"""Benchmarks: `recsys bench NAME` measures recsys and alternatives in the same run."""

@@ -1,1 +1,0 @@
-"""What benchmarks are made of."""
