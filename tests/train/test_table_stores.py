@@ -19,7 +19,6 @@ from recsys.datasets.torchrec_npy import write_torchrec_npy
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline.fae.hot_samples import find_hot_samples
-from recsys.train.exports.export import export_run
 from recsys.train.judge.evaluation import evaluate_run
 from recsys.train.judge.popular_samples import PopularSamples
 from recsys.train.parts.build import build_loader, build_model, open_source
@@ -335,19 +334,6 @@ def test_a_loader_gives_every_sample_its_own_bags(small_config, table_store):
             found.append(str({name: one[name].values().tolist() for name in ids.keys()}))  # noqa: SIM118
 
     assert sorted(found) == expected
-
-
-def test_a_format_with_a_table_for_each_feature_refuses_shared_ones(
-    small_config, table_store, tmp_path
-):
-    data = table_store()
-    run(small_config(*SETTINGS, data=str(data)), tmp_path / "run")
-
-    with pytest.raises(ConfigError, match=r"'classic' has a table for each .* share \['item'\]"):
-        export_run(tmp_path / "run", "classic", tmp_path / "classic.pt")
-
-    state = torch.load(export_run(tmp_path / "run", "torchrec", tmp_path / "torchrec.pt"))
-    assert sum("t_item" in name for name in state) == 1
 
 
 @pytest.mark.parametrize(

@@ -202,23 +202,10 @@ def test_models_that_do_not_pool_refuse_weights(weighted_store, tmp_path, monkey
     assert not (tmp_path / "run").exists()
 
 
-def test_a_format_that_adds_rows_up_refuses_their_mean(small_config, table_store, tmp_path):
-    features = (Feature("user", "user"), Feature("tags", "tag", "multi"), Feature("item", "item"))
-    means = "model.pooling={tag = 'mean', user = 'mean'}"  # of one row, the mean is the sum
-    run(small_config(*SETTINGS, means, data=str(table_store(features=features))), tmp_path / "run")
-
-    with pytest.raises(ConfigError, match=r"the mean of those of features \['tags'\]; choose"):
-        export_run(tmp_path / "run", "classic", tmp_path / "classic.pt")
-
-    assert not list(tmp_path.glob("*.pt"))
-
-
 def test_formats_without_weights_refuse_them(small_config, weighted_store, tmp_path):
     data = weighted_store()
     run(small_config(*SETTINGS, data=data), tmp_path / "run")
 
-    with pytest.raises(ConfigError, match=r"'classic' adds rows up without weights, .*\['tags'\]"):
-        export_run(tmp_path / "run", "classic", tmp_path / "classic.pt")
     with pytest.raises(ConfigError, match="torchrec-npy holds one row per sample"):
         convert_store(data, "torchrec-npy", tmp_path / "day", split="train")
 
