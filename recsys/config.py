@@ -259,9 +259,7 @@ class TrainConfig:
     )
     plan: str = _key("", "file written by `recsys plan`: rows that never leave fast memory")
     cold_tier: str = _key("host", "tier of the other rows: RAM, or disk", choices=COLD_TIERS)
-    cold_path: str = _key(
-        "", "new folder for cold_tier file; empty: one that is deleted after the run"
-    )
+    cold_path: str = _key("", "folder on the disk for cold_tier file; empty: the disk of the run")
     model: ModelConfig = _key(ModelConfig, "shape of the model")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "update of the embedding rows")
     dense_optimizer: OptimizerConfig | None = _key(None, "update of the dense part")

@@ -15,7 +15,6 @@
     |                        RuntimeError)
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- ColdTierError       (OSError)          row files that cannot be made, opened, read, written
-    |   |-- ColdTierDirty                      row files that were not completed
     |   `-- TiersFailed                        rows that could not be moved between the tiers
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is nan or inf
@@ -32,7 +31,6 @@ __all__ = [
     "BudgetTooSmall",
     "CallbackFailed",
     "CheckpointError",
-    "ColdTierDirty",
     "ColdTierError",
     "ConfigError",
     "ConflictingWrite",
@@ -103,10 +101,6 @@ class ColdTierError(RecsysError, OSError):
 
 class ConflictingWrite(RecsysError, RuntimeError):
     """A write to rows whose newest values are in fast memory. One of the two would be lost."""
-
-
-class ColdTierDirty(ColdTierError):
-    """Row files that were not completed: their process was killed, or their module deleted."""
 
 
 class TiersFailed(ColdTierError):

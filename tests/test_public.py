@@ -135,7 +135,6 @@ def test_public_names_are_these_and_no_others():
             "BudgetTooSmall",
             "CallbackFailed",
             "CheckpointError",
-            "ColdTierDirty",
             "ColdTierError",
             "ConfigError",
             "ConflictingWrite",

@@ -47,7 +47,6 @@ from recsys.datasets.read_ahead import ReadAhead
 from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.tiers.cold import file_store
 from recsys.embeddings.tiers.cold.file_store import FileStore
-from recsys.embeddings.tiers.cold.last_sync import sync_deleted
 from recsys.embeddings.tiers.residency import Residency
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
@@ -158,7 +157,6 @@ class Open:
         end = time.monotonic() + seconds
         while True:
             gc.collect()
-            sync_deleted()  # rows in files of deleted modules are kept until then
             left = {what: now - self._before[what] for what, now in self._count().items()}
             self.left = {what: more.total() for what, more in left.items()}
             if not any(self.left.values()):

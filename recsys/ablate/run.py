@@ -316,7 +316,6 @@ def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: b
         if run.path.exists():
             _print(f"{run.path} was not finished: it is removed and run again")
             shutil.rmtree(run.path)
-        shutil.rmtree(f"{run.path}.cold", ignore_errors=True)  # rows in files, after a kill
         run_cell(cell.config, run.path, show_progress=show_progress)
     except TrainingDiverged as error:
         _print(f"cell {cell.name} diverged: {error}")

@@ -143,8 +143,8 @@ def accelerate(
         profile: Lookups of these tables, or of the features of a collection's tables. Makes a plan
             for `budget`, as `plan_hot_rows` does.
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk. "file" moves tables
-            and state to the folder and frees their memory.
-        cold_path: Folder of the cold tier "file"; it must not have tables yet.
+            and state to files there and frees their memory.
+        cold_path: Folder of the cold tier "file", as for `HotColdEmbeddingBag`.
 
     Returns:
         What was replaced, what was not and why, and what speed to expect; print it.
@@ -153,7 +153,7 @@ def accelerate(
         TypeError: `model`, `optimizer`, `plan` or `profile` has another type.
         BudgetTooSmall: the budget is smaller than the row maps.
         ProfileError: `plan` or `profile` is for other tables.
-        ColdTierError: the folder cannot be used, or already has tables.
+        ColdTierError: the folder cannot be used, or the disk has no room.
         ValueError: the model has nothing to replace, or something that cannot be replaced.
     """
     if not isinstance(model, nn.Module):

@@ -23,8 +23,8 @@ from recsys.conversion.model_plan import configs_of, require_arguments
 from recsys.conversion.shares import share_of_chosen, shares_of_recsys
 from recsys.embeddings.kernels.choice import is_by_torch
 from recsys.embeddings.tiers.budget import FastMemory
+from recsys.embeddings.tiers.cold.cold_files import require_disk
 from recsys.embeddings.tiers.cold.cold_tier import require_budget_of_files, require_cold_tier
-from recsys.embeddings.tiers.cold.disk_room import require_disk
 from recsys.errors import BudgetTooSmall, ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,7 +30,6 @@ from recsys.distributed.formula import common_formula
 from recsys.distributed.row_state import RowStateOptimizer, make_state
 from recsys.embeddings import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.tiers.ahead import Prefetched
-from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,8 +53,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         configs: The configs of the whole tables, by name.
         given: The rows of whole tables, to copy; other tables are drawn by their `init_fn`.
         tiers: `budget`, `plan`, `cold_tier` and `cold_path`, as for the recsys collection.
-            The plan is of the whole tables, and this rank's folder is in `cold_path`.
-        folder: The name of that folder.
+            The plan is of the whole tables.
         device: The device of lookups and results.
         group: The ranks among which the tables are divided.
 
@@ -65,7 +62,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         collection: Looks them up; None if there are none.
 
     Raises:
-        ColdTierError: the folder cannot be used, or has rows while others are given.
+        ColdTierError: the folder cannot be used.
         ValueError: the optimizer is missing or not supported, or tables have different ones.
         Exception: of the recsys collection.
     """
@@ -76,7 +73,6 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         configs: Mapping[str, EmbeddingBagConfig],
         given: Mapping[str, Tensor],
         tiers: Mapping[str, Any],
-        folder: str,
         *,
         device: torch.device | None,
         group: dist.ProcessGroup | None,
@@ -92,7 +88,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         self._weights: dict[str, nn.Parameter] = {}
         self._optimizer: FusedOptimizer = EmptyFusedOptimizer()
         if self.tables:
-            self._make(configs, given, dict(tiers), folder)
+            self._make(configs, given, dict(tiers))
             self._optimizer = RowStateOptimizer(self, group)
 
     def _make(
@@ -100,15 +96,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         configs: Mapping[str, EmbeddingBagConfig],
         given: Mapping[str, Tensor],
         tiers: dict[str, Any],
-        folder: str,
     ) -> None:
-        if tiers.get("cold_path") is not None:
-            tiers["cold_path"] = path = Path(tiers["cold_path"]) / folder
-            if given and path.exists():
-                raise ColdTierError(
-                    f"{path}: already has rows, so the module that is sharded must have none; "
-                    "build it on the meta device, or choose another cold_path"
-                )
         if tiers.get("plan") is not None:
             rows = {table.name: (_first_row(table), _num_rows(table)) for table in self.tables}
             tiers["plan"] = tiers["plan"].of_rows(rows, tiers.get("budget"))

@@ -91,10 +91,10 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         return None if collection is None else collection.hit_rates
 
     def sync(self) -> None:
-        """Write this rank's updated rows and state to the cold store, and files to the disk.
+        """Write this rank's updated rows and state to the cold store.
 
         Raises:
-            OSError: a file cannot be written.
+            TiersFailed: a transfer has failed.
         """
         if self.local_tables.collection is not None:
             self.local_tables.collection.sync()
@@ -193,7 +193,6 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
             self._table_name_to_config,
             self._given,
             self._tier_settings,
-            f"{self._module_fqn or 'collection'}.rank-{self._env.rank}-of-{self._env.world_size}",
             device=self._device,
             group=self._env.process_group,
         )

@@ -51,7 +51,7 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
     Args:
         fused_params: As in TorchRec, and for this rank's rows of each collection, as for
             `HotColdEmbeddingBagCollection`: "budget", "plan", "cold_tier" and "cold_path". The plan
-            is of the whole tables. Each rank and collection has its own folder in `cold_path`.
+            is of the whole tables.
         options: More arguments of TorchRec's class.
 
     Raises:

@@ -76,9 +76,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             name; see `plan_hot_rows`. Without a plan, rows in frequent use stay in fast memory.
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk, for tables that are
             larger than memory.
-        cold_path: Folder of the cold tier "file"; created if missing. A complete folder of an
-            earlier module gives its rows and their state, but not its optimizer settings. `sync`
-            and a normal end of the process leave the folder complete.
+        cold_path: Folder of the cold tier "file", created if missing: it chooses the disk. The
+            files are scratch space without names, and are freed with the module. To keep rows, save
+            a checkpoint or `state_dict()`.
 
     Attributes:
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.

@@ -120,7 +120,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         self._is_weighted = is_weighted
         self.row_optimizer: FusedOptimizer | None = None
         self.embedding_bags = make_bags(tables, tiers.make_rows(tables)) if _bags is None else _bags
-        if _bags is None and not tiers.has_trained_rows:
+        if _bags is None:
             self.reset_parameters()
         self.detach()
         if optimizer is not None:

@@ -139,7 +139,7 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
             made = [HotColdEmbedding._on_weight_of(each) for each in _embeddings.values()]
         names = [table.name for table in tables]
         self.embeddings = nn.ModuleDict(dict(zip(names, made, strict=True)))
-        if _embeddings is None and not tiers.has_trained_rows:
+        if _embeddings is None:
             self.reset_parameters()
         if optimizer is not None:
             updater = self._optimize(optimizer, auto_apply)

@@ -209,8 +209,6 @@ class SavedTable:
             state, files = self._updater.optimizer.state[self.weight], self._files()
             own_name = "" if files is None else self._group.state.name_in_files(self._number)
             found: Tensor | None = state.get(name)
-            if found is None and files is not None:
-                found = files.array(own_name, name)
             if found is not None:
                 self._clear(found)
             elif files is not None:

@@ -56,7 +56,7 @@ def allocate_rows(
 
     Raises:
         ProfileError: the plan is for other tables.
-        ColdTierError: the folder cannot be used or has another table, or the disk is full.
+        ColdTierError: the folder cannot be used, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows; or `weight`
             has another shape.
@@ -70,7 +70,7 @@ def allocate_rows(
     tiers = tiers.of_table(shape, dtype, optimizer)
     if tiers.files is not None:
         rows = tiers.files.begin_with("weight", weight)
-        return Rows(rows, tiers.files.is_new and weight is None, tiers)
+        return Rows(rows, weight is None, tiers)
     if weight is not None or optimizer is None:
         return Rows(weight, False, tiers)
     require_device(

@@ -74,13 +74,8 @@ class TierArguments(NamedTuple):
         """Whether rows are in two tiers, if not all of them fit."""
         return self.budget is not None or self.plan is not None
 
-    @property
-    def has_trained_rows(self) -> bool:
-        """Whether the folder has the rows of an earlier module."""
-        return self.files is not None and not self.files.is_new
-
     def make_rows(self, tables: Sequence[TableConfig]) -> list[Tensor]:
-        """The rows of each table of a collection, (E, D), not initialized unless trained."""
+        """The rows of each table of a collection, (E, D), not initialized."""
         if self.files is None:
             return empty_tables(tables, self.device, has_budget=self.has_budget)
         return [self.files.begin_with(table.name, None) for table in tables]

@@ -21,8 +21,7 @@ from recsys.errors import ConfigError
 from recsys.pipeline.schedule import LookAhead
 from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES
-from recsys.train.loop.announcement import are_on_one_disk, lack_of_disk
-from recsys.train.loop.cold_folder import cold_path
+from recsys.train.loop.announcement import are_on_one_disk, cold_folder, lack_of_disk
 from recsys.train.loop.first_model import open_first_model, require_fitting
 from recsys.train.loop.run_checkpoints import writes_checkpoints
 from recsys.train.loop.settings_warnings import warn_of_unread_keys
@@ -116,7 +115,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
         run_dir: The folder that the run would make.
 
     Raises:
-        AlreadyExists: `run_dir` is not empty, or the folder for rows in files exists.
+        AlreadyExists: `run_dir` is not empty.
         BudgetTooSmall: the budget does not hold the rows of the first mini-batch.
         ColdTierError: the disk has no room for rows in files.
         ConfigError, ProfileError, StoreError: the configuration does not fit the data or the
@@ -136,7 +135,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     require_budget(config, source)
     RunFolder.require_place(run_dir)
     warn_of_unread_keys(config, source)
-    path = cold_path(config, run_dir)
+    path = cold_folder(config, run_dir)
     tables, model = _size_tables(config, source, path)
     if first_model is not None:
         require_fitting(first_model, model)

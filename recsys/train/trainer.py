@@ -25,7 +25,6 @@ from recsys._support.machine import (
 from recsys._support.nested_keys import flat
 from recsys.config import TrainConfig, describe_config
 from recsys.datasets.read_ahead import num_read_ahead
-from recsys.embeddings.tiers.cold.last_sync import sync_deleted
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
@@ -33,8 +32,7 @@ from recsys.pipeline.timeline import Timeline
 from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.judge.popular_samples import PopularSamples
-from recsys.train.loop.announcement import announce, warn_of_full_disk
-from recsys.train.loop.cold_folder import remove_left_rows
+from recsys.train.loop.announcement import announce, cold_folder, warn_of_full_disk
 from recsys.train.loop.first_model import load_first_model, open_first_model
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
@@ -126,7 +124,9 @@ def train(
             "build_config, which makes one of nested keys, and load_config, of a TOML file"
         )
     with ExitStack() as stack:
-        stack.callback(_release_memory)  # last: the model is gone then, and its files are deleted
+        stack.callback(
+            return_freed_memory
+        )  # last: the model is gone then, and its files are deleted
         # Code of the user's, such as a callback, may change the current folder.
         processes = stack.enter_context(processes_of(Path(run_dir).absolute()))
         given = {"--resume": resume, "--checkpoint": checkpoint}
@@ -241,7 +241,7 @@ def _prepare(
         show_progress: Draw a progress bar.
     """
     callbacks, source, first_model = _checked(config, processes, earlier, given)
-    cold_path = stack.enter_context(processes.cold_folder(config))
+    cold_path = cold_folder(config, processes.run_dir)
     processes.require_same({"the data's fingerprint": source.fingerprint})
     threads = set_num_threads(processes.num_threads(config))
     tune_allocator()
@@ -319,9 +319,6 @@ def _checked(
     callbacks.require(config, source)
     if earlier is None:
         RunFolder.require_place(processes.own_dir)
-    elif not processes.rank:
-        tables = [f"t_{feature}" for feature in source.table_sizes]
-        remove_left_rows(config, earlier.config, processes.own_dir, tables)
     return callbacks, source, first_model
 
 
@@ -371,12 +368,6 @@ def _threads(run: Run, begin: float, waited_before: float | None) -> dict[str, A
         seconds = threads.num_threads * (time.perf_counter() - begin)
         described["share_without_core"] = min(1.0, (waited - waited_before) / seconds)
     return described
-
-
-def _release_memory() -> None:
-    """Close the files of a deleted model, which take disk until then, and return its memory."""
-    sync_deleted()
-    return_freed_memory()
 
 
 def _suggestions(run: Run) -> list[Suggestion | None]:

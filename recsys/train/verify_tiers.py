@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from itertools import islice
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +79,7 @@ def verify_budgets(
 
     Args:
         config: Configures the runs; its `plan` is used, its `budget` is not. With `cold_tier`
-            "file", rows are in a temporary folder, under `cold_path` if that is given.
+            "file", rows are in files in `cold_path`, or in the folder for temporary files.
         budgets: Names from `BUDGETS`, or sizes like "256MiB". "floor" is the least that these
             mini-batches and the plan need; "half" and "everything" are shares of the bytes of rows
             and state, "half" not below the floor.
@@ -114,15 +114,12 @@ def verify_budgets(
     )
     compile_kernels(resident, source)
     expected = _Run(resident, source, max_steps)
+    cold_path = config.cold_path or gettempdir() if config.cold_tier == "file" else ""
     found = []
     for name, num_bytes in sizes.items():
-        with (
-            warnings.catch_warnings(),
-            TemporaryDirectory(prefix="recsys-", dir=config.cold_path or None) as folder,
-        ):
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "budget=")  # "everything" fits
             warnings.filterwarnings("ignore", "schedule=")  # "floor" has no room to look ahead
-            cold_path = f"{folder}/cold" if config.cold_tier == "file" else ""
             settings = replace(config, budget=str(num_bytes), cold_path=cold_path)
             run = _Run(settings, source, max_steps)
             differing = run.differs_from(expected)

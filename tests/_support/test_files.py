@@ -1,15 +1,12 @@
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from recsys._support.files import alone_in, appearing_whole, make_folders, read_together
 from recsys.config import TrainConfig
-from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.train.run_files.run_folder import RunFolder
 
 
@@ -181,15 +178,6 @@ def test_a_runs_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, ca
     folder = RunFolder.create(tmp_path / "run", TrainConfig(data="store"))
 
     assert calls == flushed_around(folder.config_file)
-
-
-def test_the_manifest_of_rows_in_files_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
-    files = ColdFiles(tmp_path / "rows", {"goods": ((3, 4), torch.float32)})
-
-    flushed = flushed_around(tmp_path / "rows" / "arrays.json")
-    assert calls == [("fsync", tmp_path), *flushed]  # the name of the new folder first
-    assert json.loads((tmp_path / "rows" / "arrays.json").read_text())["is_dirty"]
-    files.discard()
 
 
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path):

@@ -29,6 +29,7 @@ from recsys.embeddings import (
 )
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.errors import BudgetTooSmall, ColdTierError, ConfigError, ProfileError
+from tests.scratch_files import scratch_bytes
 
 SIZES = {"users": (700, 8), "goods": (400, 8), "pages": (150, 4)}
 OPTIMIZERS = [
@@ -119,7 +120,7 @@ def test_the_figures_are_those_of_the_accelerated_model(
     assert on_meta == told
     assert told.num_tables == 3
     assert told.num_rows == 1250
-    tiers, files = tiers_of(model), sum(file.stat().st_size for file in folder.glob("*.bin"))
+    tiers, files = tiers_of(model), scratch_bytes(folder)
     everything = tables_and_state(model, accelerated.row_optimizer)
     assert told.everything_bytes == everything
     assert told.all_fits == (budget == "1MiB" and cold_tier == "host") == (not tiers)
@@ -161,7 +162,7 @@ def test_the_figures_are_those_of_a_collection_of_recsys(tmp_path, optimizer, da
     tiers = module.tiers()
     assert tuple(told.fast) == (*fast_memory_of(tiers), 0)
     assert told.everything_bytes == tables_and_state(module, module.row_optimizer)
-    files = sum(file.stat().st_size for file in tmp_path.glob("rows/*.bin"))
+    files = scratch_bytes(tmp_path / "rows")
     assert (told.cold_bytes, told.disk_bytes) == (
         (told.everything_bytes, 0) if cold_tier == "host" else (0, files)
     )

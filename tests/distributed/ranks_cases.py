@@ -1,6 +1,5 @@
 """What the ranks of the tests do; `ranks_serve.py` calls these functions, on each rank."""
 
-import gc
 import os
 import runpy
 from pathlib import Path
@@ -181,20 +180,6 @@ def writes_to_old_tensors(rank, world):
     for each in old.local_shards():
         each.tensor.zero_()
     return error_of(model.state_dict)
-
-
-def reopens_files(rank, world, folder):
-    """Rows and state of a run with files, and of a second one that finds these files."""
-    tiers = {"budget": 12_000, "cold_tier": "file", "cold_path": folder}
-    model = shard(world, "mixed", "adagrad", tiers=tiers)
-    train(model, BOUNDS[world])
-    before = found_in(model)
-    model.module.ebc.sync()
-    refused = error_of(lambda: shard(world, "mixed", "adagrad", tiers=tiers))
-    del model
-    gc.collect()
-    again = found_in(shard(world, "mixed", "adagrad", tiers=tiers, device="meta"))
-    return {"before": before, "again": again, "refused": refused}
 
 
 def pins(rank, world, exchange):

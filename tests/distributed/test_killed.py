@@ -29,7 +29,4 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(ranks, tmp_path):
         assert mark_of(run).exists()
         assert "warning" not in messages, messages
         assert (run / "model.safetensors").read_bytes() == expected, seed
-        assert sorted(path.name for path in Path(f"{run}.rows").iterdir()) == [
-            f"model.sparse_arch.embedding_bag_collection.collection.rank-{rank}-of-2"
-            for rank in range(2)
-        ]
+        assert not list(Path(f"{run}.rows").iterdir())

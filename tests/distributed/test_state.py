@@ -63,16 +63,6 @@ def test_writes_to_tensors_of_an_old_state_dict_are_an_error(ranks):
     assert all(error.startswith("ConflictingWrite: table 't2'") for error in found), found
 
 
-def test_rows_in_files_are_found_again(ranks, tmp_path):
-    found = ranks("reopens_files", folder=str(tmp_path / "rows"))
-
-    for rank in found:
-        assert rank["refused"].startswith(("ColdTierError: ", "OtherRankFailed: "))
-        assert "already has rows, so the module that is sharded must have none" in rank["refused"]
-        for part in ("rows", "state"):
-            require_same(rank["again"][part], rank["before"][part])
-
-
 def test_a_learning_rate_is_set_as_in_torchrec(ranks):
     found = ranks("schedules")
 

@@ -110,7 +110,6 @@ def test_a_budget_changes_no_bit(ranks, tmp_path, plain):
     assert all(rank["schedule"]["mean_depth"] > 1.8 for rank in found)
     assert all(rank["tiers"]["cold_tier"] == "file" for rank in found)
     assert all(0 < rank["tiers"]["lookup_hit_rate"] < 1 for rank in found)
-    assert not (tmp_path / "tiered.cold").exists()
 
 
 def test_a_model_of_ones_own_has_its_columns_in_the_order_of_the_tables(ranks, tmp_path):

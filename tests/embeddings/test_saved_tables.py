@@ -1,7 +1,8 @@
 """Tables read and written in blocks, as checkpoints do it, in every tier."""
 
-import gc
+import ctypes
 import mmap
+import os
 import threading
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import ColdTierError, ConfigError, ConflictingWrite, WeightsError
+from tests.scratch_files import scratch_files
 
 SIZES, DIM, BATCH_SIZE = [150, 40, 1, 90], 4, 5
 TIERS = ["resident", "host", "file"]
@@ -383,8 +385,14 @@ def test_a_copy_made_while_rows_change_and_the_changed_rows_are_the_table(tier, 
     assert are_equal(copies, read_all(saved))
 
 
+def drop_from_map(tensor):
+    """Unmap the pages of a file that have been read through its memory map."""
+    memory, num_bytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    assert not ctypes.CDLL(None).madvise(memory, num_bytes, mmap.MADV_DONTNEED)
+
+
 def resident_kilobytes(path):
-    """The memory of this process that maps a file, in KiB."""
+    """The memory of this process that maps files in a folder, in KiB."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     begins = [number for number, line in enumerate(lines) if str(path) in line]
     sizes = [next(line for line in lines[begin:] if line.startswith("Rss:")) for begin in begins]
@@ -393,26 +401,19 @@ def resident_kilobytes(path):
 
 def test_files_are_read_and_written_without_their_memory_map(tmp_path):
     num_rows = 4000
-
-    def build():
-        module = HotColdEmbeddingBag(
-            num_rows,
-            64,
-            mode="sum",
-            optimizer=Adagrad(lr=0.1),
-            budget="100KiB",
-            cold_tier="file",
-            cold_path=tmp_path,
-        )
-        module(torch.arange(30).unsqueeze(1)).square().sum().backward()
-        module.sync()
-        return module
-
-    build()  # draws its rows through the map
-    gc.collect()
-    module, path = build(), tmp_path / "weight.weight.bin"
+    module = HotColdEmbeddingBag(
+        num_rows,
+        64,
+        mode="sum",
+        optimizer=Adagrad(lr=0.1),
+        budget="100KiB",
+        cold_tier="file",
+        cold_path=tmp_path,
+    )
+    module(torch.arange(30).unsqueeze(1)).square().sum().backward()
     [tiers] = module.tiers()
-    assert resident_kilobytes(path) == 0
+    drop_from_map(module.weight)  # its rows were drawn through it
+    assert resident_kilobytes(tmp_path) == 0
     saved = SavedTables(module)
     [table] = saved.tables
     saved.flush()
@@ -423,9 +424,9 @@ def test_files_are_read_and_written_without_their_memory_map(tmp_path):
             table.scatter(name, np.arange(0, num_rows, 3), rows[::3])
             table.gather(name, np.arange(0, num_rows, 2))
         table.make_array("momentum1", (num_rows, 64), torch.float32)
-    assert resident_kilobytes(path) == 0
+    assert resident_kilobytes(tmp_path) == 0
     assert tiers.files.find(table.weight.detach()[:1]).tensor.sum()  # this reads through it
-    assert resident_kilobytes(path) * 1024 >= mmap.PAGESIZE
+    assert resident_kilobytes(tmp_path) * 1024 >= mmap.PAGESIZE
 
 
 def test_an_optimizer_that_loads_its_own_arrays_does_not_write_to_them():
@@ -592,10 +593,9 @@ def test_a_file_that_was_cut_off_is_named(tmp_path):
     trained.train(0)
     trained.saved.flush()
     [table] = trained.saved.tables
-    [path] = (tmp_path / "cold").glob("*momentum1.bin")
-    with path.open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(ColdTierError, match=r"momentum1.bin.*it was cut off"):
+    for descriptor in scratch_files(tmp_path / "cold"):
+        os.ftruncate(descriptor, 100)
+    with pytest.raises(ColdTierError, match=r"'momentum1' of table.*it was cut off"):
         table.read("momentum1", 0, SIZES[0])
-    with pytest.raises(ColdTierError, match=r"momentum1.bin.*it was cut off"):
+    with pytest.raises(ColdTierError, match=r"'momentum1' of table.*it was cut off"):
         table.gather("momentum1", np.array([1, 140]))

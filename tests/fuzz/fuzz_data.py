@@ -1,4 +1,4 @@
-"""Readers of data: raw text, arrays of other programs, stores, profiles, plans, cold files."""
+"""Readers of data: raw text, arrays of other programs, stores, profiles, plans."""
 
 import gzip
 import hashlib
@@ -9,7 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 import zstandard
 from fuzz_cases import Reader
 from fuzz_mutations import (
@@ -29,7 +28,7 @@ from recsys.datasets.splits import classic_splits
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy
-from recsys.embeddings import HotColdEmbeddingBag, PopularityProfile, RowWiseAdagrad, plan_hot_rows
+from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError
 from recsys.pipeline.fae.hot_samples import hot_samples
@@ -284,40 +283,6 @@ def attack_hot(folder, random):
     return partial(hot_samples, _plan_of(store), store, range(NUM_SAMPLES), folder / "store")
 
 
-def _bag(folder, **initial):
-    return HotColdEmbeddingBag(
-        20,
-        4,
-        mode="sum",
-        budget=20 * 4 + 12 * 40,
-        optimizer=RowWiseAdagrad(lr=0.1),
-        cold_tier="file",
-        cold_path=folder / "rows",
-        **initial,
-    )
-
-
-def make_cold(folder):
-    bag = _bag(folder)
-    for start in (0, 5, 10):
-        bag(torch.arange(start, start + 8).reshape(4, 2)).sum().backward()
-    bag.sync()
-    del bag
-
-
-def attack_cold(folder, random):
-    files = sorted((folder / "rows").iterdir())
-    file = random.choice([*files, *[folder / "rows" / "arrays.json"] * 4])
-    mutate_file(file, random, mutate_json if file.suffix == ".json" else mutate_bytes)
-
-    def use():
-        bag = _bag(folder)
-        bag(torch.arange(8).reshape(4, 2)).sum().backward()
-        bag.weight.sum()
-
-    return use
-
-
 def nothing(folder):
     """A reader whose attack makes its own files."""
 
@@ -349,5 +314,4 @@ DATA = (
     Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile),
     Reader("plan", f"{_NPY}; JSON; bombs", make_plan, attack_plan),
     Reader("list of hot samples", _NPY, make_hot, attack_hot),
-    Reader("cold files", f"{_JSON}; bytes of arrays", make_cold, attack_cold),
 )

@@ -1,11 +1,9 @@
 """What a run to resume is found with: its folder, configuration, data, rows, signals."""
 
 import errno
-import gc
 import json
 import os
 import runpy
-import shutil
 import signal
 import warnings
 from dataclasses import replace
@@ -15,14 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys._support.files import alone_in
 from recsys.config import ScheduleConfig
 from recsys.config_callbacks import EarlyStoppingConfig
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.errors import (
     AlreadyExists,
     CheckpointError,
-    ColdTierError,
     ConfigError,
     StoreError,
     TrainingDiverged,
@@ -125,26 +121,6 @@ def test_a_new_folder_may_be_resumed(small_config, tmp_path, capsys):
 
     assert record["status"] == "finished"
     assert "is new: training starts from the first sample" in capsys.readouterr().err
-
-
-def test_rows_of_a_run_that_was_killed_at_its_begin_or_end_are_removed(small_config, tmp_path):
-    config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
-    own = tmp_path / "run.cold"
-    own.mkdir()  # before it made its folder
-    with (
-        alone_in(own, "recsys train"),
-        pytest.raises(ConfigError, match=r"is at work in .*cold; wait"),
-    ):
-        run(config, tmp_path / "run")
-    with pytest.raises(AlreadyExists, match=r"run\.cold, the folder for rows in files, exists"):
-        run(config, tmp_path / "run")
-
-    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
-    own.mkdir()  # after it wrote its record
-    (own / "arrays.json").write_text("{}")
-
-    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
-    assert not own.exists()
 
 
 def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, tmp_path):
@@ -305,51 +281,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.in_ci("False")
-@pytest.mark.parametrize("is_crashed", [True, False])
-def test_rows_in_files_that_a_run_left_are_replaced(small_config, tmp_path, stop_at, is_crashed):
+def test_a_killed_run_with_rows_in_files_has_them_from_its_checkpoint(
+    small_config, tmp_path, stop_at
+):
     rows = tmp_path / "rows"
     config = small_config(*SETTINGS, *TIERED, "cold_tier=file", f"cold_path={rows}")
     run(config, tmp_path / "whole")
-    shutil.rmtree(rows)
     stop_at((13, None))
     with pytest.raises(Killed):
         run(config, tmp_path / "run")
-    gc.collect()  # a process that was killed has no files open
-    if is_crashed:
-        manifest = json.loads((rows / "arrays.json").read_text())
-        (rows / "arrays.json").write_text(json.dumps(manifest | {"is_dirty": True}))
-    else:
-        (rows / "arrays.json").unlink()
 
     run(config, tmp_path / "run", resume=True)
 
+    assert not list(rows.iterdir())
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.in_ci("notes.txt")
-@pytest.mark.parametrize("name", ["notes.txt", "t_cat_7.weight.bin", "folder"])
-def test_other_files_among_the_rows_are_not_deleted(small_config, tmp_path, stop_at, name):
-    rows = tmp_path / "rows"
-    config = small_config(*SETTINGS, *TIERED, "cold_tier=file", f"cold_path={rows}")
-    stop_at((5, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
-    if name == "folder":
-        (rows / name).mkdir()
-    else:
-        (rows / name).write_text("mine")
-    before = sorted(rows.iterdir())
-
-    with pytest.raises(ColdTierError, match=f"{name} is not a file of the tables of this run"):
-        run(config, tmp_path / "run", resume=True)
-
-    assert sorted(rows.iterdir()) == before
-
-
-def test_rows_in_files_of_a_run_in_the_current_folder_are_beside_it(
-    small_config, tmp_path, monkeypatch
-):
+def test_a_run_in_the_current_folder_may_have_rows_in_files(small_config, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
 
@@ -357,20 +305,6 @@ def test_rows_in_files_of_a_run_in_the_current_folder_are_beside_it(
 
     assert Path("model.safetensors").is_file()
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.outside_ci
-def test_the_folder_of_rows_that_a_kill_left_is_removed(small_config, tmp_path, stop_at):
-    config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
-    stop_at((5, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
-    (tmp_path / "run.cold").mkdir()
-    (tmp_path / "run.cold" / "arrays.json").write_text("half")
-
-    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
-
-    assert not (tmp_path / "run.cold").exists()
 
 
 def test_a_second_ctrl_c_while_a_checkpoint_is_written_ends_at_once(

@@ -13,23 +13,6 @@ SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 SETTINGS, TIERED, run = SHARED["SETTINGS"], SHARED["TIERED"], SHARED["run"]
 
 
-def test_a_run_that_starts_while_another_builds_its_tables_is_refused(
-    small_config, tmp_path, monkeypatch
-):
-    config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
-    found = []
-
-    def resume_and_compile(*arguments):
-        with pytest.raises(ConfigError, match=r"another `recsys train` is at work in .*run\.cold"):
-            run(config, tmp_path / "run", resume=True)
-        found.append((tmp_path / "run.cold" / "lock").exists())
-
-    monkeypatch.setattr("recsys.train.trainer.compile_kernels", resume_and_compile)
-
-    assert run(config, tmp_path / "run")["status"] == "finished"
-    assert found == [True]
-
-
 def test_one_process_at_a_time_trains_in_a_folder(small_config, tmp_path, monkeypatch):
     config = small_config(*SETTINGS)
     found = []

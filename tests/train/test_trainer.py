@@ -184,19 +184,6 @@ def test_a_run_with_rows_in_files_is_the_resident_run_and_leaves_no_files(small_
     assert {each.name for each in tmp_path.iterdir()} == {"resident", "tiered"}
 
 
-def test_rows_in_files_stay_where_they_were_asked_for_and_are_not_trained_anew(
-    small_config, tmp_path
-):
-    config = small_config("budget=20KiB", "cold_tier=file", f"cold_path={tmp_path / 'rows'}")
-    run(config, tmp_path / "first")
-
-    with pytest.raises(AlreadyExists, match=r"rows exists, but training starts with new rows"):
-        run(config, tmp_path / "second")
-
-    assert list((tmp_path / "rows").glob("*.weight.bin"))
-    assert not (tmp_path / "second").exists()
-
-
 def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_config, tmp_path):
     record = run(small_config(), tmp_path / "run")
 

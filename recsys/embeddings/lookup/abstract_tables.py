@@ -239,17 +239,17 @@ class AbstractTables(nn.Module, ABC):
                 group.kernels.errors.check()
 
     def sync(self) -> None:
-        """Write updated rows and state back to the tables, and files to the disk.
+        """Write updated rows and state back to the tables.
 
         In an accelerated model this writes all tables of the same optimizer, not only this
         module's.
 
         Raises:
-            ColdTierError: the folder of the files was deleted.
-            OSError: a file cannot be written.
+            ConflictingWrite: tables or their state were written to while slots held updated rows.
+            TiersFailed: a transfer has failed.
         """
         if self.row_updater is not None:
-            self.row_updater.sync()
+            self.row_updater.flush()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in `nn.Module`. Updated rows are written back first; they stay in fast memory.

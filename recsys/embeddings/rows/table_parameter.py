@@ -162,11 +162,10 @@ class TieredParameter(LedgerParameter):
             tables = list(_tables_among((args, kwargs)))
             places = [place for table in tables if (place := _place_of(table)) is not None]
             exposed = [place.tiers for place in places if not place.tiers.is_exposed]
-            may_write = func not in _READS or "out" in (kwargs or {})
             is_whole = func is torch.Tensor.copy_ and _is_overwritten(tables[0], args)
             with outside_transforms():
                 for place in places:
-                    place.tiers.expose(place.table if is_whole else None, may_write=may_write)
+                    place.tiers.expose(place.table if is_whole else None)
             result = func(*args, **kwargs or {})
             if _is_copy(result, tables):
                 for tiers in exposed:
@@ -229,15 +228,6 @@ _VALUE_FREE = (
     | {getattr(torch.Tensor, name) for name in _METHODS.split()}
     | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )
-
-# Common functions that read values and return no memory of the table, so that files stay whole.
-_READERS = (
-    "sum mean std var norm abs square min max amin amax any all isnan isinf isfinite eq equal "
-    "allclose count_nonzero clone"
-)
-_READS = {getattr(kind, name) for kind in (torch.Tensor, torch) for name in _READERS.split()} | {
-    getattr(torch.Tensor, f"__{name}__") for name in ("repr", "format")
-}
 
 
 class _Binding(NamedTuple):

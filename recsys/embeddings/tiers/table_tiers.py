@@ -85,7 +85,7 @@ class Tiers(AbstractInTurn):
         )
         self._make(spec)
         self._versions = TableVersions()
-        self.is_exposed = self._is_only_read = False
+        self.is_exposed = False
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
 
     @lasting_tensors()
@@ -249,8 +249,6 @@ class Tiers(AbstractInTurn):
             norm_type: The p of the norm.
         """
         self.reload_if_tables_changed(tables)
-        if self.files is not None:
-            self.files.mark_dirty()
         self._updated.add(table)
         self.residency.renormalize(
             tables.tables[table], int(self.hot.first_rows[table]), values, max_norm, norm_type
@@ -297,8 +295,6 @@ class Tiers(AbstractInTurn):
             return
         if self.files is not None and not is_same:
             arrays_of(self.files, tables.tables)  # raises now instead of in a transfer
-        if self.files is not None and self._versions.have_changed():
-            self.files.mark_dirty()
         if self.cold.tables is not None:
             self.flush()
             self.is_exposed = True  # so that a failed reload is repeated
@@ -402,9 +398,11 @@ class Tiers(AbstractInTurn):
         The next lookup fetches rows again.
 
         Raises:
+            ColdTierError: rows are in files that another process has opened.
             ConflictingWrite: lookups hold slots.
             TiersFailed: a transfer has failed.
         """
+        self._require_owner()
         self.settle()
         self.residency.queue.require_intact()
         if num_claimed := self.residency.num_claimed:
@@ -415,18 +413,9 @@ class Tiers(AbstractInTurn):
             )
         self.residency.hot.drop_unclaimed()
         self._updated.clear()
-        if self.files is not None:
-            self.files.mark_dirty()
         self.is_exposed = True
 
-    def note_writes(self) -> None:
-        """Mark files dirty if a tensor kept from before was written to; call it after `flush`."""
-        if self.files is not None and self._versions.have_changed():
-            self.files.mark_dirty()
-            self._versions.accept()
-            self.is_exposed = True  # the next lookup fetches rows again
-
-    def expose(self, overwritten: int | None = None, *, may_write: bool = True) -> None:
+    def expose(self, overwritten: int | None = None) -> None:
         """Write rows back before a caller gets access to the tables' memory.
 
         The next lookup fetches rows again.
@@ -435,7 +424,6 @@ class Tiers(AbstractInTurn):
             overwritten: Number of a table that is about to be overwritten as a whole. Conflicting
                 writes to its rows are then ignored, so that a checkpoint can be loaded after a
                 `ConflictingWrite`.
-            may_write: Whether the caller may write; files are then dirty until the next `sync`.
 
         Raises:
             ConflictingWrite: tables or their state were written to while slots held updated rows.
@@ -452,8 +440,6 @@ class Tiers(AbstractInTurn):
             self.residency.flush(rows)  # the rows are overwritten, but their state is needed
             self._updated.discard(overwritten)
         if self.files is not None:
-            if may_write and not self._is_only_read:
-                self.files.mark_dirty()
             self.files.expect(lookups=False)
         self.residency.settle()  # a device may be yet to read the tables, for lookups it has queued
         self.is_exposed = True
@@ -471,12 +457,11 @@ class Tiers(AbstractInTurn):
     def only_read(self) -> Iterator[None]:
         """A context in which the tables are only read."""
         self.flush()
-        before = self.is_exposed, self._is_only_read
-        self._is_only_read = True
+        before = self.is_exposed
         try:
             yield
         finally:
-            self.is_exposed, self._is_only_read = before
+            self.is_exposed = before
 
     def _ranges_of(self, tables: Iterable[int]) -> list[range]:
         """The ranges of the tables' rows, counted over all tables."""

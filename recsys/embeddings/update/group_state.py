@@ -6,14 +6,12 @@ of all tables at once. With files, the arrays lie in them, beside the tables.
 
 from __future__ import annotations
 
-from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.cuda.own_pages import empty_in_own_pages, in_own_pages
 from recsys._support.memory import empty_rows
 from recsys.embeddings.rows.row_space import compute_dtype
-from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,66 +157,19 @@ class GroupState:
             tiers.keep_state_in(spaces, are_others=are_others)
         return spaces
 
-    def use_files(
-        self, files: ColdFiles, names: Mapping[nn.Parameter, str], columns: Columns
-    ) -> None:
-        """Keep the state in files, beside the tables; continue from state that the files have.
+    def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
+        """Keep the state in files, beside the tables.
 
         Args:
             files: The files of the tables.
             names: Names of all tables in `files`.
-            columns: The state arrays.
-
-        Raises:
-            ColdTierError: the files have the state of another optimizer.
         """
         self.files = files
         self._names = [names[weight] for weight in self._group.tables]
-        for weight, name in zip(self._group.tables, self._names, strict=True):
-            arrays = {each: files.array(name, each) for each in files.state_names(name)}
-            found = {
-                each: tuple(array.shape) for each, array in arrays.items() if array is not None
-            }
-            wanted = {each: (len(weight), *columns[each]) for each in columns}
-            # One number per row may be stored as (E,) or (E, 1).
-            sizes = [{each: prod(known[each]) for each in known} for known in (found, wanted)]
-            if found and sizes[0] != sizes[1]:
-                raise ColdTierError(
-                    f"{files.folder}: table {name!r} has the state {_shapes(found)}, and this "
-                    f"optimizer's is {_shapes(wanted)}; use the optimizer that it was trained "
-                    "with, or load a checkpoint into a new cold_path"
-                )
-            numbers = files.numbers.get(name, {})
-            if arrays or numbers:
-                self._optimizer.state[weight] = {**arrays, **numbers}
-
-    def removed(self) -> list[tuple[str, str]]:
-        """Tables and arrays in the files that the optimizer does not have any more."""
-        if self.files is None:
-            return []
-        return [
-            (name, array)
-            for weight, name in zip(self._group.tables, self._names, strict=True)
-            for array in self.files.state_names(name)
-            if array not in self._optimizer.state.get(weight, _NO_STATE)
-        ]
 
     def name_in_files(self, table: int) -> str:
         """A table's name in the files of `use_files`."""
         return self._names[table]
-
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """The numbers in each table's state, such as its step, by the table's name in files."""
-        found = {}
-        for weight, name in zip(self._group.tables, self._names, strict=True):
-            state = self._optimizer.state.get(weight, _NO_STATE)
-            arrays = self.files.state_names(name) if self.files is not None else []
-            found[name] = {
-                key: value if isinstance(value, int) else float(value)
-                for key, value in state.items()
-                if key not in arrays
-            }
-        return found
 
     def _collect(
         self,
@@ -300,7 +251,3 @@ def require_state(
                 f"{wanted}, got {tuple(state.shape)}; load the state of the same table and "
                 "optimizer, or delete it from the optimizer's state to start from zero"
             )
-
-
-def _shapes(arrays: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in sorted(arrays.items())) or "none"

@@ -259,15 +259,6 @@ class GroupUpdater:
             with DisableTorchFunctionSubclass():
                 self.state.reload(self.group.space(), self.settings.columns)
 
-    def drop_removed_state(self) -> None:
-        """Delete files of state that was removed from the optimizer, to start from zero."""
-        removed = self.state.removed()
-        if removed:
-            self.reload_state()  # slots fetch it no more
-        for table, name in removed:
-            assert self.state.files is not None
-            self.state.files.drop(table, name)
-
     def _read_settings(self) -> _ReadSettings:
         """The translated settings; read again when one of them is another object."""
         known, group = self._read, self._optimizer.param_groups[self._number]

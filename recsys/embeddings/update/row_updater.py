@@ -25,7 +25,6 @@ from recsys._support.torch_compat import (
     queue_callback,
 )
 from recsys.embeddings.tiers.budget import require_room_beside_rows
-from recsys.embeddings.tiers.cold import last_sync
 from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.late_claims import claim_slots
@@ -95,8 +94,6 @@ class RowUpdater:
         self._queued_for: int | None = None  # the pass at whose end rows are updated
         self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
         self._budget_bytes = self._reserved_bytes = 0
-        self._files: ColdFiles | None = None
-        self._has_unsynced_rows = False
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._anchor_node: Any = None
         self._pending_copy: PendingCopy | None = None
@@ -108,21 +105,11 @@ class RowUpdater:
         return self.__dict__ | {
             "_groups": [],
             "marks": None,
-            "_files": None,
             "_anchor_node": None,
             "_pass": None,
             "_reserved_bytes": 0,
             "_pending_copy": PendingCopy(self._groups, self.optimizer),
         }
-
-    def __del__(self) -> None:
-        """When the module is deleted, keep rows that are not yet in files that another may open."""
-        files: ColdFiles | None = getattr(self, "_files", None)
-        if files is None or not self.is_copied or not files.are_here:
-            return
-        have_failed = any(tiers.residency.queue.has_failed for tiers in self.tiers())
-        if (self._has_unsynced_rows or files.is_dirty) and not have_failed:
-            last_sync.keep_deleted(self)
 
     def add_copied_module(
         self, module: AbstractTables, places: Places, states: Sequence[dict[str, Any]]
@@ -232,7 +219,7 @@ class RowUpdater:
             Exception: an error of `claim_slots` or `GroupUpdater.prepare`. No row of any group was
                 updated, and the ledgers still have all gradients.
         """
-        self._queued_for, self._has_unsynced_rows = None, True
+        self._queued_for = None
         if self.marks is not None:
             self.marks.follow(self.optimizer)
         with DisableTorchFunctionSubclass():  # internal reads of tables
@@ -291,7 +278,7 @@ class RowUpdater:
     ) -> None:
         """Give the tables two tiers: slots for the rows in use, and the tables as the cold store.
 
-        If all rows fit and are in memory, a warning says so. After an error, new files are deleted.
+        If all rows fit and are in memory, a warning says so.
 
         Args:
             budget: Limit for slots and row maps, in bytes or with a unit.
@@ -304,30 +291,18 @@ class RowUpdater:
         Raises:
             BudgetTooSmall: the budget is smaller than the row maps.
             ValueError: a table is a part of a larger tensor.
-            ColdTierError: the files have the state of another optimizer.
+            ColdTierError: the disk has no room for the state.
             ConfigError: `budget` cannot be read.
         """
-        last_sync.sync_deleted()
-        try:
-            self._budget_bytes = parse_bytes(budget, "budget")
-            self._files = files
-            divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
-            if divided is None:
-                stay_resident(self._groups, budget, self.resident_bytes(), device)
-                return
+        self._budget_bytes = parse_bytes(budget, "budget")
+        divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
+        if divided is None:
+            stay_resident(self._groups, budget, self.resident_bytes(), device)
+            return
+        for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
             if files is not None:
-                for group in self._groups:
-                    group.state.use_files(files, names, group.settings.columns)
-                last_sync.sync_at_exit(self)
-            for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
-                group.tier(num_slots, rows, device)
-            if files is not None:
-                files.keep_files()
-        except BaseException:
-            if files is not None:
-                self._files = None
-                files.discard()
-            raise
+                group.state.use_files(files, names)
+            group.tier(num_slots, rows, device)
 
     def move_slots(self, device: torch.device) -> None:
         """Move the slots of all tables to another device.
@@ -338,23 +313,6 @@ class RowUpdater:
         for group in self._groups:
             move_slots(group.group, device)
         self.reload_state()  # a GPU must reach the state, too
-
-    def sync(self) -> None:
-        """Write updated rows and state back to the tables, and files to the disk.
-
-        Raises:
-            ColdTierError: the folder of the files was deleted.
-            OSError: a file cannot be written.
-        """
-        self.flush()
-        if self._files is not None:
-            for tiers in self.tiers():
-                tiers.note_writes()
-            for group in self._groups:
-                group.drop_removed_state()
-            numbers = [group.state.numbers() for group in self._groups]
-            self._files.sync({name: known for each in numbers for name, known in each.items()})
-            self._has_unsynced_rows = False
 
     def tiers(self) -> list[Tiers]:
         """The tiers of every group that is not resident."""
@@ -449,8 +407,7 @@ class RowUpdater:
     def release(self) -> None:
         """Release the tables: they become plain Parameters, and ledgers become their `grad`.
 
-        Lookups from before leave their gradients in `grad`, too. Tables in files stay mapped. The
-        files are marked dirty, because later writes to them are not seen.
+        Lookups from before leave their gradients in `grad`, too. Tables in files stay mapped.
 
         Raises:
             Exception: as for `prepare_release`; nothing is released.
@@ -459,7 +416,3 @@ class RowUpdater:
         for group in self._groups:
             group.group.release()
         self._groups = []  # so a pending backward, or the end of `update_once`, updates no row
-        if self._files is not None:
-            self._files.mark_dirty()
-            self._files = None
-            last_sync.forget_at_exit(self)

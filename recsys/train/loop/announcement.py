@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recsys.batch import SampleSource
     from recsys.config import TrainConfig
 
-__all__ = ["announce", "are_on_one_disk", "lack_of_disk", "warn_of_full_disk"]
+__all__ = ["announce", "are_on_one_disk", "cold_folder", "lack_of_disk", "warn_of_full_disk"]
 
 
 def announce(config: TrainConfig, source: SampleSource) -> None:
@@ -51,6 +51,18 @@ def warn_of_full_disk(
     lack = lack_of_disk(config, run_dir, needs.rows, state_bytes)
     if lack:
         warnings.warn(lack, stacklevel=2)
+
+
+def cold_folder(config: TrainConfig, run_dir: Path) -> str:
+    """The folder on whose disk a run has its rows in files; "" if they are in memory.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: Its folder, which may not exist yet.
+    """
+    if config.cold_tier == "host":
+        return ""
+    return config.cold_path or str(existing(run_dir))
 
 
 def are_on_one_disk(cold_path: str, run_dir: Path) -> bool:

@@ -70,8 +70,7 @@ class Reopened(NamedTuple):
 def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator[Reopened | None]:
     """Open and lock the folder of a run, and check that it can continue with a configuration.
 
-    Nothing is written to the folder. If it is new or its run is finished, rows that a killed
-    process left beside it are removed.
+    Nothing is written to the folder.
 
     Args:
         config: The configuration to continue with.
@@ -88,12 +87,9 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
             fit the run; or `number` is given and the folder is new or nothing is left to do.
         StoreError: there is no data.
     """
-    from recsys.train.loop.cold_folder import remove_own_folder  # imports PyTorch
-
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
         if number is not None:
             raise ConfigError(f"{run_dir} is new and has no checkpoint {number}; name another run")
-        remove_own_folder(run_dir)  # of a run that was killed before it made its folder
         _say(f"{run_dir} is new: training starts from the first sample")
         yield None
         return
@@ -115,7 +111,6 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
                     f"{run_dir} is finished, so it does not continue from checkpoint {number}; "
                     f"leave out --checkpoint, or set epochs above {before.epochs}"
                 )
-            remove_own_folder(run_dir)  # of a process that was killed after it wrote its record
             _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
             yield Reopened(folder, before, None, 0, record)
             return

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.datasets.loader import BatchLoader
 from recsys.train.checkpoint import load_checkpoint, newest
-from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.parts.budget import require_budget
@@ -64,11 +63,13 @@ class AbstractProcesses(ABC):
     Attributes:
         num_ranks: How many there are.
         rank: The number of this one. The first, 0, writes the run folder.
+        run_dir: The folder of the run.
         own_dir: Where this process writes its files: the run folder, or one that is deleted.
     """
 
     num_ranks: int
     rank: int
+    run_dir: Path
     own_dir: Path
 
     @abstractmethod
@@ -97,10 +98,6 @@ class AbstractProcesses(ABC):
         Raises:
             BudgetTooSmall, ConfigError: it cannot.
         """
-
-    @abstractmethod
-    def cold_folder(self, config: TrainConfig) -> AbstractContextManager[str]:
-        """The folder for rows in files; see `cold_folder` of `recsys.train.loop.cold_folder`."""
 
     @abstractmethod
     def reopened(
@@ -198,7 +195,7 @@ class OneProcess(AbstractProcesses):
     num_ranks, rank = 1, 0
 
     def __init__(self, run_dir: Path) -> None:
-        self.own_dir = run_dir
+        self.run_dir = self.own_dir = run_dir
 
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Nothing to compare."""
@@ -214,10 +211,6 @@ class OneProcess(AbstractProcesses):
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check the budget."""
         require_budget(config, source)
-
-    def cold_folder(self, config: TrainConfig) -> AbstractContextManager[str]:
-        """A folder beside that of the run."""
-        return cold_folder(config, self.own_dir)
 
     def reopened(
         self, config: TrainConfig, number: int | None

@@ -12,7 +12,6 @@ So all processes must see the same file system.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import warnings
@@ -35,7 +34,6 @@ from recsys.errors import ConfigError, RecsysError, TrainingDiverged
 from recsys.pipeline.loss_and_output import explain_loss
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
-from recsys.train.loop.cold_folder import cold_folder, own_folder
 from recsys.train.loop.resume import Reopened, reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.parts.build import build_loader
@@ -89,8 +87,6 @@ def joined(run_dir: Path) -> Iterator[Ranks]:
                 if ranks.has_diverged:
                     # `torchrun` stops the first process, which writes the record, when others end.
                     dist.barrier()
-        # The model refers to itself. At exit, its tables would be written to deleted files.
-        gc.collect()
     except RuntimeError as error:
         is_lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
         if isinstance(error, RecsysError) or not is_lost:
@@ -135,7 +131,7 @@ class Ranks(AbstractProcesses):
 
     def __init__(self, run_dir: Path, own_dir: Path) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.own_dir, self._folder = own_dir, RunFolder(run_dir)
+        self.run_dir, self.own_dir, self._folder = run_dir, own_dir, RunFolder(run_dir)
         self._built: RankModel | None = None
         self._most_trained = self._most_evaluated = 0  # samples of a process in a mini-batch
 
@@ -159,17 +155,6 @@ class Ranks(AbstractProcesses):
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check what several processes support. The budget is checked by lookups."""
         require_supported(config, source, self.num_ranks)
-
-    @contextmanager
-    def cold_folder(self, config: TrainConfig) -> Iterator[str]:
-        """A folder that all share, in which each makes one of its own."""
-        if not self.rank:  # it deletes the folder
-            with cold_folder(config, self._folder.path) as path:
-                yield path
-        elif config.cold_tier == "host" or config.cold_path:
-            yield config.cold_path
-        else:
-            yield str(own_folder(self._folder.path))
 
     @contextmanager
     def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:

@@ -209,7 +209,7 @@ class World:
             weakref.finalize(self, shutil.rmtree, folder)
             kinds = {str(size): ((size, DIM), torch.float32) for size in SIZES}
             files = ColdFiles(folder, kinds)
-            self.tables = [files.array(str(size)) for size in SIZES]
+            self.tables = [files.begin_with(str(size), None) for size in SIZES]
             self.state = [
                 files.make(str(size), "momentum1", (size,), torch.float32) for size in SIZES
             ]

@@ -9,7 +9,6 @@ import torch
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.cold import COLD_TIERS
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-from recsys.embeddings.tiers.cold.last_sync import sync_deleted
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def open_cold_files(
         frozen: Names of the tables that it does not update.
 
     Raises:
-        ColdTierDirty: a crash has left the folder dirty.
         ColdTierError: the folder cannot be used; see `ColdFiles`.
         ConfigError: the arguments contradict each other.
     """
@@ -56,7 +54,6 @@ def open_cold_files(
         for name, ((num_rows, dim), dtype) in tables.items():
             of_row = sum(formula.state_sizes(dim).values()) * compute_dtype(dtype).itemsize
             state_bytes += 0 if name in frozen else num_rows * of_row
-    sync_deleted()  # one of them may have this folder
     return ColdFiles(cold_path, tables, state_bytes)
 
 

@@ -56,8 +56,6 @@ class FileStore(ColdStore):
         *,
         is_fetch: bool,
     ) -> None:
-        if not is_fetch:
-            self._files.mark_dirty()
         self._files.require_owner()  # a forked process does not have the threads
         order = np.argsort(rows)  # so that one thread reads the rows of a page consecutively
         rows, slots = rows[order], slots[order]
@@ -185,12 +183,12 @@ def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch
         verb = "read" if is_fetch else "written"
         raise ColdTierError(
             error.errno,
-            f"{array.path}: row {row} cannot be {verb} ({error.strerror}); load a checkpoint into "
+            f"{array.name}: row {row} cannot be {verb} ({error.strerror}); load a checkpoint into "
             "new tables",
         ) from error
     if moved < len(memory):
         raise ColdTierError(
-            f"{array.path}: row {row} ends at byte {place + len(memory)}, but the file ends at "
+            f"{array.name}: row {row} ends at byte {place + len(memory)}, but the file ends at "
             f"{place + moved}: it was cut off; load a checkpoint into new tables"
         )
 
@@ -230,12 +228,12 @@ def _move_range(
             verb = "read" if is_read else "written"
             raise ColdTierError(
                 error.errno,
-                f"{array.path}: rows from {first_row} on cannot be {verb} ({error.strerror}); load "
+                f"{array.name}: rows from {first_row} on cannot be {verb} ({error.strerror}); load "
                 "a checkpoint into new tables",
             ) from error
         if not moved:
             raise ColdTierError(
-                f"{array.path}: rows up to byte {place + len(left)} are needed, but the file ends "
+                f"{array.name}: rows up to byte {place + len(left)} are needed, but the file ends "
                 f"at {place}: it was cut off; load a checkpoint into new tables"
             )
         left, place = left[moved:], place + moved

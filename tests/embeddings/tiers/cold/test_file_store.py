@@ -20,7 +20,7 @@ def refuse(_):
 @pytest.mark.parametrize("num_started", [0, 1])
 def test_rows_are_not_moved_again_by_a_thread_that_starts_later(num_started, tmp_path, monkeypatch):
     files = ColdFiles(tmp_path, {"t": ((300, 4), torch.float32)})
-    table = files.array("t").copy_(torch.arange(1200.0).view(300, 4))
+    table = files.begin_with("t", torch.arange(1200.0).view(300, 4))
     arrays, first_rows = arrays_of(files, [table]), np.array([0, 300], np.uint64)
     memory, other = (np.zeros((300, 4), np.float32) for _ in range(2))
     threads, is_busy = ThreadPoolExecutor(NUM_THREADS), threading.Event()

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import json
 import os
 import time
 import weakref
@@ -18,20 +17,19 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam
+from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.cold import cold_files, last_sync
+from recsys.embeddings.tiers.cold import cold_files
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.embeddings.update import fused_optimizer
 from recsys.errors import (
     BudgetTooSmall,
-    ColdTierDirty,
     ColdTierError,
     ConfigError,
     TiersFailed,
 )
 from recsys.train.loop.tier_report import describe_tiers
-from tests.forks import Fork
+from tests.scratch_files import scratch_bytes, scratch_files
 
 TABLES = [
     TableConfig(name="users/all", num_embeddings=300, embedding_dim=4, feature_names=("users",)),
@@ -79,24 +77,13 @@ def require_equal(expected, found):
             assert torch.equal(torch.as_tensor(states[1][table][name]), torch.as_tensor(value))
 
 
-def let_go(module):
-    """As if its process had ended there and then."""
-    module.__dict__.clear()
-    gc.collect()
+def test_a_run_is_that_in_memory(optimizer, tmp_path):
+    resident, tiered = build(optimizer), in_files(optimizer, tmp_path)
 
+    train([resident, tiered], 24)
 
-def test_a_run_is_that_in_memory_and_goes_on_from_the_files(optimizer, tmp_path):
-    resident, first = build(optimizer), in_files(optimizer, tmp_path)
-    train([resident, first], 12)
-    first.sync()
-    let_go(first)
-
-    second = in_files(optimizer, tmp_path)
-    require_equal(resident, second)
-    train([resident, second], 12, seed=1)
-
-    require_equal(resident, second)
-    tiers = describe_tiers(second)
+    require_equal(resident, tiered)
+    tiers = describe_tiers(tiered)
     assert tiers["cold_tier"] == "file"
     assert tiers["hot_bytes"] <= BUDGET
     assert tiers["fetched_bytes"] > 0 < tiers["written_back_bytes"]
@@ -120,7 +107,9 @@ def test_rows_of_16_bits_are_in_files_as_they_are(data_type, tmp_path):
     train([resident, tiered], 10)
 
     require_equal(resident, tiered)
-    assert (tmp_path / "rows" / "goods.weight.bin").stat().st_size == 260 * 4 * 2
+    row_bytes = sum(table.num_embeddings * table.embedding_dim * 2 for table in TABLES)
+    state_bytes = sum(table.num_embeddings * table.embedding_dim * 4 for table in TABLES)
+    assert scratch_bytes(tmp_path / "rows") == row_bytes + state_bytes
 
 
 def test_a_budget_for_everything_keeps_rows_in_memory_and_files_the_same(tmp_path):
@@ -208,7 +197,6 @@ def test_rows_scaled_to_a_norm_are_scaled_in_the_file_too(tmp_path):
         NUM_ROWS, DIM, max_norm=1.0, _weight=rows.clone(), optimizer=SGD(lr=0.1)
     )
     tiered = bag_in_files(tmp_path, max_norm=1.0, _weight=rows, optimizer=SGD(lr=0.1))
-    tiered.sync()
 
     for first in range(0, NUM_ROWS, 20):
         for bag in (plain, tiered):
@@ -227,38 +215,6 @@ def test_rows_given_to_a_bag_are_what_its_file_begins_with(tmp_path):
     assert torch.equal(bag.weight, rows)
     bag(torch.tensor([[3, 4]])).sum().backward()
     assert not torch.equal(bag.weight, rows)
-    with pytest.raises(ColdTierError, match="another module or process"):
-        bag_in_files(tmp_path, optimizer=SGD(lr=1.0))
-    let_go(bag)
-
-
-def test_given_rows_do_not_replace_those_of_a_folder(tmp_path):
-    bag = bag_in_files(tmp_path, optimizer=SGD(lr=1.0))
-    bag.sync()
-    kept = bag.weight.detach().clone()
-    bag.sync()
-    let_go(bag)
-
-    with pytest.raises(
-        ColdTierError, match=r"already has rows of table 'weight'.* load a checkpoint afterwards"
-    ):
-        bag_in_files(tmp_path, _weight=torch.zeros(NUM_ROWS, DIM), optimizer=SGD(lr=1.0))
-
-    assert torch.equal(bag_in_files(tmp_path, optimizer=SGD(lr=1.0)).weight, kept)
-
-
-def test_a_copy_has_its_rows_in_memory_and_leaves_the_files_alone(tmp_path):
-    module = in_files(Adam(lr=0.1), tmp_path)
-    train([module], 4)
-    module.sync()
-    before = (tmp_path / "rows" / "goods.weight.bin").read_bytes()
-
-    other = copy.deepcopy(module)
-    train([other], 4, seed=1)
-
-    assert (tmp_path / "rows" / "goods.weight.bin").read_bytes() == before
-    train([module], 4, seed=1)
-    require_equal(module, other)
 
 
 class Model(nn.Module):
@@ -297,10 +253,7 @@ def test_an_accelerated_model_moves_into_files_and_stays_what_it_was(make, tmp_p
     train_model(model, optimizers[1], 6)
 
     assert all(bag.weight is weight for bag, weight in zip(model.bags, weights, strict=True))
-    assert {each.name for each in (tmp_path / "rows").glob("*.weight.bin")} == {
-        "bags.0.weight.bin",
-        "bags.1.weight.bin",
-    }
+    assert scratch_bytes(tmp_path / "rows") >= (NUM_ROWS + 90) * DIM * 4
     for own, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other, own)
     recsys.restore(model)
@@ -329,34 +282,13 @@ def refuse(**options):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_module_that_is_refused_leaves_no_files_in_the_way_of_a_right_one(
-    options, message, tmp_path
-):
+def test_a_module_that_is_refused_leaves_no_files(options, message, tmp_path):
     said = refuse(**{"budget": 8000, "cold_path": tmp_path / "rows"} | options)
     gc.collect()
 
     assert message in said
-    assert not list(tmp_path.glob("rows/*.bin"))
+    assert not scratch_files(tmp_path / "rows")
     assert bag_in_files(tmp_path, optimizer=SGD(lr=1.0)).weight.abs().max() > 0
-
-
-def test_a_folder_that_cannot_be_synced_at_the_end_does_not_keep_others_from_it(
-    tmp_path, monkeypatch
-):
-    bags = [bag_in_files(tmp_path / name, optimizer=SGD(lr=1.0)) for name in ("a", "b")]
-    broken = bags[0].row_optimizer.updater
-
-    def fail():
-        raise OSError("no")
-
-    monkeypatch.setattr(broken, "sync", fail)
-    monkeypatch.setattr(last_sync, "_UPDATERS", [broken, bags[1].row_optimizer.updater])
-
-    with pytest.raises(ExceptionGroup, match="not synced"):
-        last_sync._sync_all()
-
-    manifests = [tmp_path / name / "rows" / "arrays.json" for name in ("a", "b")]
-    assert [json.loads(file.read_text())["is_dirty"] for file in manifests] == [True, False]
 
 
 def test_a_model_that_does_not_fit_is_left_as_it_was_without_files(tmp_path):
@@ -372,7 +304,8 @@ def test_a_model_that_does_not_fit_is_left_as_it_was_without_files(tmp_path):
     assert [type(bag) for bag in model.bags] == [nn.EmbeddingBag] * 2
     assert [weight.data_ptr() for weight in model.parameters()] == addresses
     assert all(map(torch.equal, model.parameters(), before))
-    assert not list(tmp_path.iterdir())
+    gc.collect()
+    assert not scratch_files(tmp_path)
 
 
 def test_tables_that_the_disk_has_no_room_for_are_refused_at_once(tmp_path, monkeypatch):
@@ -409,20 +342,8 @@ def test_a_disk_that_says_no_leaves_no_half_of_the_tables(tmp_path, monkeypatch)
     with pytest.raises(ColdTierError, match="No space left on device"):
         in_files(SGD(lr=1.0), tmp_path)
 
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_start_that_fails_at_its_last_file_can_be_tried_again(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cold_files.ColdFiles, "_write_manifest", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        in_files(SGD(lr=1.0), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-    monkeypatch.undo()
-    in_files(SGD(lr=1.0), tmp_path)
+    gc.collect()
+    assert not scratch_files(tmp_path)
 
 
 def test_no_room_is_needed_for_the_state_of_a_frozen_table(tmp_path, monkeypatch):
@@ -437,18 +358,7 @@ def test_no_room_is_needed_for_the_state_of_a_frozen_table(tmp_path, monkeypatch
         model, optimizer=Adagrad(lr=1.0), budget=8000, cold_tier="file", cold_path=tmp_path / "rows"
     )
 
-    assert (tmp_path / "rows" / "arrays.json").is_file()
-
-
-def test_a_failed_start_leaves_a_folder_that_was_there(tmp_path, monkeypatch):
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "notes.txt").touch()
-
-    with pytest.raises(BudgetTooSmall):
-        in_files(SGD(lr=1.0), tmp_path, budget=10)
-
-    assert {path.name for path in (tmp_path / "rows").iterdir()} == {"lock", "notes.txt"}
-    in_files(SGD(lr=1.0), tmp_path)
+    assert scratch_bytes(tmp_path / "rows") == (NUM_ROWS + 90) * DIM * 4
 
 
 def accelerated(optimizer, **options):
@@ -498,101 +408,6 @@ def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
         )
 
 
-def damaged(tmp_path, damage):
-    module = in_files(Adagrad(lr=0.1), tmp_path)
-    train([module], 3)
-    module.sync()
-    let_go(module)
-    damage(tmp_path / "rows")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda rows: os.truncate(rows / "goods.weight.bin", 4000),
-            r"goods.weight.bin: .*\(260, 4\) takes 4160 bytes, the file has 4000; delete",
-        ),
-        (
-            lambda rows: (rows / "pages.momentum1.bin").unlink(),
-            "momentum1.bin: the file is missing",
-        ),
-        (lambda rows: (rows / "arrays.json").write_text("{"), "arrays.json: cannot be read"),
-        (
-            lambda rows: (rows / "arrays.json").unlink(),
-            "has goods.momentum1.bin but no arrays.json",
-        ),
-        (
-            lambda rows: (rows / "arrays.json").write_text('{"version": 9}'),
-            "version 9 is not known, 1 is",
-        ),
-    ],
-    ids=["truncated", "missing", "damaged", "untold", "of another version"],
-)
-def test_files_that_are_not_whole_are_refused_by_name_and_left_alone(damage, message, tmp_path):
-    damaged(tmp_path, damage)
-    left = sorted((each.name, each.stat().st_size) for each in (tmp_path / "rows").iterdir())
-
-    with pytest.raises(ColdTierError, match=message):
-        in_files(Adagrad(lr=0.1), tmp_path)
-
-    found = sorted((each.name, each.stat().st_size) for each in (tmp_path / "rows").iterdir())
-    assert found == left
-
-
-def test_a_folder_left_in_the_middle_of_training_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(last_sync, "keep_deleted", lambda _: None)  # a killed process keeps nothing
-    module = in_files(SGD(lr=0.5), tmp_path)
-    train([module], 3)
-    module.sync()
-    train([module], 12, seed=1)
-    let_go(module)
-
-    with pytest.raises(ColdTierDirty, match=r"rows: the process that used it ended .* checkpoint"):
-        in_files(SGD(lr=0.5), tmp_path)
-
-
-def train_a_hundred_rows(folder):
-    bag = HotColdEmbeddingBag(
-        NUM_ROWS,
-        DIM,
-        _weight=torch.zeros(NUM_ROWS, DIM),
-        mode="sum",
-        optimizer=SGD(lr=1.0),
-        budget=8000,
-        cold_tier="file",
-        cold_path=folder,
-    )
-    bag(torch.arange(100)[None]).sum().backward()
-    train_a_hundred_rows.bag = bag  # until the process ends
-
-
-def test_the_end_of_a_process_leaves_the_folder_whole(tmp_path):
-    fork = Fork(train_a_hundred_rows, tmp_path / "rows")
-    _, said = fork.end()
-    assert (fork.process.exitcode, said) == (0, "")
-
-    rows = bag_in_files(tmp_path, optimizer=SGD(lr=1.0)).weight.detach()
-
-    expected = torch.zeros(NUM_ROWS, DIM)
-    expected[:100] = -1.0
-    assert torch.equal(rows, expected)
-
-
-def test_other_tables_and_another_optimizer_are_refused(tmp_path):
-    damaged(tmp_path, lambda _: None)
-    larger = TableConfig(name="goods", num_embeddings=261, embedding_dim=4)
-
-    with pytest.raises(ColdTierError, match=r"'goods' must be float32 of shape \(261, 4\), but is"):
-        in_files(Adagrad(lr=0.1), tmp_path, tables=[TABLES[0], larger, TABLES[2]])
-    with pytest.raises(ColdTierError, match="'pages' must be absent, but is float32"):
-        in_files(Adagrad(lr=0.1), tmp_path, tables=TABLES[:2])
-    with pytest.raises(ColdTierError, match=r"the state momentum1 .* optimizer's is none"):
-        in_files(SGD(lr=0.1), tmp_path)
-
-    in_files(Adagrad(lr=0.1), tmp_path)  # what was there is there
-
-
 def look_at_everything(module):
     for first in range(0, 260, 4):
         ids = torch.arange(first, first + 4).expand(2, 4)
@@ -604,33 +419,34 @@ def test_rows_that_the_system_refuses_to_move_are_named_by_this_use_and_every_la
     what, tmp_path
 ):
     tiered = in_files(SGD(lr=0.5), tmp_path)
-    array = tiered.tiers()[0].files.find(tiered.table_weights()[1])
+    descriptor = tiered.tiers()[0].files.find(tiered.table_weights()[1]).descriptor
     train([tiered], 6)
-    good = os.dup(array.descriptor)
-    bad = os.open(array.path, os.O_RDONLY if what == "written" else os.O_WRONLY)
-    os.dup2(bad, array.descriptor)
+    good = os.dup(descriptor)
+    mode = os.O_RDONLY if what == "written" else os.O_WRONLY
+    bad = os.open(f"/proc/self/fd/{descriptor}", mode)
+    os.dup2(bad, descriptor)
 
-    with pytest.raises(TiersFailed, match=rf"goods.weight.bin: row \d+ cannot be {what}"):
+    with pytest.raises(TiersFailed, match=rf"of table 'goods': row \d+ cannot be {what}"):
         look_at_everything(tiered)
 
-    os.dup2(good, array.descriptor)
+    os.dup2(good, descriptor)
     os.close(good)
     os.close(bad)
     for use in (lambda: train([tiered], 1), tiered.state_dict, tiered.sync):
         with pytest.raises(TiersFailed, match=rf"cannot be {what} .*load a checkpoint"):
             use()
-    assert json.loads((tmp_path / "rows" / "arrays.json").read_text())["is_dirty"]
 
 
 def test_a_file_cut_off_in_use_is_an_error_that_names_it(tmp_path):
     bag = bag_in_files(tmp_path, optimizer=SGD(lr=1.0))
     bag(torch.tensor([[1]])).sum().backward()
-    os.truncate(tmp_path / "rows" / "weight.weight.bin", 4096)
+    [descriptor] = scratch_files(tmp_path / "rows")
+    os.ftruncate(descriptor, 4096)
 
-    with pytest.raises(ColdTierError, match=r"weight.weight.bin: row 399 ends at byte 12800"):
+    with pytest.raises(ColdTierError, match=r"of table 'weight': row 399 ends at byte 12800"):
         bag(torch.tensor([[399]]))
 
-    os.truncate(tmp_path / "rows" / "weight.weight.bin", NUM_ROWS * DIM * 4)
+    os.ftruncate(descriptor, NUM_ROWS * DIM * 4)
 
 
 def test_a_table_exchanged_for_one_in_memory_is_refused(tmp_path):
@@ -711,72 +527,3 @@ def test_state_that_is_begun_anew_waits_for_transfers_under_way(tmp_path, monkey
     pooled.sum().backward()
 
     assert under_way == [0]
-
-
-def change_manifest(change):
-    def damage(rows):
-        content = json.loads((rows / "arrays.json").read_text())
-        change(content)
-        (rows / "arrays.json").write_text(json.dumps(content))
-
-    return damage
-
-
-def replace_by(make):
-    def damage(rows):
-        (rows / "arrays.json").unlink()
-        make(rows / "arrays.json")
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (change_manifest(lambda content: content.update(arrays=5)), "an array must have a table"),
-        (
-            change_manifest(lambda content: content["arrays"].append({})),
-            "an array must have a table",
-        ),
-        (
-            change_manifest(lambda content: content["arrays"][0].update(shape=[-1, 4])),
-            "an array must have a table",
-        ),
-        (
-            change_manifest(lambda content: content["arrays"][0].update(dtype=["float32"])),
-            "an array must have a table",
-        ),
-        (
-            change_manifest(lambda content: content["arrays"].append(content["arrays"][0])),
-            "twice",
-        ),
-        (
-            change_manifest(lambda content: content["arrays"][-1].update(shape=[3, 4])),
-            "must have an entry for each of its rows",
-        ),
-        (change_manifest(lambda content: content.update(numbers={"a": 5})), "its numbers are not"),
-        (change_manifest(lambda content: content.update(is_dirty="no")), "whether it is dirty"),
-        (lambda rows: (rows / "arrays.json").write_text("[" * 90_000), "cannot be read .*nested"),
-        (replace_by(os.mkfifo), "not a plain file"),
-    ],
-)
-def test_a_manifest_of_other_types_is_refused(damage, message, tmp_path):
-    damaged(tmp_path, damage)
-
-    with pytest.raises(ColdTierError, match=rf"arrays\.json: .*{message}"):
-        in_files(Adagrad(lr=0.1), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["goods.weight.bin", "lock"])
-def test_a_link_out_of_the_folder_is_refused_and_not_written_to(name, tmp_path):
-    def link(rows):
-        (rows / name).rename(tmp_path / "own")
-        (rows / name).symlink_to(tmp_path / "own")
-
-    damaged(tmp_path, link)
-    before = (tmp_path / "own").read_bytes()
-
-    with pytest.raises(ColdTierError, match=r"is a symbolic link|must be a writable folder"):
-        in_files(Adagrad(lr=0.1), tmp_path)
-
-    assert (tmp_path / "own").read_bytes() == before

@@ -1,9 +1,7 @@
 """A forked process leaves the files of its parent alone, and can train on rows in memory."""
 
 import os
-import sys
 import threading
-import time
 import traceback
 from multiprocessing import get_context
 
@@ -14,10 +12,8 @@ import torch
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.saved_tables import SavedTables
-from recsys.embeddings.tiers.cold.cold_files import ColdFiles
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.errors import ColdTierError, TiersFailed
-from tests.forks import Fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -69,7 +65,7 @@ def test_training_on_files_of_the_parent_is_refused_and_changes_no_row(tmp_path)
     bag = make(tmp_path / "rows")
     train(bag, range(20))
 
-    for claim in (lambda: train(bag, range(50, 70)), lambda: bag(ids_of(50)), bag.sync):
+    for claim in (lambda: train(bag, range(50, 70)), lambda: bag(ids_of(50))):
         error = in_a_fork(claim)
         assert isinstance(error, ColdTierError)
         assert f"{tmp_path / 'rows'}: this process was forked" in str(error)
@@ -96,52 +92,6 @@ def test_rows_in_memory_are_a_copy_that_may_be_trained():
     found = in_a_fork(lambda: train(bag, range(20, 40)).tolist())
 
     assert found == train(bag, range(20, 40)).tolist()
-
-
-def test_a_fork_that_ends_deletes_and_writes_nothing(tmp_path):
-    fork = Fork(end_a_fork, tmp_path)
-    _, said = fork.end()
-
-    assert (fork.process.exitcode, said) == (0, "")
-
-
-def end_a_fork(folder):
-    bag = make(folder / "rows")
-    files = ColdFiles(folder / "new", {"t": ((10, 4), torch.float32)})
-    train(bag, range(20))
-
-    def found():
-        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    before = found()
-    assert b'"is_dirty": true' in before[folder / "rows" / "arrays.json"]
-    if not os.fork():
-        del files
-        sys.exit()  # and not os._exit: what is to be done at the end is done
-    assert os.wait()[1] == 0
-    assert found() == before
-
-
-def test_a_fork_does_not_keep_the_folder_locked(tmp_path):
-    bag = make(tmp_path / "rows")
-    expected = train(bag, range(3))
-    bag.sync()
-    context, begun = get_context("fork"), get_context("fork").Event()
-
-    def last():
-        begun.set()
-        time.sleep(60)
-
-    fork = context.Process(target=last)
-    fork.start()
-    try:
-        assert begun.wait(60)
-        bag.row_optimizer.updater._files.close()
-        again = make(tmp_path / "rows")
-        assert torch.equal(again.weight, expected)
-    finally:
-        fork.kill()
-        fork.join()
 
 
 def test_scattered_rows_of_files_are_not_read_in_a_fork_without_threads(tmp_path):
