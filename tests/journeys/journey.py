@@ -108,8 +108,8 @@ def clicks(seed):
 def sessions(seed):
     """Clicks in order: of 250 sessions, in which an item mostly tells the next one."""
     rng = np.random.default_rng(seed)
-    items = [rng.integers(0, 60, 250)]
+    items = [rng.integers(0, 200, 250)]
     for _ in range(7):
         is_told = rng.random(250) < 0.9
-        items.append(np.where(is_told, (3 * items[-1] + 1) % 60, rng.integers(0, 60, 250)))
+        items.append(np.where(is_told, (3 * items[-1] + 1) % 200, rng.integers(0, 200, 250)))
     return pa.table({"session": np.tile(np.arange(250), 8), "item": np.concatenate(items)})
