@@ -3,12 +3,15 @@
 import re
 import shlex
 
+import numpy as np
 import pytest
 import torch
 
 import recsys
 from recsys.cli.commands import build_parser
 from recsys.config import describe_keys, load_config
+from recsys.datasets import Store
+from recsys.datasets.splits import classic_splits
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def blocks(page, language):
 def test_the_blocks_run_and_plan_what_the_page_says(page, tmp_path, monkeypatch):
     pytest.importorskip("torchrec")
     monkeypatch.chdir(tmp_path)
+    labels, integers, rows = write_arrays_of_other_programs(np.random.default_rng(0))
     found = {}
 
     for block in blocks(page, "python"):
@@ -32,6 +36,30 @@ def test_the_blocks_run_and_plan_what_the_page_says(page, tmp_path, monkeypatch)
     assert {each.compute_kernel for each in placed.values()} == {"fused_uvm_caching"}
     hit_rates = found["dlrm"].sparse_arch.embedding_bag_collection.hit_rates
     assert 0 < hit_rates.lookups < 1
+    for name, transformed in (("from_npz", np.log1p(integers)), ("from_npy", integers)):
+        store = Store(name)
+        batch = store.read(np.arange(store.num_samples))
+        np.testing.assert_array_equal(store.labels, labels)
+        np.testing.assert_allclose(batch.dense_features, transformed, rtol=1e-6)
+        assert store.splits == classic_splits(len(labels))
+        assert list(store.table_sizes.values()) == [len(np.unique(c[:60])) + 1 for c in rows.T]
+
+
+def write_arrays_of_other_programs(rng):
+    labels = rng.integers(0, 2, 70, np.int32)
+    integers, rows = rng.integers(0, 9, (70, 13)), rng.integers(0, 5, (70, 26))
+    np.savez(
+        "kaggleAdDisplayChallenge_processed.npz",
+        X_cat=np.asfortranarray(rows, np.float64),
+        X_int=integers.astype(np.int32),
+        y=labels,
+        counts=np.full(26, 5, np.int32),
+    )
+    for day, part in enumerate((slice(40), slice(40, 70))):
+        np.save(f"day_{day}_labels.npy", labels[part, None])
+        np.save(f"day_{day}_dense.npy", integers[part].astype(np.float32))
+        np.save(f"day_{day}_sparse.npy", rows[part].astype(np.int32))
+    return labels, integers, rows
 
 
 def test_a_share_of_the_rows_is_held_by_the_budget_that_the_page_derives(page):
@@ -53,7 +81,7 @@ def test_the_commands_parse_and_their_settings_are_accepted(page):
     lines = [
         line for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()
     ]
-    inline = re.findall(r"`recsys ((?:export|prepare|convert)[^`]* --out [^`]*)`", page)
+    inline = re.findall(r"`recsys ((?:export|prepare)[^`]* --out [^`]*)`", page)
 
     assert len(lines) + len(inline) > 3
     for line in [*(line.removeprefix("recsys ") for line in lines), *inline]:

@@ -21,8 +21,6 @@ MODULES = (
     "recsys",
     "recsys.config",
     "recsys.datasets",
-    "recsys.datasets.classic_npz",
-    "recsys.datasets.torchrec_npy",
     "recsys.distributed",
     "recsys.embeddings",
     "recsys.embeddings.baselines",

@@ -123,8 +123,6 @@ def test_public_names_are_these_and_no_others():
             "read_tree",
             "to_toml",
         ],
-        "recsys.datasets.classic_npz": ["read_classic_npz", "write_classic_npz"],
-        "recsys.datasets.torchrec_npy": ["read_torchrec_npy", "write_torchrec_npy"],
         "recsys.embeddings.baselines": [
             "FbgemmEmbeddingBags",
             "TorchEmbeddingBags",

@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "ArrayFile",
-    "NpzFile",
-    "UnfitArray",
-    "damage_as_value_error",
-    "open_array",
-    "read_array",
-]
+__all__ = ["ArrayFile", "NpzFile", "open_array", "read_array"]
 
 _MAGIC = b"\x93NUMPY"
 # Bytes of the header's length, by the version of the format.
@@ -43,10 +36,6 @@ _HEADER = re.compile(
 )
 _MOST_DEFLATED = 1032  # deflate expands a byte to at most this many
 _READ_BYTES = 2**20
-
-
-class UnfitArray(ValueError):
-    """An array with a readable header that does not fit its file, or has no numbers."""
 
 
 class ArrayFile(NamedTuple):
@@ -71,7 +60,7 @@ class ArrayFile(NamedTuple):
 
 
 @contextmanager
-def damage_as_value_error() -> Iterator[None]:
+def _damage_as_value_error() -> Iterator[None]:
     """Raise a `ValueError` for every error of numpy or zipfile about the content of a file.
 
     For damaged files they raise many classes of errors, `NotImplementedError` and `TokenError`
@@ -97,10 +86,10 @@ def open_array(stream: IO[bytes], num_bytes: int) -> ArrayFile:
         num_bytes: Bytes from there to the end of the file or of the member of an archive.
 
     Raises:
-        ValueError: the header is damaged.
-        UnfitArray: the array has other items than numbers, or another size than its header says.
+        ValueError: the header is damaged, or the array has other items than numbers, or another
+            size than its header says.
     """
-    with damage_as_value_error():
+    with _damage_as_value_error():
         begin = stream.read(8)
         if begin[:6] != _MAGIC or len(begin) < 8:
             raise ValueError(f"it does not begin with {_MAGIC!r}, but with {begin!r}")
@@ -115,11 +104,11 @@ def open_array(stream: IO[bytes], num_bytes: int) -> ArrayFile:
             raise ValueError(f"its header has {num_header} bytes, more than {_MOST_HEADER_BYTES}")
         shape, is_fortran, dtype = _parse_header(stream.read(num_header))
     if dtype.kind not in "iuf":
-        raise UnfitArray(f"must hold numbers, got dtype {dtype}")
+        raise ValueError(f"must hold numbers, got dtype {dtype}")
     found = ArrayFile(stream, shape, is_fortran, dtype)
     left = num_bytes - len(begin) - size_of_length - num_header
     if left != found.num_bytes:
-        raise UnfitArray(
+        raise ValueError(
             f"ends too {'early' if left < found.num_bytes else 'late'}: its header says {shape} of "
             f"{dtype}, which takes {found.num_bytes} bytes, and {max(left, 0)} follow"
         )
@@ -144,7 +133,7 @@ def read_array(array: ArrayFile) -> NDArray[Any]:
     """
     found = np.empty(prod(array.shape), array.dtype)
     memory = found.view(np.uint8)
-    with damage_as_value_error():
+    with _damage_as_value_error():
         for begin in range(0, len(memory), _READ_BYTES):
             block = array.stream.read(min(_READ_BYTES, len(memory) - begin))
             memory[begin : begin + len(block)] = np.frombuffer(block, np.uint8)
@@ -175,7 +164,7 @@ class NpzFile:
         self._stream = file.open("rb")
         try:
             self._num_bytes = os.fstat(self._stream.fileno()).st_size
-            with damage_as_value_error():
+            with _damage_as_value_error():
                 self._archive = ZipFile(self._stream)
         except BaseException:
             self._stream.close()
@@ -190,9 +179,8 @@ class NpzFile:
 
         Raises:
             ValueError: the array is damaged, encrypted, or compressed in another way than deflate.
-            UnfitArray: see `open_array`.
         """
-        with damage_as_value_error():
+        with _damage_as_value_error():
             about = self._archive.getinfo(f"{name}.npy")
             if about.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
                 raise ValueError(

@@ -20,7 +20,6 @@ GROUPS: Final = {
     "data": {
         "inspect": "guess the schema of a table and print it as TOML, to edit",
         "prepare": "prepare a store from files",
-        "convert": "write the samples of a store for other programs",
     },
     "training": {
         "train": "train a model, evaluate it and save it",

@@ -107,8 +107,6 @@ def _not_prepared(path: Path) -> StoreError:
     if suffixes & _TABLE_SUFFIXES:
         of_new_rows = f"`recsys prepare table {file} --like ITS_STORE --out STORE`"
         kind, way_out = "a table", f"{of_table}; for a model that is trained, by {of_new_rows}"
-    elif ".npz" in suffixes:
-        kind, way_out = "an npz archive", f"`recsys prepare classic-npz {file} --out STORE`"
     else:
         of_text = f"`recsys prepare criteo-kaggle {file} --out STORE` for raw Criteo text"
         kind, way_out = "a file", f"{of_text}, or {of_table} for a CSV, TSV or Parquet table"

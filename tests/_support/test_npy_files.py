@@ -6,7 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from recsys._support.npy_files import NpzFile, UnfitArray, open_array, read_array
+from recsys._support.npy_files import NpzFile, open_array, read_array
 
 ARRAY = np.arange(12, dtype=np.int32).reshape(3, 4)
 
@@ -125,7 +125,7 @@ def test_other_compression_methods_are_refused(tmp_path, method):
 def test_an_array_in_an_archive_must_fit_its_member(tmp_path):
     file = archive(tmp_path / "f.npz", npy()[:-4])
 
-    with NpzFile(file) as found, pytest.raises(UnfitArray, match="ends too early"):
+    with NpzFile(file) as found, pytest.raises(ValueError, match="ends too early"):
         found.open_array("a")
 
 

@@ -65,12 +65,9 @@ def test_options_are_these_and_no_others():
                 "--skip-bad-lines": "",
                 "--out": "",
             },
-            "classic-npz": {"file": "", "--out": ""},
-            "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
             "table": {"files": "", "--schema": "", "--like": "", "--split": "", "--out": ""},
         },
         "inspect": {"files": "", "--label": "", "--ignore": "", "--quote": ""},
-        "convert": {"store": "", "--to": "", "--out": "", "--split": ""},
         "profile": {"store": "", "--out": "", "--samples": "", "--rate": ""},
         "plan": {
             "profile": "",
@@ -190,22 +187,6 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             ["prepare", "criteo-1tb", "nowhere", "--out", "s"],
             "raw input nowhere must be a file",
         ),
-        (
-            ["prepare", "classic-npz", "nowhere", "--out", "s"],
-            "npz input nowhere must be a file",
-        ),
-        (
-            ["prepare", "torchrec-npy", "no/where", "--out", "s"],
-            "npy input no/where_dense.npy must be a file, found nothing",
-        ),
-        (
-            ["convert", "nowhere", "--to", "classic-npz", "--out", "f"],
-            "nowhere does not exist; prepare a store with",
-        ),
-        (
-            ["convert", "nowhere", "--to", "torchrec-npy", "--out", "f"],
-            "nowhere does not exist; prepare a store with",
-        ),
         (["profile", "nowhere", "--out", "f.npz"], "nowhere does not exist; prepare a store with"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "nowhere: there is no such file"),
@@ -268,7 +249,6 @@ def test_help_of_a_key_says_its_group_its_meaning_what_it_accepts_and_its_defaul
         ("clicks.csv", "a table", "recsys prepare table {file} --schema schema.toml --out STORE"),
         ("clicks.csv.gz", "a table", "recsys inspect {file} > schema.toml"),
         ("clicks.PARQUET", "a table", "recsys prepare table {file} --schema"),
-        ("kaggle.npz", "an npz archive", "recsys prepare classic-npz {file} --out STORE"),
         ("train.txt", "a file", "recsys prepare criteo-kaggle {file} --out STORE"),
     ],
 )
@@ -526,9 +506,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
 
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
-    from recsys.datasets.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo.kaggle import CONVENTIONS
-    from recsys.datasets.splits import SPLITS
     from recsys.train.exports import FORMATS as MODEL_FORMATS
     from recsys.train.exports import QUANTIZATIONS
 
@@ -541,8 +519,6 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
         return tuple(action.choices)
 
     assert choices("prepare", "criteo-kaggle", "convention") == CONVENTIONS
-    assert choices("convert", "to") == DATA_FORMATS
-    assert choices("convert", "split") == SPLITS
     assert choices("export", "to") == MODEL_FORMATS
     assert choices("export", "quantize") == QUANTIZATIONS
 

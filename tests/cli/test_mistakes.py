@@ -63,8 +63,6 @@ MISTAKES = {
     "prepare table clicks.csv --like nosuch --out store": "nosuch does not exist",
     "prepare criteo-kaggle nosuch.txt --out store": "raw input nosuch.txt must be a file",
     "prepare criteo-1tb day_0 --out store": "raw input day_0 must be a file",
-    "prepare classic-npz nosuch.npz --out store": "npz input nosuch.npz must be a file",
-    "convert nosuch --to classic-npz --out file.npz": "nosuch does not exist",
 }
 
 

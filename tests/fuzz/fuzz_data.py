@@ -1,4 +1,4 @@
-"""Readers of data: raw text, arrays of other programs, stores, profiles, plans."""
+"""Readers of data: raw text, stores, profiles, plans."""
 
 import gzip
 import hashlib
@@ -21,13 +21,11 @@ from fuzz_mutations import (
 )
 
 from recsys.datasets import Store
-from recsys.datasets.classic_npz import read_classic_npz, write_classic_npz
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
-from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy
 from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError
@@ -181,26 +179,6 @@ def attack_store(folder, random):
     return partial(read_store, folder / "store")
 
 
-def make_classic(folder):
-    write_classic_npz(make_store(folder), folder / "processed.npz")
-
-
-def attack_classic(folder, random):
-    mutate_file(folder / "processed.npz", random, mutate_npz)
-    return partial(read_classic_npz, folder / "processed.npz", folder / "back")
-
-
-def make_npy(folder):
-    write_torchrec_npy(make_store(folder, convention="torchrec"), folder, "day")
-
-
-def attack_npy(folder, random):
-    name = random.choice(["dense", "sparse", "labels"])
-    mutate_file(folder / f"day_{name}.npy", random, mutate_npy)
-    sizes = random.choice([None, None, [5] * 26, [5], [-1] * 26, [2**63] * 26])
-    return partial(read_torchrec_npy, folder, ["day"], folder / "back", table_sizes=sizes)
-
-
 def make_profile(folder):
     store = make_store(folder)
     PopularityProfile.count(store, rate=0.9, seed=3).save(folder / "profile.npz")
@@ -309,8 +287,6 @@ DATA = (
     Reader("days of Criteo 1TB, resumed", _JSON, make_days, attack_days, ("store",)),
     Reader("store", f"{_JSON}; bytes of arrays", make_store, attack_store),
     Reader("table store", f"{_JSON}; bytes of arrays", make_table_store, attack_store),
-    Reader("classic npz", f"{_NPY}; archives, bombs", make_classic, attack_classic, ("back",)),
-    Reader("TorchRec npy", _NPY, make_npy, attack_npy, ("back",)),
     Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile),
     Reader("plan", f"{_NPY}; JSON; bombs", make_plan, attack_plan),
     Reader("list of hot samples", _NPY, make_hot, attack_hot),

@@ -15,7 +15,6 @@ from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.datasets.torchrec_npy import write_torchrec_npy
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline.fae.hot_samples import find_hot_samples
@@ -334,28 +333,6 @@ def test_a_loader_gives_every_sample_its_own_bags(small_config, table_store):
             found.append(str({name: one[name].values().tolist() for name in ids.keys()}))  # noqa: SIM118
 
     assert sorted(found) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "this data has features that share tables; prepare it without them"),
-        ({"features": "tags"}, "any number of rows per sample"),
-        ({"features": "weights"}, "samples with weights"),
-    ],
-)
-def test_npy_files_refuse_what_they_cannot_hold(table_store, tmp_path, changes, message):
-    chosen = {
-        "tags": [Feature("user", "user"), Feature("item", "item"), Feature("tags", "tag", "multi")],
-        "weights": [Feature(name, name) for name in TABLES],
-    }
-    arguments = {"features": chosen[changes["features"]]} if changes else {}
-    store = Store(table_store(**arguments))
-
-    with pytest.raises(ConfigError, match=message):
-        write_torchrec_npy(store, tmp_path, "day")
-
-    assert not list(tmp_path.glob("*.npy"))
 
 
 def test_evaluating_on_data_with_other_features_is_refused(small_config, table_store, tmp_path):

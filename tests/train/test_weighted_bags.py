@@ -15,7 +15,6 @@ from torch import nn
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.config import load_config
 from recsys.datasets import write_store
-from recsys.datasets.convert import convert_store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schemas.schema import Schema
@@ -202,14 +201,10 @@ def test_models_that_do_not_pool_refuse_weights(weighted_store, tmp_path, monkey
     assert not (tmp_path / "run").exists()
 
 
-def test_formats_without_weights_refuse_them(small_config, weighted_store, tmp_path):
+def test_a_format_without_weights_has_the_rows_alone(small_config, weighted_store, tmp_path):
     data = weighted_store()
     run(small_config(*SETTINGS, data=data), tmp_path / "run")
 
-    with pytest.raises(ConfigError, match="torchrec-npy holds one row per sample"):
-        convert_store(data, "torchrec-npy", tmp_path / "day", split="train")
-
-    assert not list(tmp_path.glob("*.pt"))
     state = torch.load(export_run(tmp_path / "run", "torchrec", tmp_path / "torchrec.pt"))
     assert sum("t_tag" in name for name in state) == 1
 
