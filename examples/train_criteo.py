@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("raw", nargs="?", type=Path, help="train.txt, .gz or .zst of the challenge")
+    parser.add_argument("raw", nargs="?", type=Path, help="train.txt or .gz of the challenge")
     parser.add_argument(
         "--out", type=Path, default=Path("criteo"), help="folder for stores and runs"
     )

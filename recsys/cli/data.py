@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 from recsys._support.files import require_files
 from recsys.cli.table import add_table_format
-from recsys.datasets.criteo import CONVENTIONS
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from recsys.datasets.criteo.flow import PrepareReport
+    from recsys.datasets.criteo.prepare import PrepareReport
 
 __all__ = ["add_data_options"]
 
-_RAW_HELP = "tab-separated text, plain, gzip or zst"
+_RAW_HELP = "tab-separated text, plain or gzip"
 
 
 def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -27,12 +26,6 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
     kaggle = formats.add_parser("criteo-kaggle", help="raw text of the Criteo Kaggle challenge")
     kaggle.add_argument("raw", nargs="+", metavar="RAW", help=_RAW_HELP)
-    kaggle.add_argument(
-        "--convention",
-        choices=CONVENTIONS,
-        default=CONVENTIONS[0],
-        help="conventions of facebookresearch/dlrm, or of TorchRec's npy files",
-    )
     kaggle.set_defaults(run_command=_prepare_kaggle)
 
     days = formats.add_parser("criteo-1tb", help="days of Criteo 1TB; continues a stopped run")
@@ -42,9 +35,6 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     days.set_defaults(run_command=_prepare_1tb)
     for parser in (kaggle, days):
-        parser.add_argument(
-            "--skip-bad-lines", action="store_true", help="leave out bad lines; count and list them"
-        )
         parser.add_argument("--out", required=True, metavar="STORE", help="new folder")
 
     add_table_format(formats)
@@ -53,29 +43,18 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 def _prepare_kaggle(options: argparse.Namespace) -> int:
     require_files("raw", map(Path, options.raw))
 
-    from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+    from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
 
-    report = prepare_criteo_kaggle(
-        options.raw,
-        options.out,
-        convention=options.convention,
-        skip_bad_lines=options.skip_bad_lines,
-    )
-    _print_report(report)
+    _print_report(prepare_criteo_kaggle(options.raw, options.out))
     return 0
 
 
 def _prepare_1tb(options: argparse.Namespace) -> int:
     require_files("raw", map(Path, options.day))
 
-    from recsys.datasets.criteo.days import prepare_criteo_1tb
+    from recsys.datasets.criteo.prepare import prepare_criteo_1tb
 
-    report = prepare_criteo_1tb(
-        options.day,
-        options.out,
-        max_ind_range=options.max_ind_range,
-        skip_bad_lines=options.skip_bad_lines,
-    )
+    report = prepare_criteo_1tb(options.day, options.out, max_ind_range=options.max_ind_range)
     _print_report(report)
     if report.num_files_before:
         print(f"{report.num_files_before} of {len(options.day)} days were prepared before")
@@ -87,5 +66,3 @@ def _print_report(report: PrepareReport) -> None:
         f"{report.path}: {report.num_samples:,} samples, "
         f"{report.num_rows:,} distinct ids in 26 columns"
     )
-    if report.bad_lines is not None:
-        print(f"left out {report.num_bad_lines:,} bad lines, listed in {report.bad_lines}")

@@ -6,8 +6,7 @@ from recsys._support.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from recsys.batch import SampleSource
-    from recsys.datasets.criteo.days import prepare_criteo_1tb
-    from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+    from recsys.datasets.criteo.prepare import prepare_criteo_1tb, prepare_criteo_kaggle
     from recsys.datasets.loader import BatchLoader
     from recsys.datasets.store import Store
     from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -39,8 +38,8 @@ if not TYPE_CHECKING:
             "Store": "store",
             "SyntheticCriteo": "synthetic.samples",
             "SyntheticTaobao": "synthetic.taobao",
-            "prepare_criteo_1tb": "criteo.days",
-            "prepare_criteo_kaggle": "criteo.kaggle",
+            "prepare_criteo_1tb": "criteo.prepare",
+            "prepare_criteo_kaggle": "criteo.prepare",
             "prepare_table": "tabular.prepare",
             "write_store": "tabular.frames",
         },

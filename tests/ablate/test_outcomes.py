@@ -9,7 +9,7 @@ import pytest
 from recsys._support.jit import ParallelKernel
 from recsys.ablate.config import load_ablation
 from recsys.ablate.run import seconds_to_auc
-from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.report.ablation_table import format_ablation
 from recsys.train.trainer import train

@@ -55,14 +55,11 @@ def test_options_are_these_and_no_others():
         "prepare": {
             "criteo-kaggle": {
                 "raw": "",
-                "--convention": "",
-                "--skip-bad-lines": "",
                 "--out": "",
             },
             "criteo-1tb": {
                 "day": "",
                 "--max-ind-range": "",
-                "--skip-bad-lines": "",
                 "--out": "",
             },
             "table": {"files": "", "--schema": "", "--like": "", "--split": "", "--out": ""},
@@ -149,10 +146,6 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
 
     assert run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "a") == 2
     assert f"{raw} line 2: expected 40" in capsys.readouterr().err
-    assert (
-        run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "b", "--skip-bad-lines") == 0
-    )
-    assert "left out 1 bad lines, listed in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -506,7 +499,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
 
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
-    from recsys.datasets.criteo.kaggle import CONVENTIONS
     from recsys.train.exports import FORMATS as MODEL_FORMATS
     from recsys.train.exports import QUANTIZATIONS
 
@@ -518,7 +510,6 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
         (action,) = (a for a in parser._actions if a.dest == path[-1])
         return tuple(action.choices)
 
-    assert choices("prepare", "criteo-kaggle", "convention") == CONVENTIONS
     assert choices("export", "to") == MODEL_FORMATS
     assert choices("export", "quantize") == QUANTIZATIONS
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from recsys.config import load_config
-from recsys.datasets.criteo.days import prepare_criteo_1tb
+from recsys.datasets.criteo.prepare import prepare_criteo_1tb
 from recsys.errors import ConfigError
 from recsys.train.parts.build import build_loader, choose_plan, open_source
 

@@ -9,8 +9,8 @@ The kernel checks these rules, and `explain` reports a violation:
 - an integer is empty (missing) or matches -?[0-9]{1,10} and fits 32 bits;
 - a category is empty (missing) or one to eight hexadecimal digits.
 
-A missing field becomes 0, and so does a negative integer unless `keep_negatives` is set. The kernel
-only marks bad lines. Python code then explains them, so good lines cost nothing extra.
+A missing field becomes 0, and so does a negative integer. The kernel only finds the first bad line.
+Python code then explains it, so good lines cost nothing extra.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "MOST_BAD_LINES",
     "NUM_CATEGORIES",
     "NUM_INTEGERS",
     "ParsedLines",
@@ -40,8 +39,6 @@ NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
 
 # A good line has at least this many bytes: a label, 39 tabs, an end.
 MIN_LINE_BYTES = NUM_FIELDS + 1
-# A data set with more bad lines is refused: a list of them could be many times larger than itself.
-MOST_BAD_LINES = 100_000
 
 _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE, _NINE = (ord(char) for char in "\t\n\r-019")
 _NOT_HEX = 16
@@ -51,68 +48,38 @@ _HEX[[ord(char) for char in "ABCDEF"]] = range(10, 16)
 
 
 class ParsedLines(NamedTuple):
-    """The samples and bad lines of one part of the text.
+    """The samples of one part of the text, up to its first bad line.
 
     Shape:
         labels (n,) int8; integers (n, 13) int32; categories (26, n) uint32, column by column, so
-        that columns can be numbered in parallel; bad_lines (k, 3) int64: the line's number in the
-        part, from 0, its first byte and its end.
+        that columns can be numbered in parallel; bad_line None if all lines are good.
     """
 
     labels: NDArray[np.int8]
     integers: NDArray[np.int32]
     categories: NDArray[np.uint32]
-    bad_lines: NDArray[np.int64]
-    num_lines: int
+    bad_line: bytes | None
 
 
-def parse_lines(
-    text: NDArray[np.uint8],
-    begin: int,
-    end: int,
-    *,
-    stop_at_bad_line: bool,
-    keep_negatives: bool = False,
-) -> ParsedLines:
-    """Parse the lines in `text[begin:end]`.
+def parse_lines(text: NDArray[np.uint8], begin: int, end: int) -> ParsedLines:
+    """Parse the lines in `text[begin:end]`; stops at the first bad one.
 
     Args:
         text: Bytes; `text[end - 1]` is a newline.
         begin: The first byte of the first line.
         end: The byte after the last line's newline.
-        stop_at_bad_line: Stop after the first bad line; otherwise after `MOST_BAD_LINES`.
-        keep_negatives: Keep negative integers; by default they become 0.
     """
     assert begin == end or text[end - 1] == _NEWLINE, "the last line must end in a newline"
     max_good = (end - begin) // MIN_LINE_BYTES + 1
     labels = np.empty(max_good, np.int8)
     integers = np.empty((max_good, NUM_INTEGERS), np.int32)
     categories = np.empty((NUM_CATEGORIES, max_good), np.uint32)
-    bad_lines: list[NDArray[np.int64]] = []
-    found = np.empty((1 if stop_at_bad_line else 1024, 3), np.int64)
-    position, num_lines, num_good = begin, 0, 0
-    while position < end:
-        position, num_lines, num_good, num_bad = _parse_kernel(
-            text,
-            position,
-            end,
-            num_lines,
-            num_good,
-            labels,
-            integers,
-            categories,
-            found,
-            keep_negatives,
-        )
-        bad_lines.append(found[:num_bad].copy())
-        if (num_bad and stop_at_bad_line) or sum(map(len, bad_lines)) > MOST_BAD_LINES:
-            break
+    num_good, stop = _parse_kernel(text, begin, end, labels, integers, categories)
     return ParsedLines(
         labels[:num_good],
         integers[:num_good],
         categories[:, :num_good],
-        np.concatenate(bad_lines) if bad_lines else np.empty((0, 3), np.int64),
-        num_lines,
+        None if stop == end else text[stop:end].tobytes().partition(b"\n")[0],
     )
 
 
@@ -153,17 +120,13 @@ def _parse_kernel(
     text: NDArray[np.uint8],
     position: int,
     end: int,
-    num_lines: int,
-    num_good: int,
     labels: NDArray[np.int8],
     integers: NDArray[np.int32],
     categories: NDArray[np.uint32],
-    bad_lines: NDArray[np.int64],
-    keep_negatives: bool,
-) -> tuple[int, int, int, int]:
-    """Parse in one pass to `end`, or until `bad_lines` is full; a newline ends every inner loop."""
-    num_bad = 0
-    while position < end and num_bad < len(bad_lines):
+) -> tuple[int, int]:
+    """Parse to `end`, or to the begin of a bad line; a newline ends every inner loop."""
+    num_good = 0
+    while position < end:
         line_begin = position
         char = text[position]
         is_good = bool(char in (_ZERO, _ONE))
@@ -172,23 +135,14 @@ def _parse_kernel(
             position += 1
             is_good = text[position] == _TAB
         if is_good:
-            position, is_good = _parse_integers(text, position, integers, num_good, keep_negatives)
+            position, is_good = _parse_integers(text, position, integers, num_good)
         if is_good:
             position, is_good = _parse_categories(text, position, categories, num_good)
-
-        if is_good:
-            num_good += 1
-        else:
-            position = line_begin
-            while text[position] != _NEWLINE:
-                position += 1
-            bad_lines[num_bad, 0] = num_lines
-            bad_lines[num_bad, 1] = line_begin
-            bad_lines[num_bad, 2] = position
-            num_bad += 1
+        if not is_good:
+            return num_good, line_begin
+        num_good += 1
         position += 1
-        num_lines += 1
-    return position, num_lines, num_good, num_bad
+    return num_good, position
 
 
 @inlined_part
@@ -197,7 +151,6 @@ def _parse_integers(
     position: int,
     integers: NDArray[np.int32],
     sample: int,
-    keep_negatives: bool,
 ) -> tuple[int, bool]:
     """Parse a line from the tab before its integers on; return the end, and if all are good."""
     is_good, column = True, 0
@@ -223,7 +176,7 @@ def _parse_integers(
             and not (is_negative and num_digits == 0)
         )
         if is_negative:
-            number = -number if keep_negatives else np.int64(0)
+            number = np.int64(0)
         integers[sample, column] = number
         column += 1
     return position, is_good

@@ -1,13 +1,9 @@
 """The folder that a store of Criteo 1TB days grows in: whose it is, and when it goes."""
 
-import itertools
-import os
-import shutil
-
 import pytest
 
-from recsys.datasets.criteo.days import prepare_criteo_1tb
-from recsys.datasets.criteo.flow import CriteoFlow
+from recsys.datasets.criteo.prepare import prepare_criteo_1tb
+from recsys.datasets.criteo.read import CriteoReader
 from recsys.errors import AlreadyExists, ConfigError
 
 
@@ -39,32 +35,30 @@ def contents(folder):
 
 def stop_at(monkeypatch, day):
     """Have runs end, as by Ctrl-C, where they come to a day."""
-    read = CriteoFlow.read
+    read = CriteoReader.read
 
     def read_or_stop(self, path):
         if path == day:
             raise KeyboardInterrupt
         return read(self, path)
 
-    monkeypatch.setattr(CriteoFlow, "read", read_or_stop)
+    monkeypatch.setattr(CriteoReader, "read", read_or_stop)
 
 
 def test_two_processes_do_not_work_on_one_store(days, tmp_path, monkeypatch):
-    original = CriteoFlow.read
+    original = CriteoReader.read
 
     def read(self, path):
         prepare(days, tmp_path / "store")
         return original(self, path)
 
-    monkeypatch.setattr(CriteoFlow, "read", read)
+    monkeypatch.setattr(CriteoReader, "read", read)
 
     with pytest.raises(ConfigError, match=r"another `recsys prepare criteo-1tb` is at work in"):
         prepare(days, tmp_path / "store")
 
 
-@pytest.mark.parametrize(
-    "name", ["thesis.txt", "store/my/thesis.txt", "ids/thesis.txt", "committed.json"]
-)
+@pytest.mark.parametrize("name", ["thesis.txt", "store/my/thesis.txt", "ids/thesis.txt"])
 def test_a_folder_that_recsys_did_not_make_is_left_alone(days, tmp_path, unfinished, name):
     (unfinished / name).parent.mkdir(parents=True)
     (unfinished / name).write_text("mine")
@@ -76,15 +70,6 @@ def test_a_folder_that_recsys_did_not_make_is_left_alone(days, tmp_path, unfinis
         prepare(days, tmp_path / "store")
 
     assert [path.read_text() for path in unfinished.rglob("*.*")] == ["mine"]
-
-
-def test_a_file_in_the_folders_place_is_left_alone(days, tmp_path, unfinished):
-    unfinished.write_text("mine")
-
-    with pytest.raises(AlreadyExists, match=r"unfinished must be a folder .* is a file; move it"):
-        prepare(days, tmp_path / "store")
-
-    assert unfinished.read_text() == "mine"
 
 
 def test_an_existing_store_is_never_overwritten(days, tmp_path, unfinished):
@@ -127,46 +112,13 @@ def test_committed_days_outlive_a_store_that_appears_beside_them(
     assert prepare(days, tmp_path / "store").num_files_before == 1
 
 
-def test_what_a_run_killed_while_it_cleared_away_left_is_cleared_away(
-    days, tmp_path, unfinished, monkeypatch
-):
-    numbers, snapshots = itertools.count(), []
-
-    def snapshot_before(name):
-        original = getattr(os, name)
-
-        def noting(*arguments, **options):
-            if unfinished.exists() and (tmp_path / "store").exists():
-                snapshots.append(tmp_path / f"snapshot{next(numbers)}")
-                shutil.copytree(unfinished, snapshots[-1])
-            return original(*arguments, **options)
-
-        patches.setattr(os, name, noting)
-
-    with monkeypatch.context() as patches:
-        snapshot_before("unlink")
-        snapshot_before("rmdir")
-        prepare(days, tmp_path / "store")
-
-    num_files = [len(contents(snapshot)) for snapshot in snapshots]
-    # The 26 of ids, the record and the marker go one by one, then the folder.
-    assert sorted(set(num_files)) == list(range(29))
-    for snapshot in snapshots:
-        snapshot.rename(unfinished)
-        with pytest.raises(AlreadyExists, match="store exists already"):
-            prepare(days, tmp_path / "store")
-        assert not unfinished.exists()
-
-
 def test_what_a_run_killed_in_its_first_day_left_is_no_hindrance(
     days, tmp_path, unfinished, monkeypatch
 ):
     prepare(days, tmp_path / "expected")
     with monkeypatch.context() as patches:
         # A killed process clears nothing away.
-        patches.setattr(
-            "recsys.datasets.criteo.growing_folder.GrowingFolder.remove", lambda folder: None
-        )
+        patches.setattr("recsys.datasets.criteo.prepare._remove", lambda folder: None)
         stop_at(patches, days[0])
         with pytest.raises(KeyboardInterrupt):
             prepare(days, tmp_path / "store")

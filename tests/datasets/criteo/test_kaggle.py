@@ -1,24 +1,16 @@
-import bz2
 import gzip
-import io
 import itertools
-import json
-import lzma
 import math
 import os
-import sys
-import tarfile
 import tracemalloc
-import zipfile
 
 import numpy as np
 import pytest
 
-from recsys.datasets.criteo.flow import _next_newline
-from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.criteo.parse import explain
+from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
 from recsys.datasets.store import Store
-from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, MissingDependency
+from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
 
 
 def classic_oracle(text):
@@ -112,7 +104,7 @@ def test_several_files_are_one_data_set_and_their_ends_are_line_ends(raw_line, t
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_blocks_and_threads_leave_no_trace(raw_line, tmp_path, monkeypatch, num_threads):
-    monkeypatch.setattr("recsys.datasets.criteo.text.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo.read.BLOCK_BYTES", 1000)
     text = "".join(
         raw_line(str(line % 2), [str(line)] * 13, [f"{line * line % 97:x}"] * 26) + "\n"
         for line in range(300)
@@ -135,36 +127,7 @@ def test_a_bad_line_stops_with_file_line_rule_and_value_and_leaves_nothing(raw_l
     assert str(caught.value).startswith(
         f"{raw} line 51: field 2 (int_0) must be empty or an integer, got '1.5'"
     )
-    assert "--skip-bad-lines" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]
-
-
-def test_bad_lines_are_left_out_counted_and_listed_when_asked(raw_line, tmp_path):
-    good = [raw_line(str(line % 2), categories=[f"{line:x}"] * 26) for line in range(40)]
-    raw = tmp_path / "raw.txt"
-    raw.write_text("\n".join(["bad", *good[:30], raw_line("7"), *good[30:], ""]) + "\n")
-
-    report = prepare_criteo_kaggle(
-        [raw], tmp_path / "store", skip_bad_lines=True, show_progress=False
-    )
-
-    store = Store(tmp_path / "store")
-    assert_store_is(store, classic_oracle("\n".join(good)))
-    listed = [json.loads(line) for line in report.bad_lines.read_text().splitlines()]
-    assert [(entry["line"], entry["value"]) for entry in listed] == [
-        (1, "1"),
-        (32, "'7'"),
-        (43, "1"),
-    ]
-    assert report.num_bad_lines == store.meta["num_bad_lines"] == 3
-
-
-def test_a_file_without_a_good_line_is_refused(tmp_path):
-    raw = tmp_path / "raw.txt"
-    raw.write_text("a,b,c\n" * 5)
-
-    with pytest.raises(DatasetFormatError, match="no good line among 5"):
-        prepare(raw, tmp_path / "store", skip_bad_lines=True)
 
 
 def test_a_first_line_of_another_format_names_the_command_for_other_tables(tmp_path, raw_line):
@@ -174,44 +137,8 @@ def test_a_first_line_of_another_format_names_the_command_for_other_tables(tmp_p
 
     with pytest.raises(DatasetFormatError, match=rf"`recsys prepare table {table} --schema"):
         prepare(table, tmp_path / "store")
-    with pytest.raises(DatasetFormatError, match=r"line 2: .*with --skip-bad-lines$"):
+    with pytest.raises(DatasetFormatError, match=r"line 2: .*repair the line, or delete it$"):
         prepare(raw, tmp_path / "store")
-
-
-def tar_of(text):
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as archive:
-        member = tarfile.TarInfo("train.txt")
-        member.size = len(text)
-        archive.addfile(member, io.BytesIO(text))
-    return made.getvalue()
-
-
-def zip_of(text):
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("train.txt", text)
-    return made.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("pack", "kind"),
-    [
-        (tar_of, "a tar archive"),
-        (lambda text: gzip.compress(tar_of(text)), "a tar archive"),
-        (zip_of, "a zip archive"),
-        (bz2.compress, "a bzip2 file"),
-        (lzma.compress, "an xz file"),
-    ],
-)
-def test_archives_are_refused_although_most_of_their_lines_are_good(raw_line, tmp_path, pack, kind):
-    raw = tmp_path / "raw"
-    raw.write_bytes(pack(f"{raw_line()}\n".encode() * 50))
-
-    with pytest.raises(DatasetFormatError, match=f"raw: raw files must be .* got {kind}; unpack"):
-        prepare(raw, tmp_path / "store", skip_bad_lines=True)
-
-    assert list(tmp_path.iterdir()) == [raw]
 
 
 def test_a_link_to_nothing_in_the_place_of_a_store_is_refused_at_once(raw_line, tmp_path):
@@ -247,13 +174,12 @@ def test_arguments_that_are_no_lists_or_numbers_are_refused(raw_line, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("skip_bad_lines", [True, False])
-def test_an_empty_file_is_refused(tmp_path, skip_bad_lines):
+def test_an_empty_file_is_refused(tmp_path):
     raw = tmp_path / "raw.txt"
     raw.touch()
 
-    with pytest.raises(DatasetFormatError, match="no good line"):
-        prepare(raw, tmp_path / "store", skip_bad_lines=skip_bad_lines)
+    with pytest.raises(DatasetFormatError, match="no line in it"):
+        prepare(raw, tmp_path / "store")
 
 
 def test_a_broken_gzip_file_is_named(raw_line, tmp_path):
@@ -265,68 +191,8 @@ def test_a_broken_gzip_file_is_named(raw_line, tmp_path):
         prepare(raw, tmp_path / "store")
 
 
-def zst(text, frame_size=None):
-    zstandard = pytest.importorskip("zstandard")
-    data = text.encode()
-    frame_size = frame_size or len(data)
-    compressor = zstandard.ZstdCompressor(write_checksum=True)
-    frames = [data[start : start + frame_size] for start in range(0, len(data), frame_size)]
-    return b"".join(compressor.compress(frame) for frame in frames)
-
-
-SKIPPED_FRAME = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
-
-
-@pytest.mark.parametrize(
-    ("frame_size", "before"), [(None, b""), (700, b""), (None, SKIPPED_FRAME), (700, SKIPPED_FRAME)]
-)
-def test_zst_files_are_told_by_their_first_bytes(
-    raw_line, tmp_path, monkeypatch, frame_size, before
-):
-    """The parallel pzstd writes frames without text."""
-    monkeypatch.setattr("recsys.datasets.criteo.text.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("recsys.datasets.criteo.text._ZST_READ_BYTES", 100)
-    text = "".join(raw_line(categories=[f"{line:x}"] * 26) + "\n" for line in range(300))
-    raw = tmp_path / "raw"
-    raw.write_bytes(before + zst(text, frame_size))
-
-    store = prepare(raw, tmp_path / "store")
-
-    assert_store_is(store, classic_oracle(text))
-    assert store.meta["sources"][0]["num_bytes"] == raw.stat().st_size
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda data: data[:-1], "ends inside a frame"),
-        (lambda data: data[: len(data) // 2], "ends inside a frame"),
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum"),
-        (lambda data: data + b"more", "Unknown frame descriptor"),
-    ],
-)
-def test_a_broken_zst_file_is_named(raw_line, tmp_path, damage, reason):
-    raw = tmp_path / "raw.txt.zst"
-    text = "".join(raw_line(categories=[f"{line:x}"] * 26) + "\n" for line in range(500))
-    raw.write_bytes(damage(zst(text)))
-
-    with pytest.raises(DatasetFormatError, match=rf"raw\.txt\.zst: broken zst file .*{reason}"):
-        prepare(raw, tmp_path / "store")
-
-
-def test_a_zst_file_without_the_package_says_what_to_install(raw_line, tmp_path, monkeypatch):
-    raw = tmp_path / "raw.txt.zst"
-    raw.write_bytes(zst(raw_line()))
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-
-    with pytest.raises(MissingDependency, match=r"needs zstandard; pip install zstandard"):
-        prepare(raw, tmp_path / "store")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt.zst"]
-
-
 def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.criteo.text.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo.read.BLOCK_BYTES", 1000)
     raw = tmp_path / "raw.txt"
     raw.write_bytes(b"0" * 10_000)
 
@@ -340,7 +206,7 @@ def test_ctrl_c_while_preparing_leaves_nothing_behind(raw_line, tmp_path, monkey
 
     raw = tmp_path / "raw.txt"
     raw.write_text(raw_line())
-    monkeypatch.setattr("recsys.datasets.criteo.flow.CriteoFlow._number_columns", interrupt)
+    monkeypatch.setattr("recsys.datasets.criteo.read.CriteoReader._number_columns", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         prepare(raw, tmp_path / "store")
@@ -381,38 +247,6 @@ def test_a_file_named_twice_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [raw]
 
 
-def test_too_many_bad_lines_are_refused_instead_of_listed(tmp_path, monkeypatch):
-    for module in ("parse", "text"):
-        monkeypatch.setattr(f"recsys.datasets.criteo.{module}.MOST_BAD_LINES", 2000)
-    (tmp_path / "raw.txt").write_bytes(b"\n" * 5000)
-
-    with pytest.raises(DatasetFormatError, match=r"raw\.txt: at most 2,000 bad lines can be skip"):
-        prepare_criteo_kaggle(
-            [tmp_path / "raw.txt"], tmp_path / "store", skip_bad_lines=True, show_progress=False
-        )
-
-    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]
-
-
-def test_a_zst_bomb_takes_little_memory(tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    frame = zstandard.ZstdCompressor(level=1).compress(bytes(2**28))
-    (tmp_path / "raw.txt.zst").write_bytes(frame * 4)  # a GiB, in a hundred kilobytes
-    assert len(frame) < 2**16
-
-    tracemalloc.start()
-    try:
-        with pytest.raises(DatasetFormatError, match="a line of more than 16777216 bytes"):
-            prepare_criteo_kaggle(
-                [tmp_path / "raw.txt.zst"], tmp_path / "store", show_progress=False
-            )
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert peak < 2**28
-
-
 def test_a_line_of_tabs_is_explained_in_little_memory():
     line = b"\t" * 2**22
 
@@ -424,10 +258,3 @@ def test_a_line_of_tabs_is_explained_in_little_memory():
         tracemalloc.stop()
 
     assert peak < 2**20
-
-
-@pytest.mark.parametrize("length", [0, 5, 1022, 1023, 1024, 5000])
-def test_the_end_of_a_short_or_long_line_is_found(length):
-    text = np.frombuffer(b"0\n" + b"x" * length + b"\n1\n", np.uint8)
-
-    assert _next_newline(text, 2) == length + 2

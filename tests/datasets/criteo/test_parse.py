@@ -11,9 +11,9 @@ FIELDS = st.sampled_from(NUMBERS + OTHERS)
 LINE_ENDS = st.sampled_from(["\n", "\r\n"])
 
 
-def parse(text, stop_at_bad_line=False):
+def parse(text):
     array = np.frombuffer(text.encode("latin-1"), np.uint8)
-    return parse_lines(array, 0, len(array), stop_at_bad_line=stop_at_bad_line)
+    return parse_lines(array, 0, len(array))
 
 
 @st.composite
@@ -44,7 +44,7 @@ def test_windows_line_ends_are_line_ends(raw_line):
 
     windows = parse(f"{raw_line()}\r\n{raw_line('1')}\r\n")
 
-    assert windows.num_lines == unix.num_lines == 2
+    assert windows.bad_line is unix.bad_line is None
     assert windows.labels.tolist() == unix.labels.tolist()
     np.testing.assert_array_equal(windows.categories, unix.categories)
 
@@ -57,29 +57,17 @@ def test_the_kernel_and_the_explanation_agree_on_every_line(pieces):
 
     # A lone return inside a line is no line end, so the kernel's lines are those between newlines.
     expected_lines = text.split("\n")[:-1]
-    bad = [n for n, line in enumerate(expected_lines) if explain(line.encode("latin-1"))]
-    assert parsed.num_lines == len(expected_lines)
-    assert parsed.bad_lines[:, 0].tolist() == bad
-    assert len(parsed.labels) == len(expected_lines) - len(bad)
+    lines = [line.encode("latin-1") for line in expected_lines]
+    bad = [n for n, line in enumerate(lines) if explain(line)]
+    assert parsed.bad_line == (lines[bad[0]] if bad else None)
+    assert len(parsed.labels) == (bad[0] if bad else len(lines))
 
 
-def test_thousands_of_bad_lines_are_all_found(raw_line):
-    text = ("oops\n" * 1500 + raw_line() + "\n") * 3
+def test_parsing_stops_at_the_first_bad_line(raw_line):
+    parsed = parse(f"{raw_line()}\noops\n{raw_line()}\n\n")
 
-    parsed = parse(text)
-
-    assert len(parsed.bad_lines) == 4500
-    assert len(parsed.labels) == 3
-    assert parsed.num_lines == 4503
-
-
-def test_parsing_stops_behind_the_first_bad_line_when_asked(raw_line):
-    text = f"{raw_line()}\n\n{raw_line()}\n\n"
-
-    parsed = parse(text, stop_at_bad_line=True)
-
-    assert parsed.bad_lines[:, 0].tolist() == [1]
-    assert parsed.num_lines == 2
+    assert parsed.bad_line == b"oops"
+    assert len(parsed.labels) == 1
 
 
 @pytest.mark.parametrize(
