@@ -3,6 +3,7 @@
 import re
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -31,13 +32,28 @@ def snippets(pytestconfig):
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def store_with_history(folder):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {
+            "click": rng.integers(0, 2, 700),
+            "user": rng.integers(0, 20, 700),
+            "item": rng.integers(0, 30, 700),
+            "item_history": [rng.integers(0, 30, rng.integers(1, 21)) for _ in range(700)],
+        }
+    )
+    schema = {
+        "label": "click",
+        "categorical": {"user": {"values": "integer"}, "item": {"values": "integer"}},
+        "sequence": {"item_history": {"values": "integer", "table": "item", "max_length": 20}},
+    }
+    return write_store(frame, Schema.from_dict(schema), folder / "data").path
+
+
 @pytest.mark.in_ci("recent")
-@pytest.mark.parametrize(
-    ("name", "data", "sizes"),
-    [("wide:Wide", "criteo-kaggle", [20] * 5), ("recent:Recent", "taobao", [20, 30, 10])],
-)
+@pytest.mark.parametrize(("name", "has_history"), [("wide:Wide", False), ("recent:Recent", True)])
 def test_classes_of_the_page_train_and_serve_as_it_says(
-    snippets, tmp_path, monkeypatch, name, data, sizes
+    snippets, tmp_path, monkeypatch, name, has_history
 ):
     wide, recent, serve, _ = snippets
     monkeypatch.chdir(tmp_path)
@@ -46,11 +62,12 @@ def test_classes_of_the_page_train_and_serve_as_it_says(
         monkeypatch.delitem(sys.modules, module, raising=False)
     settings = [
         f"model.name={name}",
-        "synthetic.num_samples=700",
-        f"synthetic.table_sizes={sizes}",
         "num_threads=1",
     ]
-    config = load_config(None, settings, data=f"synthetic:{data}")
+    data = str(store_with_history(tmp_path)) if has_history else "synthetic:criteo-kaggle"
+    if not has_history:
+        settings += ["synthetic.num_samples=700", "synthetic.table_sizes=[20, 20, 20, 20, 20]"]
+    config = load_config(None, settings, data=data)
 
     train(config, tmp_path / "run", show_progress=False)
     export_program(tmp_path / "run", tmp_path / "model.pt2")
@@ -58,7 +75,7 @@ def test_classes_of_the_page_train_and_serve_as_it_says(
     exec(compile(serve, "docs/models.md", "exec"), found)
 
     assert found["probabilities"].shape == (2,)
-    assert ("ids" in found) == (data == "criteo-kaggle")
+    assert ("ids" in found) != has_history
     for module in ("wide", "recent"):
         sys.modules.pop(module, None)
 

@@ -36,7 +36,6 @@ def test_public_names_are_these_and_no_others():
             "Schema",
             "Store",
             "SyntheticCriteo",
-            "SyntheticTaobao",
             "prepare_criteo_1tb",
             "prepare_criteo_kaggle",
             "prepare_table",

@@ -126,7 +126,7 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         "data",
         nargs="?",
         metavar="STORE",
-        help="a store, or synthetic:criteo-kaggle, or synthetic:taobao; default: data of --config, "
+        help="a store, or synthetic:criteo-kaggle; default: data of --config, "
         "or with --resume that of the run",
     )
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
@@ -273,9 +273,7 @@ def _config_with_data(options: argparse.Namespace) -> TrainConfig:
     if options.data is not None:
         return load_config(options.config, options.set, data=options.data)
     if "data" not in read_tree(options.config, options.set):
-        raise ConfigError(
-            "data is missing; name a store, or synthetic:criteo-kaggle, or synthetic:taobao"
-        )
+        raise ConfigError("data is missing; name a store, or synthetic:criteo-kaggle")
     return load_config(options.config, options.set)
 
 

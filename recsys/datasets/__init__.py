@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from recsys.datasets.loader import BatchLoader
     from recsys.datasets.store import Store
     from recsys.datasets.synthetic.samples import SyntheticCriteo
-    from recsys.datasets.synthetic.taobao import SyntheticTaobao
     from recsys.datasets.tabular.frames import write_store
     from recsys.datasets.tabular.prepare import prepare_table
     from recsys.datasets.tabular.schemas.schema import Schema
@@ -21,7 +20,6 @@ __all__ = [
     "Schema",
     "Store",
     "SyntheticCriteo",
-    "SyntheticTaobao",
     "prepare_criteo_1tb",
     "prepare_criteo_kaggle",
     "prepare_table",
@@ -37,7 +35,6 @@ if not TYPE_CHECKING:
             "Schema": "tabular.schemas.schema",
             "Store": "store",
             "SyntheticCriteo": "synthetic.samples",
-            "SyntheticTaobao": "synthetic.taobao",
             "prepare_criteo_1tb": "criteo.prepare",
             "prepare_criteo_kaggle": "criteo.prepare",
             "prepare_table": "tabular.prepare",

@@ -123,13 +123,13 @@ def test_a_record_with_a_key_that_is_no_more_is_refused_by_name(ablation, run_he
 
 
 def test_every_case_can_be_read_as_pairs(ablation, run_here):
-    grid = "synthetic.preference_changes = [[5, 10], []]\nembeddings = ['torch']"
+    grid = "model.dense_arch = [[8, 4], [4]]\nembeddings = ['torch']"
 
     record, _ = run_here(ablation(f"[ablate]\nseeds = [0]\n[ablate.grid]\n{grid}"))
 
     cases = [dict(pair.split("=") for pair in row["case"].split(",")) for row in record["rows"]]
-    changes = [case["synthetic.preference_changes"] for case in cases]
-    assert list(dict.fromkeys(changes)) == ["[5;10]", "[]"]
+    widths = [case["model.dense_arch"] for case in cases]
+    assert list(dict.fromkeys(widths)) == ["[8;4]", "[4]"]
     assert all(case["embeddings"] == "torch" for case in cases)
 
 

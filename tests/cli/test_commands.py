@@ -453,7 +453,7 @@ def test_the_data_may_be_named_by_the_configuration(tmp_path, small_settings, ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "data is missing; name a store, or synthetic:criteo-kaggle, or synthetic:taobao"),
+        ([], "data is missing; name a store, or synthetic:criteo-kaggle"),
         (["--resume"], "--resume continues the run in a folder; name it by --run DIR"),
         (["data", "--checkpoint", "3"], "--checkpoint N is for a run to continue; add --resume"),
         (["--resume", "--run", "nowhere"], "nowhere has no run to continue; name the data"),

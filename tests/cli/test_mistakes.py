@@ -21,7 +21,7 @@ DATA = "synthetic:criteo-kaggle"
 # What a newcomer types, and what the message says.
 MISTAKES = {
     "train nosuch": "nosuch does not exist; prepare a store",
-    "train synthetic:nosuch": "synthetic data must be 'synthetic:criteo-kaggle' or",
+    "train synthetic:nosuch": "synthetic data must be 'synthetic:criteo-kaggle', got",
     "train clicks.csv": "clicks.csv is a table, and data must be a store",
     "train": "data is missing; name a store",
     "train nosuch --dry-run": "nosuch does not exist; prepare a store",

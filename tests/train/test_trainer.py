@@ -682,9 +682,7 @@ def test_a_history_that_was_cut_off_lacks_its_last_line_and_a_damaged_line_is_na
 
 
 def test_unknown_synthetic_data_is_refused(small_config):
-    with pytest.raises(
-        ConfigError, match="'synthetic:criteo-kaggle' or 'synthetic:taobao', got 'synthetic:x'"
-    ):
+    with pytest.raises(ConfigError, match="must be 'synthetic:criteo-kaggle', got 'synthetic:x'"):
         open_source(small_config(data="synthetic:x"))
 
 

@@ -117,10 +117,9 @@ def test_verify_refuses_it(small_config):
         verify_budgets(small_config(*FAE))
 
 
-def test_the_least_budget_for_histories_holds_their_rows(tmp_path):
+def test_the_least_budget_for_histories_holds_their_rows(table_store, tmp_path):
     settings = ["schedule.name=fae", "model.embedding_dim=4", "num_threads=1", "batch_size=64"]
-    settings += ["synthetic.num_samples=1500", "synthetic.table_sizes=[3000, 20000, 200]"]
-    data = "synthetic:taobao"
+    data = str(table_store(num_samples=1500))
     with pytest.raises(BudgetTooSmall, match="must be at least") as raised:
         run(load_config(None, [*settings, "budget=1KiB"], data=data), tmp_path / "small")
     least = re.search(r"at least (\d+) bytes", str(raised.value)).group(1)

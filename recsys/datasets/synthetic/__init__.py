@@ -1,1 +1,1 @@
-"""Synthetic samples in the shape of Criteo Kaggle's, and of Taobao's histories."""
+"""Synthetic samples in the shape of Criteo Kaggle's."""

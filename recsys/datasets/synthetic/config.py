@@ -10,7 +10,6 @@ from recsys.errors import ConfigError
 
 __all__ = ["SyntheticConfig"]
 
-_SPLITS = ("chronological", "random")
 _MAX_DRIFT = 1e6
 
 
@@ -27,17 +26,6 @@ class SyntheticConfig:
         least=0,
         most=_MAX_DRIFT,
     )
-    preference_changes: tuple[int, ...] = _key(
-        (), "sample numbers at which row effects are redrawn"
-    )
-    preference_share: float = _key(
-        0.5, "share of the rows whose effects a preference change redraws", least=0, most=1
-    )
-    split: str = _key(
-        "chronological",
-        "which samples are held out; chronological: the last ones",
-        choices=_SPLITS,
-    )
     test_samples: int = _key(
         0,
         "samples to test on, and as many to validate on; 0: a fourteenth of all samples each",
@@ -52,16 +40,8 @@ class SyntheticConfig:
         check_fields(self)
         if self.table_sizes and min(self.table_sizes) < 1:
             raise ConfigError(f"table_sizes must be positive, got {list(self.table_sizes)}")
-        if self.test_samples and self.split == "random":
-            raise ConfigError(
-                f"test_samples is for split 'chronological', got {self.test_samples} with "
-                "'random'; drop the key"
-            )
         if self.num_samples <= 2 * self.test_samples:
             raise ConfigError(
                 f"test_samples must be less than half of num_samples {self.num_samples}, got "
                 f"{self.test_samples}; lower it, or raise num_samples"
             )
-        changes = list(self.preference_changes)
-        if changes != sorted({time for time in changes if time > 0}):
-            raise ConfigError(f"preference_changes must be rising, each at least 1, got {changes}")

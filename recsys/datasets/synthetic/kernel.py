@@ -1,8 +1,8 @@
 """The kernel that generates the samples of `SyntheticCriteo`.
 
 Every random number is a hash of (seed, purpose, time or row), so a sample depends on no other
-sample and on no state. A sample's time is its place in the sequence. Its lookups and the effects
-behind its label may change with time.
+sample and on no state. A sample's time is its place in the sequence. Its lookups may change with
+time.
 
 `drift_cycle` and `occupant` implement popularity drift. Time is divided into cycles of 1e6 / drift
 samples. In every cycle, a random reflection of [0, num_embeddings) pairs the ranks of a column, and
@@ -40,15 +40,14 @@ __all__ = [
     "drift_cycle",
     "make_samples",
     "occupant",
-    "split_key",
 ]
 
 # Buckets of shares; each has the segment at which the search in a popularity curve starts.
 GUIDE_SIZE: Final = 1 << 12
 
 # The counter of the first hash of each purpose.
-_DRAW, _GROUP, _ROW, _BIJECTION, _DENSE, _FACTOR, _LABEL, _DRIFT, _CHANGE, _SPLIT = (
-    np.uint64(purpose << 32) for purpose in range(1, 11)
+_DRAW, _GROUP, _ROW, _BIJECTION, _DENSE, _FACTOR, _LABEL, _DRIFT = (
+    np.uint64(purpose << 32) for purpose in range(1, 9)
 )
 _BLOCK_SAMPLES: Final = 128
 # Drift is a share per this many samples.
@@ -76,8 +75,7 @@ class GeneratorParameters(NamedTuple):
         edges, shares: the concatenated popularity curves of all columns; strengths: the scale of
         the effects of rows in each segment of these, 0 to 1; guide (F, 4096): the segment at which
         to start the search for a share in [j / 4096, (j + 1) / 4096); sizes to couplings (F,);
-        pairs (P, 2) columns; dense (I, 6), the fields of `DenseShape`; changes: ascending times of
-        preference changes.
+        pairs (P, 2) columns; dense (I, 6), the fields of `DenseShape`.
     """
 
     seed: np.uint64
@@ -94,18 +92,11 @@ class GeneratorParameters(NamedTuple):
     pair_effect: float
     dense: NDArray[np.float64]
     drift: float
-    changes: NDArray[np.int64]
-    changed_share: float
 
 
 def bijection_key(seed: np.uint64, column: int) -> int:
     """A 64-bit key for a column's bijection between ranks and rows."""
     return int(_hash(seed, _BIJECTION + np.uint64(column)))
-
-
-def split_key(seed: np.uint64) -> np.uint64:
-    """The key that, hashed with a group's number, chooses the group's held-out samples."""
-    return np.uint64(_hash(seed, _SPLIT))
 
 
 @kernel
@@ -136,7 +127,7 @@ def make_samples(
         if parameters.drift > 0.0:
             _apply_drift(parameters, times_b, ranks_bF)
         _number_rows(parameters, ranks_bF, arrays.rows[:, start:stop])
-        _hash_rows(parameters, times_b, ranks_bF, hashes_bF)
+        _hash_rows(parameters, len(times_b), ranks_bF, hashes_bF)
         _add_rows(parameters, hashes_bF, strengths_bF, logit_parts)
         for position in range(len(times_b)):
             dense, rows, pairs = logit_parts[:, position]
@@ -255,7 +246,7 @@ def _number_rows(
 @kernel_part
 def _hash_rows(
     parameters: GeneratorParameters,
-    times_b: NDArray[np.int64],
+    num_samples: int,
     ranks_bF: NDArray[np.int64],
     hashes_bF: NDArray[np.uint64],
 ) -> None:
@@ -264,19 +255,11 @@ def _hash_rows(
     row_keys = np.empty(num_columns, np.uint64)
     for column in range(num_columns):
         row_keys[column] = _hash(parameters.seed, _ROW + np.uint64(column))
-    for position in range(len(times_b)):
+    for position in range(num_samples):
         for column in range(num_columns):
             hashes_bF[position, column] = _hash(
                 row_keys[column], np.uint64(ranks_bF[position, column])
             )
-        if len(parameters.changes):
-            for column in range(num_columns):
-                hashes_bF[position, column] = _changed(
-                    hashes_bF[position, column],
-                    times_b[position],
-                    parameters.changes,
-                    parameters.changed_share,
-                )
 
 
 @kernel_part
@@ -370,18 +353,6 @@ def occupant(
     row += size if row < 0 else 0
     row -= size if row >= size else 0
     return row
-
-
-@kernel_part
-def _changed(row_hash: np.uint64, time: int, changes: NDArray[np.int64], share: float) -> np.uint64:
-    """The hash that a row's effects derive from at a time, after preference changes."""
-    for change in range(len(changes) - 1, -1, -1):
-        if time >= changes[change]:
-            draw = _hash(row_hash, _CHANGE + np.uint64(change))
-            if _uniform(draw) < share:
-                drawn: np.uint64 = _mix(draw)
-                return drawn
-    return row_hash
 
 
 @kernel

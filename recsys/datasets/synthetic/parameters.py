@@ -19,9 +19,7 @@ from recsys.datasets.synthetic.kernel import GUIDE_SIZE, GeneratorParameters, bi
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.datasets.synthetic.config import SyntheticConfig
-
-__all__ = ["BEST_AUC", "CLICK_RATE", "build_parameters", "calibrate", "multiplier_for"]
+__all__ = ["BEST_AUC", "CLICK_RATE", "build_parameters", "calibrate"]
 
 CLICK_RATE: Final = 0.256
 BEST_AUC: Final = 0.80
@@ -32,7 +30,7 @@ _HALF_STRENGTH_LOOKUPS: Final = 300
 _STRENGTH_SAMPLES: Final = 1_000_000
 
 
-def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> GeneratorParameters:
+def build_parameters(seed: int, sizes: list[int], drift: float) -> GeneratorParameters:
     """All parameters except gain and bias, for tables of the given sizes."""
     num_columns = len(sizes)
     shapes = [KAGGLE_COLUMNS[column % len(KAGGLE_COLUMNS)] for column in range(num_columns)]
@@ -54,7 +52,7 @@ def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> G
         guide=np.array(guide, np.int32),
         sizes=np.array(sizes, np.int64),
         multipliers=np.array(
-            [multiplier_for(key, size) for key, size in zip(keys, sizes, strict=True)]
+            [_multiplier(key, size) for key, size in zip(keys, sizes, strict=True)]
         ),
         shifts=np.array([key // size % size for key, size in zip(keys, sizes, strict=True)]),
         groups=np.array([shape.group for shape in shapes]),
@@ -62,9 +60,7 @@ def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> G
         pairs=_choose_pairs(curves, strengths),
         pair_effect=_PAIR_EFFECT,
         dense=np.array(KAGGLE_DENSE, np.float64),
-        drift=in_time.drift,
-        changes=np.array(in_time.preference_changes, np.int64),
-        changed_share=in_time.preference_share,
+        drift=drift,
     )
 
 
@@ -97,7 +93,7 @@ def _choose_pairs(
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def multiplier_for(key: int, size: int) -> int:
+def _multiplier(key: int, size: int) -> int:
     """A number coprime to size, from the middle third of [0, size) if there is one."""
     multiplier = size // 3 + key % (size // 3 + 1)
     while math.gcd(multiplier, size) != 1:

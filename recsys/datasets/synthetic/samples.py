@@ -14,7 +14,7 @@ thread, and the source keeps no state. `docs/synthetic.md` has the measurements.
   c / (c + 300). Without this, rare rows would have effects that no model can learn, and the best
   AUC could not be reached. Gain and bias are solved on 32,768 samples: for any seed and table
   sizes, the click rate is Kaggle's 0.256, and no model can expect an AUC above about 0.80.
-- Popularity may drift and preferences may change with time; see `SyntheticConfig`.
+- Popularity may drift with time; see `SyntheticConfig`.
 
 Shape letters: B samples, F categorical features, I dense features, P column pairs.
 """
@@ -32,9 +32,8 @@ from recsys.batch import Batch, JaggedIds
 from recsys.datasets.criteo.shape import KAGGLE_DENSE, KAGGLE_TABLE_SIZES
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic.config import SyntheticConfig
-from recsys.datasets.synthetic.kernel import SampleArrays, make_samples, split_key
+from recsys.datasets.synthetic.kernel import SampleArrays, make_samples
 from recsys.datasets.synthetic.parameters import BEST_AUC, CLICK_RATE, build_parameters, calibrate
-from recsys.datasets.synthetic.split import times_of_random_split
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,16 +59,13 @@ class SyntheticCriteo:
     """Samples with the shape of Criteo Kaggle's and planted labels; a `SampleSource`.
 
     Args:
-        num_samples: Samples in all splits together. It does not change the sample of time i, with
-            one exception: if popularity or preferences change with time, it changes labels, since
-            the click rate and the best AUC are calibrated over all samples.
+        num_samples: Samples in all splits together. It does not change sample i, with one
+            exception: if popularity drifts, it changes labels, since the click rate and the best
+            AUC are calibrated over all samples.
         seed: Any integer; only its low 64 bits are used.
         table_sizes: `num_embeddings` of each column, at least one. The columns take Kaggle's 26
             shapes in turn; a smaller table truncates the popularity curve, a larger one extends it.
         drift: Share of every column's popularity that moves to other rows per million samples.
-        preference_changes: Ascending times at which effects of rows are drawn again.
-        preference_share: Share of the rows that each of these changes affects.
-        split: "chronological" or "random"; see `recsys.datasets.synthetic.split`.
         test_samples: Samples of the test part, and of the validation part; 0 for a fourteenth of
             all samples each, as in `classic_splits`.
         samples_per_day: Samples of a day; 0 for samples without days.
@@ -86,9 +82,6 @@ class SyntheticCriteo:
         seed: int = 0,
         table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
         drift: float = 0.0,
-        preference_changes: Sequence[int] = (),
-        preference_share: float = 0.5,
-        split: str = "chronological",
         test_samples: int = 0,
         samples_per_day: int = 0,
     ) -> None:
@@ -97,9 +90,6 @@ class SyntheticCriteo:
             self._in_time = SyntheticConfig(
                 num_samples=int(num_samples),
                 drift=float(drift),
-                preference_changes=tuple(int(time) for time in preference_changes),
-                preference_share=float(preference_share),
-                split=split,
                 test_samples=int(test_samples),
                 samples_per_day=int(samples_per_day),
             )
@@ -108,20 +98,12 @@ class SyntheticCriteo:
         self._num_samples = int(num_samples)
         self._seed = int(seed)
         self._table_sizes = {f"cat_{column}": int(size) for column, size in enumerate(table_sizes)}
-        changes_with_time = self._in_time.drift or self._in_time.preference_changes
         self._parameters, self._gain, self._bias = _calibrated(
             self._seed,
             tuple(self._table_sizes.values()),
-            SyntheticConfig(
-                num_samples=max(
-                    self._num_samples if changes_with_time else 0, _NUM_CALIBRATION_SAMPLES
-                ),
-                drift=self._in_time.drift,
-                preference_changes=self._in_time.preference_changes,
-                preference_share=self._in_time.preference_share,
-            ),
+            self._in_time.drift,
+            max(self._num_samples if self._in_time.drift else 0, _NUM_CALIBRATION_SAMPLES),
         )
-        self._split_key = split_key(self._parameters.seed)
 
     @property
     def num_samples(self) -> int:
@@ -142,8 +124,7 @@ class SyntheticCriteo:
     def splits(self) -> dict[str, range]:
         """The sample numbers of "train", "test" and "validation", in this order.
 
-        They are those of `classic_splits`, unless `test_samples` is set. The `split` setting maps
-        these numbers to times.
+        They are those of `classic_splits`, unless `test_samples` is set.
         """
         num_test = self._in_time.test_samples
         if not num_test:
@@ -165,32 +146,12 @@ class SyntheticCriteo:
         Raises:
             IndexError: a sample number is not in [0, num_samples).
         """
-        arrays = self._make(self.times(samples))
+        arrays = self._make(samples)
         return Batch(
             torch.from_numpy(arrays.dense),
             JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(arrays.rows)),
             torch.from_numpy(arrays.labels),
         )
-
-    def times(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The times of sample numbers: their places in the sequence.
-
-        Shape:
-            samples (B,) in [0, num_samples); result (B,), in [0, num_samples).
-
-        Raises:
-            IndexError: a sample number is not in [0, num_samples).
-        """
-        samples = np.ascontiguousarray(samples, np.int64)
-        outside = (samples < 0) | (samples >= self._num_samples)
-        if outside.any():
-            raise IndexError(
-                f"synthetic:criteo-kaggle: sample {samples[outside.argmax()]} is not in "
-                f"[0, {self._num_samples}); raise num_samples"
-            )
-        if self._in_time.split == "chronological":
-            return samples
-        return times_of_random_split(samples, self._num_samples, self._split_key)
 
     def seconds(self, samples: range) -> NDArray[np.int64] | None:
         """Seconds since 1970 of sample numbers, (B,); None without `samples_per_day`.
@@ -200,7 +161,7 @@ class SyntheticCriteo:
         """
         if not self._in_time.samples_per_day:
             return None
-        return self.times(np.array(samples, np.int64)) * 86_400 // self._in_time.samples_per_day
+        return np.array(samples, np.int64) * 86_400 // self._in_time.samples_per_day
 
     def best_auc(self, samples: int = 1_000_000) -> float:
         """AUC of the true click probabilities on the test part, which is that of the best model.
@@ -215,7 +176,7 @@ class SyntheticCriteo:
         logits, labels = np.empty(len(part), np.float32), np.empty(len(part), np.float32)
         for begin in range(0, len(part), _BLOCK_SAMPLES):
             block = slice(begin, begin + _BLOCK_SAMPLES)
-            arrays = self._make(self.times(np.array(part[block], np.int64)))
+            arrays = self._make(np.array(part[block], np.int64))
             logits[block], labels[block] = arrays.logit_parts.sum(axis=0), arrays.labels
         area = auc(logits, labels)
         if area is None:
@@ -234,7 +195,7 @@ class SyntheticCriteo:
         Raises:
             IndexError: a sample number is not in [0, num_samples).
         """
-        parts = self._make(self.times(samples)).logit_parts
+        parts = self._make(samples).logit_parts
         return dict(zip(("dense", "rows", "pairs"), parts, strict=True))
 
     @property
@@ -242,12 +203,10 @@ class SyntheticCriteo:
         """Equal for equal settings."""
         sizes = ",".join(map(str, self._table_sizes.values()))
         in_time = self._in_time
-        changes = ",".join(map(str, in_time.preference_changes))
         test = f" test={in_time.test_samples}" if in_time.test_samples else ""
         return (
             f"synthetic:criteo-kaggle {_VERSION} {self._num_samples} {self._seed} {sizes} "
-            f"drift={in_time.drift!r} changes={changes} share={in_time.preference_share!r} "
-            f"split={in_time.split}{test}"
+            f"drift={in_time.drift!r}{test}"
         )
 
     def describe(self) -> dict[str, Any]:
@@ -266,9 +225,6 @@ class SyntheticCriteo:
             "num_dense": self.num_dense,
             "table_sizes": self.table_sizes,
             "drift": self._in_time.drift,
-            "preference_changes": list(self._in_time.preference_changes),
-            "preference_share": self._in_time.preference_share,
-            "split": self._in_time.split,
             "test_samples": self._in_time.test_samples,
             "samples_per_day": self._in_time.samples_per_day,
             "planted_click_rate": CLICK_RATE,
@@ -276,24 +232,32 @@ class SyntheticCriteo:
             "best_auc": best_auc,
         }
 
-    def _make(self, times: NDArray[np.int64]) -> SampleArrays:
-        return _make(times, self._parameters, self._gain, self._bias)
+    def _make(self, samples: NDArray[np.int64]) -> SampleArrays:
+        samples = np.ascontiguousarray(samples, np.int64)
+        outside = (samples < 0) | (samples >= self._num_samples)
+        if outside.any():
+            raise IndexError(
+                f"synthetic:criteo-kaggle: sample {samples[outside.argmax()]} is not in "
+                f"[0, {self._num_samples}); raise num_samples"
+            )
+        return _make(samples, self._parameters, self._gain, self._bias)
 
 
 @lru_cache(maxsize=16)
 def _calibrated(
-    seed: int, table_sizes: tuple[int, ...], in_time: SyntheticConfig
+    seed: int, table_sizes: tuple[int, ...], drift: float, num_samples: int
 ) -> tuple[GeneratorParameters, float, float]:
     """Parameters, gain and bias: they take 0.2 seconds, and a run opens its source several times.
 
     Args:
         seed: As in `SyntheticCriteo`.
         table_sizes: The same.
-        in_time: Of its settings, those that change the result.
+        drift: The same.
+        num_samples: The samples that gain and bias are for.
     """
-    parameters = build_parameters(seed, list(table_sizes), in_time)
+    parameters = build_parameters(seed, list(table_sizes), drift)
     times = np.arange(_NUM_CALIBRATION_SAMPLES, dtype=np.int64)
-    times = times * in_time.num_samples // len(times)
+    times = times * num_samples // len(times)
     scores = _make(times, parameters, gain=1.0, bias=0.0).logit_parts.sum(axis=0)
     return parameters, *calibrate(scores)
 

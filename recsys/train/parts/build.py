@@ -18,9 +18,7 @@ from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.datasets.synthetic.taobao import SyntheticTaobao
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.tiers.slot_costs import slot_bytes
@@ -90,13 +88,10 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
     source: SampleSource
     if not config.data.startswith(SYNTHETIC_PREFIX):
         source = Store(config.data)
-    elif config.data == f"{SYNTHETIC_PREFIX}criteo-kaggle":
+    else:
         keys = asdict(config.synthetic)
         keys["table_sizes"] = config.synthetic.table_sizes or KAGGLE_TABLE_SIZES
         source = SyntheticCriteo(**keys)
-    else:
-        assert config.data == f"{SYNTHETIC_PREFIX}taobao"  # the configuration checks it
-        source = _open_taobao(config.synthetic)
     for split, samples in source.splits.items():
         if to_train and not samples:
             way_out = (
@@ -112,30 +107,6 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
                 f"{sizes}; {way_out}"
             )
     return source
-
-
-def _open_taobao(config: SyntheticConfig) -> SyntheticTaobao:
-    """Synthetic samples with histories.
-
-    Raises:
-        ConfigError: a key is set that these data do not have, or `table_sizes` are not three.
-    """
-    allowed = SyntheticConfig(
-        num_samples=config.num_samples, seed=config.seed, table_sizes=config.table_sizes
-    )
-    if config != allowed:
-        raise ConfigError(
-            "synthetic:taobao takes the keys synthetic.num_samples, seed and table_sizes alone; "
-            "drop the others, or use synthetic:criteo-kaggle"
-        )
-    if config.table_sizes and len(config.table_sizes) != 3:
-        raise ConfigError(
-            "synthetic.table_sizes must be those of users, items and categories for "
-            f"synthetic:taobao, got {list(config.table_sizes)}"
-        )
-    names = ("num_users", "num_items", "num_categories")
-    sizes = dict(zip(names, config.table_sizes, strict=True)) if config.table_sizes else {}
-    return SyntheticTaobao(num_samples=config.num_samples, seed=config.seed, **sizes)
 
 
 def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:

@@ -341,7 +341,6 @@ def test_description_is_json():
     assert described["seed"] == 4
     assert described["table_sizes"] == {"cat_0": 3, "cat_1": 8}
     assert described["drift"] == 0
-    assert described["split"] == "chronological"
 
 
 def test_description_has_the_best_auc_of_the_test_part_where_there_is_one():
@@ -356,7 +355,7 @@ def test_description_has_the_best_auc_of_the_test_part_where_there_is_one():
 def test_sample_number_out_of_range_is_an_error(samples):
     source = SyntheticCriteo(num_samples=50, table_sizes=[1])
 
-    for access in (source.read, source.times, source.logit_parts):
+    for access in (source.read, source.logit_parts):
         with pytest.raises(IndexError, match=r"sample -?\d+ is not in \[0, 50\)"):
             access(np.array(samples))
 
