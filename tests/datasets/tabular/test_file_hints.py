@@ -193,7 +193,7 @@ def test_a_first_line_of_data_is_suspected(tmp_path):
     found = guess_schema([path], label="0").warnings
 
     assert found[0].startswith(f"the first line of {path} looks like data rather than names of")
-    with pytest.raises(ConfigError, match=r"no column looks like a label.*looks like data rather"):
+    with pytest.raises(ConfigError, match=r"no column is named label.*looks like data rather"):
         guess_schema([path])
 
 
@@ -215,8 +215,6 @@ def test_equal_names_may_be_data(tmp_path):
 def test_a_file_whose_lines_are_not_split_is_told_to_have_tabs(tmp_path):
     path = tmp_path / "ratings.txt"
     path.write_text("1::1193::5::978300760\n1::661::3::978302109\n")
-    with pytest.raises(ConfigError, match=r"ratings\.txt has neither tab, .* one field; replace"):
-        guess_schema([path])
     with pytest.raises(ConfigError, match=r"got '::'; replace it in the file by a tab"):
         schema(delimiter="::")
 

@@ -1,6 +1,5 @@
 """Guesses about text: times in many forms, and numbers of which some cannot be read."""
 
-import tomllib
 import warnings
 
 import numpy as np
@@ -9,8 +8,6 @@ import pytest
 from recsys.datasets.tabular.guessing.guess import guess_schema
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.files import TableFiles
-from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.errors import DatasetFormatError
 
 pytest.importorskip("pyarrow")
 
@@ -96,13 +93,6 @@ def test_text_that_is_no_times_is_not_taken_for_them(tmp_path, values):
     assert "times" not in guess.to_toml().replace("times as", "")
 
 
-@pytest.mark.parametrize(("name", "is_told"), [("ts", True), ("visit_date", True), ("size", False)])
-def test_numbers_named_like_times_are_pointed_out(tmp_path, name, is_told):
-    guess = guess_schema([write_csv(tmp_path, clicks(name, [45658.5 + row for row in range(30)]))])
-
-    assert ("named like times: to split by it" in guess.reasons[name]) is is_told
-
-
 def test_of_several_columns_of_times_the_finest_is_taken_and_the_others_are_named(tmp_path):
     days = [f"2024-01-{1 + row % 5:02}" for row in range(30)]
     times = [f"2025-01-15 10:{row:02}:00" for row in range(30)]
@@ -130,36 +120,16 @@ def test_times_of_a_day_and_durations_are_no_timestamp(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("texts", "is_told"),
-    [(["['a', 'b']", "['b']"], True), (['{"a": 1}', "{}"], True), (["[a],b", "b"], False)],
+    ("texts", "is_bag"),
+    [(["['a', 'b']", "['b']"], False), (['{"a": 1}', "{}"], False), (["[a],b", "b"], True)],
 )
-def test_lists_as_python_writes_them_are_pointed_out_and_not_split(tmp_path, texts, is_told):
+def test_lists_as_python_writes_them_are_not_split(tmp_path, texts, is_bag):
     path = tmp_path / "a.csv"
     path.write_text("click;tags\n" + "".join(f"{row % 2};{texts[row % 2]}\n" for row in range(30)))
 
     guess = guess_schema([path])
 
-    assert ("write their values as a|b|c, or as lists" in guess.reasons["tags"]) is is_told
-    assert list(guess.schema.categorical if is_told else guess.schema.multi) == ["tags"]
-
-
-@pytest.mark.parametrize(
-    ("text", "column"),
-    [
-        ("click, ad\n1, a\n0, b\n", " ad"),
-        ("click,ad\n1, a\n0, b\n", "ad"),
-        ("click,ad\n1,a\n0, b\n", ""),
-        ("click,ad,x\n1, a,u\n0, b,v\n", ""),
-    ],
-)
-def test_spaces_after_delimiters_are_warned_of(tmp_path, text, column):
-    path = tmp_path / "a.csv"
-    path.write_text(text)
-
-    warned = " ".join(guess_schema([path]).warnings)
-
-    told = f"in {path} a space follows delimiters, as in column {column!r}, and is read"
-    assert warned.startswith(told) if column else not warned
+    assert list(guess.schema.multi if is_bag else guess.schema.categorical) == ["tags"]
 
 
 def test_a_group_of_text_in_parts_that_repeat_is_not_split(tmp_path):
@@ -171,62 +141,16 @@ def test_a_group_of_text_in_parts_that_repeat_is_not_split(tmp_path):
     assert list(guess.schema.categorical) == ["ad", "user_id"]
 
 
-@pytest.mark.parametrize("name", ["User-ID", "user id", " USER_ID ", "userId"])
+@pytest.mark.parametrize("name", ["User-ID", "user id", " USER_ID "])
 def test_known_names_may_be_written_with_spaces_and_hyphens(tmp_path, name):
     guess = guess_schema([write_csv(tmp_path, clicks(name, list(range(10)) * 3))])
 
     assert guess.schema.group == name
 
 
-def prices(*odd):
-    return [f"{row}.5" for row in range(30 - len(odd))] + list(odd)
-
-
-@pytest.mark.parametrize("text", ["12 EUR", "1,234.5"])
-def test_a_cell_that_is_no_number_leaves_a_column_dense_and_is_named(tmp_path, text):
-    path = write_csv(tmp_path, clicks("fee", prices(text)))
-
-    guess = guess_schema([path])
-
-    assert list(guess.schema.dense) == ["fee"]
-    told = f"29 of 30 values are numbers, and the first that is not is {text!r} in {path}, line 31"
-    assert told in guess.reasons["fee"]
-    assert Schema.from_dict(tomllib.loads(guess.to_toml())) == guess.schema
-    with pytest.raises(DatasetFormatError, match=r"line 31, column 'fee': must be a number"):
-        list(TableFiles([path], guess.schema).batches())
-    told = Schema.from_dict({**guess.schema.as_dict(), "missing_values": [text]})
-    assert sum(batch.num_rows for batch in TableFiles([path], told).batches()) == 30
-
-
-@pytest.mark.parametrize(("num_odd", "is_dense"), [(3, True), (4, False)])
-def test_at_least_nine_of_ten_values_must_be_numbers(tmp_path, num_odd, is_dense):
-    guess = guess_schema([write_csv(tmp_path, clicks("fee", prices(*["?"] * num_odd)))])
-
-    assert ("fee" in guess.schema.dense) is is_dense
-
-
-def test_the_file_of_a_cell_that_is_no_number_is_named(tmp_path):
-    first = write_csv(tmp_path, clicks("fee", prices()))
-    second = write_csv(tmp_path, clicks("fee", ["", "none", *prices()[2:]]), "b.csv")
-
-    reason = guess_schema([first, second]).reasons["fee"]
-
-    assert f"58 of 59 values are numbers, and the first that is not is 'none' in {second}" in reason
-    assert "b.csv, line 3:" in reason
-
-
-def test_integers_and_a_text_stay_names_unless_they_are_amounts(tmp_path):
-    values = [str(row % 7) for row in range(29)] + ["x1"]
-    guess = guess_schema([write_csv(tmp_path, clicks("shop", values) | {"price": values})])
-
-    assert guess.schema.as_dict()["categorical"] == {"ad": {}, "shop": {}}
-    assert list(guess.schema.dense) == ["price"]
-    for name in ("shop", "price"):
-        assert "the first that is not is 'x1'" in guess.reasons[name]
-
-
 def test_nan_in_a_column_of_numbers_is_missing(tmp_path):
-    guess = guess_schema([write_csv(tmp_path, clicks("fee", [*prices("nan", "NaN"), ""][1:]))])
+    fees = [f"{row}.5" for row in range(27)] + ["nan", "NaN", ""]
+    guess = guess_schema([write_csv(tmp_path, clicks("fee", fees))])
 
     assert guess.reasons["fee"].endswith(", 10.0% missing")
 

@@ -18,14 +18,7 @@ from recsys.datasets.tabular.reading.date_forms import FIRST_SECONDS, date_form,
 __all__ = ["ColumnFacts", "measure_column"]
 
 _SEPARATORS = "|;, "
-_DECIMAL_COMMA = r"^[+-]?([0-9]+|[0-9]{1,3}([. ][0-9]{3})+)(,[0-9]+)?$"
-_WITH_CURRENCY = r"^[+-]?(\p{Sc}\s?[+-]?[0-9][0-9.,]*|[0-9][0-9.,]*\s?\p{Sc})$"
 _IN_BRACKETS = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
-_LISTS = (
-    "looks like lists as Python or JSON writes them: write their values as a|b|c, or as lists of "
-    "Parquet, to have a bag of values"
-)
-_NUMBER = r"^[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN])$"
 _LAST_SECONDS = 1_990_010_100  # in 2033; the digits are those of a date
 
 
@@ -45,17 +38,11 @@ class ColumnFacts:
         most: Highest number.
         few_values: The values as lower-case text if there are at most 10, sorted.
         few_texts: These values as the sample has them, sorted.
-        num_odd: Texts that are no numbers in a column whose other values, at least 9 of 10, are.
-            Such a column has the kind of these numbers.
-        odd_text: The first of these texts.
-        odd_row: The row that holds it, from 0.
         time_format: Key `timestamp_format` under which all values are times; None for no times.
         time_doubt: Why text that looks like times has no `time_format`; else "".
         separator: The character that splits most of the text into repeated parts; else "".
         num_parts: Mean number of values of a list, or of parts of the text.
         element_kind: For lists and split text: "integer", "number", "text", or "other".
-        form_hint: What text looks like that has a form which no key of a schema reads, and how to
-            write it; else "".
     """
 
     name: str
@@ -68,15 +55,11 @@ class ColumnFacts:
     most: float = 0.0
     few_values: tuple[str, ...] = ()
     few_texts: tuple[str, ...] = ()
-    num_odd: int = 0
-    odd_text: str = ""
-    odd_row: int = 0
     time_format: str | None = None
     time_doubt: str = ""
     separator: str = ""
     num_parts: float = 0.0
     element_kind: str = ""
-    form_hint: str = ""
 
     @property
     def unread_type(self) -> str:
@@ -104,23 +87,19 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     array = plain(pa.concat_arrays(column.chunks)) if column.num_chunks else pa.nulls(0)
     array = _as_text_if_unsigned(array)
     facts: dict[str, Any] = {"name": name, "num_rows": len(array), "num_missing": array.null_count}
-    by_row, array = array, array.drop_null()
+    array = array.drop_null()
+    text = array if types.is_string(array.type) else None
+    if text is not None:
+        array = _parse_numbers(text)  # without texts that are "nan"
+        facts["num_missing"] += len(text) - len(array)
     if not len(array):
         return ColumnFacts(kind="empty", **facts)
-    text = array if types.is_string(array.type) else None
-    odd: dict[str, Any] = {}
-    if text is not None:
-        array = _parse_numbers(text)
-        if types.is_string(array.type):
-            array, odd = _parse_most_numbers(by_row)
-        if not len(array):  # each text is "nan"
-            return ColumnFacts(kind="empty", **facts | {"num_missing": len(by_row)})
     if types.is_floating(array.type) and _is_whole_id(name, array):
         if pc.max(pc.abs(array)).as_py() >= 2**53:
             return ColumnFacts(kind="rounded", **facts)
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
-        array, odd = text if text is not None else array.cast(pa.int64()), {}
-    facts |= {"num_missing": len(by_row) - len(array) - odd.get("num_odd", 0), **odd}
+        array = text if text is not None else array.cast(pa.int64())
+        facts["num_missing"] = facts["num_rows"] - len(array)
     kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         parts = _as_text_if_unsigned(plain(array.flatten()).drop_null())
@@ -128,7 +107,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         return ColumnFacts(kind="list", num_distinct=-1, element_kind=_element_kind(parts), **facts)
     if not (types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)):
         return ColumnFacts(kind="other", **facts)
-    counts = (array if text is None or not odd else text).value_counts()
+    counts = array.value_counts()
     facts["num_distinct"] = len(counts)
     if len(counts) <= 10:
         texts = [str(each) for each in counts.field("values").to_pylist()]
@@ -143,8 +122,7 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     if types.is_string(kind):
         facts["time_format"], facts["time_doubt"] = text_form(array)
         if facts["time_format"] is None and not facts["time_doubt"]:
-            facts["form_hint"] = _form_hint(array)
-            facts |= {} if facts["form_hint"] == _LISTS else _split_facts(array)
+            facts |= _split_facts(array)
         return ColumnFacts(kind="text", **facts)
     numbers = array.cast(pa.float64(), safe=False)
     facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
@@ -176,20 +154,6 @@ def _parse_numbers(array: pa.Array) -> pa.Array:
     return array
 
 
-def _parse_most_numbers(array: pa.Array) -> tuple[pa.Array, dict[str, Any]]:
-    """The numbers of text of which at least 9 of 10 are, and facts on the others; else the text."""
-    is_number = pc.match_substring_regex(array, _NUMBER)
-    num_odd = pc.sum(pc.invert(is_number)).as_py()
-    text = array.drop_null()
-    if 10 * num_odd > len(text):
-        return text, {}
-    numbers = _parse_numbers(array.filter(is_number))
-    if pa.types.is_string(numbers.type):
-        return text, {}
-    row = pc.index(is_number, False).as_py()
-    return numbers, {"num_odd": num_odd, "odd_text": array[row].as_py(), "odd_row": row}
-
-
 def _is_whole_id(name: str, array: pa.Array) -> bool:
     is_id = bool(re.search(r"(^|_|[a-z])(id|Id|ID)$", name))
     return is_id and bool(pc.all(pc.equal(pc.floor(array), array)).as_py())
@@ -205,30 +169,15 @@ def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     return None
 
 
-def _form_hint(array: pa.Array) -> str:
-    """The form of at least 9 of 10 texts; a comma is in half of them if it is decimal."""
-
-    def share(pattern: str) -> float:
-        return float(pc.mean(pc.match_substring_regex(array, pattern)).as_py())
-
-    if share(_IN_BRACKETS) >= 0.9:
-        return _LISTS
-    if share(_WITH_CURRENCY) >= 0.9:
-        return _numbers_with("a currency sign")
-    is_decimal = share(_DECIMAL_COMMA) >= 0.9 and share(",") >= 0.5
-    return _numbers_with("a decimal comma") if is_decimal else ""
-
-
-def _numbers_with(what: str) -> str:
-    return f"looks like numbers with {what}: write them as 9.87 to have a dense feature"
-
-
 def _split_facts(array: pa.Array) -> dict[str, Any]:
     """Whether a character splits the text into parts that repeat, as tags do and sentences do not.
 
     At least a fifth of the values must contain it. The parts must be far fewer than they would be
-    if each were new; and a space must not split text that another character splits.
+    if each were new; and a space must not split text that another character splits. Lists as Python
+    or JSON writes them are not split: brackets would be part of values.
     """
+    if pc.mean(pc.match_substring_regex(array, _IN_BRACKETS)).as_py() >= 0.9:
+        return {}
     num_distinct = len(array.unique())
     for separator in _SEPARATORS:
         has_it = pc.match_substring(array, separator)

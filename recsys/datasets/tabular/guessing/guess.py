@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import re
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from recsys._support.untrusted import is_text
-from recsys.datasets.tabular.guessing.header_hint import header_hint, space_hint
-from recsys.datasets.tabular.guessing.label_hints import (
-    LABEL_NAMES,
-    guess_positive,
-    is_binary,
-    label_warnings,
-    likely_labels,
-    no_label_note,
-    plain_name,
-    shown_values,
-)
-from recsys.datasets.tabular.guessing.refused_values import refused_values
 from recsys.datasets.tabular.reading.files import ParquetFile, open_file
 from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 from recsys.datasets.tabular.reading.paths import find_files
 from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
+from recsys.datasets.tabular.schemas.schema_parts import PositiveRule
 from recsys.datasets.tabular.store_parts.item_values import columns_of_items
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -41,28 +32,22 @@ if TYPE_CHECKING:
 __all__ = ["Guess", "guess_schema"]
 
 _SAMPLE_ROWS = 100_000
-_SEQUENCE_LENGTH = 50
 _HISTORY_LENGTH = 20
 _UNNAMED = "a column without a name, as `to_csv` writes the index of a frame"
+_NO_LABEL = (
+    "no column is known to be the label, and without a label every row counts as a positive; if a "
+    "column is the label, name it by --label COLUMN"
+)
 
-_RATINGS = ("rating", "ratings", "stars", "score")
-_USERS = ("user", "user_id", "userid", "uid", "customer_id", "visitor_id", "visitorid", "member_id")
-_SESSIONS = ("session", "session_id", "sessionid")
-_ITEMS = ("item", "item_id", "itemid", "iid", "product_id", "movie_id", "movieid", "article_id")
-_WEIGHTS = ("weight", "sample_weight")
-_SPLITS = ("split", "fold", "part", "subset")
-_PARTS = {
-    "train": ("train", "training"),
-    "test": ("test", "testing"),
-    "validation": ("valid", "validation", "val", "dev"),
-}
-_TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime", "hour", "day", "at"}
-_TIME_NAMES = {"time", "timestamp", "ts", "date", "datetime"}
-_ORDERED_WORDS = {"history", "hist", "sequence", "seq", "clicks", "recent", "last", "session"}
-_AMOUNT_WORDS = {
-    "price", "count", "num", "number", "amount", "qty", "quantity", "age", "duration", "length",
-    "total", "sum", "avg", "mean", "ratio", "rate", "rank", "distance", "size", "cost", "views",
-}  # fmt: skip
+# Names of columns with a role, the likeliest first.
+_LABELS = ("label", "click", "rating")
+_SESSIONS = ("session", "session_id")
+_USERS = ("user", "user_id")
+_ITEMS = ("item", "item_id")
+_TIMES = ("timestamp", "time", "date", "hour")
+_PARTS = ("train", "test", "validation")
+_NEEDED = ("train", "test")
+_MOST_LETTERS = 20
 
 
 @dataclass(frozen=True)
@@ -147,14 +132,18 @@ def guess_schema(
         if name not in file.column_names:
             shown = ", ".join(map(repr, file.column_names[:30]))
             raise ConfigError(f"{file.path} has no column {name!r}; its columns are {shown}")
-    table, place = _sample(file, files[1:], delimiter, quote)
+    table = _sample(file, files[1:], delimiter, quote)
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
 
     from recsys.datasets.tabular.guessing.column_facts import measure_column
 
     draft = _Draft(table.num_rows)
-    draft.warnings += filter(None, (header_hint(file, table), space_hint(file, table)))
+    if _looks_like_data(file):
+        draft.warnings.append(
+            f"the first line of {file.path} looks like data rather than names of columns; if it "
+            "is, add a line with the names above it"
+        )
     if delimiter:
         draft.tree["delimiter"] = delimiter
     if quote != '"':
@@ -179,10 +168,7 @@ def guess_schema(
         if not draft.reasons[each.name]:
             draft.give_kind(each)
     draft.complete(str(file.path), table)
-    draft.warnings += refused_values(facts.values(), draft.tree)
     for each in facts.values():
-        if each.num_odd:
-            draft.tell_of_odd_text(each, place(each.odd_row))
         if each.time_doubt and "timestamp" not in draft.tree:
             draft.warnings.append(f"column {each.name!r} {draft.reasons[each.name]}")
     return Guess(
@@ -207,11 +193,10 @@ def _open(path: Path, quote: str) -> tuple[TextFile | ParquetFile, str]:
 
 def _sample(
     first: TextFile | ParquetFile, others: Sequence[Path], delimiter: str, quote: str
-) -> tuple[pa.Table, Callable[[int], str]]:
-    """The first rows of all files, with the columns of the first one, and words for a row."""
+) -> pa.Table:
+    """The first rows of all files, with the columns of the first one."""
     arrow = import_pyarrow()
     table = first.sample(_SAMPLE_ROWS)
-    read = [(first, 0)]  # each file and its first row in the table
     for path in others:
         if table.num_rows >= _SAMPLE_ROWS:
             break
@@ -221,7 +206,6 @@ def _sample(
                 raise DatasetFormatError(
                     f"{path} must have column {name!r}, as {first.path} has; name one file"
                 )
-        read.append((file, table.num_rows))
         rows = file.sample(_SAMPLE_ROWS - table.num_rows).select(list(first.column_names))
         try:
             table = arrow.concat_tables([table, rows], promote_options="permissive")
@@ -230,12 +214,16 @@ def _sample(
                 f"{path}: columns must have types like those of {first.path}: {str(error)[:200]}; "
                 "name one file"
             ) from error
+    return table
 
-    def place(row: int) -> str:
-        file, start = next((file, start) for file, start in reversed(read) if start <= row)
-        return file.place(row - start)
 
-    return table, place
+def _looks_like_data(file: TextFile | ParquetFile) -> bool:
+    """Whether half of the names are numbers; 0, 1, 2 and so on are names that pandas gives."""
+    names = file.column_names
+    if not isinstance(file, TextFile) or names == tuple(map(str, range(len(names)))):
+        return False
+    num_numbers = sum(bool(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", name)) for name in names)
+    return 2 * num_numbers >= len(names)
 
 
 class _Draft:
@@ -248,33 +236,26 @@ class _Draft:
         self.reasons: dict[str, str] = {}
         self.role_reasons: dict[str, str] = {}
         self.warnings: list[str] = []
-        self._likely_labels: dict[str, str] = {}
 
     def give_roles(self, facts: dict[str, ColumnFacts], label: str) -> None:
         """Find label, column of the split, weight, timestamp and group."""
-        chosen = facts.get(label) or _first(facts, LABEL_NAMES, is_binary)
-        chosen = chosen or _first(facts, _RATINGS, lambda each: each.kind in ("integer", "number"))
+        chosen = facts.get(label) or _first(facts, _LABELS, _is_label)
         if chosen is not None:
             self._take_label(chosen, "named by --label" if label else "by its name")
-        split = _first(facts, _SPLITS, _is_split)
-        if split is not None:
-            self.reasons[split.name] = f"by its name; {shown_values(split)} in these rows"
+        split = _first(facts, ("split",), lambda each: set(each.few_values) <= set(_PARTS))
+        if split is not None and split.few_values:
+            self.reasons[split.name] = f"by its name; {_shown_values(split)} in these rows"
             self.tree["split"] = _split_by(split)
-        weight = _first(facts, _WEIGHTS, lambda each: each.kind == "number" and each.least >= 0)
+        weight = _first(facts, ("weight",), lambda each: each.kind == "number" and each.least >= 0)
         if weight is not None:
             self._take("weight", weight, "by its name")
         self._take_timestamp([each for each in facts.values() if not self.reasons[each.name]])
         facts = {name: each for name, each in facts.items() if not self.reasons[name]}
-        session = _first(facts, _SESSIONS, _is_id)
-        user = _first(facts, _USERS, _is_id)
-        if session is not None:
-            self._take("group", session, "by its name")
-            self.reasons[session.name] = "sessions do not come again"  # no table for them
-        elif user is not None:
-            self._take("group", user, "by its name")
-        if "label" not in self.tree:
-            free = [each for each in facts.values() if not self.reasons[each.name]]
-            self._likely_labels = likely_labels(free)
+        group = _first(facts, _SESSIONS, _is_id) or _first(facts, _USERS, _is_id)
+        if group is not None:
+            self._take("group", group, "by its name")
+            if _plain_name(group.name) in _SESSIONS:
+                self.reasons[group.name] = "sessions do not come again"  # no table for them
 
     def _take_timestamp(self, facts: Sequence[ColumnFacts]) -> None:
         """Take the column of times with the most different values, and name the others."""
@@ -282,7 +263,7 @@ class _Draft:
             each
             for each in facts
             if each.time_format is not None
-            and (each.kind in ("time", "text") or _name_words(each.name) & _TIME_WORDS)
+            and (each.kind in ("time", "text") or _plain_name(each.name) in _TIMES)
         ]
         if not times:
             return
@@ -298,7 +279,6 @@ class _Draft:
     def give_kind(self, each: ColumnFacts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group."""
         is_integer = each.kind == "bool" or "integer" in (each.kind, each.element_kind)
-        is_integer = is_integer and not each.num_odd
         values = "integer" if is_integer else "string"
         keys: dict[str, Any] = {"values": values} if values == "integer" else {}
         missing = f", {each.num_missing / self.num_rows:.1%} missing" if each.num_missing else ""
@@ -318,47 +298,17 @@ class _Draft:
             self.reasons[each.name] = "times; one column of times is read"
         elif each.num_distinct == 1 and self.num_rows > 1:
             self.reasons[each.name] = "one value in all these rows"
-        elif each.kind == "number" or (each.kind == "integer" and _is_amount(each)):
+        elif each.kind == "number":
             transform = "log" if each.least >= 0 and each.most > 20 * each.median else "standardize"
             self._add("dense", each, {"transform": transform}, f"numbers from {each.least:g} to "
                       f"{each.most:g}, median {each.median:g}{missing}")  # fmt: skip
         elif each.num_distinct > 0.98 * self.num_rows > 100 and each.name != self.tree.get("group"):
             self.reasons[each.name] = f"a number or name of the row: {facts}"
         elif is_integer and each.kind == "integer":
-            is_id = plain_name(each.name) in (*_USERS, *_ITEMS) or "id" in _name_words(each.name)
-            advice = "" if is_id else "; dense if they are amounts"
-            self._add("categorical", each, keys, f"integers, {facts}{advice}")
+            self._add("categorical", each, keys, f"integers, {facts}; dense if they are amounts")
         else:
             what = "true (1) or false (0)" if each.kind == "bool" else "text"
             self._add("categorical", each, keys, f"{what}, {facts}")
-        if each.form_hint:
-            self.reasons[each.name] += f"; {each.form_hint}"
-        is_unread_time = each.time_format is None and not each.time_doubt
-        if is_unread_time and _name_words(each.name) & _TIME_NAMES and "timestamp" not in self.tree:
-            self.reasons[each.name] += (
-                "; named like times: to split by it, set timestamp and timestamp_format, or write "
-                "ISO text or seconds since 1970"
-            )
-
-    def tell_of_odd_text(self, each: ColumnFacts, place: str) -> None:
-        """Say which text is no number in a column of numbers.
-
-        Args:
-            each: The column.
-            place: Words for the row that holds the first such text.
-        """
-        num_values = each.num_rows - each.num_missing
-        note = (
-            f"; {num_values - each.num_odd:,} of {num_values:,} values are numbers, and the first "
-            f"that is not is {each.odd_text[:60]!r} in {place}: correct it, or name it in "
-            "missing_values"
-        )
-        if each.name in self.tree.get("categorical", {}):
-            note += ", to have a dense feature"
-        self.reasons[each.name] += note
-        for role in self.role_reasons:
-            if self.tree.get(role) == each.name:
-                self.role_reasons[role] += note
 
     def complete(self, path: str, table: pa.Table) -> None:
         """Add split, and for data without a label negatives and a history.
@@ -372,17 +322,16 @@ class _Draft:
             why = ", ".join(f"{name!r}: {reason}" for name, reason in self.reasons.items())
             raise ConfigError(f"{path}: no column can be a feature ({why}); add columns")
         if "label" not in tree:
-            item = next((name for name in categorical if plain_name(name) in _ITEMS), "")
+            item = next((name for name in categorical if _plain_name(name) in _ITEMS), "")
             if "group" not in tree or not item:
-                named = [f"{name!r} has {what}" for name, what in self._likely_labels.items()]
                 raise ConfigError(
-                    f"{path}: no column looks like a label; name it by --label COLUMN"
-                    f"{f' ({named[0]})' if named else ''}, or, if every row is a positive, write a "
-                    f"schema with [negatives]{''.join(f'; {each}' for each in self.warnings)}"
+                    f"{path}: no column is named {', '.join(_LABELS)}; name the label by --label "
+                    "COLUMN, or, if every row is a positive, write a schema with [negatives]"
+                    f"{''.join(f'; {each}' for each in self.warnings)}"
                 )
-            self.warnings.append(no_label_note(self._likely_labels))
+            self.warnings.append(_NO_LABEL)
             tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}
-            if "timestamp" in tree or plain_name(tree["group"]) in _SESSIONS:
+            if "timestamp" in tree or _plain_name(tree["group"]) in _SESSIONS:
                 history = {"of": item, "max_length": _HISTORY_LENGTH}
                 tree["history"] = {self._new_name("recent"): history}
                 tree.setdefault("split", {"by": "last_one_out"})
@@ -396,11 +345,10 @@ class _Draft:
             self.reasons[each.name] = why
 
     def _take_label(self, each: ColumnFacts, why: str) -> None:
-        if not is_binary(each):
-            self.tree["positive"], sureness = guess_positive(each)
-            why += f"; {sureness}"
-        self.warnings += label_warnings(each, self.num_rows)
-        self._take("label", each, f"{why}; {shown_values(each)}" if each.few_values else why)
+        if not _is_binary(each):
+            self.tree["positive"] = _guess_positive(each)
+            why += "; the rule is a guess"
+        self._take("label", each, f"{why}; {_shown_values(each)}" if each.few_values else why)
 
     def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:
         if kind != "dense" and "." in each.name:  # which names of tables do not have
@@ -438,49 +386,69 @@ class _Draft:
             keys["split"] = each.separator
         what = f"split by {each.separator!r}" if each.separator else "lists"
         why = f"{what}, {each.num_parts:.1f} values on average{missing}"
-        if _name_words(each.name) & _ORDERED_WORDS:
-            keys["max_length"] = _SEQUENCE_LENGTH
-            self._add("sequence", each, keys, f"{why}; in order of time, by its name")
-        else:
-            self._add("multi", each, keys, why)
+        self._add("multi", each, keys, f"{why}; a sequence if they are in order of time")
 
 
 def _first(facts: dict[str, ColumnFacts], names: Sequence[str], fits: Any) -> ColumnFacts | None:
     """The column whose name is the earliest of `names`, and that fits."""
-    by_name = {plain_name(name): each for name, each in reversed(facts.items())}
+    by_name = {_plain_name(name): each for name, each in reversed(facts.items())}
     return next((by_name[name] for name in names if name in by_name and fits(by_name[name])), None)
 
 
-def _is_split(each: ColumnFacts) -> bool:
-    known = {value for values in _PARTS.values() for value in values}
-    return bool(each.few_values) and set(each.few_values) <= known
+def _is_binary(each: ColumnFacts) -> bool:
+    """Whether a column holds 0 and 1, or true and false, or one of the two."""
+    values = set(each.few_values)
+    return bool(values) and (values <= {"0", "1", "0.0", "1.0"} or values <= {"false", "true"})
+
+
+def _is_label(each: ColumnFacts) -> bool:
+    return _is_binary(each) or each.kind in ("integer", "number")
 
 
 def _is_id(each: ColumnFacts) -> bool:
     return each.kind in ("integer", "text") and each.num_missing == 0
 
 
-def _is_amount(each: ColumnFacts) -> bool:
-    return bool(_name_words(each.name) & _AMOUNT_WORDS)
+def _plain_name(name: str) -> str:
+    """A column's name as the lists of names have it: `user_id` for "User-ID"."""
+    return re.sub(r"[\s_.-]+", "_", name.strip().lower())
+
+
+def _guess_positive(each: ColumnFacts) -> str:
+    """The key `positive` for a label that is not 0 and 1.
+
+    Raises:
+        ConfigError: its values are neither numbers nor two texts.
+    """
+    if each.kind in ("integer", "number") and isfinite(each.median):
+        # With ">= MEDIAN", every row would be a positive where the median is the least value.
+        comparison = ">" if each.least == each.median < each.most else ">="
+        return f"{comparison} {each.median:.15g}"
+    if each.kind == "text" and len(each.few_texts) == 2:
+        rule = f"== {each.few_texts[1]}"
+        with suppress(ConfigError):
+            if PositiveRule.parse(rule).text == each.few_texts[1]:
+                return rule
+    raise ConfigError(
+        f"label {each.name!r} must hold 0 and 1, true and false, numbers, or two texts; found "
+        f"{_shown_values(each) if each.num_distinct > 0 else each.kind}; name another column, or "
+        'write a schema with label and a rule for text, such as positive = "== yes"'
+    )
+
+
+def _shown_values(each: ColumnFacts) -> str:
+    """The values of a column, or their number, on one line."""
+    if not each.few_values:
+        return f"{each.num_distinct:,} different values"
+    shown = (value if value.isprintable() else repr(value) for value in each.few_values)
+    return f"values {', '.join(value[:_MOST_LETTERS] for value in shown)}"
 
 
 def _split_by(each: ColumnFacts) -> dict[str, Any]:
-    found: dict[str, list[str]] = {
-        part: [text for text in each.few_texts if text.lower() in values]
-        for part, values in _PARTS.items()
-    }
-    for part in ("train", "test"):  # these rows may be of one part only
-        found[part] = found[part] or [part]
-    return {
-        "by": "column",
-        "column": each.name,
-        **{part: values for part, values in found.items() if values},
-    }
-
-
-def _name_words(name: str) -> set[str]:
-    """Lower-case words of a name such as user_id, userId or user-id."""
-    return {word.lower() for word in re.findall(r"[A-Za-z][a-z]*|[A-Z]+", name)}
+    """The key `split` for a column that names the parts; these rows may be of one part only."""
+    found = {text.lower(): text for text in each.few_texts}
+    parts = {part: [found.get(part, part)] for part in _PARTS if part in found or part in _NEEDED}
+    return {"by": "column", "column": each.name, **parts}
 
 
 def _as_comment(text: str) -> list[str]:

@@ -1,0 +1,74 @@
+import tomllib
+
+import pytest
+
+from recsys.cli import main
+from recsys.datasets.tabular.guessing.guess import guess_schema
+from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.errors import ConfigError
+
+pytest.importorskip("pyarrow")
+
+
+def write_csv(folder, name="a.csv", **columns):
+    lines = [columns, *zip(*columns.values(), strict=True)]
+    path = folder / name
+    path.write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+    return path
+
+
+def clicks(**labels):
+    """12 rows of users and items, and columns that may be labels."""
+    return {"user_id": [1, 1, 2] * 4, "item_id": [4, 5, 6, 7] * 3, **labels}
+
+
+def test_a_draft_without_a_label_warns_of_it(tmp_path, capsys):
+    path = write_csv(tmp_path, **clicks(colour=["red", "blue"] * 6))
+    with pytest.warns(UserWarning, match="no column is known to be the label"):
+        assert main(["inspect", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# WARNING: no column is known to be the label")
+    assert "negatives" in Schema.from_dict(tomllib.loads(printed)).as_dict()
+
+
+def test_a_draft_with_a_label_has_no_warning(tmp_path):
+    path = write_csv(tmp_path, **clicks(label=[0, 1] * 6, y_flag=[0, 1] * 6))
+    guess = guess_schema([path])
+    assert (guess.schema.label, guess.warnings) == ("label", ())
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (["No", "Yes", "No"], "== Yes"),
+        (["buy", "not now", "buy"], "== not now"),
+        ([0, 0, 3], "> 0"),  # with ">= 0" every row would be a positive
+        ([1, 4, 5], ">= 4"),
+    ],
+)
+def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
+    path = write_csv(tmp_path, **clicks(bought=values * 4))
+    guess = guess_schema([path], label="bought")
+    assert guess.schema.positive == rule
+    assert "guess" in guess.role_reasons["label"]
+    assert Schema.from_dict(tomllib.loads(guess.to_toml())) == guess.schema
+    assert {
+        row["bought"]
+        for batch in TableFiles([path], guess.schema).batches()
+        for row in batch.to_pylist()
+    } == {0, 1}
+
+
+@pytest.mark.parametrize("values", [["a", "b", "c"], ["'a'", "'b'", "'b'"], ["00", "01", "01"]])
+def test_no_rule_is_drafted_for_other_text(tmp_path, values):
+    path = write_csv(tmp_path, **clicks(bought=values * 4))
+    with pytest.raises(ConfigError, match=r'found values .* such as positive = "== yes"'):
+        guess_schema([path], label="bought")
+
+
+def test_a_drafted_rule_keeps_to_one_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('c,bought\nx,no\nx,"y\nes"\ny,no\n')
+    with pytest.raises(ConfigError, match=r"found values no, 'y\\nes'"):
+        guess_schema([path], label="bought")
