@@ -282,11 +282,9 @@ class _Bench:
         return batch
 
 
-def _hit_rate(model: nn.Module) -> float:
-    from recsys.train.loop.tier_report import describe_tiers
-
-    tiers = describe_tiers(model)
-    return 1.0 if tiers is None else float(tiers["lookup_hit_rate"])
+def _hit_rate(model: Any) -> float:
+    rates = model.model.sparse_arch.embedding_bag_collection.hit_rates
+    return 1.0 if rates is None else float(rates.lookups)
 
 
 class _OneHotBags(nn.Module):

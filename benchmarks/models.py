@@ -31,6 +31,7 @@ B=2048, and single kinds with B=128, several ids, Adagrad, or in evaluation.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from functools import partial
 from itertools import cycle, pairwise, product
@@ -76,6 +77,8 @@ _NUM_BATCHES = 64
 _FEWEST_ROUNDS = 6
 _NUM_WARM_UP_ROUNDS = 4
 _NUM_STEPS_BEFORE = 4  # untimed steps of a turn, which restore the provider's own cache contents
+
+_SLOWER = 0.97
 
 _Seconds = dict[str, list[float]]
 
@@ -170,19 +173,33 @@ def bench_models(
         if kind in kinds
         for optimizer in (("adam",) if kind == "lazy-adam" else optimizers)
     ]
+    yield from measure_cases([*whole, *others], num_rounds=num_rounds)
+
+
+def measure_cases(cases: Sequence[_Case], *, num_rounds: int) -> Iterator[Row]:
+    """Measure cases, and the median of the shallow kinds; print where recsys is slower."""
     pairs: dict[str, list[tuple[list[float], list[float]]]] = {}
-    for case in [*whole, *others]:
+    slower = []
+    for case in cases:
         rounds = num_rounds
         if case.has_dense_gradients:
             rounds = max(_FEWEST_ROUNDS, num_rounds // 5)
         seconds = in_own_process(_measure, case, rounds)
-        yield from _rows_of(case, seconds)
-        if case in others:
+        rows = _rows_of(case, seconds)
+        yield from rows
+        slower += [
+            f"{row.case}: {row.median:.2f} times as fast as torch [{row.low:.2f}, {row.high:.2f}]"
+            for row in rows
+            if row.metric == "speed_over_torch" and row.high is not None and row.high < _SLOWER
+        ]
+        if case.kind in _SHALLOW_KINDS:
             pairs.setdefault(case.kind, []).append((seconds["recsys"], seconds["torch"]))
     for kind, of_kind in pairs.items():
         yield median_of_ratios(
             "models", f"model={kind},D={_DIM}", "recsys", "speed_over_torch", pairs=of_kind
         )
+    if slower:
+        print("slower than plain PyTorch:\n" + "\n".join(slower), file=sys.stderr)
 
 
 def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
@@ -515,15 +532,19 @@ def _mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def _users(num_rows: int) -> list[_Case]:
+    """A case for each kind of user: sparse, dense gradients, lazy Adam, collections."""
+    return [
+        _Case(kind, "adam" if kind == "lazy-adam" else "sgd", 2048, (num_rows,) * 26)
+        for kind in _SHALLOW_KINDS
+    ]
+
+
 def _cases() -> list[_Case]:
     """The cases of --against."""
     tables, kaggle = (200_000,) * 26, kaggle_sizes(200_000)
-    one_hot = [
-        _Case(kind, "adam" if kind == "lazy-adam" else "sgd", 2048, tables)
-        for kind in _SHALLOW_KINDS
-    ]
     return [
-        *one_hot,
+        *_users(200_000),
         _Case("classic", "sgd", 128, kaggle),
         _Case("classic", "sgd", 2048, kaggle),
         _Case("tbsm", "sgd", 256, (200_000, 200_000, 9_439)),
@@ -559,9 +580,15 @@ def main() -> None:
     parser.add_argument(
         "--evaluation", action="store_true", help="measure forwards without gradients, not steps"
     )
+    parser.add_argument(
+        "--users", action="store_true", help="only a case for each kind of user, B=2048, 26 tables"
+    )
     options = parser.parse_args()
     if options.against is not None:
         rows = compare_checkouts("models", make_turn, _cases(), options)
+    elif options.users:
+        cases = _users(1000 if options.quick else 1_000_000)
+        rows = measure_cases(cases, num_rounds=3 if options.quick else 30)
     else:
         rows = bench_models(
             options.batch_sizes,

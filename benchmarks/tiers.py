@@ -281,21 +281,19 @@ class _Trainer:
 
     def values(self, budget: int) -> dict[tuple[str, str], float]:
         """The budget, and what the tiers report, by metric and unit."""
-        from recsys.train.loop.tier_report import describe_tiers
-
         share = budget / self._run.bytes_of_everything
         found: dict[tuple[str, str], float] = {
             ("budget", "bytes"): budget,
             ("budget_share", "ratio"): share,
             ("mean_depth", "mini-batches"): self._pipeline.mean_depth,
         }
-        tiers = describe_tiers(self._model)
-        if tiers is None:
+        model: Any = self._model.model
+        rates = model.sparse_arch.embedding_bag_collection.hit_rates
+        if rates is None:
             return found
         return found | {
-            ("hot_memory", "bytes"): tiers["hot_bytes"],
-            ("lookup_hit_rate", "ratio"): tiers["lookup_hit_rate"],
-            ("unique_hit_rate", "ratio"): tiers["unique_hit_rate"],
+            ("lookup_hit_rate", "ratio"): rates.lookups,
+            ("unique_hit_rate", "ratio"): rates.distinct_rows,
         }
 
 

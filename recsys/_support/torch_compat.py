@@ -66,7 +66,6 @@ __all__ = [
     "is_node_in_pass",
     "is_profiler_enabled",
     "not_compiled",
-    "onednn_has_bf16",
     "onednn_linear",
     "outside_graphs",
     "outside_transforms",
@@ -238,8 +237,3 @@ def has_global_hooks() -> bool:
 # `onednn_linear(left, right, bias, "none", [], "")` is `left @ right.T + bias`, in float32 on the
 # CPU: left (B, I), right (O, I), bias (O,) or None. It is None if torch is built without oneDNN.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-
-def onednn_has_bf16() -> bool:
-    """Whether oneDNN multiplies matrices of bfloat16 on this processor."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

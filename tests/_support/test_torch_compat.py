@@ -36,7 +36,6 @@ from recsys._support.torch_compat import (
     is_node_in_pass,
     is_profiler_enabled,
     not_compiled,
-    onednn_has_bf16,
     onednn_linear,
     outside_graphs,
     outside_transforms,
@@ -422,16 +421,6 @@ def test_onednn_multiplies_as_torch_does(has_bias):
     found = onednn_linear(left, right, bias, "none", [], "")
 
     torch.testing.assert_close(found, nn.functional.linear(left, right, bias))
-
-
-@pytest.mark.skipif(onednn_linear is None, reason="torch is built without oneDNN")
-def test_onednn_multiplies_bfloat16_where_it_says_so():
-    ones = torch.ones(3, 3, dtype=torch.bfloat16)
-    if onednn_has_bf16():
-        assert torch.equal(onednn_linear(ones, ones, None, "none", [], ""), ones * 3)
-    else:
-        with pytest.raises(RuntimeError):
-            onednn_linear(ones, ones, None, "none", [], "")
 
 
 def test_tensors_get_a_number_each_and_keep_their_dtypes():
