@@ -32,22 +32,22 @@ def classic_splits(num_samples: int) -> dict[str, range]:
     }
 
 
-def day_splits(day_sizes: Sequence[int], *, first_half: str = "validation") -> dict[str, range]:
-    """Train on all days but the last; validate and test on one half of the last day each.
+def day_splits(day_sizes: Sequence[int]) -> dict[str, range]:
+    """Train on all days but the last; test on its first half, and validate on the second.
 
-    The first half of an odd number of samples is the larger one. TorchRec validates on the first
-    half and tests on the second; facebookresearch/dlrm does the opposite. A single day is split by
-    `classic_splits`; TorchRec would validate and test on samples that it trains on.
+    The first half of an odd number of samples is the larger one. A single day is split by
+    `classic_splits`.
 
     Args:
         day_sizes: Samples of each day.
-        first_half: The use of the last day's first half: "validation" or "test".
     """
     num_samples = sum(day_sizes)
     if len(day_sizes) == 1:
         return classic_splits(num_samples)
     train_end = num_samples - day_sizes[-1]
     half_end = train_end + (day_sizes[-1] + 1) // 2
-    halves = range(train_end, half_end), range(half_end, num_samples)
-    validation, test = halves if first_half == "validation" else halves[::-1]
-    return {"train": range(train_end), "test": test, "validation": validation}
+    return {
+        "train": range(train_end),
+        "test": range(train_end, half_end),
+        "validation": range(half_end, num_samples),
+    }

@@ -23,7 +23,7 @@ from recsys.datasets.store_meta import BAG_ARRAYS, UNDERSTOOD, dtypes_of
 from recsys.errors import AlreadyExists
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from recsys.datasets.store_features import Feature
 
 __all__ = ["StoreWriter"]
-
-_REWRITTEN_SAMPLES = 65_536  # per block: some megabytes
 
 
 class StoreWriter:
@@ -95,13 +93,8 @@ class StoreWriter:
             _warn_of_left_folders(self.path)
         self.folder.mkdir(parents=True, exist_ok=not self._is_own_folder)
         self._files = {name: (self.folder / f"{name}.bin").open("ab") for name in self._dtypes}
-        self._num_bag_values = self._files["bag_values"].tell() // 4 if self._num_bags else 0
+        self._num_bag_values = 0
         self.num_samples = num_samples
-
-    @property
-    def dense_dtype(self) -> np.dtype[Any]:
-        """The dtype of the dense features that `append` expects."""
-        return np.dtype(self._dtypes["dense"])
 
     def append(
         self,
@@ -180,35 +173,6 @@ class StoreWriter:
         """Write all appended samples to the files."""
         for file in self._files.values():
             file.flush()
-
-    def rewrite_dense(
-        self, first_sample: int, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-    ) -> None:
-        """Change dense features that were appended before, in place, block by block.
-
-        Args:
-            first_sample: The first sample to change; all after it are changed too.
-            change: Maps the appended features of a block, (n, I), to the new ones.
-        """
-        file = self._files["dense"]
-        file.flush()
-        num_samples = self.num_samples - first_sample
-        if not num_samples:
-            return
-        num_dense = file.tell() // (4 * self.num_samples)
-        if not num_dense:
-            return
-        features = np.memmap(
-            self.folder / "dense.bin",
-            self._dtypes["dense"],
-            mode="r+",
-            offset=4 * num_dense * first_sample,
-            shape=(num_samples, num_dense),
-        )
-        for start in range(0, num_samples, _REWRITTEN_SAMPLES):
-            block = features[start : start + _REWRITTEN_SAMPLES]
-            block[:] = change(np.array(block))
-        features.flush()
 
     def finish(
         self,

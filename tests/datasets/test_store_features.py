@@ -156,7 +156,6 @@ def test_a_store_may_have_bags_alone_and_no_dense_features(tmp_path):
             bag_values=np.array([2, 0], np.int32),
             bag_lengths=np.array([[0], [2]]),
         )
-        writer.rewrite_dense(0, lambda features: features + 1)
         finish(
             writer,
             dense_names=[],
@@ -190,20 +189,6 @@ def test_features_of_one_row_that_share_a_table_make_one_hot_batches(tmp_path):
     assert ids.is_known_one_hot()
     assert (ids.keys(), ids.values().tolist()) == (["from", "to"], [2, 1])
     assert store.bags is None
-
-
-def test_a_writer_continues_the_bags_of_a_folder(tmp_path, expected):
-    folder = tmp_path / "unfinished"
-    with new_writer(tmp_path / "store", folder=folder) as writer:
-        expected.append_to(writer, range(13))
-    with new_writer(tmp_path / "store", folder=folder, num_samples=13) as writer:
-        expected.append_to(writer, range(13, NUM_SAMPLES))
-        finish(writer)
-
-    ids = Store(tmp_path / "store").read(np.array([13])).sparse_features
-
-    assert ids["tags"].values().tolist() == expected.rows[13]["tags"]
-    assert ids["history"].values().tolist() == expected.rows[13]["history"]
 
 
 def test_files_in_folders_of_the_writer_stay_in_the_store(tmp_path, expected):

@@ -200,7 +200,7 @@ def prepare_criteo_1tb(
                 _finish(
                     writer,
                     [_map_ids(folder, name) for name in CATEGORY_NAMES],
-                    day_splits([day["num_samples"] for day in days], first_half="test"),
+                    day_splits([day["num_samples"] for day in days]),
                     ({} if max_ind_range is None else {"max_ind_range": max_ind_range})
                     | {"sources": [{key: day[key] for key in _SOURCE_KEYS} for day in days]},
                 )
