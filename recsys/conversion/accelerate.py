@@ -123,9 +123,10 @@ def accelerate(
             A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward,
             so accumulation, clipping and `GradScaler` do not reach them.
             None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
-            `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its
-            formula, settings and state. Schedulers and `load_state_dict` of these optimizers
-            continue to work; their settings must stay equal. `restore` registers its hooks again.
+            `apply_optimizer_in_backward` gave tables an optimizer, recsys reads its settings and
+            state once, and updates the rows by its formula. From then on the rows have the
+            returned `row_optimizer`, for schedulers and `load_state_dict`; after `restore` they
+            have none.
         lazy_adam: Whether `torch.optim.Adam` and `AdamW` (without weight decay) may update rows by
             the rule of SparseAdam, which keeps a row and its moments if it is not looked up. A
             warning describes the difference.
@@ -182,6 +183,9 @@ def accelerate(
         except BaseException:
             _undo(model, counterparts, links)
             raise
+    for link in links:
+        if link.marks is not None:
+            link.marks.remove_hooks()
     return Accelerated(
         _describe(chosen.found, counterparts),
         (*unfit.values(), *chosen.not_updated.values()),

@@ -306,10 +306,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     ) -> HotColdEmbeddingBag:
         """Make a module with the settings and the same Parameter as a torch module.
 
-        If `apply_optimizer_in_backward` gave the table an optimizer, this module continues with its
-        formula and state, and removes its hook. Gradients from other uses of the table, such as a
-        lookup by `bag`, join the update after the next backward of this module. This cannot be
-        undone; `recsys.accelerate` can, by `recsys.restore`.
+        If `apply_optimizer_in_backward` gave the table an optimizer, this module reads its settings
+        and state once, and removes its hook. Gradients from other uses of the table, such as a
+        lookup by `bag`, join the update after the next backward of this module.
 
         Args:
             bag: The torch module. It remains usable and shares its rows.

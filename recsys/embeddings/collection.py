@@ -143,10 +143,9 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     ) -> HotColdEmbeddingBagCollection:
         """Make a collection with the configs and the same Parameters as one of TorchRec's.
 
-        If `apply_optimizer_in_backward` gave the tables an optimizer, this collection continues
-        with its formula and state, and removes its hooks. Gradients from other uses of a table,
-        such as a lookup by `collection`, join the update after the next backward of this one. This
-        cannot be undone; `recsys.accelerate` can, by `recsys.restore`.
+        If `apply_optimizer_in_backward` gave the tables an optimizer, this collection reads its
+        settings and state once, and removes its hooks. Gradients from other uses of a table,
+        such as a lookup by `collection`, join the update after the next backward of this one.
 
         Args:
             collection: TorchRec's, on the CPU or on CUDA, not sharded. It remains usable and shares
@@ -171,7 +170,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         if marks is not None:
             module._optimize(marks.formula, auto_apply=auto_apply)
             assert module.row_optimizer is not None
-            marks.hand_over(module.row_optimizer)
+            marks.give_state(module.row_optimizer)
+            marks.remove_hooks()
         elif optimizer is not None:
             module._optimize(optimizer, auto_apply=auto_apply)
         return module.train(collection.training)

@@ -209,7 +209,8 @@ class TableModule(AbstractTables):
             self._optimize(formula, auto_apply=auto_apply)
         if marks is not None:
             assert self.row_optimizer is not None
-            marks.hand_over(self.row_optimizer)
+            marks.give_state(self.row_optimizer)
+            marks.remove_hooks()
         self.train(module.training)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.update.in_backward import InBackward
 
 __all__ = [
     "Link",
@@ -74,11 +75,13 @@ class Link:
     Attributes:
         updater: Updates the rows.
         row_optimizer: The formula as a torch optimizer; None if the user's optimizer is used.
+        marks: Optimizers of `apply_optimizer_in_backward` that it replaces, if any.
         num_modules: Number of modules whose rows it updates.
     """
 
     updater: RowUpdater
     row_optimizer: FusedOptimizer | None = None
+    marks: InBackward | None = None
     num_modules: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,11 +92,8 @@ class Link:
         """Release the tables, and give state and gradients back to torch."""
         self.updater.release()
         remove_hooks(self.updater)
-        if self.row_optimizer is None:
-            return
-        self.row_optimizer.keep(self.updater)
-        if self.updater.marks is not None:
-            self.updater.marks.hand_back(self.row_optimizer)
+        if self.row_optimizer is not None:
+            self.row_optimizer.keep(self.updater)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +235,8 @@ def choose_updaters(
             auto_apply=True,
         )
         if marks is not None:
-            marks.hand_over(row_optimizer)
-        return Link(updater, row_optimizer)
+            marks.give_state(row_optimizer)
+        return Link(updater, row_optimizer, marks)
 
     description = f"rows are updated at the end of each backward, by {formula}"
     numbers = {id(table.weight): 0 for table in updated}

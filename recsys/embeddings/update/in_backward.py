@@ -2,10 +2,9 @@
 
 That function sets attributes on a parameter (`_optimizer_classes`, `_in_backward_optimizers` and
 others) and registers a hook that steps the optimizer after each backward pass. When a recsys module
-takes the table over, it updates the rows by the same formula and continues from the same state. It
-removes the hook meanwhile: other uses of the table in the loss would update the rows a second time.
-The optimizers keep their meaning: what a scheduler or `load_state_dict` changes in them counts from
-the next update on, and their `state_dict` has the newest state.
+gets the table, it reads the settings and the state once and removes the hook: other uses of the
+table in the loss would update the rows a second time. From then on the rows have the recsys
+optimizer alone, `row_optimizer`.
 
 TorchRec's placeholder optimizers run only in FBGEMM. They get FBGEMM's formulas and defaults.
 
@@ -17,11 +16,8 @@ References:
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import ref
-
-import torch
 
 from recsys.embeddings.optimizer import SGD, Adagrad, PartialRowWiseAdam
 from recsys.embeddings.update.translate import translate
@@ -29,12 +25,11 @@ from recsys.embeddings.update.translate import translate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
-    from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["InBackward", "read_marks"]
 
@@ -47,145 +42,32 @@ class InBackward:
 
     Attributes:
         formula: The update rule of their rows.
-        tables: The tables, by name.
+        tables: The tables.
         optimizers: Each table's optimizer; None for a placeholder.
         state_names: Maps the formula's state arrays to the optimizers' names.
     """
 
     formula: RowOptimizer
-    tables: Mapping[str, nn.Parameter]
-    optimizers: tuple[torch.optim.Optimizer | None, ...]
+    tables: Sequence[nn.Parameter]
+    optimizers: Sequence[torch.optim.Optimizer | None]
     state_names: Mapping[str, str]
-    _settings: list[dict[str, Any]] = field(default_factory=list, init=False)  # as last read
-    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
-    def hand_over(self, row_optimizer: FusedOptimizer) -> None:
-        """Give the state to `row_optimizer`, and remove the hooks that step the optimizers."""
+    def give_state(self, row_optimizer: FusedOptimizer) -> None:
+        """Give the state that the optimizers have to `row_optimizer`."""
+        for table, optimizer in zip(self.tables, self.optimizers, strict=True):
+            known = {} if optimizer is None else optimizer.state.get(table, {})
+            names = (*self.formula.state_sizes(table.shape[1]), "step")
+            theirs = {name: self.state_names.get(name, name) for name in names}
+            found = {name: known[other] for name, other in theirs.items() if other in known}
+            if found:
+                row_optimizer.state[table] = found
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks that step the optimizers."""
         handles = getattr(sys.modules.get(_HOOKS), "param_to_optim_hook_handle_map", {})
-        for table in self.tables.values():
+        for table in self.tables:
             for handle in handles.pop(table, []) if table in handles else []:
                 handle.remove()
-        self._give_state(row_optimizer)
-        self._settings[:] = map(_copy, self._groups())
-        row_optimizer.updater.marks = self
-        hooks = _StateHooks(self, row_optimizer.updater)
-        for optimizer in self.optimizers:
-            if optimizer is not None:
-                # A scheduler warns if its optimizer was never stepped; recsys updates in its place.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-                self._handles.extend(
-                    (
-                        optimizer.register_state_dict_pre_hook(hooks.before_save),
-                        optimizer.register_load_state_dict_pre_hook(hooks.before_save),
-                        optimizer.register_load_state_dict_post_hook(hooks.after_load),
-                    )
-                )
-
-    def follow(self, row_optimizer: torch.optim.Optimizer) -> None:
-        """Use settings that were changed in the tables' own optimizers, such as by a scheduler.
-
-        Raises:
-            ValueError: they have no formula, or differ between tables.
-        """
-        groups = self._groups()
-        if groups == self._settings:
-            return
-        formulas = {
-            name: _translate(name, optimizer)[0]
-            for name, optimizer in zip(self.tables, self.optimizers, strict=True)
-            if optimizer is not None
-        }
-        (first, formula), *others = formulas.items()
-        for name, other in others:
-            if other != formula:
-                raise ValueError(
-                    f"tables {first!r} and {name!r}: optimizers in backward of tables that are "
-                    f"updated together must have the same settings, got {formula} and {other}; "
-                    "change those of all tables before the next backward"
-                )
-        row_optimizer.param_groups[0].update(
-            {each.name: getattr(formula, each.name) for each in fields(formula)}
-        )
-        self._settings[:] = map(_copy, groups)
-
-    def hand_back(self, row_optimizer: FusedOptimizer) -> None:
-        """Give the state back to the tables' own optimizers, and register the hooks again."""
-        row_optimizer.updater.marks = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._take_state(row_optimizer)
-        hooks: Any = sys.modules.get(_HOOKS)
-        for table in self.tables.values():
-            if hooks is not None and table in hooks.param_to_acc_grad_map:
-                node = hooks.param_to_acc_grad_map[table]
-                handle = node.register_hook(_Step(table))
-                hooks.param_to_optim_hook_handle_map.setdefault(table, []).append(handle)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [each.param_groups[0] for each in self.optimizers if each is not None]
-
-    def _give_state(self, row_optimizer: torch.optim.Optimizer) -> None:
-        for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
-            if optimizer is not None and table in optimizer.state:
-                known = optimizer.state[table]
-                row_optimizer.state[table].update(
-                    {ours: known[theirs] for ours, theirs in self._names(table) if theirs in known}
-                )
-
-    def _take_state(self, row_optimizer: torch.optim.Optimizer) -> None:
-        for table, optimizer in zip(self.tables.values(), self.optimizers, strict=True):
-            known = row_optimizer.state.get(table, {})
-            if optimizer is not None:
-                optimizer.state[table].update(
-                    {theirs: known[ours] for ours, theirs in self._names(table) if ours in known}
-                )
-
-    def _names(self, table: nn.Parameter) -> list[tuple[str, str]]:
-        sizes = self.formula.state_sizes(table.shape[1])
-        return [(name, self.state_names.get(name, name)) for name in (*sizes, "step")]
-
-
-def _copy(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of settings; also of a rate that is a tensor, which may change in place."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in settings.items()
-    }
-
-
-class _StateHooks:
-    """Hooks of the tables' own optimizers: their state is that of the updater's optimizer.
-
-    They do not keep the updater: the optimizers live as long as the tables.
-    """
-
-    def __init__(self, marks: InBackward, updater: RowUpdater) -> None:
-        self._marks, self._updater = marks, ref(updater)
-
-    def before_save(self, *_: object) -> None:
-        updater = self._updater()
-        if updater is not None:
-            updater.flush()
-            self._marks._take_state(updater.optimizer)
-
-    def after_load(self, *_: object) -> None:
-        updater = self._updater()
-        if updater is not None:
-            self._marks._give_state(updater.optimizer)
-            updater.reload_state()
-
-
-class _Step:
-    """The same hook that torch registers: it steps the table's optimizers after backward."""
-
-    def __init__(self, table: nn.Parameter) -> None:
-        self._table = table
-
-    def __call__(self, *_gradients: object) -> None:
-        for optimizer in self._table._in_backward_optimizers:  # type: ignore[attr-defined]
-            optimizer.step()
-        self._table.grad = None
 
 
 def read_marks(
@@ -221,8 +103,8 @@ def read_marks(
         return None
     return InBackward(
         mark.formula,
-        dict(tables),
-        tuple(each.optimizer for each in marks.values() if each is not None),
+        [table for _, table in tables],
+        [each.optimizer for each in marks.values() if each is not None],
         mark.state_names,
     )
 

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.residency import Residency
     from recsys.embeddings.tiers.table_tiers import Tiers
-    from recsys.embeddings.update.in_backward import InBackward
     from recsys.embeddings.update.tiering import Pinned
     from recsys.embeddings.update.translation import Translation
 
@@ -69,7 +68,6 @@ class RowUpdater:
             copy that the user makes of the optimizer.
 
     Attributes:
-        marks: Optimizers of `apply_optimizer_in_backward`, if any, whose settings it follows.
         is_sharded: Whether each process updates rows of its own, so that no update is shared.
             `recsys.distributed` sets it. Otherwise `DistributedDataParallel` is refused.
         grad_anchor: Input of the autograd node of every lookup. The tables are not inputs, so
@@ -89,7 +87,6 @@ class RowUpdater:
             GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
         self.optimizer, self.auto_apply, self.is_copied = optimizer, auto_apply, is_copied
-        self.marks: InBackward | None = None
         self.is_sharded = False
         self._queued_for: int | None = None  # the pass at whose end rows are updated
         self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
@@ -104,7 +101,6 @@ class RowUpdater:
         """For copies and pickles; they get their tables by `add_copied_module`."""
         return self.__dict__ | {
             "_groups": [],
-            "marks": None,
             "_anchor_node": None,
             "_pass": None,
             "_reserved_bytes": 0,
@@ -220,8 +216,6 @@ class RowUpdater:
                 updated, and the ledgers still have all gradients.
         """
         self._queued_for = None
-        if self.marks is not None:
-            self.marks.follow(self.optimizer)
         with DisableTorchFunctionSubclass():  # internal reads of tables
             prepared: list[tuple[GroupUpdater, PreparedUpdate]] = []
             update: PreparedUpdate | None = None

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -8,6 +6,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import recsys
 from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import Adagrad, PartialRowWiseAdam
+from recsys.errors import BudgetTooSmall
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
 
@@ -68,7 +67,7 @@ def test_what_reaches_the_table_otherwise_is_part_of_the_one_update():
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_accelerate_takes_marks_over_and_restore_gives_them_back(name):
+def test_accelerate_reads_marks_once_and_restore_leaves_rows_without_an_optimizer(name):
     plain, model = (nn.ModuleList([marked(name), nn.Linear(2, 2)]) for _ in range(2))
     train(plain[0])
     train(model[0])
@@ -76,15 +75,26 @@ def test_accelerate_takes_marks_over_and_restore_gives_them_back(name):
     result = recsys.accelerate(model)
     train(plain[0])
     train(model[0])
-    during = model[0].weight.detach().clone(), plain[0].weight.detach().clone()
     recsys.restore(model)
-    train(plain[0])
+    before = model[0].weight.detach().clone()
     train(model[0])
 
     assert "rows are updated at the end of each backward" in repr(result)
-    torch.testing.assert_close(*during, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(before, plain[0].weight.detach(), rtol=1e-6, atol=1e-7)
     assert type(model[0]) is nn.EmbeddingBag
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight.grad is not None
+
+
+def test_a_rate_is_set_in_the_row_optimizer():
+    model = nn.ModuleList([marked("sgd")])
+    row_optimizer = recsys.accelerate(model).row_optimizer
+    row_optimizer.param_groups[0]["lr"] = 0.0
+    before = model[0].weight.detach().clone()
+
+    train(model[0])
+
+    assert torch.equal(model[0].weight, before)
 
 
 def test_the_report_names_modules_without_an_optimizer_in_backward():
@@ -96,91 +106,6 @@ def test_the_report_names_modules_without_an_optimizer_in_backward():
         "rows are updated at the end of each backward, by SGD(lr=0.1)",
         "of without, gradients are left to the caller's optimizer",
     )
-
-
-def own_optimizers(model):
-    return [optimizer for weight in model.parameters() for optimizer in _own(weight)]
-
-
-def _own(weight):
-    return getattr(weight, "_in_backward_optimizers", [])
-
-
-@pytest.mark.parametrize("budget", [None, 1000])
-@pytest.mark.parametrize("name", MARKS)
-def test_a_scheduler_of_the_tables_own_optimizers_counts(name, budget):
-    plain, model = (nn.ModuleList([marked(name, num_rows=100)]) for _ in range(2))
-    recsys.accelerate(model, budget=budget)
-
-    for each in (plain, model):
-        rates = [torch.optim.lr_scheduler.ExponentialLR(own, 0.1) for own in own_optimizers(each)]
-        for _ in range(3):
-            train(each[0], num_steps=1)
-            for rate in rates:
-                rate.step()
-    during = model[0].weight.detach().clone()
-    recsys.restore(model)
-    train(model[0])
-
-    torch.testing.assert_close(during, plain[0].weight.detach(), rtol=1e-6, atol=1e-7)
-    train(plain[0])
-    torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-6, atol=1e-7)
-
-
-def test_a_rate_set_in_the_row_optimizer_counts_until_the_tables_own_changes():
-    model = nn.ModuleList([marked("sgd")])
-    row_optimizer = recsys.accelerate(model).row_optimizer
-    row_optimizer.param_groups[0]["lr"] = 0.0
-    before = model[0].weight.detach().clone()
-
-    train(model[0])
-    assert torch.equal(model[0].weight, before)
-    own_optimizers(model)[0].param_groups[0]["lr"] = torch.tensor(0.5)
-    train(model[0], num_steps=1)
-    assert row_optimizer.param_groups[0]["lr"] == 0.5
-    own_optimizers(model)[0].param_groups[0]["lr"].fill_(0.25)
-    train(model[0], num_steps=1)
-
-    assert row_optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_own_optimizers_whose_settings_differ_are_refused_before_a_row_is_updated():
-    model = nn.ModuleList([marked("sgd"), marked("sgd")])
-    recsys.accelerate(model)
-    before = model[0].weight.detach().clone()
-
-    own_optimizers(model)[1].param_groups[0]["lr"] = 0.5
-    with pytest.raises(ValueError, match=r"'0' and '1': .* the same settings.*lr=0.1.*lr=0.5"):
-        train(model[0])
-    assert torch.equal(model[0].weight, before)
-
-    own_optimizers(model)[0].param_groups[0]["lr"] = 0.5
-    train(model[0])
-    assert not torch.equal(model[0].weight, before)
-
-
-@pytest.mark.parametrize("budget", [None, 1000])
-@pytest.mark.parametrize("name", MARKS)
-def test_the_state_of_own_optimizers_is_saved_and_loaded(name, budget):
-    plain, model = (nn.ModuleList([marked(name, num_rows=100)]) for _ in range(2))
-    recsys.accelerate(model, budget=budget)
-    train(plain[0])
-    train(model[0])
-
-    for each in (plain, model):
-        rows = copy.deepcopy(each.state_dict())
-        [own] = own_optimizers(each)
-        saved = copy.deepcopy(own.state_dict())
-        train(each[0])
-        each.load_state_dict(rows)
-        own.load_state_dict(saved)
-        train(each[0], num_steps=1)
-
-    torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-6, atol=1e-7)
-    for name, known in own_optimizers(plain)[0].state_dict()["state"].get(0, {}).items():
-        if name != "step":
-            found = own_optimizers(model)[0].state_dict()["state"][0][name]
-            torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-7)
 
 
 def test_an_optimizer_besides_the_mark_is_refused():
@@ -339,3 +264,14 @@ def test_marks_must_be_alike():
 def test_rows_of_float64_are_refused():
     with pytest.raises(ValueError, match=r"'users': rows must be .* on the CPU or on CUDA, got"):
         HotColdEmbeddingBagCollection.from_torchrec(collection().double())
+
+
+def test_a_budget_that_is_refused_leaves_a_marked_model_as_it_was():
+    plain, model = (nn.ModuleList([marked("adagrad", num_rows=100)]) for _ in range(2))
+
+    with pytest.raises(BudgetTooSmall):
+        recsys.accelerate(model, budget=10)
+
+    for each in (plain, model):
+        train(each[0])
+    assert torch.equal(model[0].weight, plain[0].weight)
