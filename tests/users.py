@@ -8,9 +8,7 @@ from the twin's checkpoint.
 """
 
 import copy
-import io
 import itertools
-import pickle
 import tempfile
 import warnings
 from pathlib import Path
@@ -222,17 +220,6 @@ WRITES = [
 ]
 
 
-def _by_pickle(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-def _by_torch_save(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 class Users(RuleBasedStateMachine):
     """One user with a loop of their own; see above."""
 
@@ -247,7 +234,6 @@ class Users(RuleBasedStateMachine):
         self.kind = data.draw(st.sampled_from([Bag, Collection, Accelerated]))
         tier = data.draw(st.sampled_from(["host", "file"]))
         self.steps_itself = self.kind is not Accelerated and data.draw(st.booleans())
-        self.is_copied = False
         more = {}
         if self.kind is Accelerated:
             kinds = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam]
@@ -498,31 +484,6 @@ class Users(RuleBasedStateMachine):
 
         self.kept.clear()  # of memory that the tables have no more
         self.both(do)
-
-    @precondition(lambda self: self.kind is not Accelerated)
-    @rule(how=st.sampled_from([copy.deepcopy, _by_pickle, _by_torch_save]))
-    def go_on_with_a_copy(self, how):
-        def copied(model):
-            [(name, module)] = model.named_children()
-            other = type(model).__new__(type(model))
-            nn.Module.__init__(other)
-            setattr(other, name, how(module))
-            return other
-
-        self.graphs.clear()
-        self.kept.clear()
-        if self.both(lambda model: model.optimizer.zero_grad()) is not None:
-            return
-        self.num_waiting = 0
-        try:
-            model = copied(self.model)
-        except ConflictingWrite:
-            assert self.may_conflict
-            self.load_checkpoint_of_twin()
-            return
-        self.model, self.twin = model, copied(self.twin)
-        self.is_in_memory, self.may_conflict = True, False
-        self.evaluate(3, torch.no_grad)  # until then, `data` of a copy is not watched
 
     @precondition(lambda self: self.kind is Accelerated)
     @rule()

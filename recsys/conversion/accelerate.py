@@ -74,10 +74,9 @@ def accelerate(
     optimizers and checkpoints stay valid. Hooks, `training` and `requires_grad` are kept. After an
     error nothing has been replaced.
 
-    With a formula as optimizer, a copy or a pickle of the whole model updates its own rows. A copy
-    of a part of the model has plain tables and warns at its first lookup. With a torch optimizer, a
-    copy leaves gradients at the tables, as plain PyTorch does: with `lazy_adam`, a copied Adam
-    updates every row in each step, until `restore` and `accelerate` are called for the copy.
+    A copy or a pickle of the model has plain tables with all rows, and leaves gradients at them.
+    Call `restore` and `accelerate` for the copy to continue as here. Without that, a copied Adam
+    updates every row in each step, also with `lazy_adam`; a warning says so.
 
     The tables are fixed until `restore`: if a Parameter is replaced (`load_state_dict(...,
     assign=True)`, `torch.func.functional_call`), the next lookup raises. `load_state_dict` and
@@ -251,14 +250,7 @@ class _Original:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
-        is_copied = self.link is not None and self.link.updater.is_copied
-        return {"module": self.module, "link": self.link if is_copied else None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Count the copied modules, so that `restore` also works for a copy of a part."""
-        self.__dict__.update(state)
-        if self.link is not None:
-            self.link.num_modules += 1
+        return {"module": self.module, "link": None}
 
 
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"

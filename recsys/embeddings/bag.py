@@ -181,8 +181,6 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             if torch.compiler.is_compiling():
                 return self._break_graph(input, offsets, per_sample_weights)
             return self._look_up(input, offsets, per_sample_weights)
-        if self._is_copied_alone:
-            self._warn_of_copied_alone()
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)

@@ -235,8 +235,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             traced = leaf_call(self, features, stacked=stacked)
             if traced is not None:
                 return cast("Pooled", traced)
-        if self._is_copied_alone:
-            self._warn_of_copied_alone()
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
         pooled: Pooled | Tensor = look_up(features, stacked)
         return pooled

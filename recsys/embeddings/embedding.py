@@ -153,8 +153,6 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             if torch.compiler.is_compiling():
                 return self._break_graph(input)
             return self._look_up(input)
-        if self._is_copied_alone:
-            self._warn_of_copied_alone()
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input)
         try:

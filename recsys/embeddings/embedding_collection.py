@@ -309,13 +309,6 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         for number in range(len(self._tables)):
             self._embedding(number).detach()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; each `HotColdEmbedding` adds its own table."""
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-
     def _require_tables(self) -> None:
         """Use Parameters that replaced tables on the "meta" device; see `AbstractTables`.
 

@@ -18,11 +18,13 @@ from recsys.embeddings.rows.row_space import require_aligned
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.embeddings.update.in_backward import read_marks
 from recsys.embeddings.update.row_updater import RowUpdater
-from recsys.embeddings.update.step_hooks import add_hooks, remove_hooks
+from recsys.embeddings.update.step_hooks import add_hooks
 from recsys.embeddings.update.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch.utils.hooks import RemovableHandle
 
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
@@ -76,22 +78,21 @@ class Link:
         updater: Updates the rows.
         row_optimizer: The formula as a torch optimizer; None if the user's optimizer is used.
         marks: Optimizers of `apply_optimizer_in_backward` that it replaces, if any.
+        handles: The hooks of the user's optimizer, if that is used.
         num_modules: Number of modules whose rows it updates.
     """
 
     updater: RowUpdater
     row_optimizer: FusedOptimizer | None = None
     marks: InBackward | None = None
+    handles: Sequence[RemovableHandle] = ()
     num_modules: int = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles."""
-        return self.__dict__ | {"num_modules": 0}
 
     def cut(self) -> None:
         """Release the tables, and give state and gradients back to torch."""
         self.updater.release()
-        remove_hooks(self.updater)
+        for handle in self.handles:
+            handle.remove()
         if self.row_optimizer is not None:
             self.row_optimizer.keep(self.updater)
 
@@ -358,9 +359,8 @@ def _spec_by_torch(
     )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
-        updater = RowUpdater(groups, optimizer, translation, auto_apply=False, is_copied=False)
-        add_hooks(updater, optimizer)
-        return Link(updater)
+        updater = RowUpdater(groups, optimizer, translation, auto_apply=False)
+        return Link(updater, handles=add_hooks(updater, optimizer))
 
     description = f"rows are updated in the step of {type(optimizer).__name__}"
     found = {id(table.weight): numbers[id(table.weight)] for table in updated}

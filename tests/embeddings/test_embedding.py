@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import inspect
-import io
 import itertools
 import warnings
 
@@ -344,24 +343,6 @@ def test_a_module_of_torchs_is_taken_over_with_its_settings_and_parameter():
     assert repr(own) == "HotCold" + repr(plain)
     with pytest.raises(ValueError, match="already updated by another recsys optimizer"):
         HotColdEmbedding.from_torch(plain, optimizer=SGD(lr=1.0))
-
-
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
-def test_copies_go_on_by_themselves(copied):
-    module = HotColdEmbedding(5, 3, optimizer=Adagrad(lr=1.0))
-    module(torch.tensor([1])).sum().backward()
-
-    if copied == "deepcopy":
-        other = copy.deepcopy(module)
-    else:
-        file = io.BytesIO()
-        torch.save(module, file)
-        other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    for each in (module, other):
-        each(torch.tensor([[1, 2]])).square().sum().backward()
-
-    assert torch.equal(module.weight, other.weight)
-    assert module.weight is not other.weight
 
 
 # torch.compile looks at `grad` of every tensor, and hides the warning that this gives.

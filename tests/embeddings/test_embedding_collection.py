@@ -1,7 +1,6 @@
 """`HotColdEmbeddingCollection` beside TorchRec's `EmbeddingCollection`, and without TorchRec."""
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -163,28 +162,6 @@ def test_bad_tables_and_features_are_refused_by_name():
     )
     with pytest.raises(MalformedBags, match="must not exceed the input's length 1"):
         own(short)
-
-
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("budget", [None, 1400])
-def test_copies_go_on_by_themselves(copied, budget):
-    own = HotColdEmbeddingCollection(configs(), optimizer=Adagrad(lr=0.1), budget=budget)
-    loss_of(own(light(1))).backward()
-
-    if copied == "deepcopy":
-        other = copy.deepcopy(own)
-    else:
-        file = io.BytesIO()
-        torch.save(own, file)
-        other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    for each in (own, other):
-        loss_of(each(light(2))).backward()
-        each.row_optimizer.param_groups[0]["lr"] = 0.05
-        loss_of(each(light(3))).backward()
-
-    for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine is not theirs
 
 
 def test_rows_in_files_are_trained_as_those_in_memory(tmp_path):

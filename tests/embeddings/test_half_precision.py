@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -331,23 +330,3 @@ def test_torchrecs_tables_of_16_bits_have_dense_gradients_of_their_dtype():
     [weight] = theirs.parameters()
     counts = torch.bincount(IDS["users"].values(), minlength=9).unsqueeze(1)
     assert torch.equal(weight.grad, counts.half().expand(9, 4))
-
-
-@each_dtype
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_of_a_module_of_torchs_rows_goes_on_with_the_same_bits(copy_of, dtype):
-    torch.manual_seed(0)
-    plain = torch.nn.EmbeddingBag(9, 4, mode="sum", dtype=dtype)
-    bag = HotColdEmbeddingBag.from_torch(plain, optimizer=Adagrad(lr=0.001))
-    ids = torch.tensor([[1, 2, 8]])
-    bag(ids).sum().backward()
-    before = plain.weight.detach().clone()
-
-    twin = copy_of(bag)
-    for module in (bag, twin):
-        for _ in range(20):
-            module(ids).sum().backward()
-
-    assert bag.weight is plain.weight
-    assert not torch.equal(bag.weight, before)
-    assert torch.equal(twin.weight, bag.weight)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AbstractTables", "check_input", "device_of", "table_modules_in", "tiers_of"]
 
-_COPY = "_copy"  # in a pickle: the updater, the tables' places in it, and their state
 _AS_TORCH = (
     "call recsys.restore on an accelerated model first, or load its state_dict into the module of "
     "torch or TorchRec"
@@ -43,14 +42,11 @@ class AbstractTables(nn.Module, ABC):
         _updater: Updates the rows; None if a torch optimizer gets the gradients.
         _places: For each table: its group, and its number in the group.
         _known_tables: The Parameters that the updater has; they must not be replaced.
-        _is_copied_alone: Whether this module was copied without the other modules of its updater,
-            and was not used since.
     """
 
     _updater: RowUpdater | None = None
     _places: Places = ()
     _known_tables: Sequence[nn.Parameter] = ()
-    _is_copied_alone = False
 
     @property
     def row_updater(self) -> RowUpdater | None:
@@ -113,7 +109,7 @@ class AbstractTables(nn.Module, ABC):
             updater: Updates the rows.
             places: For each table: its group, and its number in the group.
         """
-        self._updater, self._places, self._is_copied_alone = updater, places, False
+        self._updater, self._places = updater, places
         self._known_tables = [group.tables[number] for group, number in places]
 
     @abstractmethod
@@ -186,34 +182,26 @@ class AbstractTables(nn.Module, ABC):
         self._known_tables = [group.tables[number] for group, number in self._places]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: also the updater, and the state of the tables."""
-        state = self.__dict__ | {"_updater": None, "_places": (), "_known_tables": ()}
+        """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
         updater = self._updater
-        if updater is not None and updater.is_copied:
-            self._require_tables()
-            state[_COPY] = updater, self._places, updater.states_of(self._known_tables)
+        if updater is not None and updater.rule:
+            warnings.warn(
+                f"a copy of {type(self).__name__} has plain tables, which a copy of the optimizer "
+                "updates by its own rule, every row in each step; for the rule of the original "
+                "call recsys.restore(copy) and recsys.accelerate(copy, ...)",
+                stacklevel=2,
+            )
+        state = self.__dict__ | {"_updater": None, "_places": (), "_known_tables": ()}
+        if "row_optimizer" in state:
+            state["row_optimizer"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Add the copy's tables to the copy of its updater, if there is one."""
-        super().__setstate__({name: value for name, value in state.items() if name != _COPY})  # type: ignore[no-untyped-call]
+        """Make the tables of a copy plain Parameters."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for holder in self.holders():
             make_plain(cast("nn.Parameter", holder.weight))
         self.detach()
-        if _COPY in state:
-            updater, places, states = state[_COPY]
-            self._is_copied_alone = True
-            updater.add_copied_module(self, places, states)
-
-    def _warn_of_copied_alone(self) -> None:
-        """Warn once that this copy lacks the other modules of its updater, so it has no updater."""
-        self._is_copied_alone = False
-        warnings.warn(
-            f"{type(self).__name__}: this is a copy of a part of the tables that one recsys "
-            "optimizer updates, so its tables are plain and have no optimizer; give its weight to "
-            "an optimizer, or copy the whole model",
-            stacklevel=4,
-        )
 
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which cannot compile the Python around the kernels.

@@ -125,11 +125,6 @@ class TableGroup:
         self.names = list(names) or ["weight"] * len(tables)
         self.dim = tables[0].shape[1] if dim is None else dim
         self.tiers: Tiers | None = None
-        self._reset()
-        self.kernels = kernels_on(self.device)
-
-    def _reset(self) -> None:
-        """Forget gradients, cached memory addresses and the updater."""
         self.ledger: list[LedgerEntry] = []
         self.changed_rows: ChangedRows | None = None
         self.staleness: RowMarks | None = None
@@ -138,15 +133,7 @@ class TableGroup:
         self._whole_tables: dict[int, Lookups] = {}
         self._calls: BagCalls | DeviceCalls | None = None
         self.backward_streams = BackwardStreams()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
-        return {name: self.__dict__[name] for name in ("are_sparse", "names", "dim", "tiers")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.tables = []
-        self._reset()
+        self.kernels = kernels_on(self.device)
 
     def space(self, used: Sequence[int] | None = None) -> RowSpace:
         """The current memory of the tables.

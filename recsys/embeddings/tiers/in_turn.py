@@ -26,7 +26,7 @@ _OBJECTS: weakref.WeakSet[AbstractInTurn] = weakref.WeakSet()
 
 
 class AbstractInTurn:
-    """An object whose public methods hold its lock. Copies and pickles have locks of their own.
+    """An object whose public methods hold its lock.
 
     Attributes:
         lock: A `threading.RLock`, for callers that need several methods without another thread
@@ -36,7 +36,7 @@ class AbstractInTurn:
     lock: Any
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """Make the lock, for copies and pickles, too."""
+        """Make the lock."""
         made = super().__new__(cls)
         made.lock = threading.RLock()
         _OBJECTS.add(made)

@@ -19,7 +19,7 @@ After a failed transfer, every use of the tiers raises `TiersFailed`.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -57,8 +57,7 @@ class Tiers(AbstractInTurn):
 
     Args:
         spec: The tables, the slots and their device.
-        files: The files of tables and state; None if they are in memory. A copy of the tiers has
-            its tables in memory.
+        files: The files of tables and state; None if they are in memory.
 
     Attributes:
         files: As given.
@@ -120,15 +119,6 @@ class Tiers(AbstractInTurn):
         """Whether a lookup may read rows where they are, and leave the claim to the update."""
         with self.lock:  # another thread may make claims ahead
             return self.are_reached and not self.ahead
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
-        self.flush()
-        return {"_spec": self._spec}
-
-    def make_empty_slots(self) -> None:
-        """Of a copy: make the slots. A copy of a part of a model never needs them."""
-        self.__init__(self._spec)  # type: ignore[misc]
 
     def forecast(self) -> None:
         """Count from now on what a larger budget would fetch; see `Slots.forecast`."""

@@ -37,7 +37,7 @@ class BackwardPass:
             raise RuntimeError(
                 "backward in another thread is updating the rows of the same tables; train them "
                 "in one thread (evaluation under torch.no_grad() may run beside it), or give each "
-                "thread a copy of the module"
+                "thread a module of its own"
             )
 
     def end(self, updater: RowUpdater) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.update.group_state import require_state
-from recsys.embeddings.update.pending_copy import WITHOUT_TABLES
 from recsys.embeddings.update.row_updater import RowUpdater
 from recsys.embeddings.update.translation import Translation
 
@@ -33,9 +31,8 @@ __all__ = ["FusedOptimizer"]
 class FusedOptimizer(torch.optim.Optimizer):
     """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
 
-    A copy or a pickle has tables and state if all of its modules are copied together with it. The
-    module keeps the optimizer, and the optimizer not the module, so that memory is free as soon as
-    the module is deleted. Without its module the optimizer refuses to work.
+    The module keeps the optimizer, and the optimizer not the module, so that memory is free as soon
+    as the module is deleted. Without its module the optimizer refuses to work. It cannot be copied.
 
     `with_updater` makes one.
     """
@@ -91,7 +88,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             optimizer,
             translation,
             auto_apply=auto_apply,
-            is_copied=True,
         )
         optimizer._updater = weakref.ref(updater)
         return optimizer, updater
@@ -101,11 +97,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What updates the rows; the module keeps it.
 
         Raises:
-            RuntimeError: this optimizer was copied without its module, or the module was deleted.
+            RuntimeError: the module was deleted.
         """
         updater = self._updater()
         if updater is None:
-            raise RuntimeError(WITHOUT_TABLES)
+            raise RuntimeError(
+                "this optimizer has no tables: its module was deleted; keep the module"
+            )
         return updater
 
     def keep(self, updater: RowUpdater) -> None:
@@ -113,16 +111,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._updater = lambda: updater
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
-        own = {"_prefixes": self._prefixes, "_kind": self._kind, "_updater": self._updater()}
-        groups = [group | {"params": []} for group in self.param_groups]
-        return super().__getstate__() | {"state": defaultdict(dict), "param_groups": groups} | own
+        """Refuse copies and pickles.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """For copies and pickles."""
-        updater = state["_updater"]
-        found = _no_updater if updater is None else weakref.ref(updater)
-        super().__setstate__(state | {"_updater": found})
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a recsys optimizer cannot be copied or pickled; save its state_dict(), and copy the "
+            "model alone: its copy has plain tables"
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows with gradients since the last step.
@@ -191,7 +188,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: as for `updater`.
         """
-        self.updater.require_tables()
         self.updater.flush()
         [group] = self.param_groups
         state = {
@@ -213,7 +209,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 formula. Nothing was changed.
             RuntimeError: as for `updater`.
         """
-        self.updater.require_tables()
         [group] = self.param_groups
         states, settings = state_dict["state"], state_dict["param_groups"][0]
         if set(states) != set(self._prefixes):

@@ -56,8 +56,6 @@ class _StateArrays(NamedTuple):
 class GroupState:
     """The optimizer's state of one table group.
 
-    Copies and pickles have no arrays and no files; they read the optimizer's state anew.
-
     Args:
         group: Has the tables.
         optimizer: Has their state.
@@ -65,9 +63,6 @@ class GroupState:
 
     def __init__(self, group: TableGroup, optimizer: torch.optim.Optimizer) -> None:
         self._group, self._optimizer = group, optimizer
-        self._reset()
-
-    def _reset(self) -> None:
         self._arrays: list[_StateArrays] = []
         self._arrays_of: RowSpace | None = None
         # The tables and all of the optimizer's state when it was last read, and each table's state.
@@ -75,13 +70,6 @@ class GroupState:
         self._last_by_table: list[dict[str, Any]] = []
         self.files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables in `files`
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_group", "_optimizer")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
 
     def by_table(self, updated: Sequence[int] = ()) -> tuple[list[dict[str, Any]], list[int]]:
         """The state of every table, and those of `updated` that have none yet.

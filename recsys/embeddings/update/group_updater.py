@@ -107,20 +107,8 @@ class GroupUpdater:
         self._optimizer, self._number, self._translation = optimizer, number, translation
         self.state = GroupState(group, optimizer)
         self.least_slots = 1
-        self._reset()
-
-    def _reset(self) -> None:
         self._read: _ReadSettings | None = None
         self._numbers: list[int] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, without what was read: objects of the optimizer before."""
-        kept = ("group", "state", "_optimizer", "_number", "_translation", "least_slots")
-        return {name: self.__dict__[name] for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
 
     def prepare(self) -> PreparedUpdate | None:
         """Take the ledger, and do every check that may refuse the update.

@@ -28,7 +28,6 @@ from recsys.embeddings.tiers.budget import require_room_beside_rows
 from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.late_claims import claim_slots
-from recsys.embeddings.update.pending_copy import WITHOUT_TABLES, PendingCopy
 from recsys.embeddings.update.tiering import (
     divide_again,
     divide_first,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from weakref import ref
 
-    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.tiers.residency import Residency
@@ -63,11 +61,9 @@ class RowUpdater:
         optimizer: Has the settings and the state.
         translation: How to read settings and state.
         auto_apply: Whether rows are updated at the end of each backward pass.
-        is_copied: Whether copies and pickles of a module get their own updater. False if the
-            optimizer is the user's: backward then leaves gradients at the copied tables, for the
-            copy that the user makes of the optimizer.
 
     Attributes:
+        rule: How updates differ from those of the optimizer, and why; usually "".
         is_sharded: Whether each process updates rows of its own, so that no update is shared.
             `recsys.distributed` sets it. Otherwise `DistributedDataParallel` is refused.
         grad_anchor: Input of the autograd node of every lookup. The tables are not inputs, so
@@ -81,59 +77,19 @@ class RowUpdater:
         translation: Translation,
         *,
         auto_apply: bool,
-        is_copied: bool,
     ) -> None:
         self._groups = [
             GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
-        self.optimizer, self.auto_apply, self.is_copied = optimizer, auto_apply, is_copied
+        self.optimizer, self.auto_apply, self.rule = optimizer, auto_apply, translation.rule
         self.is_sharded = False
         self._queued_for: int | None = None  # the pass at whose end rows are updated
         self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
         self._budget_bytes = self._reserved_bytes = 0
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._anchor_node: Any = None
-        self._pending_copy: PendingCopy | None = None
         for _, group in groups:
             group.bind()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; they get their tables by `add_copied_module`."""
-        return self.__dict__ | {
-            "_groups": [],
-            "_anchor_node": None,
-            "_pass": None,
-            "_reserved_bytes": 0,
-            "_pending_copy": PendingCopy(self._groups, self.optimizer),
-        }
-
-    def add_copied_module(
-        self, module: AbstractTables, places: Places, states: Sequence[dict[str, Any]]
-    ) -> None:
-        """Add the tables of a module that was copied together with this updater.
-
-        After the last table was added, the updater binds all of them and the modules are attached.
-
-        Args:
-            module: The copy.
-            places: Group and number of each of its tables.
-            states: The optimizer's state of each table.
-        """
-        copied = self._pending_copy
-        if copied is None:  # a shallow copy, or another module with the same tables
-            module.attach(self, places)
-            return
-        if copied.add(module, places, states):
-            self._pending_copy, self._groups = None, copied.groups
-            copied.bind(self.optimizer)
-            self.reload_state()
-            for each, its_places in copied.modules:
-                each.attach(self, its_places)
-
-    def require_tables(self) -> None:
-        """Raise RuntimeError if this is a copy without its tables."""
-        if self._pending_copy is not None:
-            raise RuntimeError(WITHOUT_TABLES)
 
     def states_of(self, tables: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """The optimizer's state of each table; empty for one that was never updated."""
@@ -199,7 +155,6 @@ class RowUpdater:
 
     def step(self) -> None:
         """Update the rows as `update_rows`, without gradients of a backward pass that failed."""
-        self.require_tables()
         if self.auto_apply and self._queued_for is not None:
             if self._pass is not None and self._pass() is not None:
                 return  # the end of this pass updates the rows

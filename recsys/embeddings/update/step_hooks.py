@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from recsys.embeddings.rows.table_parameter import make_plain
 
@@ -15,29 +15,19 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["add_hooks", "remove_hooks"]
-
-# The hooks of each updater. Not an attribute, so that copies have none: in a copy, the optimizer's
-# own step uses the tables' `grad`.
-_HANDLES: WeakKeyDictionary[RowUpdater, Sequence[RemovableHandle]] = WeakKeyDictionary()
+__all__ = ["add_hooks"]
 
 
-def add_hooks(updater: RowUpdater, optimizer: torch.optim.Optimizer) -> None:
+def add_hooks(updater: RowUpdater, optimizer: torch.optim.Optimizer) -> Sequence[RemovableHandle]:
     """Update rows in the steps of an optimizer, and load and save their state with its state."""
     hooks = _Hooks(updater)
-    _HANDLES[updater] = (
+    return (
         optimizer.register_step_pre_hook(hooks.before_step),
         # Rows in slots have newer state than the optimizer until it is read.
         optimizer.register_state_dict_pre_hook(hooks.flush),
         optimizer.register_load_state_dict_pre_hook(hooks.flush),
         optimizer.register_load_state_dict_post_hook(hooks.reload_state),
     )
-
-
-def remove_hooks(updater: RowUpdater) -> None:
-    """Remove the hooks of an updater, if it has any."""
-    for handle in _HANDLES.pop(updater, ()):
-        handle.remove()
 
 
 class _Hooks:

@@ -264,8 +264,6 @@ def _divide_slots(
     sizes, planned = [each.space_size() for each in groups], _num_planned(groups)
 
     def divide(pinned: Sequence[int] | None, least: Sequence[int]) -> list[int]:
-        # In a copy of a file tier, whose tables are in memory, the budget may suffice for all rows
-        # without slots and be too small for as many slots.
         slots = divide_budget(
             budget_bytes, sizes, least, pinned=pinned, may_stay=False, tracker_bytes=tracker_bytes
         )

@@ -1,9 +1,7 @@
 """Modules on a device, whose kernels are operations of torch; here the CPU stands in for one."""
 
-import copy
 import dataclasses
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -375,18 +373,6 @@ def test_offsets_without_an_end_are_refused(device):
         module(nothing, nothing)
 
 
-def test_copies_and_pickles_train_on(device):
-    module = HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=Adagrad(lr=0.1))
-    loss_of(module, make_ids(0, device=device)).backward()
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-
-    for each in (module, *copies):
-        loss_of(each, make_ids(1, longest=3, device=device)).backward()
-
-    for each in copies:
-        assert_same(each, module.cpu())
-
-
 def test_state_is_saved_and_loaded(device):
     first, second = (
         HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=Adagrad(lr=0.1))
@@ -490,7 +476,8 @@ def test_a_trained_module_moves_to_the_device_and_back(monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     ours = HotColdEmbeddingBagCollection(TABLES, optimizer=Adam(lr=0.1))
-    theirs = copy.deepcopy(ours)
+    theirs = HotColdEmbeddingBagCollection(TABLES, optimizer=Adam(lr=0.1))
+    theirs.load_state_dict(ours.state_dict())
 
     for step, device in enumerate(["cpu", "cuda", "cuda", "cpu"]):
         ours.to(device)

@@ -1,7 +1,5 @@
 """What is done to tables between steps counts: `grad`, `requires_grad`, memory, a copy."""
 
-import copy
-
 import pytest
 import torch
 
@@ -124,19 +122,6 @@ def test_a_gradient_that_a_user_leaves_is_used_and_forgotten(module):
     module.row_optimizer.zero_grad()
     module.row_optimizer.step()
     assert torch.allclose(users, before[0] - 0.5)
-
-
-def test_a_table_of_a_copy_that_is_frozen_freezes_no_other(module):
-    copied = copy.deepcopy(module)
-    step(copied)
-    before, copied_before = rows_of(module), rows_of(copied)
-
-    copied.table_weights()[0].requires_grad = False
-    step(module)
-    step(copied)
-
-    assert torch.equal(copied.table_weights()[0], copied_before[0])
-    assert not torch.equal(module.table_weights()[0], before[0])
 
 
 @pytest.mark.parametrize("budget", [None, 250])

@@ -1,7 +1,6 @@
 """Tiered tables compute what resident ones do, to the last bit."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -384,17 +383,6 @@ def test_weights_of_lookups_in_frozen_tables_get_their_gradient():
     assert torch.equal(found[1][0], found[0][0])
     assert torch.equal(found[1][1], found[0][1])
     require_equal(*modules)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_train_on_as_the_original(copied):
-    _, tiered = pair(Adagrad(lr=0.1))
-    train([tiered], 5)
-
-    other = copied(tiered)
-    train([tiered, other], 5, seed=1)
-
-    require_equal(tiered, other)
 
 
 def test_a_mini_batch_larger_than_the_budget_is_refused_with_the_floor_named():

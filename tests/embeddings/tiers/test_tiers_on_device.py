@@ -7,7 +7,6 @@ Rows pass through staging, or the device reaches the host's memory and copies th
 import copy
 import dataclasses
 import itertools
-import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -272,19 +271,6 @@ def test_what_others_write_to_the_tables_is_heeded(device):
     train(modules, device, seed=1)
 
     require_equal(*modules)
-
-
-@pytest.mark.in_ci("cuda", "reached-cpu-deepcopy", "staged-cpu-<lambda>")
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_train_on_as_the_original(device, copied):
-    modules = pair(device, Adam(lr=0.1))
-    train(modules, device)
-
-    copies = [copied(module) for module in modules]
-
-    train(copies, device, seed=1)
-    assert copies[1].device == device
-    require_equal(*copies)
 
 
 def test_gradients_that_are_looked_at_are_the_host_s_and_count(device):

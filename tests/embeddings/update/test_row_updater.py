@@ -477,5 +477,5 @@ def test_an_optimizer_without_its_module_is_refused():
     optimizer = HotColdEmbeddingBag(5, 4, mode="sum", optimizer=SGD(lr=1.0)).row_optimizer
 
     for use in (optimizer.step, optimizer.state_dict, optimizer.zero_grad):
-        with pytest.raises(RuntimeError, match="its module was deleted, or it was copied without"):
+        with pytest.raises(RuntimeError, match="its module was deleted"):
             use()

@@ -126,15 +126,6 @@ def test_a_module_that_goes_late_takes_nothing_from_the_one_that_came_after():
     assert second.weight.grad.to_dense()[:, 0].tolist() == [1, 1, 0, 2, 0]
 
 
-def test_a_copy_is_of_another_table_and_moves_it():
-    first = HotColdEmbeddingBag.from_torch(bag(), optimizer=SGD(lr=0.5))
-
-    second = copy.deepcopy(first)
-    second(INDICES, OFFSETS).sum().backward()
-
-    assert not torch.equal(first.weight, second.weight)
-
-
 @pytest.mark.parametrize("poolings", [("SUM", "SUM"), ("SUM", "MEAN")])
 @pytest.mark.parametrize("optimizer", [None, Adagrad(lr=0.1)], ids=["torch's", "ours"])
 def test_two_tables_of_a_torchrec_collection_may_be_one(optimizer, poolings):
