@@ -24,7 +24,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from recsys._support import jit
-from recsys.ablate.config import load_ablation
+from recsys.ablate import load_ablation
 from recsys.cli import main
 from recsys.config import load_config, to_toml
 from recsys.datasets.criteo.prepare import prepare_criteo_kaggle

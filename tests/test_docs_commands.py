@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys.ablate.config import load_ablation
+from recsys.ablate import load_ablation
 from recsys.cli.commands import build_parser
 from recsys.cli.help import COMMANDS
 from recsys.config import TrainConfig, load_config

@@ -13,18 +13,6 @@ from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.train.exports.program import export_program
 from recsys.train.trainer import train
 
-ABLATION = """
-synthetic.samples_per_day = 100
-[ablate]
-seeds = [0, 1]
-baseline = "dot"
-[[ablate.variations]]
-name = "dot"
-[[ablate.variations]]
-name = "dcn_v2"
-model.name = "dcn_v2"
-"""
-
 
 @pytest.fixture
 def snippets(pytestconfig):

@@ -26,7 +26,6 @@ from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.errors import ConfigError, RecsysError
-from recsys.report.records import find_record
 from recsys.train.exports import FORMATS, QUANTIZATIONS
 from recsys.train.run_files.run_folder import RunFolder, write_json
 
@@ -215,11 +214,6 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help="folder for results; the folder of a stopped ablation is continued",
     )
-    ablate.add_argument(
-        "--results",
-        metavar="FILE.json",
-        help="keep finished cells in FILE, and do not run those that it holds again",
-    )
     ablate.set_defaults(run_command=_ablate)
 
     report = commands["report"]
@@ -255,7 +249,7 @@ def _train(options: argparse.Namespace) -> int:
 
         print(dry_run(config, run_dir))
         return 0
-    from recsys.report.summary import format_run
+    from recsys.report import format_run
     from recsys.train.trainer import train
 
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
@@ -282,7 +276,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.data is not None:
         require_data(options.data)
 
-    from recsys.report.summary import format_metrics, format_unknown
+    from recsys.report import format_metrics, format_unknown
     from recsys.train.judge.evaluation import evaluate_run, unknown_values
 
     metrics = {
@@ -339,27 +333,20 @@ def _apply(options: argparse.Namespace) -> int:
 
 
 def _ablate(options: argparse.Namespace) -> int:
-    from recsys.ablate.config import load_ablation
+    from recsys.ablate import ablate, load_ablation
+    from recsys.report import format_ablation
 
     config = load_ablation(options.config, options.set)
-    for data in {cell.config.data for cell in config.cells()}:
+    for data in {cell.config.data for cell in config.cells}:
         require_data(data)
-
-    from recsys.ablate.run import ablate
-    from recsys.report.ablation_table import format_ablation
-
-    record = ablate(config, options.run, results=options.results)
+    record = ablate(config, options.run)
     print(format_ablation(record))
     print(f"saved in {options.run}/: report.html, table.md, table.csv, ablate.json, cells/")
-    if options.results is not None:
-        print(f"saved in {options.results}: the finished cells")
     return 0 if record["status"] == "finished" else INTERRUPTED
 
 
 def _report(options: argparse.Namespace) -> int:
-    find_record(Path(options.run))
-
-    from recsys.report.page import write_report
+    from recsys.report import write_report
 
     print(write_report(Path(options.run)))
     return 0

@@ -44,7 +44,7 @@ def _predict(options: argparse.Namespace) -> int:
         find_files(options.data)
 
     from recsys._support.machine import tune_allocator
-    from recsys.report.summary import format_unknown
+    from recsys.report import format_unknown
     from recsys.train.judge.predict import predict_run
 
     tune_allocator()

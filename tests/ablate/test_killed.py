@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from recsys.ablate.config import load_ablation
-from recsys.ablate.run import ablate
+from recsys.ablate import ablate, load_ablation
 from recsys.train.checkpoint import newest
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
@@ -68,7 +67,7 @@ def test_a_killed_ablation_leaves_finished_cells_alone_and_resumes_the_half_one(
         return train(config, run_dir, **options)
 
     record = ablate(config, out, show_progress=False, run_cell=count_and_train)
-    expected = train(config.cells()[1].config, tmp_path / "unkilled", show_progress=False)
+    expected = train(config.cells[1].config, tmp_path / "unkilled", show_progress=False)
 
     assert ran == [("long-seed0", True)]
     assert contents_of(finished) == before

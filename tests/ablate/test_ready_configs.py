@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from recsys.ablate.config import load_ablation
+from recsys.ablate import load_ablation
 from recsys.errors import ConfigError
 from recsys.train.trainer import train
 
@@ -34,7 +34,7 @@ def ready(pytestconfig):
 def what_varies(config):
     return {
         (cell.config.schedule.name, cell.config.schedule.depth, cell.config.budget)
-        for cell in config.cells()
+        for cell in config.cells
     }
 
 
@@ -43,9 +43,9 @@ def test_a_ready_configuration_is_for_a_store_and_says_how_it_is_run(ready, pyte
     text = (pytestconfig.rootpath / "examples" / "ablation" / f"{name}.toml").read_text()
     config = ready(name)
 
-    assert {cell.config.data for cell in config.cells()} == {"STORE"}
-    assert len(config.seeds) == 3
-    assert config.baseline is not None
+    assert {cell.config.data for cell in config.cells} == {"STORE"}
+    assert len(config.keys.seeds) == 3
+    assert config.keys.baseline
     comment = text.partition("\n\n")[0]
     assert "?" in comment  # the question that it answers
     command = (
@@ -66,7 +66,7 @@ def test_a_cell_of_a_ready_configuration_can_be_trained(ready, tmp_path, name, v
         "model.over_arch=[8, 1]",
         "num_threads=1",
     )
-    (cell, *_) = [cell for cell in config.cells() if cell.variation == variation]
+    (cell, *_) = [cell for cell in config.cells if cell.variation == variation]
     evaluation = replace(cell.config.eval, every_steps=0)  # the run is too short for the file's
     of_tables = {"sgd": "28KiB", "adagrad": "60KiB"}[cell.config.optimizer.name]  # three quarters
     budget = cell.config.budget and of_tables
@@ -89,7 +89,7 @@ def test_hotline_has_neither_half_each_half_and_both_at_two_budgets(ready):
 def test_fae_varies_rate_and_budget_and_nothing_else(ready):
     found = {
         (cell.config.schedule.rate, cell.config.budget)
-        for cell in ready("fae").cells()
+        for cell in ready("fae").cells
         if cell.config.schedule.name == "fae"
     }
 
@@ -97,7 +97,7 @@ def test_fae_varies_rate_and_budget_and_nothing_else(ready):
 
 
 def test_slipstream_asks_every_policy_for_the_same_shares_without_a_guard(ready):
-    cells = [cell.config.skip for cell in ready("slipstream").cells()]
+    cells = [cell.config.skip for cell in ready("slipstream").cells]
 
     assert {(skip.policy, skip.share) for skip in cells if skip.policy != "none"} == {
         (policy, share)
@@ -111,7 +111,7 @@ def test_slipstream_asks_every_policy_for_the_same_shares_without_a_guard(ready)
 
 
 def test_parts_has_every_provider_every_depth_every_order_and_policies(ready):
-    cells = [cell.config for cell in ready("parts").cells()]
+    cells = [cell.config for cell in ready("parts").cells]
 
     assert {each.embeddings for each in cells} == {"torch", "fbgemm", "recsys"}
     assert {each.precision for each in cells} == {"fp32", "bf16"}
@@ -130,7 +130,7 @@ def test_the_plan_of_parts_can_be_taken_in(pytestconfig, tmp_path):
     commented = re.compile(r"^# (?=\[\[ablate|name = |plan = |schedule\.)", re.MULTILINE)
     (tmp_path / "parts.toml").write_text(commented.sub("", file.read_text()))
 
-    last = load_ablation(tmp_path / "parts.toml").cells()[-1]
+    last = load_ablation(tmp_path / "parts.toml").cells[-1]
 
     assert (last.variation, last.config.plan) == ("8MiB-plan", "plan.npz")
 

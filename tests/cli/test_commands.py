@@ -84,7 +84,7 @@ def test_options_are_these_and_no_others():
             "--checkpoint": "",
         },
         "verify": {"data": "", "--config": "", "--set": "", "--budgets": "", "--steps": ""},
-        "ablate": {"config": "", "--set": "", "--run": "", "--results": ""},
+        "ablate": {"config": "", "--set": "", "--run": ""},
         "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
         "predict": {"run": "", "data": "", "--out": "", "--batch-size": "", "--store": ""},

@@ -16,11 +16,10 @@ from fuzz_mutations import (
     mutate_safetensors,
 )
 
-from recsys.ablate.config import load_ablation
-from recsys.ablate.run import ablate
+from recsys.ablate import ablate, load_ablation
 from recsys.config import build_config, describe_keys, load_config, to_toml
 from recsys.errors import ConfigError
-from recsys.report.page import write_report
+from recsys.report import write_report
 from recsys.train.exports.export import FORMATS, export_run
 from recsys.train.parts.build import build_model, open_source
 from recsys.train.run_files import curves

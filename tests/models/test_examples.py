@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys.ablate.config import load_ablation
+from recsys.ablate import load_ablation
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
 from recsys.embeddings.baselines import TorchEmbeddingBags
@@ -35,7 +35,7 @@ def test_models_compared_under_drift_have_as_many_dense_parameters_as_their_file
     pytestconfig,
 ):
     file = pytestconfig.rootpath / "examples" / "ablation" / "models_drift.toml"
-    cells = load_ablation(file).cells()
+    cells = load_ablation(file).cells
 
     found = {cell.variation: num_dense_parameters(cell.config.model) for cell in cells}
 

@@ -9,12 +9,11 @@ import pytest
 from recsys.pipeline.timeline import Timeline
 from recsys.train.run_files.curves import (
     draw_run,
-    draw_shares,
     draw_timeline,
+    draw_variations,
     plot_timeline,
 )
 from recsys.train.run_files.run_folder import RunFolder
-from recsys.train.run_files.skipping_picture import draw_skipping
 
 
 @pytest.fixture
@@ -25,20 +24,6 @@ def figures(monkeypatch):
         "recsys.train.run_files.curves.as_png", lambda figure: found.append(figure) or b""
     )
     return found
-
-
-def test_shares_of_speed_lie_over_shares_of_memory_in_order_with_their_intervals(figures):
-    points = [(0.5, 1.0, 0.9, 1.1), (0.02, 0.8, 0.7, 0.9)]
-
-    draw_shares({"sequential": points, "lookahead-2": [(0.5, 0.95, 0.9, 1.0)]})
-
-    (axis,) = figures[0].axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines[:2]}
-    assert lines == {"sequential": [[0.02, 0.8], [0.5, 1.0]], "lookahead-2": [[0.5, 0.95]]}
-    corners = axis.collections[0].get_paths()[0].vertices.tolist()
-    assert {(0.02, 0.7), (0.02, 0.9), (0.5, 0.9), (0.5, 1.1)} <= set(map(tuple, corners))
-    assert axis.get_xscale() == "log"
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == list(lines)
 
 
 def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_stage(figures):
@@ -80,49 +65,6 @@ def test_on_a_full_disk_the_error_names_the_file_and_none_is_half(figures, tmp_p
     with pytest.raises(OSError, match=r"No space left on device: '.*timeline\.json'"):
         timeline.write(folder.timeline_file)
     assert not list(tmp_path.iterdir())
-
-
-def test_skipping_is_drawn_from_what_a_run_noted(figures):
-    window = {"step": 100, "stale_rows": {"a": 1, "b": 9}, "drift_by_decile": [None] * 10}
-    later = {"step": 200, "stale_rows": {"a": 0, "b": 2}, "drift_by_decile": [0.1] * 9 + [0.0]}
-    counts = {"num_batches": 100, "num_seen": 1200, "num_kept": 1000, "num_checked": 400}
-    decision = {"step": 120, "from_step": 152, "action": "lowered", "factor": 0.5}
-    decision["paused_until"] = 182
-    skipped = {
-        **{"num_seen": 2200, "num_skipped": 600, "num_checked": 400, "num_stale": 100},
-        "over_time": [{**counts, "num_stale": 100}],
-        "staleness": {"windows": [window, later]},
-        "guard": {"num_decisions": 1, "decisions": [decision]},
-    }
-
-    draw_skipping(skipped, 200)
-    draw_skipping({**skipped, "guard": {"num_decisions": 9, "decisions": [decision]}}, 200)
-
-    share, rows, drift, guard = figures[0].axes
-    dropped, stale = share.lines
-    assert dropped.get_xdata().tolist() == [50, 150]
-    assert dropped.get_ydata().tolist() == pytest.approx([200 / 1200, 0.4])
-    assert stale.get_ydata()[0] == 0.25
-    assert [line.get_label() for line in rows.lines] == ["b", "a"]
-    (of_window,) = drift.lines
-    assert of_window.get_ydata()[:9].tolist() == [0.1] * 9
-    ticks = [text.get_text() for text in drift.get_yticklabels(which="both")]
-    assert "1" in ticks
-    assert not any("$" in text for text in ticks)
-    assert guard.lines[0].get_xdata().tolist() == [0, 152, 182, 200]
-    assert guard.lines[0].get_ydata().tolist() == [1, 0, 0.5, 0.5]
-    assert guard.lines[1].get_xydata().tolist() == [[120, 0.5]]
-    assert figures[1].axes[3].lines[0].get_xdata().tolist() == [152, 182, 200]
-
-
-def test_skipping_without_a_tracker_is_drawn(figures):
-    counts = {"num_seen": 10, "num_skipped": 2, "num_checked": 0, "num_stale": 0}
-    draw_skipping({**counts, "over_time": [], "staleness": None, "guard": None}, 4)
-
-    (share,) = figures[0].axes  # no empty parts
-    (dropped,) = share.lines
-    assert dropped.get_ydata().tolist() == pytest.approx([0.2])
-    assert share.get_ylim() == pytest.approx((0, 0.22))
 
 
 def test_training_is_smoothed_without_being_shifted_or_bent(figures):
@@ -228,3 +170,19 @@ def test_reports_that_jump_are_drawn_as_their_mean(figures):
     smooth = figures[0].axes[0].lines[1].get_ydata()[5:]
     assert smooth.max() - smooth.min() < 0.05
     assert abs(smooth[-1] - 0.5) < 0.03  # not the last report, 0.6
+
+
+def test_a_variation_is_the_mean_of_its_cells_as_far_as_all_were_evaluated(figures):
+    cells = [
+        ("a,b=$1$", [{"num_samples": 10, "auc": 0.5}, {"num_samples": 20, "auc": 0.6}]),
+        ("a,b=$1$", [{"num_samples": 14, "auc": 0.7}]),
+        ("_one", []),
+    ]
+
+    draw_variations(cells)
+
+    (axis,) = figures[0].axes
+    assert [line.get_xydata().tolist() for line in axis.lines] == [[[12, 0.6]]]
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a,b=$1$", "_one"]
+    assert draw_variations(cells[2:]) is None

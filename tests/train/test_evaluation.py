@@ -12,8 +12,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import TrainingDiverged
 from recsys.models.batch_train import BatchTrain
-from recsys.report.page import write_report
-from recsys.report.summary import format_metrics, format_run
+from recsys.report import format_metrics, format_run, write_report
 from recsys.train.judge.evaluation import (
     evaluate_run,
     evaluate_split,
@@ -213,18 +212,6 @@ def test_reports_show_metrics_of_groups_days_and_rankings(tmp_path):
         assert recall in found
         assert "popularity recall at 7" in found
         assert "auc 2014-10-24" not in found  # without negatives no day has an AUC
-
-
-def test_many_days_are_cut_in_text():
-    days = {f"2014-{month:02}-01": 0.5 for month in range(1, 13)}
-    days |= {f"2015-{month:02}-{day:02}": 0.6 for month in range(1, 13) for day in (1, 2)}
-    days["2013-12-31"] = None  # is not shown
-
-    text = format_metrics({"test": {"auc": 0.5, "auc_by_day": days}})
-
-    lines = text.splitlines()
-    assert sum(line.startswith("auc 20") for line in lines) == 31
-    assert lines[-1].split() == ["5", "later", "days:", "run.json"]
 
 
 @pytest.mark.outside_ci

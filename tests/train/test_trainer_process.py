@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from recsys.ablate.config import load_ablation
-from recsys.ablate.run import ablate
+from recsys.ablate import ablate, load_ablation
 from recsys.errors import ConfigError
 from recsys.train.trainer import train
 from recsys.train.trainer_process import train_in_own_process
@@ -54,7 +53,7 @@ def start_ablation(tmp_path, small_settings):
 
 def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
     command, config, folder = start_ablation(35_000)
-    short, long = (folder / "cells" / cell.name for cell in config.cells())
+    short, long = (folder / "cells" / cell.name for cell in config.cells)
 
     command.process.kill()
     command.end()
@@ -82,7 +81,7 @@ def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_ot
     start_ablation,
 ):
     command, config, folder = start_ablation(300_000)  # more than are trained before the signal
-    short, long = (folder / "cells" / cell.name for cell in config.cells())
+    short, long = (folder / "cells" / cell.name for cell in config.cells)
 
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: all of the foreground
     printed, said = command.end()
@@ -98,7 +97,7 @@ def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_ot
 
 def test_sigterm_ends_a_cell_with_a_checkpoint_from_which_it_continues(start_ablation):
     command, config, folder = start_ablation(35_000)
-    _, long = (folder / "cells" / cell.name for cell in config.cells())
+    _, long = (folder / "cells" / cell.name for cell in config.cells)
 
     for _ in range(2):
         command.process.terminate()
@@ -157,8 +156,7 @@ def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from recsys.ablate import ablate\n"
-        "from recsys.ablate.config import load_ablation\n"
+        "from recsys.ablate import ablate, load_ablation\n"
         f"config = load_ablation(Path('ablation.toml'), {small_settings[1::2]})\n"
         "ablate(config, 'out')\n"
     )

@@ -1,16 +1,15 @@
-"""Pictures: loss and AUC over a run, its timeline, and speed over fast memory."""
+"""Pictures: loss and AUC over a run, its timeline, and the AUC of an ablation's variations."""
 
 from __future__ import annotations
 
-import textwrap
 from contextlib import contextmanager
 from io import BytesIO
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recsys._support.files import appearing_whole
-from recsys.pipeline.stalls import stage_title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,9 +27,8 @@ __all__ = [
     "as_png",
     "count_samples",
     "draw_run",
-    "draw_shares",
     "draw_timeline",
-    "in_lines",
+    "draw_variations",
     "line_styles",
     "picture_style",
     "plot_curves",
@@ -44,7 +42,6 @@ _DASHES = ("-", "--", ":", "-.")
 _STEPS_SHOWN = 10
 _HIDDEN = 10  # a tenth of the losses may lie above the picture
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
-_LETTERS_OF_SHARES = 50  # of a line in the legend of `draw_shares`
 
 
 def plot_curves(folder: RunFolder) -> None:
@@ -107,35 +104,42 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
         return as_png(figure)
 
 
-def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> bytes:
-    """PNG of the share of speed over the share of memory, a line with intervals per schedule.
+def draw_variations(cells: Sequence[tuple[str, Sequence[Mapping[str, float]]]]) -> bytes | None:
+    """PNG of the AUC of an ablation over samples, a line for each variation; None if empty.
+
+    A line is the mean over the cells of a variation, evaluation by evaluation, as far as all of
+    them have one. It begins in a point, which is all that is seen of a single evaluation.
 
     Args:
-        curves: By schedule, its points: share of memory, share of speed, and the two ends of the
-            interval of the share of speed.
+        cells: The variation and the evaluations of each cell, with `num_samples` and `auc`.
     """
+    by_variation: dict[str, list[Sequence[Mapping[str, float]]]] = {}
+    for variation, evaluations in cells:
+        by_variation.setdefault(variation, []).append(evaluations)
+    means = {
+        variation: [
+            (fmean(each["num_samples"] for each in same), fmean(each["auc"] for each in same))
+            for same in zip(*curves, strict=False)
+        ]
+        for variation, curves in by_variation.items()
+    }
+    if not any(means.values()):
+        return None
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.lines import Line2D
 
-    percent = FuncFormatter(lambda share, _: f"{100 * share:g} %")
-    styles = line_styles(curves)
+    styles = line_styles(means)
     with picture_style():
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(9, 4 + 0.2 * len(means)), layout="constrained")
         axis = figure.subplots()
-        for name, points in curves.items():
-            memory, speed, low, high = zip(*sorted(points), strict=True)
-            label = in_lines(name, _LETTERS_OF_SHARES)
-            axis.plot(memory, speed, **styles[name], label=label, marker="o", markersize=3)
-            axis.fill_between(memory, low, high, color=styles[name]["color"], alpha=0.15)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(percent)
-        axis.yaxis.set_major_formatter(percent)
-        axis.set_xlabel("fast memory, as share of all rows and their state")
-        axis.set_ylabel("speed, as share of that with every row resident")
-        axis.legend()
+        for variation, points in means.items():
+            if points:
+                axis.plot(*zip(*points, strict=True), **styles[variation], marker="o", markersize=3)
+        count_samples(axis)
+        axis.set_ylabel("AUC")
+        # With explicit labels: matplotlib skips artists whose labels begin with _.
+        handles = [Line2D([], [], **style) for style in styles.values()]
+        figure.legend(handles, list(styles), loc="outside lower left")
         return as_png(figure)
 
 
@@ -145,6 +149,8 @@ def draw_timeline(timeline: Timeline) -> bytes | None:
     if not tracks:
         return None
     from matplotlib.figure import Figure
+
+    from recsys.pipeline.stalls import stage_title
 
     names = dict.fromkeys(name for spans in tracks.values() for name, _, _ in spans)
     colors = {name: f"C{number % _NUM_COLORS}" for number, name in enumerate(names)}
@@ -230,13 +236,6 @@ def line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
         }
         for number, name in enumerate(names)
     }
-
-
-def in_lines(name: str, width: int) -> str:
-    """A name in lines of at most `width` letters, divided after commas where it has some."""
-    if len(name) <= width:
-        return name
-    return textwrap.fill(name.replace(",", ", "), width, break_on_hyphens=False)
 
 
 @contextmanager

@@ -1,0 +1,408 @@
+"""Ablations: one configuration in variations, each trained with several seeds.
+
+The file of an ablation is a base configuration and the table `[ablate]`:
+
+    [ablate]
+    seeds = [0, 1, 2]
+    target_auc = 0.70              # optional: measure the training time to this AUC
+    target_split = "test"          # split of that AUC; default "test"
+    eval_every_samples = 4096      # training samples between evaluations; default 4096
+    baseline = "none"              # optional: compare all others with this variation, in pairs
+    late_share = 0.25              # optional: mean quality over this last share of the training
+
+    [[ablate.variations]]          # named sets of keys, ...
+    name = "sgd"
+    optimizer.lr = 0.1
+
+    [ablate.grid]                  # ... crossed with every combination of these values
+    embeddings = ["torch", "fbgemm"]
+
+Variations or grid may be left out, but not both. All other keys are those of `recsys train`.
+
+A cell is one training run: a variation with a seed, in DIR/cells/<variation>-seed<k>. All
+variations run with the first seed, then all with the second, and so on. A finished cell is not run
+again, and one that was stopped continues from its checkpoint. So a stopped ablation continues where
+it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from recsys._support.config_fields import build, build_with_file, check_fields
+from recsys._support.config_fields import key as _key
+from recsys._support.files import alone_in
+from recsys._support.machine import describe_environment
+from recsys._support.nested_keys import flat
+from recsys.config import build_config, describe_config, put_key, read_tree
+from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
+from recsys.report import make_differences, make_rows, write_report
+from recsys.train.run_files.run_folder import RunFolder, write_json
+from recsys.train.trainer_process import train_in_own_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from recsys.config import TrainConfig
+
+__all__ = ["AblationConfig", "AblationKeys", "Cell", "ablate", "load_ablation"]
+
+_MOST_VARIATIONS = 10_000
+_TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationKeys:
+    """The keys of the table `[ablate]`, without variations and grid."""
+
+    seeds: tuple[int, ...] = _key((), "seeds of every variation, in the order in which they run")
+    target_auc: float = _key(0.0, "measure the training time to it; 0: none", least=0, most=1)
+    target_split: str = _key("test", "split of that AUC", choices=("validation", "test"))
+    eval_every_samples: int = _key(4096, "training samples between two evaluations", least=1)
+    baseline: str = _key("", "variation with which the others are compared; empty: none")
+    late_share: float = _key(
+        0.0, "last share of the training over which quality is averaged; 0: none", least=0, most=1
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ConfigError(
+                f"seeds must be a list of distinct integers of at least 0, got {list(self.seeds)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training run of an ablation.
+
+    Attributes:
+        name: Name of its folder.
+        variation: Name of its variation.
+        seed: Seed of the initial values and of the order of samples.
+        config: The whole configuration.
+    """
+
+    name: str
+    variation: str
+    seed: int
+    config: TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationConfig:
+    """A base configuration, its variations and their seeds.
+
+    Attributes:
+        keys: The keys of the table `[ablate]`.
+        base: Nested keys of the base configuration.
+        variations: The values that each variation sets, by its name and by dotted key. A
+            combination of the grid is named `key=value`, joined by commas; a list is written
+            `[8;4]`.
+        cells: Every variation with the first seed, then with the next seed.
+    """
+
+    keys: AblationKeys
+    base: Mapping[str, Any]
+    variations: Mapping[str, Mapping[str, Any]]
+    cells: Sequence[Cell]
+
+
+def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
+    """Read the file of an ablation and apply `key=value` settings.
+
+    Raises:
+        ConfigError: a key is unknown, is set in two places, or has a wrong value.
+    """
+    tree, others = read_tree(file, settings), read_tree(None, settings)
+    return build_with_file(partial(_build_ablation, settings=settings), tree, others, file)
+
+
+def _build_ablation(tree: Mapping[str, Any], settings: Sequence[str]) -> AblationConfig:
+    table = tree.get("ablate")
+    if not isinstance(table, dict):
+        raise ConfigError("there is no table [ablate]; it needs seeds, and variations or a grid")
+    table, base = dict(table), {key: value for key, value in tree.items() if key != "ablate"}
+    variations = _variations(table.pop("variations", []), table.pop("grid", {}))
+    keys = build(AblationKeys, table, "ablate.")
+    if keys.baseline and (keys.baseline not in variations or len(variations) < 2):
+        raise ConfigError(
+            f"ablate.baseline must name one of two or more variations, got {keys.baseline!r}; "
+            f"the variations are {list(variations)[:20]}"
+        )
+    for key in _TARGET_KEYS.values():
+        if key in table and not keys.target_auc:
+            raise ConfigError(f"ablate.{key} means nothing without ablate.target_auc; drop it")
+    decided = {"seed": "seeds"} | (_TARGET_KEYS if keys.target_auc else {})
+    for place, found in {"the base configuration": flat(base), **variations}.items():
+        for key in decided.keys() & found:
+            raise ConfigError(f"{place} sets {key}, which ablate.{decided[key]} sets; drop {key}")
+    for setting in settings:
+        for variation, found in variations.items():
+            if any(_overlap(setting.partition("=")[0].strip(), key) for key in found):
+                raise ConfigError(
+                    f"--set {setting} has no effect: variation {variation!r} sets this key; "
+                    "drop the setting, or change the variation"
+                )
+    cells = [
+        Cell(
+            name=re.sub(r"[^\w.=,+\[\]-]", "_", f"{name}-seed{seed}"),
+            variation=name,
+            seed=seed,
+            config=_cell_config(keys, {**base, "seed": seed}, name, values),
+        )
+        for seed in keys.seeds
+        for name, values in variations.items()
+    ]
+    return AblationConfig(keys=keys, base=base, variations=variations, cells=cells)
+
+
+def _cell_config(
+    keys: AblationKeys, base: Mapping[str, Any], name: str, values: Mapping[str, Any]
+) -> TrainConfig:
+    # One model per cell would fill the disk, so models are saved only on request.
+    tree = deepcopy({"save_model": False, **base})
+    try:
+        for key, value in values.items():
+            put_key(tree, key, value)
+        config = build_config(tree)
+    except ConfigError as error:
+        raise ConfigError(f"variation {name!r}: {error}") from None
+    if not keys.target_auc:
+        return config
+    every_steps = max(1, keys.eval_every_samples // config.batch_size)
+    evaluation = replace(config.eval, every_steps=every_steps, split=keys.target_split)
+    return replace(config, eval=evaluation)
+
+
+def _variations(named: Any, grid: Any) -> dict[str, dict[str, Any]]:
+    """The values of every named variation with every combination of the grid, by name."""
+    if not isinstance(named, list) or not isinstance(grid, dict) or not (named or grid):
+        raise ConfigError(
+            "ablate needs [[ablate.variations]] or [ablate.grid]; for the base configuration "
+            'alone, write one variation with nothing but name = "base"'
+        )
+    for entry in named:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
+            raise ConfigError(
+                "a variation needs a name of letters, digits and any of . _ + -, "
+                f"got {name!r} in {entry!r}"
+            )
+    grid = flat(grid)
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"ablate.grid.{key} must be a list of values, got {values!r}")
+    num_variations = max(len(named), 1) * prod(map(len, grid.values()))
+    if num_variations > _MOST_VARIATIONS:
+        raise ConfigError(
+            f"ablate must have at most {_MOST_VARIATIONS} variations, got {num_variations} "
+            "combinations of [[ablate.variations]] and [ablate.grid]; shorten the lists of the grid"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for entry in named or [{"name": ""}]:
+        own = flat({key: value for key, value in entry.items() if key != "name"})
+        for key in grid:
+            if any(_overlap(key, other) for other in own):
+                raise ConfigError(f"{key} is set by variation {entry['name']!r} and by the grid")
+        for values in product(*grid.values()):
+            pairs = [  # commas and = separate keys in a name
+                f"{key}={str(value).translate(str.maketrans(',=', ';:', ' '))}"
+                for key, value in zip(grid, values, strict=True)
+            ]
+            name = ",".join(filter(None, [entry["name"], *pairs]))
+            if name in found:
+                raise ConfigError(f"names of variations must be distinct, got {name!r} twice")
+            found[name] = own | flat(dict(zip(grid, values, strict=True)))
+    return found
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether two dotted keys are equal, or one is a table that contains the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def ablate(
+    config: AblationConfig,
+    out_dir: str | Path,
+    *,
+    show_progress: bool = True,
+    run_cell: Callable[..., Any] = train_in_own_process,
+) -> dict[str, Any]:
+    """Run the cells that are not finished, one after the other, and tabulate all cells.
+
+    Every cell is trained in a new process, which imports the main script. A script that calls this
+    function must do its work under `if __name__ == "__main__":`.
+
+    Args:
+        config: The cells.
+        out_dir: A new folder, or the folder of the same ablation, which is continued. It gets
+            `cells/`, and anew after every cell `ablate.json`, `report.html`, `table.md` and
+            `table.csv`.
+        show_progress: Print the name of every cell and draw its progress bar.
+        run_cell: Trains one configuration into a folder, as `train_in_own_process` does.
+
+    Returns:
+        The record, as in `ablate.json`. Its `status` is "finished", or "unfinished" after Ctrl-C.
+        Ctrl-C ends the cell in training, which then counts as not run.
+
+    Raises:
+        AlreadyExists: the folder holds something else, or a cell with another configuration or with
+            other data.
+        ConfigError: a cell cannot be trained, a file of a cell is damaged, or another process is at
+            work in the folder.
+        StoreError: the data does not exist.
+    """
+    from recsys.train.parts.build import describe_source, open_source
+
+    folder = Path(out_dir)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "cells").is_dir():
+        raise AlreadyExists(
+            f"{folder} is neither empty nor an ablation's folder: it has no cells/; "
+            "choose another with --run"
+        )
+    # Missing data raises here, before anything is written.
+    sources = {(cell.config.data, cell.config.synthetic): cell.config for cell in config.cells}
+    data = {key: describe_source(open_source(tried)) for key, tried in sources.items()}
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    with alone_in(folder, "recsys ablate"):
+        found = {
+            cell.name: _finished(
+                config, folder, cell, data[cell.config.data, cell.config.synthetic]["fingerprint"]
+            )
+            for cell in config.cells
+        }
+        try:
+            for number, cell in enumerate(config.cells, 1):
+                if found[cell.name] is not None:
+                    continue
+                if show_progress:
+                    sys.stderr.write(f"cell {number} of {len(config.cells)}: {cell.name}\n")
+                _train(folder, cell, run_cell, show_progress=show_progress)
+                found[cell.name] = _finished(config, folder, cell)
+                if found[cell.name] is None:
+                    break  # Ctrl-C ended a cell that `run_cell` trained in this process
+                # A finished cell is not run again, so it needs no checkpoints.
+                shutil.rmtree(folder / "cells" / cell.name / "checkpoints", ignore_errors=True)
+                _tabulate(config, folder, found)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            record = _tabulate(config, folder, found)
+    return record
+
+
+def _finished(
+    config: AblationConfig, folder: Path, cell: Cell, fingerprint: str | None = None
+) -> dict[str, Any] | None:
+    """A cell that finished or diverged, as in `ablate.json`; None if the cell must be run.
+
+    A cell that diverged would diverge again with the same seed.
+
+    Raises:
+        AlreadyExists: it was run with another configuration, or with data of another fingerprint.
+        ConfigError: its record or its history is damaged, or the history is incomplete.
+    """
+    run = RunFolder(folder / "cells" / cell.name)
+    record = run.read_record() if run.record_file.is_file() else {}
+    if record.get("status") not in ("finished", "diverged"):
+        return None
+    now = flat(json.loads(json.dumps(describe_config(cell.config))))
+    then = flat(record["config"])
+    different = sorted(key for key in now | then if now.get(key) != then.get(key))
+    if fingerprint not in (None, record["data"].get("fingerprint")):
+        different.append("data.fingerprint")
+    if different:
+        raise AlreadyExists(
+            f"cell {cell.name} was run with other values of {', '.join(different)}; remove "
+            f"{run.path} to run it again, or choose another folder with --run"
+        )
+    split, keys = cell.config.eval.split, config.keys
+    curve = [
+        {"num_samples": entry["num_samples"], "train_seconds": entry["train_seconds"]}
+        | {metric: entry[split][metric] for metric in ("auc", "logloss")}
+        for entry in run.read_history()
+        if entry.get(split) and entry[split]["auc"] is not None
+    ]
+    num_samples = record["throughput"]["num_samples"]
+    is_whole = bool(curve) and curve[-1]["num_samples"] == num_samples
+    if record["status"] == "finished" and (keys.target_auc or keys.late_share) and not is_whole:
+        raise ConfigError(
+            f"cell {cell.name} is finished, but {run.history_file} lacks an AUC of the {split} "
+            f"split after its last step; remove {run.path} to run it again"
+        )
+    reached = [point for point in curve if point["auc"] >= (keys.target_auc or 2)]
+    # Rounded: (1 - 0.7) * 20 is above 6. The last evaluation of a step counts.
+    begin = round((1 - keys.late_share) * num_samples, 6)
+    late = {point["num_samples"]: point for point in curve if point["num_samples"] >= begin}
+    of_late: dict[str, Any] = {"split": split, "num_evaluations": len(late)}
+    for metric in ("auc", "logloss") if late else ():
+        of_late[metric] = fmean(point[metric] for point in late.values())
+    return {
+        "name": cell.name,
+        "variation": cell.variation,
+        "seed": cell.seed,
+        "seconds_to_target_auc": reached[0]["train_seconds"] if reached else None,
+        "samples_to_target_auc": reached[0]["num_samples"] if reached else None,
+        "late": of_late if keys.late_share else None,
+        "curve": curve,
+        "run": record,
+    }
+
+
+def _train(folder: Path, cell: Cell, run_cell: Callable[..., Any], *, show_progress: bool) -> None:
+    """Train a cell; one that was stopped continues from its checkpoint."""
+    from recsys.train.checkpoint import newest
+
+    run = RunFolder(folder / "cells" / cell.name)
+    options = {"show_progress": show_progress}
+    try:
+        has_config = run.config_file.is_file() and run.read_config() == cell.config
+        if has_config and newest(run.checkpoints_folder) is not None:
+            options["resume"] = True
+        else:
+            shutil.rmtree(run.path, ignore_errors=True)
+        run_cell(cell.config, run.path, **options)
+    except TrainingDiverged as error:
+        sys.stderr.write(f"cell {cell.name} diverged: {error}\n")
+    except RecsysError as error:
+        raise type(error)(f"cell {cell.name}: {error}") from error
+
+
+def _tabulate(
+    config: AblationConfig, folder: Path, found: Mapping[str, dict[str, Any] | None]
+) -> dict[str, Any]:
+    """Write `ablate.json`, the page and the tables; returns the record."""
+    cells = [cell for cell in found.values() if cell is not None]
+    environments = [cell["run"]["environment"] for cell in cells] or [describe_environment()]
+    described = asdict(config.keys) | {"variations": config.variations, "base": config.base}
+    record = {
+        "command": " ".join(["recsys", *sys.argv[1:]]),
+        "status": "finished" if len(cells) == len(config.cells) else "unfinished",
+        "environment": {
+            key: value
+            if all(of.get(key) == value for of in environments)
+            else [of.get(key) for of in environments]
+            for key, value in environments[0].items()
+        },
+        "config": described,
+        "num_cells": len(config.cells),
+        "cells": cells,
+        "rows": make_rows(cells, described),
+    }
+    if config.keys.baseline:
+        record["differences"] = make_differences(cells, described)
+    write_json(folder / "ablate.json", record)
+    write_report(folder)
+    return record

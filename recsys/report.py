@@ -1,0 +1,619 @@
+"""Results of runs and of ablations as a person reads them: text, tables, and one HTML page each.
+
+    format_run          what `recsys train` prints at its end, and a run's page shows
+    format_ablation     what `recsys ablate` prints at its end, and `table.md` holds
+    write_report        `report.html` of a run or an ablation, from the template `page.html`
+
+Two cells of an ablation with the same seed begin with the same values and see the samples in the
+same order. So their difference varies less than their results do. `make_differences` compares
+variations with a baseline in pairs of cells with equal seeds. The n differences, one for each seed,
+give a mean and its 95 % interval:
+
+    difference     mean of (variation - baseline) +- t * s / sqrt(n)
+    ratio          the same of log(variation / baseline), as a factor: a geometric mean
+
+The interval holds the true mean in 95 % of cases if the differences are independent draws from one
+normal distribution. s is the standard deviation of the sample (n - 1), and t the 97.5 % quantile of
+Student's t with n - 1 degrees of freedom.
+
+Imports no PyTorch, so that the command line can refuse a folder at once.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys._support.files import appearing_whole, as_argument
+from recsys._support.nested_keys import flat
+from recsys._support.sizes import format_bytes
+from recsys.config import EvalConfig, TrainConfig, describe_config
+from recsys.errors import ConfigError, RecsysError
+from recsys.train.run_files.curves import draw_run, draw_variations
+from recsys.train.run_files.run_folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "METRICS",
+    "column_title",
+    "format_ablation",
+    "format_metrics",
+    "format_number",
+    "format_run",
+    "format_unknown",
+    "make_differences",
+    "make_rows",
+    "write_report",
+]
+
+_METRICS_OF_RUNS = (
+    "auc",
+    "auc_standard_error",
+    "logloss",
+    "normalized_entropy",
+    "calibration",
+    "accuracy",
+    "num_samples",
+    "gauc",
+    "num_groups",
+    "num_groups_left_out",
+    "recall_at_k",
+    "recall_standard_error",
+    "popularity_recall_at_k",
+    "ndcg_at_k",
+    "ndcg_standard_error",
+    "popularity_ndcg_at_k",
+    "num_rankings",
+    "num_unknown_items",
+)
+_LEARNED_LITTLE = 0.99  # the normalized entropy of the mean label is 1
+
+
+# Runs
+
+
+def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Table with a line per metric that has a value and a column per part of the data."""
+    measured = {split: values for split, values in metrics.items() if values is not None}
+    if not measured:
+        return "no evaluation was made, or the run diverged"
+    parts = list(measured.values())
+    k = next((part["ranking_k"] for part in parts if "ranking_k" in part), "k")
+    days = sorted({day for part in parts for day in part.get("auc_by_day", ())})
+    found = {name: [part.get(name) for part in parts] for name in _METRICS_OF_RUNS}
+    found |= {f"auc {day}": [part.get("auc_by_day", {}).get(day) for part in parts] for day in days}
+    rows = {
+        name.replace("at_k", f"at {k}").replace("_", " "): values
+        for name, values in found.items()
+        if name == "auc" or set(values) != {None}
+    }
+    width = max(20, *(len(title) + 2 for title in rows))
+    lines = [
+        f"{title:<{width}}" + "".join(f"{_metric(value):>14}" for value in values)
+        for title, values in rows.items()
+    ]
+    lines.insert(0, " " * width + "".join(f"{split:>14}" for split in measured))
+    errors = [part["max_auc_error"] for part in parts if part.get("max_auc_error")]
+    if errors:
+        lines.append(f"auc was counted in bins; it is wrong by at most {max(errors):.1e}")
+    return "\n".join(lines)
+
+
+def _metric(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def format_unknown(unknown: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """A line for each part with values that have no row of their own; empty if there are none.
+
+    Args:
+        unknown: How many, by part of the data and column.
+    """
+    return [
+        f"{part}: values without a row of their own, which share row 0: "
+        f"{', '.join(f'{column} {count:,}' for column, count in columns.items())}"
+        for part, columns in unknown.items()
+    ]
+
+
+def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
+    """The text that `recsys train` prints at its end.
+
+    Args:
+        record: `run.json`.
+        run_dir: The folder of the run.
+    """
+    from recsys.pipeline.stalls import format_stalls
+
+    config, throughput, data = record["config"], record["throughput"], record["data"]
+    model, optimizer, sizes = config["model"], config["optimizer"], data["table_sizes"]
+    dims = {table: model["table_dims"].get(table, model["embedding_dim"]) for table in sizes}
+    num_bytes = sum(4 * size * dims[table] for table, size in sizes.items())
+    rate, peak = throughput["samples_per_second"], record["peak_memory_bytes"]
+    processes, skipped = record.get("processes"), record.get("skipped")
+    lines = [*_outcome(record, run_dir), format_metrics(record["metrics"])]
+    if ((record["metrics"]["test"] or {}).get("normalized_entropy") or 0) > _LEARNED_LITTLE:
+        lines.append(
+            "Predictions are hardly better, or worse, than the mean label for all. Try --set "
+            "optimizer.name=adagrad --set optimizer.lr=0.03, or more epochs; if only the loss in "
+            "training falls, fewer."
+        )
+    if data.get("best_auc") is not None:
+        lines.append(f"{'best AUC possible':<20}{_metric(data['best_auc']):>14}")
+    facts = {
+        "data": f"{data['name']}, {data['num_samples']:,} samples",
+        "model": model["name"],
+        "tables": f"{len(sizes)}, {sum(sizes.values()):,} rows of "
+        f"{', '.join(map(str, sorted(set(dims.values()))))}: {format_bytes(num_bytes)}, "
+        f"embeddings {config['embeddings']}",
+        "recipe": f"{optimizer['name']} {optimizer['lr']:g}, B={config['batch_size']}, "
+        f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}, seed {config['seed']}",
+        "samples/s": "-" if rate is None else f"{rate:,.0f}",
+        "training": f"{throughput['num_samples']:,} samples in {throughput['train_seconds']:.1f} "
+        f"s; evaluation took {record['stalls']['evaluate_seconds']:.1f} s more",
+        **_tiers(record["tiers"], config["budget"]),
+        **_skipping(skipped),
+        "peak memory": "-" if peak is None else format_bytes(peak),
+        "saved": f"{run_dir}/: {', '.join(sorted(file.name for file in run_dir.iterdir()))}",
+    }
+    if processes is not None:
+        facts["processes"] = (
+            f"{processes['num_ranks']}; tiers, stages and memory are those of the first process"
+        )
+    stalls = format_stalls(
+        record["stalls"],
+        is_alone=processes is None,
+        follows_rows=skipped is not None and skipped["staleness"] is not None,
+    )
+    lines += ["", *(f"{name:<20}{text}" for name, text in facts.items()), "", stalls]
+    return "\n".join(lines)
+
+
+def _outcome(record: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Why a run ended before its last step, and how to go on from there; empty if it did not."""
+    folder, stopped = as_argument(run_dir), record.get("stopped_early")
+    lines = []
+    if record["status"] != "finished":
+        lines.append(
+            f"{record['status']} at step {record['throughput']['num_steps']:,}; metrics, if there "
+            "are any, are those of the last evaluation"
+        )
+    if record["status"] == "interrupted" and record["checkpoints"] is not None:
+        lines.append(f"continue it by: recsys train --run {folder} --resume")
+    if stopped is not None:
+        reason = f"{stopped.get('callback') or 'a callback'} asked for it"
+        if stopped.get("metric") is not None:
+            reason = (
+                f"the best {stopped['metric']} on the {stopped['split']} split was "
+                f"{stopped['best']:.4f} at step {stopped['best_step']:,}; the model is that of the "
+                "last step"
+            )
+        lines.append(f"stopped early at step {stopped['step']:,}: {reason}")
+    return lines
+
+
+def _tiers(tiers: Mapping[str, Any] | None, budget: str) -> dict[str, str]:
+    """Fast memory, hit rates and bytes moved; empty if all rows were resident."""
+    if tiers is None:
+        return {}
+    return {
+        "tiers": f"{format_bytes(tiers['hot_bytes'])} hot"
+        f"{f' of budget {budget}' if budget else ''}, "
+        f"{tiers['num_slots']:,} of {tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
+        "hits": f"{tiers['lookup_hit_rate']:.1%} of lookups, {tiers['unique_hit_rate']:.1%} of "
+        "distinct rows",
+        "moved": f"{format_bytes(tiers['fetched_bytes'])} fetched, "
+        f"{format_bytes(tiers['written_back_bytes'])} written back; "
+        f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",
+    }
+
+
+def _skipping(skipped: Mapping[str, Any] | None) -> dict[str, str]:
+    """What a policy of skipping left out; empty without one. `run.json` says more."""
+    if skipped is None:
+        return {}
+    num_seen, guard = skipped["num_seen"], skipped["guard"]
+    facts = {
+        "skipped": f"{skipped['share_skipped']:.1%} of {num_seen:,} samples and "
+        f"{skipped['share_lookups_left_out']:.1%} of the updates by {skipped['policy']['name']}; "
+        f"{num_seen - skipped['num_skipped']:,} samples trained on"
+    }
+    if guard is not None:
+        facts["guard"] = f"windows: {guard['num_windows']:,}, decisions: {guard['num_decisions']:,}"
+    return facts
+
+
+# Ablations
+
+# By metric: its name for readers, and the format of its values.
+METRICS = {
+    "auc": ("test AUC", "{:.4f}"),
+    "logloss": ("test logloss", "{:.4f}"),
+    "validation_auc": ("validation AUC", "{:.4f}"),
+    "normalized_entropy": ("test normalized entropy", "{:.4f}"),
+    "calibration": ("test calibration", "{:.4f}"),
+    "gauc": ("test GAUC", "{:.4f}"),
+    "recall_at_k": ("test recall at {ranking_k}", "{:.4f}"),
+    "ndcg_at_k": ("test NDCG at {ranking_k}", "{:.4f}"),
+    "popular_auc": ("AUC of popular test samples", "{:.4f}"),
+    "popular_logloss": ("logloss of popular test samples", "{:.4f}"),
+    "popular_calibration": ("calibration of popular test samples", "{:.4f}"),
+    "late_auc": ("{late_split} AUC, last {late_percent} % of training", "{:.4f}"),
+    "late_logloss": ("{late_split} logloss, last {late_percent} % of training", "{:.4f}"),
+    "train_seconds": ("seconds of training", "{:.1f}"),
+    "throughput": ("samples/s", "{:,.0f}"),
+    "num_trained": ("samples trained on", "{:,.0f}"),
+    "skipped_share": ("share skipped", "{:.4f}"),
+    "updates_left_out_share": ("share of updates left out", "{:.4f}"),
+    "fast_memory_mib": ("MiB of fast memory", "{:,.1f}"),
+    "lookup_hit_rate": ("lookup hit rate", "{:.4f}"),
+    "unique_hit_rate": ("unique hit rate", "{:.4f}"),
+    "moved_mib": ("MiB moved", "{:,.0f}"),
+    "seconds_to_target_auc": ("seconds to {target_split} AUC {target_auc}", "{:.2f}"),
+}
+_ALWAYS = ("auc", "logloss", "throughput")
+_WITH_RATIOS = ("train_seconds", "throughput", "num_trained", "seconds_to_target_auc")
+
+
+def _values(cell: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics of a cell of `ablate.json`; None where it has no value, or diverged."""
+    run = cell["run"]
+    if run["status"] != "finished":
+        return dict.fromkeys(METRICS)
+    throughput, tiers, skipped = run["throughput"], run.get("tiers"), run.get("skipped") or {}
+    test, validation, popular = (
+        run["metrics"].get(part) or {} for part in ("test", "validation", "test_popular")
+    )
+    found = {metric: test.get(metric) for metric in METRICS}
+    found |= {f"popular_{name}": popular.get(name) for name in ("auc", "logloss", "calibration")}
+    found |= {f"late_{name}": (cell.get("late") or {}).get(name) for name in ("auc", "logloss")}
+    if tiers is not None:
+        moved = tiers["fetched_bytes"] + tiers["written_back_bytes"]
+        found |= {name: tiers[name] for name in ("lookup_hit_rate", "unique_hit_rate")}
+        found |= {"fast_memory_mib": tiers["hot_bytes"] / 2**20, "moved_mib": moved / 2**20}
+    return found | {
+        "validation_auc": validation.get("auc"),
+        "train_seconds": throughput["train_seconds"],
+        "throughput": throughput["samples_per_second"],
+        "num_trained": throughput.get("num_trained_samples") or throughput["num_samples"],
+        "skipped_share": skipped.get("share_skipped"),
+        "updates_left_out_share": skipped.get("share_lookups_left_out") or None,
+        "seconds_to_target_auc": cell["seconds_to_target_auc"],
+    }
+
+
+def column_title(metric: str, config: Mapping[str, Any]) -> str:
+    """The name of a metric for readers.
+
+    Args:
+        metric: The metric.
+        config: As in `ablate.json`.
+    """
+    evaluation = config["base"].get("eval", {})
+    return METRICS[metric][0].format(
+        target_split=config["target_split"],
+        target_auc=config["target_auc"],
+        late_split=config["target_split"]
+        if config["target_auc"]
+        else evaluation.get("split", EvalConfig().split),
+        late_percent=f"{100 * (config.get('late_share') or 0):g}",
+        ranking_k=evaluation.get("ranking_k", EvalConfig().ranking_k),
+    )
+
+
+def format_number(metric: str, value: float | None, kind: str = "") -> str:
+    """Value of a metric for readers.
+
+    Args:
+        metric: The metric.
+        value: The value.
+        kind: "difference" or "ratio" for a comparison of two values.
+    """
+    if value is None:
+        return "-"
+    if kind == "difference":
+        return METRICS[metric][1].replace("{:", "{:+").replace(".4f", ".5f").format(value)
+    return f"{value:.3f}" if kind == "ratio" else METRICS[metric][1].format(value)
+
+
+def make_rows(
+    cells: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A row for every variation and metric that some cell has a value of.
+
+    Args:
+        cells: As in `ablate.json`.
+        config: As in `ablate.json`.
+
+    Returns:
+        Rows with `variation`, `metric`, `mean`, `std` (sample standard deviation; None for a single
+        value), `min`, `max`, `num_runs` with a value, `num_cells`, and `values`, one per cell in
+        the order of `cells`. Cells have no value that diverged or never reached the target.
+    """
+    found = [(cell["variation"], _values(cell)) for cell in cells]
+    rows = []
+    for variation in config["variations"]:
+        own = [values for name, values in found if name == variation]
+        for metric in METRICS if own else ():
+            values = [values[metric] for values in own]
+            known = [value for value in values if value is not None]
+            if metric in _ALWAYS or any(values[metric] is not None for _, values in found):
+                rows.append(
+                    {
+                        "variation": variation,
+                        "metric": metric,
+                        "mean": fmean(known) if known else None,
+                        "std": stdev(known) if len(known) > 1 else None,
+                        "min": min(known, default=None),
+                        "max": max(known, default=None),
+                        "num_runs": len(known),
+                        "num_cells": len(own),
+                        "values": values,
+                    }
+                )
+    return rows
+
+
+def make_differences(
+    cells: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Every other variation compared with the baseline, metric by metric.
+
+    Args:
+        cells: As in `ablate.json`.
+        config: As in `ablate.json`, with a `baseline`.
+
+    Returns:
+        One entry per variation, metric and `kind` ("difference", and "ratio" for times, rates and
+        samples trained on) with a pair of values: `seeds` with a cell of both variations; `values`
+        of the pairs by seed, None where one of the two has no value; `num_pairs` with a value;
+        their `mean` and its 95 % interval, `low` to `high`, None for a single pair.
+    """
+    found = {(cell["variation"], cell["seed"]): _values(cell) for cell in cells}
+    baseline = config["baseline"]
+    entries = []
+    for variation in config["variations"]:
+        seeds = [seed for name, seed in found if name == variation and (baseline, seed) in found]
+        for metric in METRICS if variation != baseline else ():
+            pairs = [
+                (found[variation, seed][metric], found[baseline, seed][metric]) for seed in seeds
+            ]
+            for kind in ("difference", "ratio") if metric in _WITH_RATIOS else ("difference",):
+                entry = _compare(kind, pairs)
+                if entry["num_pairs"]:
+                    head = {"variation": variation, "baseline": baseline, "metric": metric}
+                    entries.append(head | {"kind": kind, "seeds": seeds} | entry)
+    return entries
+
+
+def _compare(kind: str, pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
+    """The values of pairs of cells, their mean and its interval."""
+    is_ratio = kind == "ratio"
+    values = [
+        None
+        if one is None or other is None or (is_ratio and min(one, other) <= 0)
+        else (one / other if is_ratio else one - other)
+        for one, other in pairs
+    ]
+    known = [np.log(value) if is_ratio else value for value in values if value is not None]
+    ends = [np.mean(known)] if known else []
+    if len(known) > 1:
+        half = _t_quantile(len(known) - 1) * np.std(known, ddof=1) / np.sqrt(len(known))
+        ends += [ends[0] - half, ends[0] + half]
+    mean, low, high = [*map(float, np.exp(ends) if is_ratio else ends), None, None, None][:3]
+    return {"values": values, "num_pairs": len(known), "mean": mean, "low": low, "high": high}
+
+
+@cache
+def _t_quantile(num_free: int) -> float:
+    """The t for which Student's t lies in [-t, t] with a probability of 95 %.
+
+    With t = sqrt(n) * tan(angle), the density of the angle is proportional to cos(angle)^(n - 1).
+    """
+    angles = np.linspace(0, np.pi / 2, 200_001)
+    mass = np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (num_free - 1))
+    angle = np.interp(0.95, mass / mass[-1], angles[1:])
+    return float(np.sqrt(num_free) * np.tan(angle))
+
+
+def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """The table of an ablation, and with a baseline the comparison with it, as texts.
+
+    Each has a note, and its lines, of which the first is the header.
+    """
+    config = record["config"]
+    means = {(row["metric"], row["mean"]) for row in record["rows"]}
+    num_means = Counter(metric for metric, _ in means)
+    titles = {
+        metric: column_title(metric, config)
+        for metric in METRICS
+        if metric in _ALWAYS or num_means[metric] > 1
+    }
+    note = (
+        f"{record['status']}: {len(record['cells'])} of {record['num_cells']} cells, seeds "
+        f"{', '.join(map(str, config['seeds']))}; mean \N{PLUS-MINUS SIGN} sample standard "
+        "deviation over the seeds. Columns whose means are all equal are left out; table.csv has "
+        "them."
+    )
+    cells = {(row["variation"], row["metric"]): _cell(row) for row in record["rows"]}
+    tables = [(note, _lines(titles, cells))]
+    # The ratio comes after the difference, and takes its place.
+    cells = {
+        (entry["variation"], entry["metric"]): _difference(entry)
+        for entry in record.get("differences", ())
+    }
+    if cells:
+        note = (
+            f"Against {config['baseline']}, in pairs of equal seeds: mean of the differences (for "
+            "ratios: geometric mean) and its 95 % interval by Student's t. The interval is for "
+            "other seeds on the same data, not for other data."
+        )
+        titles |= {each: f"{titles[each]}, ratio" for each in _WITH_RATIOS if each in titles}
+        tables.append((note, _lines(titles, cells)))
+    return tables
+
+
+def _lines(titles: Mapping[str, str], cells: Mapping[tuple[str, str], str]) -> list[list[str]]:
+    variations = dict.fromkeys(variation for variation, _ in cells)
+    lines = [[name, *(cells.get((name, metric), "-") for metric in titles)] for name in variations]
+    return [["variation", *titles.values()], *lines]
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    text = format_number(row["metric"], row["mean"])
+    if row["std"]:
+        text += f" \N{PLUS-MINUS SIGN} {format_number(row['metric'], row['std'])}"
+    if 0 < row["num_runs"] < row["num_cells"]:
+        text += f" ({row['num_runs']} of {row['num_cells']} cells)"
+    return text
+
+
+def _difference(entry: Mapping[str, Any]) -> str:
+    mean, low, high = (
+        format_number(entry["metric"], entry[key], entry["kind"]) for key in ("mean", "low", "high")
+    )
+    return mean if entry["low"] is None else f"{mean} ({low} to {high})"
+
+
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    """What is said below the tables of an ablation."""
+    cells = record["cells"]
+    diverged = [cell["name"] for cell in cells if cell["run"]["status"] == "diverged"]
+    notes = [
+        f"Cells were run with different {key}: {', '.join(dict.fromkeys(map(_text, value)))}."
+        for key, value in record["environment"].items()
+        if isinstance(value, list)
+    ]
+    if diverged:
+        notes.append(f"{len(diverged)} of {len(cells)} cells diverged: {', '.join(diverged)}.")
+    return notes
+
+
+def format_ablation(record: Mapping[str, Any]) -> str:
+    """The tables of an ablation in Markdown.
+
+    Args:
+        record: `ablate.json`.
+    """
+    parts = []
+    for note, (header, *lines) in _tables(record):
+        rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
+        # A name may hold what Markdown reads as its own.
+        texts = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+        parts += [note, "\n".join(f"| {' | '.join(row)} |" for row in texts)]
+    return "\n\n".join([*parts, *_notes(record)])
+
+
+# Pages
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a run or an ablation; returns its path.
+
+    The folder of an ablation also gets its table as `table.md` and `table.csv`.
+
+    Raises:
+        ConfigError: the folder is neither, has no record yet, or has a damaged record.
+    """
+    files = [folder / name for name in ("ablate.json", "run.json") if (folder / name).is_file()]
+    if not files:
+        raise ConfigError(
+            f"{folder} has neither a run.json nor an ablate.json; name the folder of a run or of "
+            "an ablation, after it has ended"
+        )
+    try:
+        texts = _run_files(folder) if files[0].name == "run.json" else _ablation_files(folder)
+    except (RecsysError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{files[0]} is damaged: no page can be made of it ({type(error).__name__}: {error}); "
+            "run the command that made it again"
+        ) from error
+    for name, text in texts.items():
+        with appearing_whole(folder / name) as partial:
+            # A record may hold half of a surrogate pair, which UTF-8 cannot.
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return folder / "report.html"
+
+
+def _run_files(folder: Path) -> dict[str, str]:
+    run = RunFolder.open(folder)
+    record = run.read_record()
+    picture = draw_run(run.read_history(), record["config"]["eval"]["split"])
+    summary = format_run(record, folder)
+    return {"report.html": _page("Run", folder, record, record["config"], picture, summary=summary)}
+
+
+def _ablation_files(folder: Path) -> dict[str, str]:
+    import pandas as pd
+
+    record = read_json(folder / "ablate.json")
+    config = record["config"]
+    page = _page(
+        "Ablation",
+        folder,
+        record,
+        config["base"],
+        draw_variations([(cell["variation"], cell["curve"]) for cell in record["cells"]]),
+        tables=_tables(record),
+        notes=_notes(record),
+        variations=[(name, _text(keys)) for name, keys in config["variations"].items()],
+    )
+    table = pd.DataFrame(record["rows"]).drop(columns="values", errors="ignore")
+    return {
+        "report.html": page,
+        "table.md": f"{format_ablation(record)}\n",
+        "table.csv": table.to_csv(index=False),
+    }
+
+
+def _page(
+    what: str,
+    folder: Path,
+    record: Mapping[str, Any],
+    config: Mapping[str, Any],
+    picture: bytes | None,
+    **values: Any,
+) -> str:
+    """The page of a record, with the keys of a configuration that do not have their defaults."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    defaults = flat(describe_config(TrainConfig()))
+    sections = {
+        "Keys that do not have their defaults": {
+            key: value
+            for key, value in flat(config).items()
+            if _text(value) != _text(defaults.get(key))
+        },
+        "Environment": record["environment"],
+        "Data": record.get("data", {}),
+    }
+    return template.render(
+        {"summary": "", "tables": [], "notes": [], "variations": []} | values,
+        title=f"{what} {folder.resolve().name}",
+        picture=b64encode(picture or b"").decode(),
+        sections={
+            name: [(key, _text(value)) for key, value in flat(section).items()]
+            for name, section in sections.items()
+        },
+    )
+
+
+def _text(value: Any) -> str:
+    """A value of a record for readers."""
+    return value if isinstance(value, str) else json.dumps(value)

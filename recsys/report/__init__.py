@@ -1,1 +1,0 @@
-"""Results of runs and of ablations as a person reads them."""
