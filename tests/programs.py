@@ -185,7 +185,9 @@ class Run:
         if self.is_accelerated:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                recsys.accelerate(self.model, optimizer=self.optimizers[0], budget=self._budget)
+                recsys.accelerate(
+                    self.model, optimizer=self.optimizers[0], budget=self._budget, always=True
+                )
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

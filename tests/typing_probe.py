@@ -28,7 +28,7 @@ model = recsys.DLRMTrain(recsys.DLRM(embeddings, 13, [8, 4], [8, 1]))
 
 assert_type(load_config(None, ["seed=1"], data="store"), TrainConfig)
 assert_type(evaluate_run("run"), dict[str, Metrics])
-assert_type(recsys.accelerate(model, optimizer=row_optimizer), Accelerated)
+assert_type(recsys.accelerate(model, optimizer=row_optimizer, always=True), Accelerated)
 assert_type(recsys.verify(model, [], loss=lambda m, b: m(b), optimizer=row_optimizer), Verification)
 
 profile = PopularityProfile.count(sources[0], range(3))

@@ -132,7 +132,7 @@ class Accelerated(nn.Module):
     def _accelerate(self):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "budget=")
-            recsys.accelerate(self, optimizer=self.optimizer, **self._more)
+            recsys.accelerate(self, optimizer=self.optimizer, **self._more, always=True)
 
     def forward(self, batch):
         return self.top(

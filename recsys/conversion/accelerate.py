@@ -30,6 +30,7 @@ from recsys.conversion.exchange import (
     KEPT,
     counterpart,
     exchange,
+    find_replaceable,
     give_back,
     names_of,
     tables_of,
@@ -66,6 +67,7 @@ def accelerate(
     profile: PopularityProfile | None = None,
     cold_tier: str = "host",
     cold_path: Path | str | None = None,
+    always: bool = False,
 ) -> Accelerated:
     """Replace a model's embeddings by those of recsys, in place.
 
@@ -145,6 +147,9 @@ def accelerate(
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk. "file" moves tables
             and state to files there and frees their memory.
         cold_path: Folder of the cold tier "file", as for `HotColdEmbeddingBag`.
+        always: Whether modules are replaced that PyTorch trains faster. Without a budget, these are
+            left to it and to their torch optimizer: few tables, small tables with dense gradients,
+            and separate modules on CUDA. The report names them and the limits.
 
     Returns:
         What was replaced, what was not and why, and what speed to expect; print it.
@@ -159,7 +164,8 @@ def accelerate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     require_arguments(budget, plan, profile)
-    chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam)
+    always = always or budget is not None or plan is not None
+    chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=always)
     specs, unfit = chosen.specs, chosen.unfit
     rules = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
     for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
@@ -205,16 +211,17 @@ def restore(model: nn.Module) -> Accelerated:
         model: The model that was given to `accelerate`.
 
     Returns:
-        What was replaced.
+        What was replaced; nothing if `accelerate` left all modules to PyTorch.
 
     Raises:
         RuntimeError: a gradient was overwritten before its rows were updated.
-        ValueError: the model is not accelerated, or is only a part of what was accelerated, or a
+        ValueError: the model has no tables, or is only a part of what was accelerated, or a
             gradient has rows that its table no longer has.
     """
     names = names_of(model, lambda module: KEPT in module.__dict__)
     if not names:
-        raise ValueError("the model has no module that recsys.accelerate replaced")
+        find_replaceable(model)  # raises if there is nothing that accelerate may have left
+        return Accelerated((), (), (_LEFT_TO_CALLER,), ())
     kept: dict[AbstractTables, _Original] = {
         cast("AbstractTables", module): module.__dict__[KEPT] for module in names
     }

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "describe_outlook"]
 
-# With so few and no optimizer state, a step is not shorter in every case; see docs/benchmarks.md.
-_FEW_TABLES = 4
+_FEW_MODULES = 4  # looked up one by one on CUDA without taking longer
 _NAMED = 3  # modules named in a list before it is shortened
 
 
@@ -61,7 +60,7 @@ class Accelerated:
 
     Attributes:
         replacements: The replaced modules, in the order of the model.
-        left_alone: The modules that were not replaced, and why.
+        left_alone: The modules that were left to PyTorch, and why.
         updated_by: A sentence per optimizer that says what updates the rows now.
         rules: How these updates differ from those before, and why; usually empty.
         row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
@@ -89,7 +88,7 @@ class Accelerated:
             lines.append(f"{kind}: {tables} of {num_rows:,} rows at {places}")
         for reason in dict.fromkeys(each.reason for each in self.left_alone):
             places = _some([each.names[0] for each in self.left_alone if each.reason == reason])
-            lines.append(f"left as it was: {places}: {reason}")
+            lines.append(f"left to PyTorch: {places}, because {reason}")
         outlook = [each for each in (self.tiers, self.expected) if each]
         return "\n".join([*lines, *self.updated_by, *self.notes, *outlook])
 
@@ -112,44 +111,36 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
     total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
     num_tables = sum(each.num_tables for each in updaters)
     groups = [group for each in updaters for group in each.groups]
-    tables = f"{counted(num_tables, 'table')} {'is' if num_tables == 1 else 'are'}"
-    calls = counted(len(groups), "kernel call")
-    has_state = any(group.space_size().state_sizes for group in groups)
-    hardly = "" if has_state or num_tables > _FEW_TABLES else "hardly "
-    speed = f"expect {hardly}shorter steps: {tables} updated by {calls} a step"
-    if not has_state:
-        speed += (
-            "; steps of fewer than 500 samples may take longer than before, because the optimizer "
-            "has no state"
-        )
     tiers = [each for updater in updaters for each in updater.tiers()]
-    [device, *_] = [group.group.device for group in groups]
-    is_apart = device.type != "cpu" and num_modules > _FEW_TABLES
-    if is_apart:
+    device = groups[0].group.device
+    tables = f"{counted(num_tables, 'table')} {'is' if num_tables == 1 else 'are'}"
+    speed = (
+        f"expect shorter steps: {tables} updated by {counted(len(groups), 'kernel call')} a step"
+    )
+    if device.type != "cpu" and num_modules > _FEW_MODULES:
         speed = (
-            f"expect longer steps if mini-batches are small: on '{device}' each of {num_modules} "
-            "modules is looked up by a launch of its own, which takes the host longer than in "
-            "PyTorch; one HotColdEmbeddingBagCollection looks up all tables at once"
+            f"expect longer steps: on '{device}' each of {num_modules} modules is looked up by a "
+            "launch of its own; one HotColdEmbeddingBagCollection looks up all tables at once"
         )
-        if tiers and all(each.are_reached for each in tiers):
-            speed += (
-                ". Rows that are not in fast memory must be fetched; "
-                "recsys.pipeline.TrainPipeline fetches them before their step"
-            )
-        elif tiers:
-            speed += (
-                ". The device does not reach the tables, so each module also claims slots by "
-                "itself; recsys.pipeline.TrainPipeline claims them for all, before their step"
-            )
-    if not tiers:
-        return f"all {total} are in fast memory", speed
-    hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))
-    place = "in memory" if all(each.files is None for each in tiers) else "in files"
-    if not is_apart:
+    elif not all(is_sparse for group in groups for is_sparse in group.group.are_sparse):
+        speed += (
+            ", without gradients as large as tables; a loss that also reads a table as a matrix, "
+            "such as an L2 penalty, still makes one, and steps several times longer than before"
+        )
+    elif tiers:
         speed = (
             "expect longer steps: a budget saves fast memory, and rows that are not in it must be "
             "fetched; recsys.pipeline.TrainPipeline fetches them before their step"
         )
+    elif not any(group.space_size().state_sizes for group in groups):
+        speed += (
+            "; steps of fewer than 500 samples may take longer than before, because the optimizer "
+            "has no state"
+        )
+    if not tiers:
+        return f"all {total} are in fast memory", speed
+    hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))
+    place = "in memory" if all(each.files is None for each in tiers) else "in files"
     return f"{hot_bytes} of fast memory for {total}; the other rows are {place}", speed
 
 

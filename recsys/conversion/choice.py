@@ -12,6 +12,7 @@ import torch
 from recsys.conversion.exchange import find_replaceable, named_tables_in, tables_of
 from recsys.conversion.left_alone import find_not_updated, find_unfit
 from recsys.conversion.model_plan import plan_of_model
+from recsys.conversion.slower import find_slower
 from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.updaters import choose_updaters
@@ -37,7 +38,7 @@ class ChosenTables(NamedTuple):
         tables: Their tables; a table that modules share is listed several times.
         specs: What updates the rows; empty if that is left to the caller.
         unfit: The modules that cannot be replaced.
-        not_updated: The modules that no given optimizer updates.
+        not_updated: The modules that no given optimizer updates, or that PyTorch trains faster.
     """
 
     found: dict[nn.Module, list[str]]
@@ -61,6 +62,7 @@ def choose_tables(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | RowOptimizer | None,
     *,
     lazy_adam: bool,
+    always: bool,
     may_be_meta: bool = False,
 ) -> ChosenTables:
     """Choose what is replaced, and what updates it.
@@ -69,6 +71,7 @@ def choose_tables(
         model: The model.
         optimizer: As for `accelerate`.
         lazy_adam: As for `accelerate`.
+        always: Whether modules that PyTorch trains faster are replaced, too.
         may_be_meta: Whether tables may be on the "meta" device.
 
     Raises:
@@ -83,7 +86,13 @@ def choose_tables(
     found, tables = _without(unfit, found, tables)
     specs = choose_updaters(tables, optimizers, lazy_adam=lazy_adam)
     not_updated = find_not_updated(found, specs) if given else {}
-    return ChosenTables(*_without(not_updated, found, tables), specs, unfit, not_updated)
+    found, tables = _without(not_updated, found, tables)
+    slower = {}
+    if not always and (given or not specs):
+        slower = find_slower(found, specs)
+        found, tables = _without(slower, found, tables)
+        specs = choose_updaters(tables, optimizers, lazy_adam=lazy_adam)
+    return ChosenTables(found, tables, specs, unfit, not_updated | slower)
 
 
 def choose_budget(

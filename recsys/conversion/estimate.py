@@ -112,7 +112,7 @@ def estimate(
         ours = [cast("AbstractTables", module) for module in modules]
         shares = shares_of_recsys(ours, tables, budget, plan, profile, cold_tier)
     else:
-        chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, may_be_meta=True)
+        chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
         tables = chosen.tables
         left = (*chosen.unfit.values(), *chosen.not_updated.values())
         shares = [share_of_chosen(chosen, budget, plan, profile, cold_tier)]

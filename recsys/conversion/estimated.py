@@ -95,7 +95,7 @@ class Estimate:
                 "without optimizer=, state is not known, and gradients of tables are not counted: "
                 "a dense one takes as much as its table"
             )
-        lines += [f"left as it was: {x.names[0]}: {x.reason}" for x in self.left_alone]
+        lines += [f"left to PyTorch: {x.names[0]}, because {x.reason}" for x in self.left_alone]
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, int, str]]:

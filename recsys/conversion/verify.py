@@ -276,6 +276,7 @@ class _Run:
             optimizer=self.optimizers,
             lazy_adam=lazy_adam,
             budget=budget,
+            always=True,
         )
 
     def use_sparse_adam(self, accelerated: Accelerated) -> None:

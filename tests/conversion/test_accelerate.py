@@ -50,7 +50,7 @@ def test_bags_are_found_at_any_depth_under_any_name():
         dense=nn.Linear(2, 2),
     )
 
-    result = recsys.accelerate(model, optimizer=sgd(model))
+    result = recsys.accelerate(model, optimizer=sgd(model), always=True)
 
     assert [each.names for each in result.replacements] == [
         ("one",),
@@ -69,7 +69,7 @@ def test_bags_are_found_at_any_depth_under_any_name():
         "HotColdEmbeddingBag: 3 tables of 15 rows at one, many.0, many.1.deep",
         "rows are updated in the step of SGD",
         "all 120 B of rows and state are in fast memory",
-        "expect hardly shorter steps: 3 tables are updated by 1 kernel call a step; steps "
+        "expect shorter steps: 3 tables are updated by 1 kernel call a step; steps "
         "of fewer than 500 samples may take longer than before, because the optimizer has no state",
     ]
 
@@ -77,45 +77,46 @@ def test_bags_are_found_at_any_depth_under_any_name():
 def test_shorter_steps_are_expected_with_an_optimizer_that_has_state():
     model = Holder(one=bag())
 
-    result = recsys.accelerate(model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1))
+    result = recsys.accelerate(
+        model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1), always=True
+    )
 
     assert result.expected == "expect shorter steps: 1 table is updated by 1 kernel call a step"
 
 
-def test_longer_steps_are_expected_of_many_modules_on_a_device():
-    """There each lookup is launched by itself."""
+@pytest.mark.parametrize(
+    ("num_modules", "is_sparse", "num_tiers", "expected"),
+    [
+        (
+            26,
+            True,
+            0,
+            "expect longer steps: on 'cuda:0' each of 26 modules is looked up by a launch",
+        ),
+        (
+            26,
+            True,
+            1,
+            "expect longer steps: on 'cuda:0' each of 26 modules is looked up by a launch",
+        ),
+        (1, True, 0, "expect shorter steps: 26 tables are updated by 1 kernel call"),
+        (1, True, 1, "expect longer steps: a budget saves fast memory"),
+        (1, False, 1, "expect shorter steps: 26 tables are updated by 1 kernel call"),
+    ],
+)
+def test_the_speed_to_expect_is_said_by_modules_gradients_and_tiers(
+    num_modules, is_sparse, num_tiers, expected
+):
     group = SimpleNamespace(
-        group=SimpleNamespace(device=torch.device("cuda", 0)),
+        group=SimpleNamespace(device=torch.device("cuda", 0), are_sparse=[is_sparse]),
         space_size=lambda: SimpleNamespace(state_sizes=()),
     )
-    tiers, reached = (
-        SimpleNamespace(hot=SimpleNamespace(num_bytes=5), files=None, are_reached=are_reached)
-        for are_reached in (False, True)
+    tiers = [SimpleNamespace(hot=SimpleNamespace(num_bytes=5), files=None)] * num_tiers
+    updater = SimpleNamespace(
+        resident_bytes=lambda: 10, num_tables=26, groups=[group], tiers=lambda: tiers
     )
 
-    def outlook(num_modules, *tiers):
-        updater = SimpleNamespace(
-            resident_bytes=lambda: 10, num_tables=26, groups=[group], tiers=lambda: tiers
-        )
-        return describe_outlook([updater], num_modules)[1]
-
-    found = outlook(26)
-    assert found == (
-        "expect longer steps if mini-batches are small: on 'cuda:0' each of 26 modules is looked "
-        "up by a launch of its own, which takes the host longer than in PyTorch; one "
-        "HotColdEmbeddingBagCollection looks up all tables at once"
-    )
-    with_budget = outlook(26, tiers)
-    assert with_budget == (
-        f"{found}. The device does not reach the tables, so each module also claims slots by "
-        "itself; recsys.pipeline.TrainPipeline claims them for all, before their step"
-    )
-    assert outlook(26, reached) == (
-        f"{found}. Rows that are not in fast memory must be fetched; "
-        "recsys.pipeline.TrainPipeline fetches them before their step"
-    )
-    assert outlook(1).startswith("expect shorter steps: 26 tables are updated by 1 kernel call")
-    assert outlook(1, tiers).startswith("expect longer steps: a budget saves fast memory")
+    assert describe_outlook([updater], num_modules)[1].startswith(expected)
 
 
 def test_a_module_used_in_two_places_is_exchanged_once_for_both():
@@ -136,7 +137,7 @@ def test_parameters_keys_flags_and_hooks_are_kept():
     handle = model.a.register_forward_hook(lambda *_: calls.append("forward"))
     weights, keys = [model.a.weight, model.b.weight], list(model.state_dict())
 
-    recsys.accelerate(model, optimizer=sgd(model))
+    recsys.accelerate(model, optimizer=sgd(model), always=True)
     model.a(INDICES, OFFSETS)
     handle.remove()
     model.a(INDICES, OFFSETS)
@@ -155,7 +156,7 @@ def test_restore_puts_the_same_objects_back_with_rows_and_hooks_as_they_are():
     originals = [model.a, model.nested[0]]
     before = model.a.weight.detach().clone()
     optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     step(model, optimizer)
     moved = model.a.weight.detach().clone()
     model.eval()
@@ -178,7 +179,7 @@ def test_restore_puts_the_same_objects_back_with_rows_and_hooks_as_they_are():
 def test_restore_keeps_what_was_set_on_the_replacements():
     model = Holder(a=bag(), b=nn.Embedding(5, 2))
     optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     called = []
     for each in (model.a, model.b):
         each.register_full_backward_hook(lambda module, *_: called.append(type(module)))
@@ -199,7 +200,7 @@ def test_after_restore_the_optimizer_steps_once_and_by_itself():
     model, plain = (Holder(a=bag()) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     optimizers = [sgd(model), sgd(plain)]
-    recsys.accelerate(model, optimizer=optimizers[0])
+    recsys.accelerate(model, optimizer=optimizers[0], always=True)
     step(model, optimizers[0])
     step(plain, optimizers[1])
 
@@ -215,7 +216,7 @@ def test_after_restore_the_optimizer_steps_once_and_by_itself():
 def test_restore_leaves_collected_gradients_as_grad(sparse):
     model, plain = (Holder(a=bag(sparse=sparse)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
-    recsys.accelerate(model, optimizer=sgd(model))
+    recsys.accelerate(model, optimizer=sgd(model), always=True)
     for each in (model, plain):
         each.a(INDICES, OFFSETS).square().sum().backward()
 
@@ -242,10 +243,10 @@ def test_after_restore_the_optimizer_of_a_formula_still_has_the_state(budget):
 def test_a_restored_model_can_be_accelerated_again():
     model = Holder(a=bag())
     optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     recsys.restore(model)
 
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     step(model, optimizer)
 
     assert len(optimizer._optimizer_step_pre_hooks) == 1
@@ -253,9 +254,11 @@ def test_a_restored_model_can_be_accelerated_again():
 
 
 def test_there_must_be_something_to_restore():
-    model = Holder(a=bag())
+    model = Holder(a=nn.Linear(2, 2))
 
-    with pytest.raises(ValueError, match=r"no module that recsys.accelerate replaced"):
+    with pytest.raises(
+        ValueError, match=r"the model must have an nn.EmbeddingBag, an nn.Embedding"
+    ):
         recsys.restore(model)
 
 
@@ -263,13 +266,15 @@ REFUSED = {
     "momentum": (
         lambda model: sgd(model, momentum=0.9),
         r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 updates rows that were not looked "
-        r"up; set momentum=0\.0 in the param group of the tables \(OneCycleLR and CyclicLR need "
+        r"up; set momentum=0\.0 in a param group of the tables alone, and leave the other "
+        r"parameters as they are \(OneCycleLR and CyclicLR need "
         r"cycle_momentum=False\); or: recsys\.accelerate\(model\) without optimizer=",
     ),
     "weight decay": (
         lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1),
         r"torch\.optim\.Adagrad with weight_decay=0\.1 updates rows that were not looked up; set "
-        r"weight_decay=0\.0 in the param group of the tables; or",
+        r"weight_decay=0\.0 in a param group of the tables alone, and leave the other parameters "
+        r"as they are; or",
     ),
     "dense Adam": (
         lambda model: torch.optim.Adam(model.parameters()),
@@ -279,7 +284,7 @@ REFUSED = {
     "Adam with weight decay": (
         lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
         r"table 'many\.0': torch\.optim\.AdamW updates rows that were not looked up; lazy_adam="
-        r"True with weight_decay=0\.0 and amsgrad=False updates only",
+        r"True with weight_decay=0\.0 and amsgrad=False in a param group of the tables alone ",
     ),
     "no table": (
         lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
@@ -300,7 +305,7 @@ def test_what_an_optimizer_cannot_do_is_refused_before_anything_is_exchanged(cas
     make, message = REFUSED[case]
 
     with pytest.raises((ValueError, TypeError), match=message):
-        recsys.accelerate(model, optimizer=make(model))
+        recsys.accelerate(model, optimizer=make(model), always=True)
 
     assert kinds(model) == {
         "many": "ModuleList",
@@ -346,7 +351,7 @@ def test_beside_others_such_tables_are_left_as_they_are_and_reported(case):
     assert kinds(model) == {"a": "HotColdEmbeddingBag", "b": "EmbeddingBag"}
     [left] = result.left_alone
     assert left.names == ("b",)
-    assert "left as it was: b: table 'b': rows must" in repr(result)
+    assert "left to PyTorch: b, because table 'b': rows must" in repr(result)
 
 
 def test_a_collection_without_tables_is_left_alone():
@@ -357,7 +362,7 @@ def test_a_collection_without_tables_is_left_alone():
         result = recsys.accelerate(model)
 
     assert type(model.b) is torchrec.EmbeddingBagCollection
-    assert "left as it was: b: b has no tables" in repr(result)
+    assert "left to PyTorch: b, because b has no tables" in repr(result)
 
 
 def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():
@@ -429,7 +434,7 @@ def test_a_parameter_of_two_modules_is_one_table():
         return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
 
     (plain, plain_optimizer), (model, optimizer) = build(), build()
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
         for _ in range(3):
             its_optimizer.zero_grad()
@@ -447,7 +452,7 @@ def test_a_frozen_table_need_not_be_in_the_optimizer():
     frozen = model.b.weight.detach().clone()
     optimizer = torch.optim.SGD([model.a.weight], lr=0.5)
 
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     before = model.a.weight.detach().clone()
     (model.a(INDICES, OFFSETS) * model.b(INDICES, OFFSETS)).sum().backward()
     optimizer.step()
@@ -459,7 +464,7 @@ def test_a_frozen_table_need_not_be_in_the_optimizer():
 def test_rows_that_lie_elsewhere_now_are_found_by_the_bag_that_has_them():
     model = Holder(one=bag(), other=bag())
     optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     step(model, optimizer)
     model.other.weight.data = torch.ones_like(model.other.weight)
 
@@ -478,7 +483,7 @@ def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
         {"params": model.many[3:].parameters(), "lr": 0.1},
     ]
     optimizer = torch.optim.SGD(groups)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     calls = []
     monkeypatch.setattr(NUMBA, "row_update", lambda space, *_: calls.append(space.sizes))
 
@@ -495,7 +500,7 @@ def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
 def test_a_copy_of_model_and_optimizer_trains_on_as_the_original(copied):
     model = Holder(a=bag())
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     step(model, optimizer)
 
     twin, twin_optimizer = copied((model, optimizer))
@@ -531,7 +536,7 @@ def test_torchrecs_collections_are_exchanged_inside_torchrecs_models():
     keys, weights = list(model.state_dict()), list(model.parameters())
     original = model.sparse_arch.embedding_bag_collection
 
-    result = recsys.accelerate(model, optimizer=optimizer)
+    result = recsys.accelerate(model, optimizer=optimizer, always=True)
     for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
         for _ in range(3):
             its_optimizer.zero_grad()
@@ -552,7 +557,7 @@ def test_a_bag_of_ours_that_the_user_built_is_left_alone():
     model = Holder(a=bag(), ours=HotColdEmbeddingBag(5, 2, mode="sum", optimizer=SGD(lr=1.0)))
     ours = model.ours
 
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.a.parameters(), lr=0.1))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.a.parameters(), lr=0.1), always=True)
 
     assert model.ours is ours
 
@@ -584,7 +589,7 @@ def test_a_parameter_of_a_collection_and_a_bag_is_one_table():
         return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
 
     (plain, plain_optimizer), (model, optimizer) = build(), build()
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
         for _ in range(3):
             its_optimizer.zero_grad()
@@ -602,14 +607,14 @@ def test_the_tables_of_a_collection_have_one_optimizer_or_none():
     frozen.requires_grad = False
 
     with pytest.raises(ValueError, match=r"table 'ebc\.embedding_bags\.user': all tables of a"):
-        recsys.accelerate(model, optimizer=torch.optim.SGD([moved], lr=0.1))
+        recsys.accelerate(model, optimizer=torch.optim.SGD([moved], lr=0.1), always=True)
 
     assert type(model.ebc).__module__.startswith("torchrec")
 
 
 def test_a_part_of_what_was_accelerated_is_not_restored_alone():
     model = Holder(first=Holder(bag=bag()), second=Holder(bag=bag()))
-    recsys.accelerate(model, optimizer=sgd(model))
+    recsys.accelerate(model, optimizer=sgd(model), always=True)
 
     with pytest.raises(ValueError, match=r"has 1 of the 2 modules .* on the whole model"):
         recsys.restore(model.first)
@@ -639,7 +644,7 @@ def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
     moved = [shared, model.first.embedding_bags["a"].weight]
 
     with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
-        recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1))
+        recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1), always=True)
 
 
 def test_what_is_no_module_is_refused():

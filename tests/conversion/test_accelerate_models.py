@@ -168,7 +168,7 @@ def test_models_that_call_tables_in_any_order_train_as_plain_ones(program, name)
     plain = Tables().double()
     model = copy.deepcopy(plain)
     optimizers = [OPTIMIZERS[name](each.parameters(), lr=0.01) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=optimizers[1])
+    recsys.accelerate(model, optimizer=optimizers[1], always=True)
 
     for step in program:
         expected, found = (
@@ -196,7 +196,7 @@ def test_an_accelerated_model_that_is_converted_later_trains_as_a_plain_one(
         generator = torch.Generator().manual_seed(1)
         optimizer = OPTIMIZERS[name](each.parameters(), lr=2**-10)
         if each is model:
-            recsys.accelerate(each, optimizer=optimizer)
+            recsys.accelerate(each, optimizer=optimizer, always=True)
         for step in range(6):
             if step == steps_before:
                 each.to(dtype)

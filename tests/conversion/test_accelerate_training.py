@@ -66,7 +66,7 @@ def pair(name="adagrad", **options):
     plain = Towers().double()
     model = copy.deepcopy(plain)
     runs = [(each, optimizers(each, name, **options)) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=runs[1][1][0])
+    recsys.accelerate(model, optimizer=runs[1][1][0], always=True)
     return runs
 
 
@@ -129,7 +129,7 @@ def test_an_update_per_backward_would_be_another_step():
 
     plain, model, fused = build(), build(), build()
     theirs, mine = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, model))
-    recsys.accelerate(model, optimizer=mine)
+    recsys.accelerate(model, optimizer=mine, always=True)
     recsys.accelerate(fused, optimizer=Adagrad(lr=0.1))
 
     right, found = run(plain, theirs), run(model, mine)
@@ -168,7 +168,7 @@ def test_schedulers_change_the_rate_of_each_param_group():
             {"params": [*each.bags[1:].parameters(), *each.dense.parameters()], "lr": 0.05},
         ]
         runs.append((each, [torch.optim.Adagrad(groups, lr_decay=0.1)]))
-    recsys.accelerate(model, optimizer=runs[1][1][0])
+    recsys.accelerate(model, optimizer=runs[1][1][0], always=True)
 
     for each, [optimizer] in runs:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -187,7 +187,7 @@ def test_steps_that_grad_scaler_skips_move_nothing(options):
     # The plain one is never fused: torch's fused step takes no sparse gradients.
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     mine = torch.optim.SGD(model.parameters(), lr=0.1, **options)
-    recsys.accelerate(model, optimizer=mine)
+    recsys.accelerate(model, optimizer=mine, always=True)
 
     for each, optimizer in ((plain, theirs), (model, mine)):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -206,7 +206,7 @@ def test_steps_that_grad_scaler_skips_move_nothing(options):
 def test_a_scale_that_is_left_to_a_fused_step_is_refused():
     model = Towers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, 0).float()).backward()
 
@@ -295,7 +295,9 @@ def test_activation_checkpointing_gives_the_same_update(use_reentrant, is_fused)
         model = Towers().double()
         settings = {"lr": 0.05}
         optimizer = torch.optim.Adagrad(model.parameters(), **settings)
-        recsys.accelerate(model, optimizer=Adagrad(**settings) if is_fused else optimizer)
+        recsys.accelerate(
+            model, optimizer=Adagrad(**settings) if is_fused else optimizer, always=True
+        )
         ids, labels = batch(0)
         # The reentrant kind wants an input that asks for a gradient.
         asks = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -366,7 +368,7 @@ def bags(*sizes, dim=4):
 def test_a_gradient_of_a_lookup_before_restore_is_the_tables_grad(budget):
     both = bags(50), bags(50)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in both]
-    recsys.accelerate(both[1], optimizer=optimizers[1], budget=budget)
+    recsys.accelerate(both[1], optimizer=optimizers[1], budget=budget, always=True)
 
     for model, optimizer in zip(both, optimizers, strict=True):
         pooled = model[0](torch.tensor([49, 7, 7]), torch.tensor([0, 1]))
@@ -402,7 +404,7 @@ def test_after_restore_a_collections_gradient_is_that_of_the_table_that_was_look
         name="a", num_embeddings=5, embedding_dim=4, feature_names=["f"]
     )
     model = nn.ModuleList([torchrec.EmbeddingBagCollection([config])])
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), always=True)
     features = torchrec.KeyedJaggedTensor(["f"], torch.tensor([4]), lengths=torch.tensor([1]))
     pooled = model[0](features).values()
     recsys.restore(model)
@@ -419,7 +421,7 @@ def test_after_restore_a_collections_gradient_is_that_of_the_table_that_was_look
 def test_a_gradient_that_is_refused_after_restore_is_not_added_to_the_next():
     model = bags(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     weight, ids, offsets = model[0].weight, torch.tensor([4]), torch.tensor([0])
     pooled = [model[0](ids, offsets) for _ in range(2)]
     recsys.restore(model)
@@ -437,7 +439,9 @@ def test_a_gradient_that_is_refused_after_restore_is_not_added_to_the_next():
 def test_restore_is_refused_for_all_or_for_none():
     model = nn.ModuleDict({"a": bags(5), "b": bags(5)})
     recsys.accelerate(model["a"], optimizer=SGD(lr=0.5))
-    recsys.accelerate(model["b"], optimizer=torch.optim.SGD(model["b"].parameters(), lr=0.5))
+    recsys.accelerate(
+        model["b"], optimizer=torch.optim.SGD(model["b"].parameters(), lr=0.5), always=True
+    )
     ids, offsets = torch.tensor([4]), torch.tensor([0])
     model["b"][0](ids, offsets).sum().backward()
     short = model["b"][0].weight
@@ -507,7 +511,7 @@ def test_hooks_of_step_count_whenever_they_were_registered(hook, has_closure):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
         optimizer.register_step_pre_hook(hook)
         if each is model:
-            recsys.accelerate(model, optimizer=optimizer)
+            recsys.accelerate(model, optimizer=optimizer, always=True)
         optimizer.register_step_pre_hook(hook)
 
         def closure(each=each):
@@ -529,7 +533,7 @@ def test_hooks_of_step_count_whenever_they_were_registered(hook, has_closure):
 def test_a_table_that_is_put_into_another_param_group_is_refused(is_kept):
     model = bags(5, 9)
     optimizer = torch.optim.SGD([{"params": [bag.weight]} for bag in model], lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     weight = model[1].weight
     before = weight.detach().clone()
     for bag in model:
@@ -544,7 +548,7 @@ def test_a_table_that_is_put_into_another_param_group_is_refused(is_kept):
     assert torch.equal(weight, before)
     weight.requires_grad = is_kept
     recsys.restore(model)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     optimizer.step()
     assert torch.equal(weight[4], before[4] - 0.5 * is_kept)
 
@@ -554,7 +558,7 @@ def test_state_of_tables_of_one_column_has_the_shape_that_torchs_has(kind):
     plain = nn.ModuleList([nn.EmbeddingBag(20, 1, mode="sum", sparse=True)])
     model = copy.deepcopy(plain)
     optimizers = [kind(list(each.parameters()), lr=0.1) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=optimizers[1])
+    recsys.accelerate(model, optimizer=optimizers[1], always=True)
 
     for number in range(3):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
@@ -573,7 +577,7 @@ def test_state_of_tables_of_one_column_has_the_shape_that_torchs_has(kind):
 def test_a_table_that_is_not_to_move_may_leave_the_param_groups(is_dropped):
     model = bags(5, 9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     first, second = (bag.weight.detach().clone() for bag in model)
 
     optimizer.param_groups[0]["params"] = [model[0].weight]
@@ -627,7 +631,7 @@ def test_state_begun_anew_is_as_the_optimizer_would_have_made_it(name, dim):
     plain, model = bags(5, dim=dim), bags(5, dim=dim)
     plain[0].sparse = model[0].sparse = name == "adagrad"  # TorchRec's takes no other
     both = [(each, kind(each.parameters(), lr=0.5)) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=both[1][1])
+    recsys.accelerate(model, optimizer=both[1][1], always=True)
     del both[1][1].state[model[0].weight]
 
     for number in range(2):
@@ -707,7 +711,7 @@ def test_a_gradient_is_its_own_if_the_mini_batch_has_one_sample(kind, then, budg
         plain = WithPositions(nn.Embedding(30, 4, max_norm=max_norm), 6, 4)
     model = copy.deepcopy(plain)
     of_plain, optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model))
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     for number in range(3):
         ids = torch.randint(0, 30, (1, 6), generator=torch.Generator().manual_seed(number))
         for each, its_optimizer in ((plain, of_plain), (model, optimizer)):
@@ -727,7 +731,9 @@ def test_a_gradient_of_weights_does_not_mind_writes_to_other_tables(budget):
         [nn.EmbeddingBag(20, 4, mode="sum"), nn.EmbeddingBag(20, 4, mode="sum", max_norm=0.5)]
     )
     model = copy.deepcopy(plain)
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), budget=budget)
+    recsys.accelerate(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), budget=budget, always=True
+    )
     ids, found = torch.tensor([[3, 7], [7, 1]]), []
     for each in (plain, model):
         weights = torch.tensor([[0.5, 2.0], [1.0, 3.0]], requires_grad=True)

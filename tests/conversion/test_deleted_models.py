@@ -38,7 +38,7 @@ def trained(tier, folder):
         options = {} if tier == "resident" else {"budget": "8KiB", "cold_tier": tier}
         if tier == "file":
             options["cold_path"] = folder
-        recsys.accelerate(model, optimizer=optimizer, **options)
+        recsys.accelerate(model, optimizer=optimizer, **options, always=True)
     train(model, optimizer)
     return model, optimizer
 
@@ -105,7 +105,10 @@ def test_an_optimizer_trains_on_with_tables_of_a_deleted_model(tier, is_again, t
         other.users.weight, other.items.weight = tables
         if is_again:
             recsys.accelerate(
-                other, optimizer=optimizer, budget=None if each == "resident" else "8KiB"
+                other,
+                optimizer=optimizer,
+                budget=None if each == "resident" else "8KiB",
+                always=True,
             )
         train(other, optimizer)
         sums = [state["sum"] for state in optimizer.state_dict()["state"].values()]

@@ -114,7 +114,7 @@ def test_the_figures_are_those_of_the_accelerated_model(
         if told.all_fits
         else nullcontext()
     ):
-        accelerated = recsys.accelerate(model, **options)
+        accelerated = recsys.accelerate(model, **options, always=True)
     look_up(model).backward()
 
     assert on_meta == told
@@ -224,7 +224,7 @@ def test_the_least_budget_holds_such_a_mini_batch_and_a_byte_less_does_not(num_r
         recsys.estimate(models[1], least - 1, num_rows, optimizer=optimizer)
     assert recsys.estimate(models[0], least, num_rows, optimizer=optimizer).budget_bytes == least
 
-    recsys.accelerate(models[0], optimizer=optimizer, budget=least)
+    recsys.accelerate(models[0], optimizer=optimizer, budget=least, always=True)
     recsys.accelerate(models[1], optimizer=optimizer, budget=least - 1)
     together(models[0], num_rows).backward()
     with pytest.raises(BudgetTooSmall):
@@ -333,7 +333,7 @@ def test_a_torch_optimizer_may_have_param_groups_and_leave_tables_alone():
     recsys.accelerate(model, optimizer=rows, budget="30KiB")
 
     assert [each.names for each in told.left_alone] == [("pages",)]
-    assert "left as it was: pages: no given optimizer" in str(told)
+    assert "left to PyTorch: pages, because no given optimizer" in str(told)
     tiers = tiers_of(model)
     assert len(tiers) == 2
     assert tuple(told.fast) == (*fast_memory_of(tiers), 0)

@@ -120,7 +120,7 @@ def test_a_models_bags_are_planned_for_by_their_names_in_the_model(by, dtype):
         torch.manual_seed(0)
         model = bags(*sizes.values(), dtype=dtype)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        recsys.accelerate(model, optimizer=optimizer, **options)
+        recsys.accelerate(model, optimizer=optimizer, **options, always=True)
         runs.append((model, optimizer))
 
     for _ in range(10):
@@ -179,7 +179,9 @@ def test_a_frozen_table_that_nobody_moves_is_no_part_of_the_plan():
     optimizer = torch.optim.SGD([model["tables"][0].weight], lr=0.1)
     profile = profile_of({"tables.0": [9]}, {"tables.0": 9000})
 
-    recsys.accelerate(model, optimizer=optimizer, profile=profile, budget=room_for(9000, 2049, 16))
+    recsys.accelerate(
+        model, optimizer=optimizer, profile=profile, budget=room_for(9000, 2049, 16), always=True
+    )
 
     assert pinned_rows(model["tables"][0].tiers()[0]) == [9]
     assert model["tables"][1].tiers() == []

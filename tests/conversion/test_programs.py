@@ -46,7 +46,7 @@ def test_a_step_of_padding_alone_is_none_of_a_table_that_has_no_state_yet(
     )
     before = [bag.weight.detach().clone() for bag in bags]
     optimizer = torch.optim.SparseAdam(bags.parameters(), lr=0.5)
-    recsys.accelerate(bags, optimizer=optimizer)
+    recsys.accelerate(bags, optimizer=optimizer, always=True)
 
     bags[1](torch.zeros(4, 2, dtype=torch.int64, device=triton_device)).sum().backward()
     optimizer.step()

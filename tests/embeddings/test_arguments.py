@@ -63,7 +63,7 @@ def test_accelerate_refuses_names_and_classes(optimizer, shown):
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4))
 
     with pytest.raises(TypeError, match=shown):
-        recsys.accelerate(model, optimizer=optimizer)
+        recsys.accelerate(model, optimizer=optimizer, always=True)
 
 
 @pytest.mark.parametrize("name", ["bag", "embedding", "bags", "embeddings"])

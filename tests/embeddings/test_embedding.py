@@ -189,7 +189,7 @@ def test_a_row_that_is_padding_in_one_of_two_embeddings_is_trained_by_the_other(
     plain = Tied()
     own = copy.deepcopy(plain)
     theirs, ours = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, own))
-    recsys.accelerate(own, optimizer=ours, budget=budget)
+    recsys.accelerate(own, optimizer=ours, budget=budget, always=True)
     generator = torch.Generator().manual_seed(0)
 
     for _ in range(12):
@@ -398,7 +398,7 @@ def test_accelerate_exchanges_embeddings_and_restore_puts_them_back():
     original = model[0]
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
 
-    result = recsys.accelerate(model, optimizer=ours)
+    result = recsys.accelerate(model, optimizer=ours, always=True)
     for each, optimizer in ((model, ours), (plain, theirs)):
         for seed in range(3):
             ids = torch.randint(0, 9, (4, 3), generator=torch.Generator().manual_seed(seed))

@@ -290,7 +290,7 @@ def test_accelerate_exchanges_torchrecs_and_restore_puts_it_back():
     plain = copy.deepcopy(model)
     ours, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
 
-    result = recsys.accelerate(model, optimizer=ours)
+    result = recsys.accelerate(model, optimizer=ours, always=True)
     for each, optimizer in ((model, ours), (plain, others)):
         for seed in range(3):
             optimizer.zero_grad()

@@ -61,7 +61,7 @@ def test_a_model_that_is_accelerated_in_inference_mode_trains(cold_tier, tmp_pat
         model = nn.Sequential(nn.Embedding(400, 4))
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
         with mode:
-            recsys.accelerate(model, optimizer=optimizer, **options)
+            recsys.accelerate(model, optimizer=optimizer, **options, always=True)
         for ids in (FEW, MANY, FEW):
             optimizer.zero_grad()
             model(ids).square().sum().backward()

@@ -92,7 +92,7 @@ class Trained:
                     "torch's Adagrad": lambda tables: torch.optim.Adagrad(tables, lr=0.1),
                     "torch's SparseAdam": lambda tables: torch.optim.SparseAdam(tables, lr=0.1),
                 }[kind](list(self.model.parameters()))
-            recsys.accelerate(self.model, optimizer=formula, **options)
+            recsys.accelerate(self.model, optimizer=formula, **options, always=True)
         self.saved = SavedTables(self.model)
 
     def inputs(self, seed):

@@ -74,7 +74,7 @@ def test_an_accelerated_model_is_traced_as_the_plain_one():
     plain = Model(nn.EmbeddingBag(9, 4, mode="sum"), nn.Embedding(9, 4))
     expected = calls_in(fx.symbolic_trace(plain))
 
-    recsys.accelerate(plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))
+    recsys.accelerate(plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1), always=True)
 
     assert calls_in(fx.symbolic_trace(plain)) == expected
 
@@ -175,7 +175,7 @@ def test_torch_jit_script_is_refused_by_name_for_the_module_and_for_a_model_that
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_torch_export_is_refused_by_name_until_the_model_is_restored(kind):
     model = nn.Sequential(kind(9, 4, sparse=True))
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), always=True)
     ids = torch.tensor([[1, 2], [3, 8]])
     inputs = [(model, (ids,))]
     if kind is nn.EmbeddingBag:

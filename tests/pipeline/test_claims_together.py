@@ -112,13 +112,13 @@ def accelerate(model, num_slots, tables=SIZES, dims=(4,)):
     budget = None
     if num_slots is not None:
         budget = 4 * sum(tables) + sum(num_slots * (4 * dim + 8) for dim in dims)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     return optimizer
 
 
 def train(model, batches, num_slots=None, schedule=None, **options):
     """The losses, all rows, and the pipeline."""
-    optimizer = accelerate(model, num_slots, **options)
+    optimizer = accelerate(model, num_slots, **options, always=True)
     schedule = Sequential() if num_slots is None else schedule
     pipeline = TrainPipeline(model, optimizer, schedule=schedule, ids=model.inputs)
     losses = [loss.item() for loss, _ in pipeline.steps(batches)]

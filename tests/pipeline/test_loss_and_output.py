@@ -23,7 +23,7 @@ def train(returned):
     torch.manual_seed(0)
     model = Model(returned)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     before = model.bag.weight.detach().clone()
     try:
         TrainPipeline(model, optimizer, ids=lambda ids: {"bag": ids}).progress(

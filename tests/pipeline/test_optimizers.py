@@ -28,7 +28,7 @@ def made():
     model = Model()
     rows = torch.optim.SGD(model.bag.parameters(), lr=0.1)
     dense = torch.optim.SGD(model.top.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=rows)
+    recsys.accelerate(model, optimizer=rows, always=True)
     return model, rows, dense
 
 
@@ -134,7 +134,7 @@ def train_clipped(budget):
             clip()
             optimizer.step()
     else:
-        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+        recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
         optimizer.register_step_pre_hook(clip)
         pipeline = TrainPipeline(model, optimizer, ids=lambda batch: {"bag": batch})
         for _ in pipeline.steps(batches):

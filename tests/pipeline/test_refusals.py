@@ -29,7 +29,7 @@ BATCHES = [torch.arange(8).view(4, 2) + number for number in range(6)]
 def accelerated():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
+    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET, always=True)
     return model, optimizer
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_was_restored_needs_a_new_pipeline(schedule, accelerates_ag
     pipeline.progress(iterator)
     recsys.restore(model)
     if accelerates_again:
-        recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
+        recsys.accelerate(model, optimizer=optimizer, budget=BUDGET, always=True)
 
     with pytest.raises(
         ValueError, match=r"pipeline: 'bag' is another module.* a new TrainPipeline"
@@ -108,7 +108,7 @@ def test_a_model_that_gets_a_budget_after_its_pipeline_needs_a_new_one(schedule)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = TrainPipeline(model, optimizer, schedule=schedule, ids=lambda ids: {"bag": ids})
-    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET)
+    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET, always=True)
     before = model.bag.weight.detach().clone()
 
     for _ in range(2):
@@ -121,6 +121,6 @@ def test_a_model_that_is_accelerated_without_a_budget_keeps_its_pipeline():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = TrainPipeline(model, optimizer)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
 
     assert len(list(pipeline.steps(BATCHES))) == len(BATCHES)

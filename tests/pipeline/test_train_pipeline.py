@@ -552,7 +552,7 @@ def test_an_accelerated_model_is_told_by_ids(small, make, ids):
     models = [BagModel(), BagModel()]
     optimizers = [make(list(model.parameters())) for model in models]
     for model, optimizer, budget in zip(models, optimizers, (None, BAG_BUDGET), strict=True):
-        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+        recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     pipeline = TrainPipeline(models[1], optimizers[1], schedule=LookAhead(2), ids=ids)
 
     with warnings.catch_warnings(record=True) as warned:

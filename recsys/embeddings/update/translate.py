@@ -217,15 +217,16 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
             off = type(settings[setting])()
             cause = " (OneCycleLR and CyclicLR need cycle_momentum=False)"
             raise ValueError(
-                f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off} in the "
-                f"param group of the tables{cause if setting == 'momentum' else ''}"
+                f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off} in a "
+                "param group of the tables alone, and leave the other parameters as they are"
+                f"{cause if setting == 'momentum' else ''}"
             )
 
 
 def _lazy_way_out(settings: Mapping[str, Any]) -> str:
     """What `lazy_adam` does, and the settings that it needs."""
     off = [f"{name}={type(settings[name])()}" for name in _MUST_BE_OFF if settings.get(name)]
-    needed = f" with {' and '.join(off)}" if off else ""
+    needed = f" with {' and '.join(off)} in a param group of the tables alone" if off else ""
     return (
         f"lazy_adam=True{needed} updates only the rows that were looked up, by the rule of "
         "SparseAdam"

@@ -60,7 +60,7 @@ def accelerated(device, optimizer="SGD", *, make=Model, budget=None, **others):
     model = make(**others)
     model = model if budget else model.to(device)
     optimizer = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     return model, optimizer
 
 

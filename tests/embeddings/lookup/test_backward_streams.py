@@ -88,7 +88,7 @@ def test_updates_claims_and_reads_of_a_gradient_wait(monkeypatch, device, order,
     reach_host(monkeypatch)
     model = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum", sparse=True)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     order.clear()
 
     model(torch.arange(8, device=device).unsqueeze(1)).sum().backward()

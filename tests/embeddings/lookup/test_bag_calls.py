@@ -38,7 +38,7 @@ def batch(seed, size=6):
 def accelerated(budget=None):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     return model, optimizer
 
 
@@ -363,7 +363,7 @@ def test_bags_with_weights_and_padding_train_as_torchs(budget, padding_idx, mode
     )
     own = copy.deepcopy(plain)
     theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, own))
-    recsys.accelerate(own, optimizer=ours, budget=budget)
+    recsys.accelerate(own, optimizer=ours, budget=budget, always=True)
     generator = torch.Generator().manual_seed(0)
 
     for step in range(4):
@@ -451,7 +451,9 @@ def test_weights_that_need_a_gradient_get_it(budget):
 def test_a_bag_with_offsets_can_be_traced(budget, settings, has_weights):
     bag = nn.EmbeddingBag(NUM_ROWS * 5, DIM, mode="sum", sparse=True, **settings)
     model = nn.Sequential(bag)
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget=budget)
+    recsys.accelerate(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget=budget, always=True
+    )
     arguments = torch.arange(6), torch.tensor([0, 3]), torch.ones(6) if has_weights else None
     arguments = arguments if has_weights else arguments[:2]
 

@@ -115,7 +115,7 @@ def accelerated(name, **options):
         kind = torch.optim.SGD if name == "torch's SGD" else torch.optim.Adagrad
         optimizer = kind(model.parameters(), lr=0.1)
     given = {"none": None, "SGD": SGD(lr=0.1)}.get(name, optimizer)
-    recsys.accelerate(model, optimizer=given, **options)
+    recsys.accelerate(model, optimizer=given, **options, always=True)
     return model, optimizer
 
 
@@ -154,7 +154,7 @@ def test_a_copy_that_is_accelerated_again_continues_to_the_last_bit(copied, tier
     recsys.restore(twin)
     its_optimizer = torch.optim.Adagrad(twin.parameters(), lr=0.1)
     its_optimizer.load_state_dict(state)
-    recsys.accelerate(twin, optimizer=its_optimizer, **options_of(tier, tmp_path))
+    recsys.accelerate(twin, optimizer=its_optimizer, **options_of(tier, tmp_path), always=True)
     for _ in range(2):
         step(model, optimizer)
         step(twin, its_optimizer)
@@ -234,7 +234,7 @@ def test_a_copy_warns_where_a_copied_optimizer_would_update_by_another_rule():
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with pytest.warns(UserWarning, match="lazy_adam"):
-        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True)
+        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True, always=True)
 
     with pytest.warns(UserWarning, match="which a copy of the optimizer updates by its own rule"):
         copy.deepcopy((model, optimizer))

@@ -160,7 +160,7 @@ def test_a_model_computes_where_its_slots_are():
 def test_a_module_that_is_moved_between_lookup_and_backward_is_named(monkeypatch, device):
     """Another device stands in for the one that it is moved to."""
     module = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum", sparse=True)).to(device)
-    recsys.accelerate(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    recsys.accelerate(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), always=True)
     pooled = module(torch.arange(8, device=device).unsqueeze(1))
     monkeypatch.setattr(TableGroup, "device", torch.device("meta"))
 
@@ -176,7 +176,7 @@ def test_a_module_that_is_moved_between_lookup_and_backward_is_named(monkeypatch
 def test_a_module_that_is_moved_to_the_cpu_between_lookup_and_backward_is_named(budget):
     module = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum", sparse=True)).cuda()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    recsys.accelerate(module, optimizer=optimizer, budget=budget)
+    recsys.accelerate(module, optimizer=optimizer, budget=budget, always=True)
     ids = torch.arange(8).unsqueeze(1)
     pooled = module(ids.cuda())
 

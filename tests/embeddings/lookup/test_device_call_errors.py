@@ -50,7 +50,9 @@ def test_an_id_that_is_no_row_is_named_by_a_later_call_and_no_row_changes(device
 
 def test_the_first_call_with_such_an_id_is_named_and_places_are_of_the_shape(device):
     embedding = nn.Sequential(*(nn.Embedding(NUM_ROWS, DIM) for _ in range(3))).to(device)
-    recsys.accelerate(embedding, optimizer=torch.optim.SGD(embedding.parameters(), lr=0.1))
+    recsys.accelerate(
+        embedding, optimizer=torch.optim.SGD(embedding.parameters(), lr=0.1), always=True
+    )
     ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
     bad = ids.clone()
     bad[1, 2] = -1

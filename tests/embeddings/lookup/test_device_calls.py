@@ -222,7 +222,7 @@ def test_other_forms_are_left_to_the_general_path(device, refused):
     ended = nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", include_last_offset=True, device=device)
     bag = nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", device=device)
     model = nn.ModuleList([ended, bag])
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), always=True)
     ids = make_ids(0)[0].unsqueeze(1).to(device)
     bounds = torch.arange(NUM_SAMPLES, device=device)
     with torch.inference_mode():

@@ -114,7 +114,7 @@ def test_a_gradient_that_waits_updates_the_parameter_that_was_looked_up(budget):
     """As in plain PyTorch, whose optimizer has that one."""
     model = nn.ModuleList([nn.EmbeddingBag(500, 4, mode="sum", sparse=True)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     old = model[0].weight
     before = old.detach().clone()
     model[0](torch.tensor([4]), OFFSETS).sum().backward()
@@ -279,7 +279,7 @@ def accelerated(*bags, optimizer=None, **settings):
     model = nn.ModuleList(bags)
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer, **settings)
+    recsys.accelerate(model, optimizer=optimizer, **settings, always=True)
     return model, optimizer
 
 

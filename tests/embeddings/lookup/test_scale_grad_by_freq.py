@@ -96,7 +96,7 @@ def test_accelerate_says_that_gradients_differ_from_torch_s_and_why():
     model = Model(scale_grad_by_freq=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    result = recsys.accelerate(model, optimizer=optimizer)
+    result = recsys.accelerate(model, optimizer=optimizer, always=True)
 
     [note] = result.notes
     assert note.startswith("bag: scale_grad_by_freq divides")
@@ -110,7 +110,7 @@ def test_accelerate_says_nothing_where_gradients_are_torch_s(scales):
     model = Model(scale_grad_by_freq=scales)
     optimizer = None if scales else torch.optim.SGD(model.parameters(), lr=0.1)
 
-    assert recsys.accelerate(model, optimizer=optimizer).notes == []
+    assert recsys.accelerate(model, optimizer=optimizer, always=True).notes == []
 
 
 @pytest.mark.parametrize("scales", [True, False])

@@ -129,7 +129,7 @@ def test_a_table_that_nothing_updates_any_more_is_a_plain_parameter(budget):
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(20, 4, mode="sum", sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     weight = model[0].weight
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     assert isinstance(weight, LedgerParameter)
 
     recsys.restore(model)
@@ -165,7 +165,7 @@ def test_bags_that_are_looked_up_one_by_one_follow_what_becomes_of_their_tables(
     torch.manual_seed(0)
     model = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, sparse=True) for _ in range(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     ids = torch.tensor([[0, 4], [4, 3]])
 
     def step():

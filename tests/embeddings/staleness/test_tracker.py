@@ -654,7 +654,7 @@ def test_rows_of_modules_that_are_not_given_are_not_frozen():
     model = torch.nn.ModuleDict(
         {name: torch.nn.EmbeddingBag(9, 4, mode="sum", sparse=True) for name in ("user", "item")}
     )
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), always=True)
     with pytest.raises(ValueError, match=r"would freeze rows of tables \['user'\], too"):
         StalenessTracker(model["item"], freezes_rows=True)
     StalenessTracker(model["item"]).close()

@@ -372,7 +372,7 @@ def test_a_write_before_the_optimizers_state_is_loaded_counts():
         torch.manual_seed(0)
         model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+        recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
         ids = torch.arange(30).view(3, 10)
         kept = model["users"].weight.detach()
         for _ in range(2):
@@ -397,7 +397,7 @@ def test_a_table_that_is_a_part_of_a_larger_tensor_is_refused_with_a_budget():
         recsys.accelerate(model, optimizer=optimizer, budget=6000)
 
     assert type(model["users"]) is nn.EmbeddingBag
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
 
 
 @pytest.mark.parametrize("moved", ["rows", "state"])
@@ -493,7 +493,7 @@ def test_another_tensor_of_the_model_on_a_tables_memory_is_refused_with_a_budget
 
     assert type(model.items) is nn.Embedding
     assert not (tmp_path / "rows").exists()
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
 
 
 def test_accelerating_a_model_leaves_tables_that_have_tiers_already_as_they_are():
@@ -514,7 +514,7 @@ def many_bags(num_tables, budget):
         for _ in range(num_tables)
     )
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     return model, optimizer
 
 

@@ -447,7 +447,7 @@ def test_an_accelerated_model_is_that_with_all_rows_on_the_device(device):
     models.append(copy.deepcopy(models[0]))
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
     tables = [bag.weight for bag in models[1].bags]
-    recsys.accelerate(models[0], optimizer=optimizers[0])
+    recsys.accelerate(models[0], optimizer=optimizers[0], always=True)
     recsys.accelerate(models[1], optimizer=optimizers[1], budget=6000)
     generator = torch.Generator().manual_seed(0)
 

@@ -114,7 +114,7 @@ def test_settings_of_torchs_optimizer_corrected_give_the_step_that_was_refused(k
         torch.manual_seed(0)
         model = nn.ModuleList([nn.EmbeddingBag(5, 4, mode="sum", sparse=True)])
         optimizer = kind(list(model.parameters()), lr=0.1)
-        recsys.accelerate(model, optimizer=optimizer)
+        recsys.accelerate(model, optimizer=optimizer, always=True)
         return model, optimizer
 
     (model, optimizer), (expected, its_optimizer) = build(), build()

@@ -113,7 +113,7 @@ def test_an_optimizer_besides_the_mark_is_refused():
         HotColdEmbeddingBag.from_torch(marked("adagrad"), optimizer=SGD(lr=0.1))
     model = nn.ModuleList([marked("adagrad")])
     with pytest.raises(ValueError, match=r"table '0': .* must be None, got Adagrad"):
-        recsys.accelerate(model, optimizer=torch.optim.Adagrad(model.parameters()))
+        recsys.accelerate(model, optimizer=torch.optim.Adagrad(model.parameters()), always=True)
 
 
 def test_two_optimizers_on_one_table_are_refused():

@@ -84,7 +84,7 @@ def make_ids(draw, device):
 def make(device, budget, kind=torch.optim.SGD, *, is_sparse=True):
     model = Tables(sparse=is_sparse).to(device)
     optimizer = kind(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     return model, optimizer
 
 

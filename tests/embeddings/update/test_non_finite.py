@@ -151,7 +151,7 @@ def test_an_accelerated_models_dense_part_is_not_updated_either():
         {"users": nn.EmbeddingBag(20, 4, mode="sum", sparse=True), "top": nn.Linear(4, 1)}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     (model["top"](model["users"](IDS)).sum() * float("inf")).backward()
 

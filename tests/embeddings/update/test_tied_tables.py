@@ -37,7 +37,7 @@ class Towers(nn.Module):
 def test_two_bags_of_one_table_train_as_in_plain_pytorch(kind):
     plain, ours = Towers(), Towers()
     optimizers = [kind(list(each.parameters()), lr=0.1) for each in (plain, ours)]
-    recsys.accelerate(ours, optimizer=optimizers[1])
+    recsys.accelerate(ours, optimizer=optimizers[1], always=True)
 
     for model, optimizer in zip((plain, ours), optimizers, strict=True):
         for _ in range(3):
@@ -53,7 +53,9 @@ SECONDS = {
     "from_torch without an optimizer": HotColdEmbeddingBag.from_torch,
     "accelerate": lambda bag: recsys.accelerate(nn.ModuleList([bag]), optimizer=SGD(lr=0.1)),
     "accelerate by torch's": lambda bag: recsys.accelerate(
-        nn.ModuleList([bag]), optimizer=torch.optim.SGD(bag.parameters(), lr=0.1)
+        nn.ModuleList([bag]),
+        optimizer=torch.optim.SGD(bag.parameters(), lr=0.1),
+        always=True,
     ),
 }
 
@@ -77,10 +79,10 @@ def test_one_optimizer_given_to_two_models_of_one_table_is_refused():
     left, right = nn.ModuleList([bag()]), nn.ModuleList([bag()])
     right[0].weight = left[0].weight
     optimizer = torch.optim.Adagrad(left.parameters(), lr=0.1)
-    recsys.accelerate(left, optimizer=optimizer)
+    recsys.accelerate(left, optimizer=optimizer, always=True)
 
     with pytest.raises(ValueError, match="table '0' is already updated by another recsys"):
-        recsys.accelerate(right, optimizer=optimizer)
+        recsys.accelerate(right, optimizer=optimizer, always=True)
 
     assert type(right[0]) is nn.EmbeddingBag
 
@@ -190,7 +192,7 @@ def test_a_tied_bag_that_gets_a_table_of_its_own_is_refused_at_its_next_lookup(m
     model[1].weight = model[0].weight
     nn.init.constant_(model[2].weight, 9.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     for each in model:  # all is known by now
         each(INDICES, OFFSETS).sum().backward()
     before, shared = model[2].weight.detach().clone(), model[0].weight

@@ -135,7 +135,7 @@ def test_a_wrapper_of_torchrec_is_refused_for_the_optimizer_inside_which_works()
             ):
                 recsys.accelerate(model, optimizer=each, budget="4KiB")
         if budget is not None:
-            recsys.accelerate(model, optimizer=inside, budget=budget)
+            recsys.accelerate(model, optimizer=inside, budget=budget, always=True)
         for step in range(3):
             inside.zero_grad()
             model(torch.arange(8).view(2, 4) + step).square().sum().backward()

@@ -35,7 +35,7 @@ class Plain(nn.Module):
 def test_a_model_that_was_restored_needs_a_new_pipeline(skips, accelerates_again):
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, always=True)
     pipeline = TrainPipeline(
         model,
         optimizer,
@@ -46,7 +46,7 @@ def test_a_model_that_was_restored_needs_a_new_pipeline(skips, accelerates_again
     list(pipeline.steps(batches))
     recsys.restore(model)
     if accelerates_again:
-        recsys.accelerate(model, optimizer=optimizer)
+        recsys.accelerate(model, optimizer=optimizer, always=True)
 
     with pytest.raises(ValueError, match=r"'rows' is another module.*build a new TrainPipeline"):
         list(pipeline.steps(batches))

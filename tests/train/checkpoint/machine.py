@@ -99,7 +99,9 @@ class Training:
             self.optimizers = [TORCH[kind](given)]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # how lazy_adam differs
-                recsys.accelerate(self.model, optimizer=self.optimizers[0], lazy_adam=True, **more)
+                recsys.accelerate(
+                    self.model, optimizer=self.optimizers[0], lazy_adam=True, **more, always=True
+                )
 
     def weights(self):
         if self.is_collection:

@@ -425,7 +425,7 @@ def test_the_row_optimizer_of_a_module_need_not_be_given(tmp_path):
 def test_a_torch_optimizer_that_updates_rows_must_be_given(tmp_path):
     model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum", sparse=True), nn.Linear(4, 1))
     rows = torch.optim.Adagrad(model[0].parameters())
-    recsys.accelerate(model, optimizer=rows)
+    recsys.accelerate(model, optimizer=rows, always=True)
 
     with pytest.raises(CheckpointError, match=r"0\.weight' is updated in the step of a Adagrad"):
         save_checkpoint(tmp_path, model=model)

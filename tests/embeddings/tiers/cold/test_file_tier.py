@@ -363,7 +363,7 @@ def test_no_room_is_needed_for_the_state_of_a_frozen_table(tmp_path, monkeypatch
 
 def accelerated(optimizer, **options):
     model = Model()
-    recsys.accelerate(model, optimizer=optimizer, **options)
+    recsys.accelerate(model, optimizer=optimizer, **options, always=True)
     return model
 
 
