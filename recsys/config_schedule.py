@@ -15,7 +15,7 @@ _KEYS_OF = {
     "sequential": _PERMUTING,
     "lookahead": ("depth", *_PERMUTING),
     "": ("depth", *_PERMUTING),
-    "hotline": ("depth", "learning_share", "pinned_share", *_PERMUTING),
+    "hotline": ("learning_share", "pinned_share", *_PERMUTING),
     "fae": ("rate", "adaptive", "min_rate", "max_rate", "patience", "factor", "sample_rate"),
     "auto": _PERMUTING,
 }
@@ -36,7 +36,7 @@ class ScheduleConfig:
     )
     depth: int = key(
         0,
-        "mini-batches whose rows are fetched ahead; 0: two with lookahead, none with hotline",
+        "lookahead: mini-batches whose rows are fetched ahead; 0: two",
         least=0,
     )
     learning_share: float = key(

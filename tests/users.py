@@ -662,7 +662,7 @@ class PipelineUsers(Users):
         super().build(data)
         schedules = [Sequential(), LookAhead(1), LookAhead(4), Auto(steps_per_turn=1, num_rounds=1)]
         if self.kind is Bag and self.options["dtype"] is torch.float64:
-            schedules += [Hotline(learning_steps=0), Hotline(depth=2, learning_steps=2)] * 2
+            schedules += [Hotline(learning_steps=0), Hotline(learning_steps=2)] * 2
         schedule = data.draw(st.sampled_from(schedules))
         if isinstance(schedule, Hotline):
             self.tolerance = 1e-9

@@ -50,21 +50,19 @@ class Hotline:
     A sample is popular if all its rows are in fast memory when its step begins. The gradients of
     both parts are added, and every parameter and row is updated once. So a step equals that of the
     whole mini-batch up to the order in which floats are summed, and to the last bit if one part is
-    empty. Depth 0 needs no look-ahead. With a greater depth, a mini-batch is split only if its rows
-    have not arrived when its step begins.
+    empty. Nothing is fetched ahead.
 
-    The loss must be a mean or a sum over samples, or one loss for each sample. The pipeline
-    measures which of the first two it is on the first mini-batch that it splits: the model computes
-    the loss of the mini-batch and of its parts in evaluation mode without gradient. A loss that is
-    neither raises an error. A module with `scale_grad_by_freq=True`, or with `mode="max"` and rows
-    in two tiers, needs whole mini-batches: then none is split, and a warning says why.
+    The loss must be a mean or a sum over samples. The pipeline measures which of them it is on the
+    first mini-batch that it splits: the model computes the loss of the mini-batch and of its parts
+    in evaluation mode without gradient. A loss that is neither raises an error. A module with
+    `scale_grad_by_freq=True`, or with `mode="max"` and rows in two tiers, needs whole mini-batches:
+    then none is split, and a warning says why.
 
     Popular rows are found during training: nothing is split in the first `learning_steps`, after
     which the most used rows are pinned in fast memory. After every further `learning_steps` they
     are chosen again.
 
     Args:
-        depth: Mini-batches ahead whose rows are fetched, as in `LookAhead`.
         learning_steps: Mini-batches between two choices; with 0 no rows are pinned.
         pinned_share: The largest share of the slots that pinned rows take, including a plan's.
 
@@ -77,18 +75,15 @@ class Hotline:
         hash table; this implementation uses the counts that every slot has.
     """
 
-    depth: int = 0
     learning_steps: int = 1000
     pinned_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("depth", "learning_steps"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(
-                    f"Hotline: {name} must be a whole number of at least 0, got {value!r}"
-                )
-        share = self.pinned_share
+        steps, share = self.learning_steps, self.pinned_share
+        if type(steps) is not int or steps < 0:
+            raise ValueError(
+                f"Hotline: learning_steps must be a whole number of at least 0, got {steps!r}"
+            )
         if not (is_number(share) and 0 <= share <= 1):
             raise ValueError(f"Hotline: pinned_share must lie in [0, 1], got {share!r}")
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.sizes import format_bytes
-from recsys.pipeline.schedule import Hotline, LookAhead
+from recsys.pipeline.schedule import LookAhead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,8 +167,7 @@ def too_deep(schedule: Schedule | Auto, tiers: Sequence[Tiers], wanted: int, dep
     slots = ", ".join(
         f"{each.hot.num_slots} rows of embedding_dim {each.hot.rows.shape[1]}" for each in tiers
     )
-    name = "Hotline" if isinstance(schedule, Hotline) else "LookAhead"
-    remedy = f"or {name}(depth={depth})" if depth or name == "Hotline" else "or Sequential()"
+    remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
     # The host does not wait to learn how many rows the last one has, so it counts the most.
     may = "may have" if any(each.are_reached for each in tiers) else "has"
     return (

@@ -398,7 +398,7 @@ class TrainPipeline:
     def _switch_to(self, schedule: Schedule) -> None:
         """Use the depth of another schedule from now on."""
         self._current_schedule = schedule
-        self._depth = 0 if isinstance(schedule, Sequential) else schedule.depth
+        self._depth = schedule.depth if isinstance(schedule, LookAhead) else 0
         self._allowed_depth = self._depth  # mini-batches ahead for which there are enough slots
         self._steps_at_depth = self._num_steps = self._num_ahead = 0
 

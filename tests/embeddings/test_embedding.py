@@ -368,9 +368,7 @@ class Model(nn.Module):
         return logits.square().mean(), logits
 
 
-@pytest.mark.parametrize(
-    "schedule", [Sequential(), LookAhead(depth=2), Hotline(depth=0, learning_steps=4)]
-)
+@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(depth=2), Hotline(learning_steps=4)])
 def test_schedules_fetch_sequences_of_ids_ahead_and_change_nothing(schedule):
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.rand(8, 5, generator=generator) ** 6 * 400).long() for _ in range(30)]

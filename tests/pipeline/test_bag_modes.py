@@ -23,7 +23,7 @@ SCHEDULES = [
     Auto((Sequential(), LookAhead(2)), steps_per_turn=1, num_rounds=1),
     Hotline(learning_steps=0),
     Hotline(learning_steps=2),
-    Hotline(depth=2, learning_steps=0),
+    Hotline(learning_steps=0),
 ]
 # Settings of a bag: weights go with the mode "sum" alone, and "max" with no scale_grad_by_freq.
 KINDS = [

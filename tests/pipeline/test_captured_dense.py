@@ -149,7 +149,7 @@ def test_an_evaluation_in_another_thread_does_not_replay_the_graphs_of_a_step(ba
 @pytest.mark.usefixtures("made")
 def test_parts_of_mini_batches_run_op_by_op():
     batches = [make_batch(seed, 16) for seed in range(10)]
-    schedule = Hotline(depth=0, learning_steps=4)
+    schedule = Hotline(learning_steps=4)
 
     with pytest.warns(UserWarning, match="run op by op now, because Hotline trains on parts"):
         found = train(batches, capture=True, budget=8_500, schedule=schedule)

@@ -20,7 +20,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import BudgetTooSmall, ConfigError, IdOutOfRange, TiersFailed
-from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 
 BUDGET = 30_000  # of 830 rows and their state
 
@@ -336,20 +336,18 @@ def test_a_bad_id_is_raised_by_its_own_step(small, pair, batches):
     small.require_equal(*models)
 
 
-@pytest.mark.parametrize("schedule", [LookAhead(6), Hotline(depth=6)])
-def test_too_little_room_shrinks_the_depth_and_says_so_once(small, batches, schedule):
+def test_too_little_room_shrinks_the_depth_and_says_so_once(small, batches):
     optimizer = Adagrad(lr=0.1)
     budget = small.budget_for(small.tables, optimizer, batches, 12)
     models = [small.Model(small.tables, optimizer, **each) for each in ({}, {"budget": budget})]
     dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
-    pipeline = TrainPipeline(models[1], dense[1], schedule=schedule)
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(6))
 
     with pytest.warns(UserWarning, match="has room for . of 6 mini-batches ahead") as warned:
         losses = small.run(pipeline, iter(batches * 4))
 
-    name = type(schedule).__name__
-    assert [str(each.message).startswith(f"schedule={name}") for each in warned] == [True]
-    assert f"Give a larger budget, or {name}(depth=" in str(warned[0].message)
+    assert [str(each.message).startswith("schedule=LookAhead") for each in warned] == [True]
+    assert "Give a larger budget, or LookAhead(depth=" in str(warned[0].message)
     assert 0 < pipeline.mean_depth < 6
     assert losses == small.run_plain(models[0], dense[0], batches * 4)
     small.require_equal(*models)

@@ -350,11 +350,6 @@ class Prefetched:
         tickets = [each.ticket for each in self._claims]
         return any(not ticket.is_held and not ticket.is_taken for ticket in tickets)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether all rows have been fetched."""
-        return all(each.ticket.is_here for each in self._claims)
-
     def cancel(self) -> None:
         """Release the slots, unless the lookup has taken them; it then claims slots itself."""
         for each in self._claims:

@@ -126,15 +126,6 @@ class Ticket:
         residency.hot.after_transfers(self._after.event, self.slot_of_value, *ids)
 
     @property
-    def is_here(self) -> bool:
-        """Whether every row has been fetched."""
-        if self._hold is None:
-            return True
-        event = self._after.event
-        is_made = self._residency.queue.is_done(self._after.number)
-        return is_made and (event is None or bool(event.query()))
-
-    @property
     def batch_size(self) -> int:
         """B, for a ticket made ahead."""
         assert self.ids is not None

@@ -52,10 +52,11 @@ def is_loss_a_sum(
 
     Returns:
         None if this mini-batch cannot decide it: both hold (losses near 0), or a loss is not
-        finite. False for a loss per sample, (B,), whose parts need no weights.
+        finite.
 
     Raises:
-        ValueError: neither holds; or an output does not have one row for each sample.
+        ValueError: neither holds, or there is a loss for each sample; or an output does not have
+            one row for each sample.
     """
     with _evaluating(model):
         found: list[Any] = [compute(each) for each in (batch, *parts)]
@@ -69,7 +70,10 @@ def is_loss_a_sum(
     join_outputs(found[:1], [torch.arange(sum(sizes))])
     losses: list[Tensor] = [loss for loss, _ in found]
     if losses[0].dim():
-        return False
+        raise ValueError(
+            f"schedule={schedule} needs a loss that is a mean or a sum over samples, got one of "
+            f"shape {tuple(losses[0].shape)}; return its mean or sum, or use LookAhead"
+        )
     whole, *of_parts = (loss.item() for loss in losses)
     if not all(isfinite(loss) for loss in (whole, *of_parts)):
         return None

@@ -127,7 +127,7 @@ class PopularSplit:
         self.num_popular += batch_size - num_missing
         num_popular = _rounded(batch_size - num_missing, batch_size)
         popular = (~is_missing).nonzero().flatten()[:num_popular]
-        if not num_missing or not num_popular or self._has_arrived(claims):
+        if not num_missing or not num_popular:
             return []
         is_other = torch.ones(batch_size, dtype=torch.bool)
         is_other[popular] = False
@@ -177,7 +177,7 @@ class PopularSplit:
         if not period or self.num_steps % period:
             return
         for tiers in self._tiers():
-            num_left = (1 + self._schedule.depth) * self._most_rows.get(tiers, 0)
+            num_left = self._most_rows.get(tiers, 0)
             promoted, demoted = tiers.residency.pin_popular(self._schedule.pinned_share, num_left)
             self.num_promoted += promoted
             self.num_demoted += demoted
@@ -195,7 +195,6 @@ class PopularSplit:
         """For a run record: shares of the steps and samples after the learning steps."""
         num_steps = max(1, self.num_steps - self._schedule.learning_steps)
         return {
-            "depth": self._schedule.depth,
             "learning_steps": self._schedule.learning_steps,
             "split_step_share": self.num_split / num_steps,
             "popular_sample_share": self.num_popular / max(1, self.num_samples),
@@ -238,9 +237,8 @@ class PopularSplit:
                     raise found.error("popular_rows", f"distinct rows in [0, {most})")
             for each, most, rows in zip(tiers, most_rows, popular, strict=True):
                 self._most_rows[each] = most
-                num_left = (1 + self._schedule.depth) * most
                 share = self._schedule.pinned_share
-                each.residency.pin_as_popular(rows.long().cpu().numpy(), share, num_left)
+                each.residency.pin_as_popular(rows.long().cpu().numpy(), share, most)
         for name, value in counters.items():
             setattr(self, name, value)
         self.is_loss_a_sum = is_loss_a_sum
@@ -255,13 +253,6 @@ class PopularSplit:
                 "sample; call modules with ids of B samples, such as (B, K) instead of (B * K,), "
                 "or use LookAhead, which fetches these rows ahead",
             )
-
-    def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
-        """Whether all rows have arrived, so that there is no fetch to hide.
-
-        Always False at depth 0. Otherwise the split would depend on timing.
-        """
-        return bool(self._schedule.depth) and all(claim.is_here for claim in claims)
 
 
 def _are_distinct_rows(rows: Any, num_rows: int) -> bool:

@@ -406,7 +406,7 @@ def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
         return Auto()
     if config.name == "hotline":
         learning_steps = ceil(config.learning_share * num_steps)
-        return Hotline(config.depth, learning_steps, config.pinned_share)
+        return Hotline(learning_steps, config.pinned_share)
     if config.name or config.depth:
         return LookAhead(config.depth) if config.depth else LookAhead()
     return None

@@ -96,7 +96,6 @@ def budgets_for(sizes, dims, optimizer, batches, num_more):
     sizes=st.lists(st.integers(100, 400), min_size=1, max_size=4),
     dims=st.lists(st.sampled_from([1, 3, 4, 8]), min_size=4, max_size=4),
     optimizer=st.sampled_from(OPTIMIZERS),
-    depth=st.integers(0, 8),
     learning_steps=st.integers(0, 3),
     num_more=st.sampled_from([60, 20, 3, 0]),
     seeds=st.lists(st.integers(0, 30), min_size=3, max_size=12),
@@ -110,7 +109,6 @@ def test_hotline_is_a_plain_run_but_for_rounding(
     sizes,
     dims,
     optimizer,
-    depth,
     learning_steps,
     num_more,
     seeds,
@@ -134,7 +132,7 @@ def test_hotline_is_a_plain_run_but_for_rounding(
                 auto_apply=auto_apply,
             )
         dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
-        schedule = Hotline(depth, learning_steps, 0.5) if is_tiered else Sequential()
+        schedule = Hotline(learning_steps, 0.5) if is_tiered else Sequential()
         for bag in model.bags if is_slow else []:
             for tiers in bag.tiers():
                 tiers.residency._cold = small.WatchedStore(tiers.residency._cold)
@@ -431,7 +429,7 @@ def test_a_row_that_does_not_come_fails_the_step_and_every_later_use(small, tier
 
 def test_a_claim_that_was_given_up_for_another_lookup_is_made_anew(small, tiered):
     runs = []
-    for schedule in (Sequential(), Hotline(depth=1, learning_steps=0)):
+    for schedule in (Sequential(), Hotline(learning_steps=0)):
         tables, model, dense, _ = tiered(num_slots=30)
         batches = [in_turn(tables, range(4 * n, 4 * n + 8)) for n in range(6)]
         pipeline = TrainPipeline(model, dense, schedule=schedule)
@@ -444,19 +442,6 @@ def test_a_claim_that_was_given_up_for_another_lookup_is_made_anew(small, tiered
 
     assert pipeline.popular_split.num_samples == 6 * 8
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
-
-
-def test_with_a_depth_mini_batches_whose_rows_have_come_stay_whole(small, tiered):
-    tables, model, dense, residency = tiered(num_slots=100)
-    batches = [in_turn(tables, [4 * n, 4 * n + 1, 4 * n - 3, 4 * n - 2]) for n in range(1, 9)]
-    pipeline = TrainPipeline(model, dense, schedule=Hotline(depth=1, learning_steps=0))
-    # Whatever is asked for in the background has come when the step goes on.
-    model.layer.register_forward_pre_hook(lambda *_: residency.queue.settle())
-
-    small.run(pipeline, iter(batches))
-
-    assert pipeline.popular_split.num_split == 0
-    assert 0 < pipeline.popular_split.num_popular < pipeline.popular_split.num_samples
 
 
 @pytest.mark.parametrize(
@@ -486,7 +471,6 @@ def test_hotline_without_tiers_has_no_effect_and_says_so(small):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"depth": -1}, "depth must be a whole number of at least 0, got -1"),
         ({"learning_steps": 0.5}, "learning_steps must be a whole number of at least 0, got 0.5"),
         ({"pinned_share": 1.5}, r"pinned_share must lie in \[0, 1\], got 1.5"),
         ({"pinned_share": "0.5"}, r"pinned_share must lie in \[0, 1\], got '0\.5'"),

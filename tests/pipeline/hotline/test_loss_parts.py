@@ -66,9 +66,8 @@ def summed_run(reduce, schedule, batches, **options):
         (lambda losses, _: losses.mean(), False),
         (lambda losses, model: losses.mean() + 0.1 * model.layer.weight.square().sum(), False),
         (lambda losses, _: losses.sum(), True),
-        (lambda losses, _: losses, False),
     ],
-    ids=["mean", "mean and a penalty", "sum", "of each sample"],
+    ids=["mean", "mean and a penalty", "sum"],
 )
 def test_a_loss_that_is_a_mean_or_a_sum_over_samples_is_that_of_the_whole(reduce, is_sum):
     batches = halves()

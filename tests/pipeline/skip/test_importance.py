@@ -50,7 +50,7 @@ RUNS = {
     ],
     "others": [
         ("host", LookAhead(31)),
-        ("host", Hotline(depth=2, learning_steps=1000)),
+        ("host", Hotline(learning_steps=1000)),
         ("host", Auto(candidates=(Sequential(), LookAhead(2)), steps_per_turn=2, num_rounds=1)),
         ("file", LookAhead(3)),
     ],

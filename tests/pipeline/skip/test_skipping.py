@@ -46,7 +46,7 @@ RUNS = {
     "ahead": [("host", Sequential()), ("host", LookAhead(31)), ("file", LookAhead(3))],
     "others": [
         ("host", LookAhead(2)),
-        ("host", Hotline(depth=2, learning_steps=1000)),
+        ("host", Hotline(learning_steps=1000)),
         ("host", Auto(candidates=(Sequential(), LookAhead(2)), steps_per_turn=2, num_rounds=1)),
     ],
 }
