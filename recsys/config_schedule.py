@@ -16,7 +16,7 @@ _KEYS_OF = {
     "lookahead": ("depth", *_PERMUTING),
     "": ("depth", *_PERMUTING),
     "hotline": ("learning_share", "pinned_share", *_PERMUTING),
-    "fae": ("rate", "adaptive", "min_rate", "max_rate", "patience", "factor", "sample_rate"),
+    "fae": ("rate", "adaptive", "min_rate", "max_rate", "patience", "factor"),
     "auto": _PERMUTING,
 }
 
@@ -63,9 +63,6 @@ class ScheduleConfig:
     max_rate: float = key(100.0, "fae: highest rate", above=0, most=100)
     patience: int = key(4, "fae: falls of the loss in a row that raise the rate", least=1)
     factor: float = key(2.0, "fae: factor by which the rate rises, or falls", above=1)
-    sample_rate: float = key(
-        0.05, "fae: share of the training samples that it counts lookups in", above=0, most=1
-    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -290,7 +290,6 @@ def test_every_key_is_described():
         ("schedule.learning_share=0.1", "learning_share means nothing with name '', got 0.1"),
         ("schedule.permutation_seed=1", "permutation_seed means nothing without permute_within_ba"),
         ("schedule.depth=-1", "schedule.depth must be at least 0, got -1"),
-        ("schedule.sample_rate=0", r"schedule.sample_rate must be in \(0, 1\], got 0"),
         ("schedule.rate=200", r"schedule.rate must be in \(0, 100\], got 200"),
         ("schedule.factor=1", "schedule.factor must be finite and above 1, got 1.0"),
         ("schedule.rate=20", "rate means nothing with name '', got 20.0; set name to 'fae'"),

@@ -11,7 +11,6 @@ from recsys._support.files import require_new
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.cli.checks import require_data
 from recsys.config import load_config
-from recsys.embeddings.popularity import RANKINGS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,13 +36,6 @@ def add_popularity_options(commands: Mapping[str, argparse.ArgumentParser]) -> N
         help="samples to count: numbers (0:1000), or shares if one has a point (0:0.5); the "
         "coverage is measured on the samples after B; default: all",
     )
-    profile.add_argument(
-        "--rate",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="share of these samples to count; default 1",
-    )
     profile.set_defaults(run_command=_profile)
 
     plan = commands["plan"]
@@ -52,12 +44,6 @@ def add_popularity_options(commands: Mapping[str, argparse.ArgumentParser]) -> N
         "--budget", required=True, metavar="SIZE", help="fast memory, such as 256MiB or 2GiB"
     )
     plan.add_argument("--out", required=True, type=Path, metavar="FILE", help="new .npz file")
-    plan.add_argument(
-        "--ranking",
-        default=RANKINGS[0],
-        choices=RANKINGS,
-        help="order of the rows; the last two are FAE's",
-    )
     plan.add_argument(
         "--config",
         type=Path,
@@ -114,14 +100,13 @@ def _profile(options: argparse.Namespace) -> int:
     source = open_source(config, to_train=False)
     samples = parse_samples(options.samples, source.num_samples)
     require_new(options.out)
-    profile = PopularityProfile.count(source, samples, rate=options.rate)
+    profile = PopularityProfile.count(source, samples)
     profile.save(options.out)
 
     num_rows, num_seen = sum(profile.table_sizes.values()), profile.num_rows_seen
-    of_all = f" of {profile.num_samples_seen:,}" if profile.rate < 1 else ""
     print(
-        f"{options.out}: {profile.num_lookups:,} lookups of {profile.num_samples:,}{of_all} "
-        f"samples; {num_seen:,} of {num_rows:,} rows in "
+        f"{options.out}: {profile.num_lookups:,} lookups of {profile.num_samples:,} samples; "
+        f"{num_seen:,} of {num_rows:,} rows in "
         f"{counted(len(profile.table_sizes), 'table')} seen"
     )
     if not profile.num_samples:
@@ -161,7 +146,6 @@ def _plan(options: argparse.Namespace) -> int:
         ),
         options.budget,
         row_optimizer(config.optimizer),
-        ranking=options.ranking,
         window_lookups=config.batch_size,
     )
     plan.save(options.out)

@@ -65,12 +65,11 @@ def test_options_are_these_and_no_others():
             "table": {"files": "", "--schema": "", "--like": "", "--split": "", "--out": ""},
         },
         "inspect": {"files": "", "--label": "", "--ignore": "", "--quote": ""},
-        "profile": {"store": "", "--out": "", "--samples": "", "--rate": ""},
+        "profile": {"store": "", "--out": "", "--samples": ""},
         "plan": {
             "profile": "",
             "--budget": "",
             "--out": "",
-            "--ranking": "",
             "--config": "",
             "--set": "",
         },

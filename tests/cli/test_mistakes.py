@@ -55,7 +55,6 @@ MISTAKES = {
     "ablate ablation.toml --run ablation": "nosuch does not exist",
     "profile nosuch --out profile.npz": "nosuch does not exist",
     "plan nosuch.npz --budget 1GiB --out plan.npz": "name one that `recsys profile`",
-    "plan nosuch.npz --budget 1GiB --out plan.npz --ranking best": "invalid choice: 'best'",
     "inspect nosuch.csv": "must be a file, found nothing there; create it, or name another\n",
     "inspect full": "folder full must hold CSV, TSV or Parquet files, found none; name another\n",
     "prepare table nosuch.csv --schema avazu --out store": "nosuch.csv must be a file",

@@ -37,23 +37,11 @@ def test_profile_counts_the_named_samples_and_prints_the_coverage_of_later_ones(
 
 
 def test_a_profile_of_everything_is_measured_on_what_was_counted(store, tmp_path, capsys):
-    assert run_cli("profile", store, "--out", tmp_path / "p.npz", "--rate", "0.5") == 0
+    assert run_cli("profile", store, "--out", tmp_path / "p.npz") == 0
 
     printed = capsys.readouterr().out
-    profile = PopularityProfile.load(tmp_path / "p.npz")
-    assert profile.rate == 0.5
-    assert f"lookups of {profile.num_samples:,} of 2,000 samples" in printed
+    assert "lookups of 2,000 samples" in printed
     assert "on samples 0 to 2,000, the same ones:" in printed
-
-
-def test_a_rate_that_met_no_sample_says_so(store, tmp_path, capsys):
-    assert run_cli("profile", store, "--out", tmp_path / "p.npz", "--rate", "1e-9") == 0
-
-    assert (
-        capsys.readouterr()
-        .out.strip()
-        .endswith("0 lookups of 0 of 2,000 samples; 0 of 808 rows in 4 tables seen")
-    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +53,6 @@ def test_a_rate_that_met_no_sample_says_so(store, tmp_path, capsys):
         (["--samples", "0:nan."], "samples must be A:B"),
         (["--samples", "7:7"], "are 7 to 7, but must be a range within the 2000"),
         (["--samples", "0:2001"], "are 0 to 2001, but must be a range within the 2000"),
-        (["--rate", "0"], "rate must lie in (0, 1], got 0"),
     ],
 )
 def test_bad_options_leave_no_profile(store, tmp_path, capsys, more, message):
@@ -138,16 +125,6 @@ def test_plan_pins_rows_for_the_model_that_train_would_make(store, tmp_path, cap
     assert plan.num_shared_slots == {(8, "fp32"): 16 + 7 + 1 + 16}
     assert f"{plan.num_pinned} of 808 rows pinned in" in printed
     assert str(plan) in printed
-
-
-def test_plan_takes_faes_rankings(store, tmp_path):
-    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
-    run_cli("profile", store, "--out", profile)
-
-    more = ["--ranking", "global_topk", "--set", "batch_size=16"]
-    assert run_cli("plan", profile, "--budget", "20KiB", "--out", out, *more) == 0
-
-    assert HotPlan.load(out).ranking == "global_topk"
 
 
 def test_a_budget_below_the_floor_leaves_no_plan(store, tmp_path, capsys):

@@ -171,7 +171,7 @@ def attack_store(folder, random):
 
 def make_profile(folder):
     store = make_store(folder)
-    PopularityProfile.count(store, rate=0.9, seed=3).save(folder / "profile.npz")
+    PopularityProfile.count(store).save(folder / "profile.npz")
 
 
 def mutate_profile(data, random):
@@ -197,8 +197,6 @@ def attack_profile(folder, random):
         profile.ranked_rows(5)
         if profile.num_lookups:
             profile.coverage(3)
-        profile.decay(0.5)
-        profile.merge(profile)
         with suppress(ProfileError):  # the profile may have features of other names
             profile.for_tables(table_configs(profile.table_sizes, 4))
         profile.save(folder / "again.npz")

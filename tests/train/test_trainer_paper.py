@@ -27,7 +27,7 @@ SETTINGS = (
     "skip.paper.first_snapshot=5",
     "skip.paper.window_share=0.2",
     "skip.paper.sample_share=0.1",
-    "skip.paper.tolerance=0.2",
+    "skip.paper.tolerance=0.6",
 )
 
 

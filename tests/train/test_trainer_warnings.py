@@ -93,11 +93,6 @@ UNREAD = {
         "schedule.adaptive=false",
         "schedule.patience=2",
     ): "schedule.patience=2 has",
-    (
-        "schedule.name=fae",
-        "plan=p.npz",
-        "schedule.sample_rate=0.5",
-    ): "the plan p.npz says which rows",
 }
 
 
@@ -119,7 +114,7 @@ def test_a_key_that_nothing_reads_is_warned_of(small_config, settings):
         ["optimizer.name=adam", "optimizer.betas=[0.5, 0.9]", "dense_optimizer.name=sgd"],
         ["optimizer.eps=0.001", "dense_optimizer.name=adam"],  # the dense part takes it from there
         ["optimizer.name=partial_rowwise_adam"],  # with the default eps of Adam
-        ["schedule.name=fae", "schedule.patience=2", "schedule.sample_rate=0.5"],
+        ["schedule.name=fae", "schedule.patience=2"],
     ],
 )
 def test_keys_that_are_read_are_not_warned_of(small_config, settings):

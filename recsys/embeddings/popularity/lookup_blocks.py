@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from recsys._support.hashing import GOLDEN, mix64
 from recsys.batch import (
     Batch,
     feature_tables,
@@ -31,15 +30,12 @@ __all__ = [
     "LookupBlock",
     "block_of",
     "blocks_of_source",
-    "choose_samples",
-    "chosen_of",
     "samples_of",
 ]
 
 # Samples per block of a store that is read in place. Threads wait for each other after every block,
 # on a busy machine for some milliseconds: blocks of an eighth were counted a quarter slower.
 _BLOCK_SAMPLES = 1 << 21
-_CHOSEN_SAMPLES = 1 << 18  # per block of a store if chosen samples are copied
 _READ_SAMPLES = 1 << 16  # per call of a source's `read`
 
 
@@ -73,9 +69,7 @@ class LookupBlock(NamedTuple):
         return int(np.searchsorted(bounds, place, side="right")) - 1
 
 
-def blocks_of_source(
-    source: SampleSource, samples: range, *, is_chosen_from: bool = False
-) -> Iterator[LookupBlock]:
+def blocks_of_source(source: SampleSource, samples: range) -> Iterator[LookupBlock]:
     """A range of a source's samples, in blocks.
 
     The blocks are views of `source.sparse` if that array has all features (see `SampleSource`).
@@ -83,15 +77,12 @@ def blocks_of_source(
     Args:
         source: Is read.
         samples: The range.
-        is_chosen_from: Whether the caller will copy chosen samples of each block.
     """
     features = list(feature_tables(source))
     rows: NDArray[np.int32] | None = getattr(source, "sparse", None)
     if rows is not None and rows.shape[1] != len(features):
         rows = None  # it lacks the features with bags
-    size = _READ_SAMPLES
-    if rows is not None:
-        size = _CHOSEN_SAMPLES if is_chosen_from else _BLOCK_SAMPLES
+    size = _READ_SAMPLES if rows is None else _BLOCK_SAMPLES
     for begin in range(samples.start, samples.stop, size):
         end = min(begin + size, samples.stop)
         if rows is not None:
@@ -138,41 +129,6 @@ def block_of(batch: Batch | Features) -> LookupBlock:
     )
     ends = bounds[np.append(firsts, len(names) * num_samples)].astype(np.int64)
     return LookupBlock(names, values_N, ends[:-1], np.diff(ends), 1, bounds, num_samples)
-
-
-def choose_samples(first_sample: int, num: int, rate: float, seed: int) -> NDArray[np.bool_]:
-    """Choose about a share `rate` of `num` samples, (num,).
-
-    A hash of a sample's number and the seed decides, whatever part of a source it is read in.
-    """
-    numbers = np.arange(first_sample, first_sample + num, dtype=np.uint64)
-    key = mix64(np.array([seed % 2**64], np.uint64))
-    hashes: NDArray[np.uint64] = mix64(key + (numbers + np.uint64(1)) * GOLDEN)
-    return (hashes >> np.uint64(11)).astype(np.float64) < rate * 2.0**53
-
-
-def chosen_of(block: LookupBlock, is_chosen: NDArray[np.bool_]) -> LookupBlock:
-    """The lookups of chosen samples of a block; a copy.
-
-    Shape:
-        is_chosen (B,).
-    """
-    samples = np.flatnonzero(is_chosen)
-    num_features = len(block.features)
-    if block.offsets is None:
-        places_FB = block.first[:, None] + samples * block.stride
-        num = np.full(num_features, len(samples))
-        first = np.arange(num_features, dtype=np.int64) * len(samples)
-        values = block.values[places_FB.reshape(-1)]
-        return LookupBlock(block.features, values, first, num, 1, None, len(samples))
-    bags = (np.arange(num_features)[:, None] * block.num_samples + samples).reshape(-1)
-    begins = block.offsets[bags].astype(np.int64)
-    lengths = block.offsets[bags + 1].astype(np.int64) - begins
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], lengths)
-    ends = offsets[np.arange(num_features + 1) * len(samples)]
-    values = block.values[places]
-    return LookupBlock(block.features, values, ends[:-1], np.diff(ends), 1, offsets, len(samples))
 
 
 def samples_of(source: SampleSource, samples: range | None) -> range:

@@ -31,9 +31,8 @@ import torch
 from recsys._support.arguments import is_number, is_whole
 from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
+from recsys._support.untrusted import is_count, is_finite_number, is_int
 from recsys.embeddings.optimizer import require_formula
-from recsys.embeddings.popularity import RANKINGS
 from recsys.embeddings.popularity.plan_table import format_budgets
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
@@ -50,14 +49,13 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.coverage import Coverage
 
-__all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows", "require_plan"]
+__all__ = ["HotPlan", "PlannedTable", "plan_hot_rows", "require_plan"]
 
 _SMALL_SHARE = 1 / 1024
 _DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # only in models; `TableConfig` refuses it
 # The arguments of a plan, in the order of the constructor, and what each must be in a file.
 _RULES: dict[str, Callable[[Any], bool]] = {
     "budget_bytes": is_count,
-    "ranking": is_text,
     "window_lookups": is_count,
     "small_share": is_finite_number,
 }
@@ -119,9 +117,8 @@ def plan_hot_rows(
     budget: int | str,
     optimizer: RowOptimizer | None = None,
     *,
-    ranking: str = "lookups_per_byte",
     window_lookups: int = 2048,
-    small_share: float | None = None,
+    small_share: float = _SMALL_SHARE,
 ) -> HotPlan:
     """A plan of the rows to be pinned.
 
@@ -130,13 +127,9 @@ def plan_hot_rows(
         tables: `TableConfig`s, or TorchRec's `EmbeddingBagConfig`s.
         budget: Bytes of fast memory, or a string such as "256MiB".
         optimizer: A recsys optimizer, whose state is stored beside the rows; None for no state.
-        ranking: "lookups_per_byte"; or one of FAE's rankings for the same memory: "global_topk", by
-            lookups over all tables, or "per_table_threshold", by a row's share of its table's
-            lookups (the threshold follows from the budget).
         window_lookups: The most rows that one feature looks up in the mini-batches in the window
             together: mini-batch size * largest bag * look-ahead window.
-        small_share: The largest share of the budget for a small table; by default 1/1024, or 0 with
-            FAE's rankings, which have no small tables.
+        small_share: The largest share of the budget for a small table. FAE has no small tables: 0.
 
     Raises:
         BudgetTooSmall: the budget is below the floor. The message names the floor.
@@ -157,10 +150,8 @@ def plan_hot_rows(
             len(counted.features[table.name]),
             slot_bytes(table.embedding_dim, dtype, sizes),
         )
-    if small_share is None:
-        small_share = _SMALL_SHARE if ranking == RANKINGS[0] else 0.0
     budget_bytes = parse_bytes(budget, "budget")
-    return HotPlan(counted, planned, budget_bytes, ranking, window_lookups, small_share)
+    return HotPlan(counted, planned, budget_bytes, window_lookups, small_share)
 
 
 def require_plan(plan: object) -> None:
@@ -188,7 +179,7 @@ class HotPlan:
         num_shared_slots: Slots that are not pinned, by embedding_dim and data type.
         shared_bytes: Bytes of the shared slots.
         pinned_bytes: Bytes of the pinned slots.
-        ranking, window_lookups, small_share: See `plan_hot_rows`.
+        window_lookups, small_share: See `plan_hot_rows`.
     """
 
     def __init__(
@@ -196,19 +187,16 @@ class HotPlan:
         profile: PopularityProfile,
         tables: Mapping[str, PlannedTable],
         budget_bytes: int,
-        ranking: str,
         window_lookups: int,
         small_share: float,
     ) -> None:
-        if ranking not in RANKINGS:
-            raise ConfigError(f"plan: ranking must be one of {RANKINGS}, got {ranking!r}")
         is_share = is_number(small_share) and 0 <= small_share <= 1
         if not (is_whole(window_lookups, 1) and is_share):
             raise ConfigError(
                 "plan: window_lookups must be at least 1 and an integer, and small_share in "
                 f"[0, 1], got {window_lookups!r} and {small_share!r}"
             )
-        self.tables, self.budget_bytes, self.ranking = dict(tables), budget_bytes, ranking
+        self.tables, self.budget_bytes = dict(tables), budget_bytes
         # Files hold no numbers of numpy.
         self.window_lookups, self.small_share = int(window_lookups), float(small_share)
         self.profile = profile
@@ -398,15 +386,15 @@ class HotPlan:
     def __repr__(self) -> str:
         return (
             f"HotPlan(budget_bytes={self.budget_bytes}, num_pinned={self.num_pinned}, "
-            f"num_rows={len(self._is_pinned)}, ranking={self.ranking!r})"
+            f"num_rows={len(self._is_pinned)})"
         )
 
     def _again(
         self, profile: PopularityProfile, tables: Mapping[str, PlannedTable], budget: int | str
     ) -> HotPlan:
         """A plan with the other arguments of this one."""
-        arguments = self.ranking, self.window_lookups, self.small_share
-        return HotPlan(profile, tables, parse_bytes(budget, "budget"), *arguments)
+        budget_bytes = parse_bytes(budget, "budget")
+        return HotPlan(profile, tables, budget_bytes, self.window_lookups, self.small_share)
 
     def _shared(self) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
         """How many slots the window needs in each row space, and the bytes of each slot."""
@@ -442,7 +430,8 @@ class HotPlan:
         # Rows that were looked up. Ranked rows of small tables are pinned already, so rank more.
         num_small = self.num_pinned
         at_most = room // int(self._slot_bytes.min()) + num_small
-        ranked = self.profile.ranked_rows(at_most, self._weights())
+        weights = {name: 1 / table.slot_bytes for name, table in self.tables.items()}
+        ranked = self.profile.ranked_rows(at_most, weights)
         ranked = ranked[~self._is_pinned[ranked]]
         tables = np.searchsorted(self.profile.bases, ranked, side="right") - 1
         taken = np.cumsum(self._slot_bytes[tables])
@@ -460,15 +449,6 @@ class HotPlan:
                 return
             self._is_pinned[self._rows_of(table)] = True
             room -= int(left[table])
-
-    def _weights(self) -> dict[str, float]:
-        """The weight of a lookup in each table."""
-        if self.ranking == "lookups_per_byte":
-            return {name: 1 / table.slot_bytes for name, table in self.tables.items()}
-        if self.ranking == "global_topk":
-            return dict.fromkeys(self.tables, 1.0)
-        totals = {name: int(self.profile.counts(name).sum(dtype=np.int64)) for name in self.tables}
-        return {name: 1 / max(total, 1) for name, total in totals.items()}
 
     def _rows_of(self, table: int) -> slice:
         begin = int(self.profile.bases[table])

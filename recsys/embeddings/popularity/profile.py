@@ -1,8 +1,7 @@
 """Popularity: how often each row of every table is looked up.
 
 A profile holds one count for each row of its tables, and nothing else that grows. It counts a store
-or mini-batches, all samples or a seeded share of them, and measures which share of lookups a set of
-hot rows would serve:
+or mini-batches, and measures which share of lookups a set of hot rows would serve:
 
     half = store.num_samples // 2
     profile = PopularityProfile.count(store, range(half))
@@ -21,15 +20,12 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 
-from recsys._support.arguments import is_number
 from recsys.batch import feature_tables, features_by_table
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.coverage import Coverage, coverages_by_level
 from recsys.embeddings.popularity.lookup_blocks import (
     block_of,
     blocks_of_source,
-    choose_samples,
-    chosen_of,
     samples_of,
 )
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PopularityProfile"]
 
-_BLOCK_ROWS = 1 << 20
 _MAX_SETS = 254  # a row's level is a byte, and one level means "in no set"
 
 
@@ -60,56 +55,28 @@ class PopularityProfile:
     Args:
         tables: Either the number of rows by table name, for tables whose one feature has the name
             of the table, or `TableConfig`s (TorchRec's `EmbeddingBagConfig`s, too).
-        rate: Share of the samples to count. A hash of a sample's number and the seed decides
-            whether it is counted, so profiles of parts of a source, merged, equal that of the
-            whole.
-        seed: Seed of that choice and of `decay`; any integer, of which the low 64 bits are used.
 
     Attributes:
-        rate, seed: As above.
         num_samples: Samples counted.
-        num_samples_seen: Samples passed to the profile; about `rate` of them were counted.
-        num_decays: Calls of `decay`, which does not change `num_samples`.
 
     Raises:
-        ConfigError: there is no table, a size is not positive, a name occurs twice, or the rate is
-            not in (0, 1].
+        ConfigError: there is no table, a size is not positive, or a name occurs twice.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, int] | Sequence[TableConfig],
-        *,
-        rate: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        if not (is_number(rate) and 0 < rate <= 1):
-            raise ConfigError(
-                f"profile: rate must lie in (0, 1], got {rate!r}; 1 counts everything"
-            )
-        self.rate, self.seed = float(rate), int(seed)
-        self.num_samples = self.num_samples_seen = self.num_decays = 0
+    def __init__(self, tables: Mapping[str, int] | Sequence[TableConfig]) -> None:
+        self.num_samples = 0
         self._rows = RowCounts(*named_tables(tables))
 
     @classmethod
-    def count(
-        cls,
-        source: SampleSource,
-        samples: range | None = None,
-        *,
-        rate: float = 1.0,
-        seed: int = 0,
-    ) -> PopularityProfile:
+    def count(cls, source: SampleSource, samples: range | None = None) -> PopularityProfile:
         """Count a source's lookups; tables and features have the source's names.
 
         Args:
             source: A `Store`, whose memory map is counted in place, or any other source.
             samples: A range of samples with step 1; all by default.
-            rate: See the class.
-            seed: See the class.
 
         Raises:
-            ConfigError: the source has no such samples, or the rate is not in (0, 1].
+            ConfigError: the source has no such samples.
             IdOutOfRange: the source has an id that is not a row of its table.
         """
         features = features_by_table(source)
@@ -119,12 +86,10 @@ class PopularityProfile:
             )
             for name, size in source.table_sizes.items()
         ]
-        profile = cls(tables, rate=rate, seed=seed)
+        profile = cls(tables)
         part = samples_of(source, samples)
-        first = part.start
-        for block in blocks_of_source(source, part, is_chosen_from=profile.rate < 1):
-            profile._add_block(block, first, named_from=first)
-            first += block.num_samples
+        for block in blocks_of_source(source, part):
+            profile._add_block(block, part.start + profile.num_samples)
         return profile
 
     @property
@@ -166,44 +131,7 @@ class PopularityProfile:
             IdOutOfRange: a value is not a row of its table.
             MalformedBags: its tensors do not form bags.
         """
-        self._add_block(block_of(batch), self.num_samples_seen, named_from=0)
-
-    def merge(self, other: PopularityProfile) -> None:
-        """Add the counts of `other`, a profile of the same tables.
-
-        Raises:
-            ProfileError: it has other tables or another rate.
-        """
-        self._rows.require_same_tables(other._rows)
-        if self.rate != other.rate:
-            raise ProfileError(
-                f"a profile of rate {other.rate:g} cannot be merged into one of rate "
-                f"{self.rate:g}: their samples have different weights; count both at one rate"
-            )
-        self._rows.add_rows(slice(None), other._rows.values)
-        self.num_samples += other.num_samples
-        self.num_samples_seen += other.num_samples_seen
-
-    def decay(self, factor: float) -> None:
-        """Multiply every count by `factor`, so that later lookups weigh more.
-
-        Counts stay integers: a product is rounded up with the probability of its fraction, by a
-        random generator seeded by the seed and `num_decays`. So the expected counts are exact after
-        any number of decays. Rounding to nearest would keep some rows for ever; rounding down would
-        lose rows that are looked up about once between two decays.
-
-        Raises:
-            ConfigError: the factor is not in [0, 1].
-        """
-        if not 0 <= factor <= 1:
-            raise ConfigError(f"profile: the factor of a decay must lie in [0, 1], got {factor}")
-        self.num_decays += 1
-        chance = np.random.Generator(np.random.PCG64([self.seed % 2**64, self.num_decays]))
-        for begin in range(0, len(self._rows.values), _BLOCK_ROWS):
-            block = self._rows.values[begin : begin + _BLOCK_ROWS]
-            share = block * factor
-            whole = np.floor(share)
-            block[:] = whole + (chance.random(len(block)) < share - whole)
+        self._add_block(block_of(batch), 0)
 
     def counts(self, table: str | None = None) -> NDArray[Any]:
         """Lookups of each row of `table`, or of all R rows of all tables; a read-only view.
@@ -368,7 +296,7 @@ class PopularityProfile:
         Raises:
             ProfileError: a table has no counts here, or has another number of rows.
         """
-        found = PopularityProfile(tables, rate=self.rate, seed=self.seed)
+        found = PopularityProfile(tables)
         own_sizes = self._rows.table_sizes
         for position, (name, size) in enumerate(found._rows.table_sizes.items()):
             features = set(found._rows.features[name])
@@ -386,8 +314,7 @@ class PopularityProfile:
                     )
                 begin = int(found._rows.bases[position])
                 found._rows.add_rows(slice(begin, begin + size), self.counts(other))
-        found.num_samples, found.num_samples_seen = self.num_samples, self.num_samples_seen
-        found.num_decays = self.num_decays
+        found.num_samples = self.num_samples
         return found
 
     def of_rows(self, rows: Mapping[str, tuple[int, int]]) -> PopularityProfile:
@@ -406,14 +333,13 @@ class PopularityProfile:
             )
             for name, (_, num_rows) in rows.items()
         ]
-        found = PopularityProfile(tables, rate=self.rate, seed=self.seed)
+        found = PopularityProfile(tables)
         for base, (name, (first, num_rows)) in zip(
             found._rows.bases.tolist(), rows.items(), strict=True
         ):
             counts = self.counts(name)[first : first + num_rows]
             found._rows.add_rows(slice(base, base + len(counts)), counts)
-        found.num_samples, found.num_samples_seen = self.num_samples, self.num_samples_seen
-        found.num_decays = self.num_decays
+        found.num_samples = self.num_samples
         return found
 
     def about(self) -> dict[str, Any]:
@@ -421,22 +347,17 @@ class PopularityProfile:
         return {
             "tables": self.table_sizes,
             "features": self.features,
-            "rate": self.rate,
-            "seed": self.seed,
             "num_samples": self.num_samples,
-            "num_samples_seen": self.num_samples_seen,
-            "num_decays": self.num_decays,
         }
 
     @classmethod
     def from_about(cls, about: Mapping[str, Any], counts: NDArray[Any]) -> PopularityProfile:
         """Rebuild a profile from its `about()` and its `counts`, (R,), which are not copied."""
-        profile = cls(about["tables"], rate=about["rate"], seed=about["seed"])
+        profile = cls(about["tables"])
         features = {name: tuple(own) for name, own in about["features"].items()}
         profile._rows = RowCounts(about["tables"], features)
         profile._rows.replace(counts)
-        for key in ("num_samples", "num_samples_seen", "num_decays"):
-            setattr(profile, key, about[key])
+        profile.num_samples = about["num_samples"]
         return profile
 
     def save(self, file: str | Path) -> None:
@@ -458,20 +379,13 @@ class PopularityProfile:
         return (
             f"PopularityProfile(num_tables={len(self._rows.sizes)}, "
             f"num_rows={len(self._rows.values)}, num_rows_seen={self.num_rows_seen}, "
-            f"num_lookups={self.num_lookups}, num_samples={self.num_samples} of "
-            f"{self.num_samples_seen}, rate={self.rate:g}, seed={self.seed})"
+            f"num_lookups={self.num_lookups}, num_samples={self.num_samples})"
         )
 
-    def _add_block(self, block: LookupBlock, first_sample: int, *, named_from: int) -> None:
-        """Count a block: `first_sample` is its first number for `rate`, `named_from` for errors."""
-        num_seen = block.num_samples
-        numbers = np.arange(num_seen)
-        if self.rate < 1:
-            is_chosen = choose_samples(first_sample, num_seen, self.rate, self.seed)
-            block, numbers = chosen_of(block, is_chosen), np.flatnonzero(is_chosen)
-        self._rows.add(block, lambda sample: named_from + int(numbers[sample]))
+    def _add_block(self, block: LookupBlock, first_sample: int) -> None:
+        """Count a block, whose samples are numbered from `first_sample` in errors."""
+        self._rows.add(block, first_sample.__add__)
         self.num_samples += block.num_samples
-        self.num_samples_seen += num_seen
 
     def _require_columns(self, source: SampleSource) -> None:
         """Check the sizes of the source's columns. Missing columns raise when they are counted."""

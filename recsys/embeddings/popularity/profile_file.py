@@ -17,7 +17,7 @@ from recsys._support.files import appearing_whole, as_argument
 from recsys._support.machine import memory_bytes
 from recsys._support.npy_files import NpzFile, read_array
 from recsys._support.sizes import format_bytes
-from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
+from recsys._support.untrusted import is_count, is_text, parse_json
 from recsys.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -36,11 +36,7 @@ _MOST_META_BYTES = 16 * 2**20
 _KEYS: dict[str, Callable[[Any], bool]] = {
     "tables": lambda value: isinstance(value, dict),
     "features": lambda value: isinstance(value, dict),
-    "rate": lambda value: is_finite_number(value) and 0 < value <= 1,
-    "seed": lambda value: type(value) is int,
     "num_samples": is_count,
-    "num_samples_seen": is_count,
-    "num_decays": is_count,
 }
 
 

@@ -109,9 +109,6 @@ def _unread_keys(config: TrainConfig, source: SampleSource) -> Iterator[tuple[st
     for name in _changed(schedule):
         if name in _ADAPTIVE and not schedule.adaptive:
             yield f"schedule.{name}", getattr(schedule, name), "schedule.adaptive is false"
-        if name == "sample_rate" and config.plan:
-            reason = f"the plan {config.plan} says which rows are hot, so no lookups are counted"
-            yield "schedule.sample_rate", schedule.sample_rate, reason
     if "buffer" in _changed(config.checkpoint) and not config.checkpoint.is_on:
         reason = "checkpoint.every_seconds and checkpoint.every_steps are 0"
         yield "checkpoint.buffer", config.checkpoint.buffer, reason

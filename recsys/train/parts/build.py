@@ -169,7 +169,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
     """The plan of a run: the rows that never leave fast memory; None for a run without a plan.
 
     The plan is the file `config.plan`. FAE's schedule without this key makes one, from the lookups
-    of a sample of the training split.
+    of the training split.
 
     Raises:
         BudgetTooSmall: FAE has no room for the rows of a mini-batch.
@@ -190,9 +190,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
             "schedule.name 'fae' separates samples by whether all of their rows are in fast "
             "memory; give it a size by budget, or a plan"
         )
-    rate, seed = config.schedule.sample_rate, config.seed
-    train = source.splits["train"]
-    profile = PopularityProfile.count(source, train, rate=rate, seed=seed)
+    profile = PopularityProfile.count(source, source.splits["train"])
     budget = tables_budget(config, source)
     try:
         return plan_hot_rows(
@@ -200,8 +198,8 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
             tables_of(source, config.model),
             budget,
             row_optimizer(config.optimizer),
-            ranking="global_topk",
             window_lookups=window_lookups(config, source),
+            small_share=0,
         )
     except BudgetTooSmall as error:
         if budget == config.budget:

@@ -90,19 +90,8 @@ def test_everything_is_pinned_and_nothing_shared_where_everything_fits():
     assert nearly.shared_bytes == 48
 
 
-@pytest.mark.parametrize(
-    ("ranking", "expected"),
-    [
-        ("lookups_per_byte", [("a", 2), ("a", 0), ("b", 1), ("b", 2), ("a", 3)]),
-        ("global_topk", [("a", 2), ("b", 1), ("b", 2), ("a", 0), ("a", 3)]),
-        # Of 13 lookups in a: 9, 3, 1; of 11 in b: 6, 5.
-        ("per_table_threshold", [("a", 2), ("b", 1), ("b", 2), ("a", 0), ("a", 3)]),
-    ],
-)
-def test_rankings_pin_in_their_own_order(ranking, expected):
-    full = plan_hot_rows(
-        profile_of(COUNTS), [A, B], FLOOR + 112, ranking=ranking, window_lookups=1, small_share=0
-    )
+def test_rows_are_pinned_one_by_one_without_small_tables():
+    full = plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR + 112, window_lookups=1, small_share=0)
 
     found = []
     for room in range(113):
@@ -111,23 +100,7 @@ def test_rankings_pin_in_their_own_order(ranking, expected):
             (name, row) for name, rows in now.items() for row in rows if (name, row) not in found
         ]
 
-    assert found == expected
-
-
-def test_a_share_of_a_tables_own_lookups_is_not_a_share_of_all():
-    counts = {"a": [10, 30, 60], "b": [3, 7, 0]}
-    tables = [table("a", 3, 2), table("b", 3, 2)]
-    budget = 4 * 6 + 2 * 16 + 2 * 16
-
-    plans = {
-        ranking: plan_hot_rows(
-            profile_of(counts), tables, budget, ranking=ranking, window_lookups=1
-        )
-        for ranking in ("global_topk", "per_table_threshold")
-    }
-
-    assert pinned(plans["global_topk"]) == {"a": [1, 2], "b": []}
-    assert pinned(plans["per_table_threshold"]) == {"a": [2], "b": [1]}
+    assert found == [("a", 2), ("a", 0), ("b", 1), ("b", 2), ("a", 3)]
 
 
 def test_small_tables_are_pinned_whole_before_all_others():
@@ -260,7 +233,7 @@ def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp
         table(f"t_{name}", size, 4 * (1 + number % 2), (name,))
         for number, (name, size) in enumerate(source.table_sizes.items())
     ]
-    profile = PopularityProfile.count(source, range(1500), rate=0.8)
+    profile = PopularityProfile.count(source, range(1500))
     plan = plan_hot_rows(profile, tables, "10KiB", RowWiseAdagrad(lr=0.1), window_lookups=50)
 
     plan.save(tmp_path / "new" / "plan.npz")
@@ -272,7 +245,7 @@ def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp
     assert loaded.tables == plan.tables
     assert pinned(loaded.retarget("8KiB")) == pinned(plan.retarget("8KiB"))
     # A plan's file is that of its counts, too.
-    assert PopularityProfile.load(tmp_path / "new" / "plan.npz").rate == 0.8
+    assert PopularityProfile.load(tmp_path / "new" / "plan.npz").num_samples == 1500
 
 
 def test_a_plan_made_with_numbers_of_numpy_is_saved_like_one_without(tmp_path):
@@ -379,7 +352,6 @@ def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_coun
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"ranking": "best"}, "ranking must be one of .* got 'best'"),
         ({"window_lookups": 0}, "window_lookups must be at least 1"),
         ({"window_lookups": 100.5}, r"got 100\.5 and"),
         ({"small_share": "all"}, "got 2048 and 'all'"),
@@ -412,8 +384,7 @@ def test_a_profile_is_no_plan(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: plan.pop("ranking"), "its plan must have tables, budget_bytes"),
-        (lambda plan: plan.update(ranking="best"), "its plan is invalid .*ranking must be one of"),
+        (lambda plan: plan.pop("small_share"), "its plan must have tables, budget_bytes"),
         (lambda plan: plan.update(budget_bytes="x"), "its plan is invalid"),
         (lambda plan: plan.update(budget_bytes=1), "its plan is invalid .*must be at least"),
         (lambda plan: plan["tables"].pop("a"), "its plan is invalid"),
@@ -422,7 +393,7 @@ def test_a_profile_is_no_plan(tmp_path):
         (lambda plan: plan["tables"]["a"].__setitem__(0, -4), "table 'a' must be a dim"),
         (lambda plan: plan["tables"]["a"].__setitem__(1, []), "table 'a' must be a dim"),
         (lambda plan: plan["tables"]["a"].__setitem__(3, 2**62), "table 'a' must be a dim"),
-        (lambda plan: plan.update(ranking=[]), "its plan is invalid .*ranking must not be"),
+        (lambda plan: plan.update(window_lookups=[]), "window_lookups must not be"),
         (lambda plan: plan.update(window_lookups=0), "its plan is invalid"),
         (lambda plan: plan.update(small_share=float("nan")), "its plan is invalid"),
     ],

@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -52,7 +50,7 @@ def test_a_store_is_counted_as_numpy_counts_it(store, monkeypatch):
 
     np.testing.assert_array_equal(profile.counts(), bincounts(store, slice(5, 2500)))
     assert profile.num_lookups == 4 * 2495
-    assert profile.num_samples == profile.num_samples_seen == 2495
+    assert profile.num_samples == 2495
     assert profile.counts("cat_1").tolist() == profile.counts()[30:37].tolist()
     assert profile.num_rows_seen == np.count_nonzero(profile.counts())
 
@@ -96,63 +94,6 @@ def test_batches_of_torchrec_are_counted():
     assert profile.counts("b").tolist() == [1, 0, 1]
 
 
-@given(
-    st.integers(0, 2**64), st.floats(0.05, 0.95), st.integers(0, 2100), st.sampled_from([1, 2, 3])
-)
-def test_parts_counted_one_by_one_and_merged_are_what_the_whole_gives(source, seed, rate, cut, by):
-    whole = PopularityProfile.count(source, range(0, 2100, 1), rate=rate, seed=seed)
-    merged = PopularityProfile(source.table_sizes, rate=rate, seed=seed)
-    cuts = sorted({0, cut // by, cut, 2100})
-
-    for begin, end in pairwise(cuts):
-        part = range(begin, end)
-        merged.merge(PopularityProfile.count(source, part, rate=rate, seed=seed))
-
-    np.testing.assert_array_equal(merged.counts(), whole.counts())
-    assert merged.num_samples == whole.num_samples
-    assert merged.num_samples_seen == whole.num_samples_seen == 2100
-
-
-def test_a_rate_counts_whole_samples_about_that_many_of_them_and_others_for_another_seed(store):
-    first, second = (PopularityProfile.count(store, rate=0.3, seed=seed) for seed in (0, 1))
-
-    for profile in (first, second):
-        assert profile.num_lookups == 4 * profile.num_samples
-        assert abs(profile.num_samples - 900) < 4 * np.sqrt(3000 * 0.3 * 0.7)
-        assert profile.counts("cat_2").tolist() == [profile.num_samples]
-    assert not np.array_equal(first.counts(), second.counts())
-    assert "rate=0.3, seed=0" in repr(first)
-
-
-@pytest.mark.parametrize("one_hot", [True, False])
-def test_mini_batches_are_sampled_by_their_place_in_the_sequence(store, one_hot, monkeypatch):
-    monkeypatch.setattr(lookup_blocks, "_CHOSEN_SAMPLES", 700)
-    profile = PopularityProfile(store.table_sizes, rate=0.5, seed=3)
-
-    for begin in range(0, 3000, 100):
-        batch = store.read(np.arange(begin, begin + 100))
-        ids = batch.sparse_features
-        profile.add(ids if one_hot else JaggedIds(ids.keys(), ids.values(), ids.offsets()))
-
-    expected = PopularityProfile.count(store, rate=0.5, seed=3)
-    np.testing.assert_array_equal(profile.counts(), expected.counts())
-    assert profile.num_samples == expected.num_samples
-
-
-def test_bags_of_sampled_samples_are_counted_whole():
-    profile = PopularityProfile({"a": 64, "b": 64}, rate=0.5)
-
-    profile.add(
-        bags({"a": [[i, i] if i % 3 else [] for i in range(64)], "b": [[i] for i in range(64)]})
-    )
-
-    chosen = profile.counts("b").astype(bool)
-    expected = np.where(chosen & (np.arange(64) % 3 > 0), 2, 0)
-    assert profile.num_samples == chosen.sum()
-    assert 0 < chosen.sum() < 64
-    np.testing.assert_array_equal(profile.counts("a"), expected)
-
-
 def test_a_batch_with_a_bad_id_is_not_counted_at_all():
     profile = PopularityProfile({"a": 4, "b": 3})
     profile.add(bags({"a": [[1], [2]], "b": [[0], [0]]}))
@@ -165,24 +106,15 @@ def test_a_batch_with_a_bad_id_is_not_counted_at_all():
     assert profile.num_samples == 2
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_a_bad_id_of_a_store_is_named_by_its_sample(source, tmp_path, rate, monkeypatch):
+def test_a_bad_id_of_a_store_is_named_by_its_sample(source, tmp_path, monkeypatch):
     monkeypatch.setattr(lookup_blocks, "_BLOCK_SAMPLES", 700)
-    monkeypatch.setattr(lookup_blocks, "_CHOSEN_SAMPLES", 300)
-    chosen = np.flatnonzero(
-        [
-            PopularityProfile.count(source, range(i, i + 1), rate=rate).num_samples
-            for i in range(999)
-        ]
-    )
-    bad = int(chosen[-3])
     path = write_store(source, tmp_path / "store")
     rows = np.memmap(path / "sparse.bin", "<i4", mode="r+").reshape(-1, 4)
-    rows[bad, 1] = -1
+    rows[996, 1] = -1
     rows.flush()
 
-    with pytest.raises(IdOutOfRange, match=rf"'cat_1', sample {bad}: id -1 is not in \[0, 7\)"):
-        PopularityProfile.count(Store(path), rate=rate)
+    with pytest.raises(IdOutOfRange, match=r"'cat_1', sample 996: id -1 is not in \[0, 7\)"):
+        PopularityProfile.count(Store(path), range(5, 3000))
 
 
 def test_offsets_that_are_no_bags_are_refused():
@@ -196,85 +128,16 @@ def test_offsets_that_are_no_bags_are_refused():
 
 
 def test_counts_grow_to_64_bits_before_they_overflow():
-    profile = PopularityProfile({"a": 3})
-    profile.add(bags({"a": [[0, 0, 0, 2]]}))
-    for _ in range(30):  # 3 * 2**30 lookups of row 0
-        profile.merge(profile)
+    counts = np.array([2**32 - 2, 0, 7], np.uint32)
+    profile = PopularityProfile.from_about(PopularityProfile({"a": 3}).about(), counts)
+    profile.add(bags({"a": [[0]]}))
+    assert profile.counts().tolist() == [2**32 - 1, 0, 7]
     assert profile.counts().dtype == np.uint32
 
-    profile.merge(profile)
     profile.add(bags({"a": [[0, 1]]}))
 
-    assert profile.counts().tolist() == [3 * 2**31 + 1, 1, 2**31]
-    assert profile.num_lookups == 2**33 + 2
-
-
-def test_a_mini_batch_that_would_overflow_32_bits_is_counted_in_64():
-    profile = PopularityProfile({"a": 2})
-    profile.add(bags({"a": [[0]]}))
-    for _ in range(31):
-        profile.merge(profile)
-    other = PopularityProfile({"a": 2})
-    other.add(bags({"a": [[0]]}))
-    for _ in range(31):
-        profile.merge(other)
-        other.merge(other)
-    assert profile.counts().tolist() == [2**32 - 1, 0]
-    assert profile.counts().dtype == np.uint32
-
-    profile.add(bags({"a": [[0]]}))
-
-    assert profile.counts().tolist() == [2**32, 0]
-
-
-def test_a_decay_keeps_whole_numbers_and_the_expected_counts():
-    profile = PopularityProfile({"a": 20_000, "b": 4})
-    profile.add(bags({"a": [np.repeat(np.arange(20_000), 5).tolist()], "b": [[0] * 8 + [2] * 16]}))
-
-    profile.decay(0.5)
-
-    assert profile.counts("b").tolist() == [4, 0, 8, 0]
-    assert set(profile.counts("a").tolist()) == {2, 3}
-    assert abs(profile.counts("a").mean() - 2.5) < 4 * 0.5 / np.sqrt(20_000)
-    assert profile.num_decays == 1
-
-
-def test_decays_are_drawn_from_the_seed_and_differ_from_one_to_the_next():
-    def decayed(seed, times):
-        profile = PopularityProfile({"a": 1000}, seed=seed)
-        profile.add(bags({"a": [list(range(1000)) * 4]}))
-        for _ in range(times):
-            profile.decay(0.5)
-            profile.add(bags({"a": [list(range(1000)) * 2]}))
-        return profile.counts().copy()
-
-    once = decayed(0, 1)
-    assert (once == 4).all()
-    np.testing.assert_array_equal(decayed(0, 3), decayed(0, 3))
-    assert (decayed(0, 3) == 4).all()
-
-    profile = PopularityProfile({"a": 1000})
-    profile.add(bags({"a": [list(range(1000)) * 3]}))
-    profile.decay(0.5)
-    first = profile.counts() == 2
-    profile.decay(0.5)
-    second_of_twos = profile.counts()[first]
-    assert 0.4 < first.mean() < 0.6
-    assert (second_of_twos == 1).all()
-    assert 0.35 < (profile.counts()[~first] == 1).mean() < 0.65
-
-
-def test_a_row_seen_once_between_two_decays_is_worth_its_exact_sum_on_average():
-    profile = PopularityProfile({"a": 2000})
-    everyone = bags({"a": [list(range(2000))]})
-
-    for _ in range(40):
-        profile.add(everyone)
-        profile.decay(0.9)
-
-    # 0.9 + 0.81 + ... up to 40 terms; rounding down would leave 0, to the nearest 5 or more.
-    expected = 9 * (1 - 0.9**40)
-    assert abs(profile.counts().mean() - expected) < 0.15
+    assert profile.counts().tolist() == [2**32, 1, 7]
+    assert profile.num_lookups == 2**32 + 8
 
 
 def test_ranked_rows_are_those_seen_most_popular_first_and_ties_in_order():
@@ -311,7 +174,7 @@ def test_a_few_ranked_rows_are_the_first_of_all_whatever_the_weights(counts, num
 
 
 def test_counts_of_features_become_those_of_a_models_tables(store):
-    profile = PopularityProfile.count(store, rate=0.5)
+    profile = PopularityProfile.count(store)
     tables = [
         TableConfig(name="t_last", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
         TableConfig(name="cat_1", num_embeddings=7, embedding_dim=8),
@@ -322,7 +185,7 @@ def test_counts_of_features_become_those_of_a_models_tables(store):
     assert found.table_sizes == {"t_last": 500, "cat_1": 7}
     np.testing.assert_array_equal(found.counts("t_last"), profile.counts("cat_3"))
     np.testing.assert_array_equal(found.counts("cat_1"), profile.counts("cat_1"))
-    assert (found.rate, found.num_samples) == (0.5, profile.num_samples)
+    assert found.num_samples == profile.num_samples
 
 
 def test_a_table_of_several_features_takes_the_sum_of_their_counts():
@@ -359,10 +222,12 @@ def sized(name, size):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p.merge(PopularityProfile({"a": 5, "b": 3})), "'a' has 4 rows in this profile"),
-        (lambda p: p.merge(PopularityProfile({"a": 4})), r"\['b'\] are only in this profile"),
-        (lambda p: p.merge(PopularityProfile({"b": 3, "a": 4})), "their order differs"),
-        (lambda p: p.merge(PopularityProfile({"a": 4, "b": 3}, rate=0.5)), "of rate 0.5 cannot"),
+        (
+            lambda p: p.coverage(1, PopularityProfile({"a": 5, "b": 3})),
+            "'a' has 4 rows in this profile",
+        ),
+        (lambda p: p.coverage(1, PopularityProfile({"a": 4})), r"\['b'\] are only in this profile"),
+        (lambda p: p.coverage(1, PopularityProfile({"b": 3, "a": 4})), "their order differs"),
         (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in this profile"),
         (
             lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)),
@@ -390,13 +255,6 @@ def test_other_tables_are_refused_by_name(call, message):
         (lambda: PopularityProfile([sized("a", 1), sized("a", 2)]), r"distinct, got \['a', 'a'\]"),
         (lambda: PopularityProfile({"a": 0}), "table 'a' must have at least one row, got 0"),
         (lambda: PopularityProfile({"a": 5.7}), r"table 'a' must have .* got 5\.7"),
-        (lambda: PopularityProfile({"a": 1}, rate="1"), r"rate must lie in \(0, 1\], got '1'"),
-        (lambda: PopularityProfile({"a": 1}, rate=0), r"rate must lie in \(0, 1\], got 0"),
-        (lambda: PopularityProfile({"a": 1}, rate=1.5), r"rate must lie in \(0, 1\], got 1.5"),
-        (
-            lambda: PopularityProfile({"a": 1}).decay(2),
-            r"decay must lie in \[0, 1\], got 2",
-        ),
         (lambda: PopularityProfile({"a": 1}).ranked_rows(-1), "num_rows must be at least 0"),
         (
             lambda: PopularityProfile({"a": 1}).ranked_rows(weights={}),

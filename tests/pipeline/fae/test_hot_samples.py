@@ -23,9 +23,7 @@ def source():
 def plan_of(source, num_bytes=2700):
     tables = table_configs(source.table_sizes, 1)
     profile = PopularityProfile.count(source, range(300))
-    return plan_hot_rows(
-        profile, tables, num_bytes, SGD(lr=0.1), ranking="global_topk", window_lookups=1
-    )
+    return plan_hot_rows(profile, tables, num_bytes, SGD(lr=0.1), window_lookups=1, small_share=0)
 
 
 def hot_one_by_one(plan, source):
