@@ -22,7 +22,7 @@ from recsys.embeddings.rows.lookups import NO_OFFSETS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Segments", "count_rows", "count_rows_reference", "worst_levels", "worst_reference"]
+__all__ = ["Segments", "count_rows", "worst_levels"]
 
 # Lookups per block of a segment. The columns of a block of a store's samples fit the caches, so
 # only the first segment reads them from memory.
@@ -57,15 +57,6 @@ class Segments(NamedTuple):
     stride: int
 
 
-def count_rows_reference(counts: NDArray[Any], segments: Segments, values: NDArray[Any]) -> None:
-    """`count_rows` in plain numpy, for values that are all rows of their tables."""
-    for base, size, first, num in zip(
-        segments.bases, segments.sizes, segments.first, segments.num, strict=True
-    ):
-        rows = values[first : first + num * segments.stride : segments.stride]
-        counts[base : base + size] += np.bincount(rows, minlength=size).astype(counts.dtype)
-
-
 def count_rows(
     counts: NDArray[Any], segments: Segments, values: NDArray[Any], step: int = 1
 ) -> int:
@@ -95,27 +86,6 @@ def count_rows(
         parts,
     )
     return bad
-
-
-def worst_reference(
-    levels: NDArray[np.uint8],
-    segments: Segments,
-    values: NDArray[Any],
-    offsets: NDArray[Any] | None,
-    num_samples: int,
-) -> NDArray[np.uint8]:
-    """`worst_levels` in plain numpy, one sample after another."""
-    worst = np.zeros(num_samples, np.uint8)
-    for base, first, first_bag in zip(
-        segments.bases, segments.first, segments.first_bag, strict=True
-    ):
-        for sample in range(num_samples):
-            at = first + sample * segments.stride
-            bag = slice(at, at + 1)
-            if offsets is not None:
-                bag = slice(*offsets[first_bag + sample : first_bag + sample + 2])
-            worst[sample] = levels[base + values[bag]].max(initial=worst[sample])
-    return worst
 
 
 def worst_levels(

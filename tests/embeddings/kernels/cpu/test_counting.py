@@ -8,10 +8,32 @@ from recsys.embeddings.kernels.cpu import counting
 from recsys.embeddings.kernels.cpu.counting import (
     Segments,
     count_rows,
-    count_rows_reference,
     worst_levels,
-    worst_reference,
 )
+
+
+def count_rows_reference(counts, segments, values):
+    """`count_rows` in plain numpy, for values that are all rows of their tables."""
+    for base, size, first, num in zip(
+        segments.bases, segments.sizes, segments.first, segments.num, strict=True
+    ):
+        rows = values[first : first + num * segments.stride : segments.stride]
+        counts[base : base + size] += np.bincount(rows, minlength=size).astype(counts.dtype)
+
+
+def worst_reference(levels, segments, values, offsets, num_samples):
+    """`worst_levels` in plain numpy, one sample after another."""
+    worst = np.zeros(num_samples, np.uint8)
+    for base, first, first_bag in zip(
+        segments.bases, segments.first, segments.first_bag, strict=True
+    ):
+        for sample in range(num_samples):
+            at = first + sample * segments.stride
+            bag = slice(at, at + 1)
+            if offsets is not None:
+                bag = slice(*offsets[first_bag + sample : first_bag + sample + 2])
+            worst[sample] = levels[base + values[bag]].max(initial=worst[sample])
+    return worst
 
 
 @st.composite
