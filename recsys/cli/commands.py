@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
+from recsys._support.counted import counted
 from recsys._support.files import TOO_MUCH, require_files, require_place
 from recsys._support.plain_warnings import plain_warnings
 from recsys.cli.checks import require_data, require_model
@@ -22,9 +23,10 @@ from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
 from recsys.cli.output import INTERRUPTED, accept_any_text
 from recsys.cli.popularity import add_popularity_options
-from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
 from recsys.config import TrainConfig, load_config, read_tree
+from recsys.datasets.store_meta import is_store
+from recsys.datasets.tabular.reading.paths import find_files
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.exports import FORMATS, QUANTIZATIONS
 from recsys.train.run_files.run_folder import RunFolder, write_json
@@ -112,7 +114,6 @@ def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add_table_options(commands)
     add_popularity_options(commands)
     _add_run_options(commands)
-    add_predict_options(commands)
     return parser, commands
 
 
@@ -155,6 +156,24 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         "--json", type=Path, metavar="FILE", help="also write the metrics to FILE"
     )
     evaluate.set_defaults(run_command=_evaluate)
+
+    predict = commands["predict"]
+    predict.add_argument("run", metavar="DIR", help="folder of a run")
+    predict.add_argument(
+        "data",
+        nargs="+",
+        metavar="DATA",
+        help="a store; or files like those that the run's store was prepared from, such as CSV or "
+        "Parquet, with or without the label",
+    )
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="new file")
+    predict.add_argument(
+        "--batch-size", type=int, default=8192, metavar="B", help="samples per forward pass"
+    )
+    predict.add_argument(
+        "--store", metavar="STORE", help="for files: the run's store, if it was moved"
+    )
+    predict.set_defaults(run_command=_predict)
 
     export = commands["export"]
     export.add_argument("run", metavar="DIR", help="folder of a run")
@@ -286,6 +305,33 @@ def _evaluate(options: argparse.Namespace) -> int:
     print("\n".join([format_metrics(metrics), *format_unknown(unknown)]))
     if options.json is not None:
         write_json(options.json, {"metrics": metrics} | ({"unknown": unknown} if unknown else {}))
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    require_model(options.run)
+    if not (len(options.data) == 1 and is_store(Path(options.data[0]))):
+        find_files(options.data)
+
+    from recsys._support.machine import tune_allocator
+    from recsys.report import format_unknown
+    from recsys.train.judge.predict import predict_run
+
+    tune_allocator()
+    report = predict_run(
+        options.run,
+        options.data,
+        options.out,
+        batch_size=options.batch_size,
+        store=options.store,
+    )
+    columns = "row, score and label" if report.has_labels else "row and score"
+    print(
+        f"{report.path}: {counted(report.num_samples, 'prediction')} in {report.seconds:.1f} s "
+        f"({report.num_samples / report.seconds:,.0f} samples/s); columns {columns}"
+    )
+    for line in format_unknown({"data": report.unknown} if report.unknown else {}):
+        print(line)
     return 0
 
 

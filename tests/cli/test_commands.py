@@ -29,12 +29,11 @@ def run_cli(*arguments):
     return main([str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("name", ["recsys", "recsys.cli"])
-def test_python_can_run_the_package_as_a_program(name, monkeypatch, capsys):
+def test_python_can_run_the_package_as_a_program(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["anything", "--version"])
 
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(name, run_name="__main__")
+        runpy.run_module("recsys", run_name="__main__")
 
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"recsys {recsys.__version__}\n"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["RunFolder", "fault_of_record", "read_json", "write_json"]
+__all__ = ["RunFolder", "read_json", "write_json"]
 
 # Keys that every record has, however its run ended, each with its inner keys.
 _RECORD_KEYS: dict[str, tuple[str, ...]] = {
@@ -236,7 +236,7 @@ class RunFolder:
         if not self.record_file.is_file():
             raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
         record = read_json(self.record_file)
-        fault = fault_of_record(record)
+        fault = _fault_of_record(record)
         if fault is not None:
             raise ConfigError(
                 f"{self.record_file} is damaged: {fault}; remove {self.path} and train again"
@@ -402,7 +402,7 @@ def write_json(file: Path, value: Any) -> None:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 
 
-def fault_of_record(record: dict[str, Any]) -> str | None:
+def _fault_of_record(record: dict[str, Any]) -> str | None:
     """The first key that a record lacks, in words; None for a complete record."""
     if not isinstance(record.get("status"), str):
         return "it has no status"
