@@ -243,9 +243,6 @@ class TrainConfig:
         "folder of a run whose saved model is the start of this one; empty: initial values by seed",
     )
     save_model: bool = _key(True, "keep the model in the run's folder")
-    timeline_steps: int = _key(
-        0, "first steps that are written to timeline.json; 0: no timeline", least=0
-    )
     callbacks: tuple[str, ...] = _key(
         (), "called while the run trains: tensorboard, mlflow, wandb, or module:Class"
     )

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tiers.counts import TableHits
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
@@ -282,17 +281,6 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
     def holders(self) -> list[nn.Module]:
         """The modules whose `weight`s are the tables."""
         return list(self.embeddings.values())
-
-    @property
-    def table_hits(self) -> dict[str, TableHits] | None:
-        """As for `HotColdEmbeddingBagCollection`."""
-        found = {}
-        for holder in self.holders():
-            hits = cast("HotColdEmbedding", holder).table_hits
-            if hits is None:
-                return None
-            found.update(hits)
-        return found
 
     @property
     def row_updater(self) -> RowUpdater | None:

@@ -20,7 +20,6 @@ from recsys.embeddings.lookup.abstract_tables import AbstractTables, table_modul
 from recsys.embeddings.lookup.prefetch_requests import prefetch_together
 from recsys.embeddings.tiers.transfers import MoveSeconds, Together
 from recsys.pipeline.divided_tables import AbstractDividedTables
-from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,16 +85,11 @@ class ModelTables:
     def _tiered(self) -> list[AbstractTables | AbstractDividedTables]:
         return [*self.modules.values(), *self.divided]
 
-    def moved(self) -> Moved:
-        """Seconds spent on moving rows so far, and on waiting for that."""
-        if not self._times:  # fast paths: every step calls this several times
-            return Moved()
-        if len(self._times) == 1:
-            return Moved(self._times[0].busy, self._times[0].exposed)
-        return Moved(
-            sum((each.busy for each in self._times), MoveSeconds()),
-            sum((each.exposed for each in self._times), MoveSeconds()),
-        )
+    def waited(self) -> MoveSeconds:
+        """Seconds spent on waiting for rows so far."""
+        if len(self._times) == 1:  # a fast path: every step calls this several times
+            return self._times[0].exposed
+        return sum((each.exposed for each in self._times), MoveSeconds())
 
     def updaters(self) -> list[RowUpdater]:
         """The updaters of all rows of the model, including those of resident modules."""

@@ -8,10 +8,25 @@ Hotline       fetch for the samples with missing rows while the other samples co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from recsys._support.arguments import is_number
+from recsys._support.sizes import format_bytes
 
-__all__ = ["Hotline", "LookAhead", "Schedule", "Sequential", "no_effect"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.embeddings.tiers.table_tiers import Tiers
+
+__all__ = [
+    "Hotline",
+    "LookAhead",
+    "Schedule",
+    "Sequential",
+    "no_effect",
+    "other_ids",
+    "too_deep",
+]
 
 
 @dataclass(frozen=True)
@@ -96,4 +111,38 @@ def no_effect(schedule: object) -> str:
     return (
         f"schedule={schedule} has no effect: every row is in fast memory, so none is fetched; "
         "leave it out, or give the tables a budget"
+    )
+
+
+def too_deep(schedule: object, tiers: Sequence[Tiers], wanted: int, depth: int) -> str:
+    """What to say if there is no room for as many mini-batches ahead as wanted.
+
+    Args:
+        schedule: As the user gave it.
+        tiers: Of the model.
+        wanted: Mini-batches ahead that the schedule wants.
+        depth: Those that there is room for.
+    """
+    slots = ", ".join(
+        f"{each.hot.num_slots} rows of embedding_dim {each.hot.rows.shape[1]}" for each in tiers
+    )
+    remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
+    # The host does not wait to learn how many rows the last one has, so it counts the most.
+    may = "may have" if any(each.are_reached for each in tiers) else "has"
+    return (
+        f"schedule={schedule}: a budget with slots for {slots} "
+        f"({format_bytes(sum(each.hot.num_bytes for each in tiers))}) {may} room for {depth} of "
+        f"{wanted} mini-batches ahead; rows of the others are fetched when there is room. Give a "
+        f"larger budget, {remedy}"
+    )
+
+
+def other_ids(schedule: object) -> str:
+    """What to say if the model looks up other ids than were fetched ahead."""
+    return (
+        f"schedule={schedule}: the model has looked up other ids than were fetched ahead for its "
+        "mini-batch, or a part or another order of its KeyedJaggedTensor (split, permute), so rows "
+        "were fetched only when they were needed; give TrainPipeline(..., ids=fn) a function that "
+        "returns the input of each module, and an iterator that does not change a mini-batch "
+        "before its step"
     )

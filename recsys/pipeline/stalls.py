@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from recsys._support.states import SavedState
 from recsys.embeddings.tiers.transfers import MoveSeconds
-from recsys.pipeline.suggestions import Suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from recsys.pipeline.timeline import Timeline
+    from collections.abc import Callable, Mapping
 
 __all__ = [
     "STAGES",
-    "Moved",
     "StageClock",
     "describe_stalls",
-    "format_predicted",
     "format_stalls",
     "stage_seconds",
     "stage_title",
@@ -38,13 +33,6 @@ STAGES = (
     "other",
 )
 _NOT_DIVIDED = ("evaluate", "checkpoint")
-
-
-class Moved(NamedTuple):
-    """Seconds that transfers of rows took, and seconds that training waited for them."""
-
-    busy: MoveSeconds = MoveSeconds()
-    exposed: MoveSeconds = MoveSeconds()
 
 
 class StageClock:
@@ -66,29 +54,24 @@ class StageClock:
 
     Attributes:
         seconds: Seconds of every stage.
-        timeline: Receives every stage as a span; None for no timeline.
     """
 
     def __init__(self) -> None:
-        self.timeline: Timeline | None = None
-        self._count_moves: Callable[[], Moved] = Moved
+        self._count_waiting: Callable[[], MoveSeconds] = MoveSeconds
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        # Seconds waited and seconds of transfers, summed over steps with a similar ratio of both.
-        self._waited, self._busy = [0.0] * (_RATIOS + 1), [0.0] * (_RATIOS + 1)
-        self._step_waited = self._step_busy = 0.0
         self.start()
 
     def start(self) -> None:
         """Begin now; the time before is not counted."""
-        self._last, self._moved = time.perf_counter(), self._count_moves()
+        self._last, self._waited = time.perf_counter(), self._count_waiting()
 
-    def watch(self, count_moves: Callable[[], Moved]) -> None:
+    def watch(self, count_waiting: Callable[[], MoveSeconds]) -> None:
         """Count waiting for rows from now on; a `TrainPipeline` calls this.
 
         Args:
-            count_moves: Returns the seconds of transfers since any fixed time.
+            count_waiting: Returns the seconds waited for rows since any fixed time.
         """
-        self._count_moves, self._moved = count_moves, count_moves()
+        self._count_waiting, self._waited = count_waiting, count_waiting()
 
     def mark(self, stage: str) -> None:
         """Assign the time since the last mark to `stage`, except for waiting for rows.
@@ -96,19 +79,14 @@ class StageClock:
         Args:
             stage: One of `STAGES`.
         """
-        last, before = self._last, self._moved
-        now, moved = time.perf_counter(), self._count_moves()
-        self._last, self._moved = now, moved
-        self.seconds[stage] += now - last
-        if stage not in _NOT_DIVIDED and moved != before:
-            waited = moved.exposed - before.exposed
+        last, before = self._last, self._waited
+        self._last, self._waited = time.perf_counter(), self._count_waiting()
+        self.seconds[stage] += self._last - last
+        if stage not in _NOT_DIVIDED and self._waited != before:
+            waited = self._waited - before
             self.seconds[stage] -= waited.total
             self.seconds["prefetch_wait"] += waited.fetch
             self.seconds["write_back_wait"] += waited.write_back
-            self._step_waited += waited.total
-            self._step_busy += moved.busy.total - before.busy.total
-        if self.timeline is not None:
-            self.timeline.add("steps", stage, last, now)
 
     @property
     def train_seconds(self) -> float:
@@ -120,24 +98,9 @@ class StageClock:
         """Seconds of both stages of waiting for rows."""
         return self.seconds["prefetch_wait"] + self.seconds["write_back_wait"]
 
-    def saved_without(self, share: float) -> float:
-        """Seconds of waiting that would be saved without a share of the transfers.
-
-        Args:
-            share: Share of the time of all transfers.
-        """
-        self.begin_step()
-        steps = zip(self._waited, self._busy, strict=True)
-        return sum(min(waited, share * busy) for waited, busy in steps)
-
     def state_dict(self) -> dict[str, Any]:
         """The seconds measured so far, in JSON types; called between two steps."""
-        self.begin_step()
-        return {
-            "seconds": dict(self.seconds),
-            "waited": list(self._waited),
-            "busy": list(self._busy),
-        }
+        return {"seconds": dict(self.seconds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the seconds of `state`, as if they had been measured by this clock.
@@ -145,24 +108,10 @@ class StageClock:
         Raises:
             ConfigError: `state` is no state of a clock.
         """
-        found = SavedState("clock state", state, ("seconds", "waited", "busy"))
-        stages = found.inner("seconds", STAGES, absent={"skip": 0.0})
-        seconds = {stage: stages.number(stage) for stage in STAGES}
-        lengths = range(_RATIOS + 1, _RATIOS + 2)
-        waited, busy = found.numbers("waited", lengths), found.numbers("busy", lengths)
-        self.seconds, self._waited, self._busy = seconds, waited, busy
-        self._step_waited = self._step_busy = 0.0
-
-    def begin_step(self) -> None:
-        """Count what is waited for from now on as that of another step."""
-        waited, busy = self._step_waited, self._step_busy
-        self._step_waited = self._step_busy = 0.0
-        ratio = int(_RATIOS * min(1.0, waited / busy)) if busy else 0
-        self._waited[ratio] += waited
-        self._busy[ratio] += busy
+        stages = SavedState("clock state", state, ("seconds",)).inner("seconds", STAGES)
+        self.seconds = {stage: stages.number(stage) for stage in STAGES}
 
 
-_RATIOS = 64  # resolution of the ratio of waiting to transfers
 _TITLES = {"prefetch_wait": "prefetch wait", "write_back_wait": "write-back wait"}
 _REMEDIES = {
     "load": "read more mini-batches ahead (prefetch), or put the data on a faster disk",
@@ -180,7 +129,6 @@ _EXCHANGE_LESS = (
     "compute faster, or use fewer processes or larger mini-batches: it includes the exchange with "
     "the other processes"
 )
-_LEAST_SHARE = 0.01  # of the time; smaller savings are only in the record, not in the table
 
 
 def stage_title(stage: str) -> str:
@@ -197,25 +145,20 @@ def stage_seconds(stalls: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def describe_stalls(clock: StageClock, suggestions: Iterable[Suggestion | None]) -> dict[str, Any]:
+def describe_stalls(clock: StageClock) -> dict[str, Any]:
     """The stalls of a run, for its record.
 
     Args:
         clock: The run's clock.
-        suggestions: Some may be None.
 
     Returns:
         `<stage>_seconds`; `binding`, the stage that takes the most time of training, None before
-        the first step; `predicted`, what other settings would save, largest saving first, each with
-        `key`, `value`, `saved_seconds`, `saved_share` of training, `speedup`, `is_upper_bound`.
+        the first step.
     """
-    total = clock.train_seconds
-    found = [each.describe(total) for each in suggestions if each is not None] if total else []
     training = {stage: spent for stage, spent in clock.seconds.items() if stage != "evaluate"}
     return {
         **{f"{stage}_seconds": spent for stage, spent in clock.seconds.items()},
-        "binding": max(training, key=lambda stage: training[stage]) if total else None,
-        "predicted": sorted(found, key=lambda each: -each["saved_seconds"]),
+        "binding": max(training, key=training.__getitem__) if clock.train_seconds else None,
     }
 
 
@@ -247,17 +190,4 @@ def format_stalls(
     if binding == "skip" and not follows_rows:
         remedy = _SKIP_NOTHING
     lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
-    return "\n".join([*lines, *format_predicted(stalls)])
-
-
-def format_predicted(stalls: Mapping[str, Any]) -> list[str]:
-    """A sentence for each setting that would save some time.
-
-    Args:
-        stalls: `describe_stalls`, from a run record; those of older versions have no predictions.
-    """
-    return [
-        Suggestion.sentence(each)
-        for each in stalls.get("predicted", ())
-        if each["saved_share"] >= _LEAST_SHARE
-    ]
+    return "\n".join(lines)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import chain
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.states import SavedState
-from recsys.embeddings.tiers.counts import TableHits, TierCounts
+from recsys.embeddings.tiers.counts import TierCounts
 from recsys.embeddings.tiers.transfers import MoveSeconds
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_tiers_state", "tiers_state"]
 
-_KEYS = ("num_rows", "counts", "tables", "busy", "exposed", "waiting")
+_KEYS = ("num_rows", "counts", "exposed", "waiting")
 
 
 def tiers_state(tiers: Sequence[Tiers]) -> list[dict[str, Any]]:
@@ -30,9 +29,7 @@ def tiers_state(tiers: Sequence[Tiers]) -> list[dict[str, Any]]:
         {
             "num_rows": sum(each.sizes),
             "counts": list(each.residency.counts),
-            "tables": _flat(each.residency.counter.table_sums.hits()),
-            "busy": _pair(each.residency.times.busy),
-            "exposed": _pair(each.residency.times.exposed),
+            "exposed": list(astuple(each.residency.times.exposed)),
             # Claims of mini-batches that are taken ahead; a resumed run repeats them first.
             "waiting": each.ahead.num_claims() + each.residency.counter.num_repeated,
         }
@@ -54,41 +51,17 @@ def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
     if not isinstance(states, list):
         raise holder.error("tiers", "a list")
     place = "pipeline state: tiers"
-    # States of older versions lack the counts by table and the number of waiting claims.
-    absent = {"tables": None, "waiting": 0}
-    found = [
-        SavedState(place, {**absent, **each} if isinstance(each, Mapping) else each, _KEYS)
-        for each in states
-    ]
+    found = [SavedState(place, each, _KEYS) for each in states]
     if [each["num_rows"] for each in found] != [sum(each.sizes) for each in tiers]:
         return
     loaded = [
         (
             TierCounts(*each.wholes("counts", len(TierCounts._fields))),
-            _table_hits(each, len(own.sizes)),
-            MoveSeconds(*each.numbers("busy", range(2, 3))),
             MoveSeconds(*each.numbers("exposed", range(2, 3))),
             each.whole("waiting"),
         )
-        for own, each in zip(tiers, found, strict=True)
+        for each in found
     ]
-    for each, (counts, tables, busy, exposed, waiting) in zip(tiers, loaded, strict=True):
+    for each, (counts, exposed, waiting) in zip(tiers, loaded, strict=True):
         each.residency.counter.start_from(counts, waiting)
-        each.residency.counter.table_sums.start_from(tables)
-        each.residency.times.busy, each.residency.times.exposed = busy, exposed
-
-
-def _flat(hits: Sequence[TableHits] | None) -> list[int] | None:
-    """Lookups and hits of each table in turn; None if they are not known."""
-    return None if hits is None else list(chain.from_iterable(hits))
-
-
-def _table_hits(state: SavedState, num_tables: int) -> list[TableHits] | None:
-    if state["tables"] is None:
-        return None
-    flat = state.wholes("tables", 2 * num_tables)
-    return [TableHits(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
-
-
-def _pair(seconds: MoveSeconds) -> list[float]:
-    return [seconds.fetch, seconds.write_back]
+        each.residency.times.exposed = exposed

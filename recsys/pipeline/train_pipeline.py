@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -30,10 +29,17 @@ from recsys.pipeline.loss_and_output import explain_loss, require_loss_and_outpu
 from recsys.pipeline.micro_batches import SampleShare, join_outputs
 from recsys.pipeline.model_tables import ModelTables, cancel, cancel_left
 from recsys.pipeline.optimizers import optimizers_to_step
-from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential, no_effect
+from recsys.pipeline.schedule import (
+    Hotline,
+    LookAhead,
+    Schedule,
+    Sequential,
+    no_effect,
+    other_ids,
+    too_deep,
+)
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
 from recsys.pipeline.stalls import StageClock
-from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule, other_ids, too_deep
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from recsys.pipeline.window import Windows
 
@@ -47,8 +53,6 @@ if TYPE_CHECKING:
     from recsys.pipeline.hotline.popular_split import MicroBatch
     from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import Policy
-    from recsys.pipeline.suggestions import Suggestion
-    from recsys.pipeline.timeline import Timeline
     from recsys.pipeline.window import MiniBatch, Window
 
 __all__ = ["TrainPipeline"]
@@ -140,7 +144,7 @@ class TrainPipeline:
         self._share = SampleShare(batch_size)
         self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
-        self.clock.watch(self._tables.moved)
+        self.clock.watch(self._tables.waited)
         self.schedule = schedule = schedule or (LookAhead() if self._tables else Sequential())
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
@@ -174,19 +178,6 @@ class TrainPipeline:
         """Mini-batches taken ahead that their iterator, without `num_waiting`, counts as used."""
         return self._windows.num_untold
 
-    def forecast_budget(self) -> None:
-        """Count from now on the rows that twice the budget would fetch, for `suggestions`."""
-        forecast_budget(self._tables.tiers())
-
-    def suggestions(self) -> list[Suggestion | None]:
-        """Settings that would shorten the waiting for rows; None for one that is unknown.
-
-        A larger budget is suggested after `forecast_budget`, or if all rows would fit.
-        """
-        tiers = self._tables.tiers()
-        ahead = of_schedule(self.clock, tiers, self._current_schedule, self.mean_depth)
-        return [of_budget(self.clock, tiers), ahead]
-
     def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
         """Train on the next mini-batch, or only compute its loss if `model.training` is False.
 
@@ -215,7 +206,6 @@ class TrainPipeline:
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """
         self.clock.mark("other")
-        self.clock.begin_step()
         begin = perf_counter()
         try:
             if getattr(iterator, "is_over", False):  # closed: its loader will return these again
@@ -268,14 +258,6 @@ class TrainPipeline:
                 if hasattr(iterator, "close"):
                     iterator.close()
 
-    def record(self, timeline: Timeline | None) -> None:
-        """Record every stage and transfer in `timeline` from now on; None stops recording."""
-        self.clock.timeline = timeline
-        for number, tiers in enumerate(self._tables.tiers()):
-            tiers.residency.queue.on_span = (
-                None if timeline is None else partial(timeline.add_move, f"rows, group {number}")
-            )
-
     def detach(self) -> nn.Module:
         """Release all claims, wait for all transfers, and keep no gradient.
 
@@ -322,7 +304,7 @@ class TrainPipeline:
         self.detach()
         self._windows.num_untold = 0
         load_tiers_state(self._tables.tiers(), found["tiers"])
-        self.clock.watch(self._tables.moved)
+        self.clock.watch(self._tables.waited)
         if self.popular_split is not None and found["popular_split"] is not None:
             self.popular_split.load_state_dict(found["popular_split"])
         if self.choice is not None and found["choice"] is not None:

@@ -24,11 +24,8 @@ from recsys._support.machine import (
 )
 from recsys._support.nested_keys import flat
 from recsys.config import TrainConfig, describe_config
-from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls
-from recsys.pipeline.suggestions import of_load
-from recsys.pipeline.timeline import Timeline
 from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.judge.popular_samples import PopularSamples
@@ -56,7 +53,7 @@ from recsys.train.parts.build import (
 )
 from recsys.train.parts.learning_rates import build_schedulers, continue_at
 from recsys.train.ranks.launched import processes_of
-from recsys.train.run_files.curves import plot_curves, plot_timeline
+from recsys.train.run_files.curves import plot_curves
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.training_loop import Run, fit, num_seen_by
 
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from recsys.batch import SampleSource
-    from recsys.pipeline.suggestions import Suggestion
     from recsys.train.callbacks.callback import Callback
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
@@ -179,8 +175,6 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
     finally:
         _write_record(run, record)
     plot_curves(run.folder)
-    if run.timeline is not None:
-        plot_timeline(run.folder, run.timeline)
     return record
 
 
@@ -211,14 +205,12 @@ def _save_and_evaluate(run: Run, metrics: dict[str, Any], interrupted: Interrupt
 
 
 def _write_record(run: Run, record: dict[str, Any]) -> None:
-    """Write the record of a run that has ended in any way, and its timeline."""
+    """Write the record of a run that has ended in any way."""
     try:
         if run.checkpoints is not None and record["status"] in ("failed", "diverged"):
             run.checkpoints.close()
     finally:
         record |= _measured(run)
-        if run.timeline is not None:
-            run.timeline.write(run.folder.timeline_file)
         run.folder.write_record(record)
 
 
@@ -266,7 +258,6 @@ def _prepare(
         pipeline = build_pipeline(
             built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
         )
-    pipeline.forecast_budget()
     num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(
         folder,
@@ -296,9 +287,7 @@ def _prepare(
     if show_progress:
         tqdm.write(run.state.threads.describe(), file=sys.stderr)
     checkpoints = processes.checkpoints(config, folder, built, earlier)
-    timeline = Timeline() if config.timeline_steps > progress.num_steps else None
-    pipeline.record(timeline)
-    return replace(run, checkpoints=checkpoints, timeline=timeline)
+    return replace(run, checkpoints=checkpoints)
 
 
 def _checked(
@@ -348,7 +337,7 @@ def _measured(run: Run) -> dict[str, Any]:
     pipeline, progress, checkpoints = run.pipeline, run.progress, run.checkpoints
     return {
         "throughput": progress.throughput(),
-        "stalls": describe_stalls(pipeline.clock, _suggestions(run)),
+        "stalls": describe_stalls(pipeline.clock),
         "schedule": describe_schedule(pipeline, run.loader),
         "processes": run.processes.describe(),
         "tiers": describe_tiers(run.built.saved),
@@ -368,15 +357,6 @@ def _threads(run: Run, begin: float, waited_before: float | None) -> dict[str, A
         seconds = threads.num_threads * (time.perf_counter() - begin)
         described["share_without_core"] = min(1.0, (waited - waited_before) / seconds)
     return described
-
-
-def _suggestions(run: Run) -> list[Suggestion | None]:
-    """What would loosen the run's stalls; with FAE's schedule, no other one."""
-    config, pipeline = run.config, run.pipeline
-    num_ahead = num_read_ahead(config.prefetch, config.batch_size)
-    found = [of_load(pipeline.clock, num_ahead), *pipeline.suggestions()]
-    is_kept = config.schedule.name == "fae"
-    return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 
 
 def _evaluate_at_end(run: Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:

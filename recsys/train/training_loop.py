@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
-    from recsys.pipeline.timeline import Timeline
     from recsys.train.callbacks.run_callbacks import RunCallbacks
     from recsys.train.loop.full_steps import FullSteps
     from recsys.train.loop.progress import Progress
@@ -52,7 +51,6 @@ class Run:
     state: RunState
     callbacks: RunCallbacks
     checkpoints: RunCheckpoints | None = None
-    timeline: Timeline | None = None
 
     @property
     def has_saved(self) -> bool:
@@ -112,8 +110,6 @@ def fit(run: Run, interrupted: threading.Event) -> None:
             pipeline.clock.mark("update")
 
             progress.add(loss, logits, labels, num_seen)
-            if progress.num_steps == config.timeline_steps:
-                pipeline.record(None)
             is_last = full_step >= run.full_steps.num_steps
             _evaluate_if_due(run, is_last=is_last)
             if run.full_steps.has_passed_one_of(_REPORTS_PER_RUN):

@@ -315,20 +315,3 @@ def test_from_torchrec_takes_over_configs_and_parameters():
 
     assert all(map(lambda mine, other: mine is other, own.parameters(), theirs.parameters()))
     assert own.embedding_configs() == theirs.embedding_configs()
-
-
-def test_it_counts_the_hits_of_each_table():
-    module = HotColdEmbeddingCollection(configs(), optimizer=SGD(lr=1.0), budget=700)
-    features = JaggedIds.from_one_hot(
-        ["user", "friend", "item"], torch.tensor([[1, 2], [3, 1], [4, 5]])
-    )
-
-    for _ in range(2):
-        sum(each.values().sum() for each in module(features).values()).backward()
-
-    assert {name: hits.num_lookups for name, hits in module.table_hits.items()} == {
-        "users": 8,
-        "goods": 8,
-    }
-    resident = HotColdEmbeddingCollection(configs(), optimizer=SGD(lr=1.0))
-    assert resident.table_hits is None

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from recsys.pipeline.timeline import Timeline
+from recsys.config import load_config
 from recsys.train.run_files.curves import (
     draw_run,
-    draw_timeline,
     draw_variations,
-    plot_timeline,
+    plot_curves,
 )
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -26,45 +25,19 @@ def figures(monkeypatch):
     return found
 
 
-def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_stage(figures):
-    timeline = Timeline()
-    for step in range(3):
-        timeline.add("steps", "load", step, step + 0.25)
-        timeline.add("steps", "write_back_wait", step + 0.25, step + 1)
-        timeline.add("rows, group 0", "move", step + 0.5, step + 0.75)
-
-    draw_timeline(timeline)
-
-    (axis,) = figures[0].axes
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["steps", "rows, group 0"]
-    assert [len(bars.get_paths()) for bars in axis.collections] == [2, 2, 2]  # the first step apart
-    assert len({tuple(bars.get_facecolor()[0]) for bars in axis.collections}) == 3
-    (legend,) = figures[0].legends
-    titles = [text.get_text() for text in legend.get_texts()]
-    assert titles == ["load", "write-back wait", "move"]
-
-
-def test_a_timeline_without_a_step_has_no_picture(figures):
-    assert draw_timeline(Timeline()) is None
-    assert not figures
-
-
 def test_on_a_full_disk_the_error_names_the_file_and_none_is_half(figures, tmp_path, monkeypatch):
-    timeline, folder = Timeline(), RunFolder(tmp_path)
-    for step in range(3):
-        timeline.add("steps", "load", step, step + 0.25)
+    folder = RunFolder.create(tmp_path / "run", load_config(None, [], data="store"))
+    folder.append_history({"num_samples": 1, "train_loss": 1.0, "train_auc": None})
+    before = sorted(folder.path.iterdir())
 
     def fill(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", fill)
-    monkeypatch.setattr(Path, "write_text", fill)
 
-    with pytest.raises(OSError, match=r"No space left on device: '.*timeline\.png'"):
-        plot_timeline(folder, timeline)
-    with pytest.raises(OSError, match=r"No space left on device: '.*timeline\.json'"):
-        timeline.write(folder.timeline_file)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match=r"No space left on device: '.*curves\.png'"):
+        plot_curves(folder)
+    assert sorted(folder.path.iterdir()) == before
 
 
 def test_training_is_smoothed_without_being_shifted_or_bent(figures):

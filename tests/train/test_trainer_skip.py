@@ -109,7 +109,7 @@ def test_the_advice_for_skipping_that_takes_the_most_time_names_keys_of_its_poli
     skip_config, small_config, tmp_path, policy
 ):
     record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
-    record["stalls"] |= {"binding": "skip", "skip_seconds": 1e6, "predicted": []}
+    record["stalls"] |= {"binding": "skip", "skip_seconds": 1e6}
 
     advice = format_run(record, tmp_path / "run").splitlines()[-1]
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.tiers.ahead import Prefetched
-    from recsys.embeddings.tiers.counts import TableHits
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
@@ -66,22 +65,6 @@ class AbstractTables(nn.Module, ABC):
         """
         tiers = self.tiers()
         return HitRates.of(each.residency.counts for each in tiers) if tiers else None
-
-    @property
-    def table_hits(self) -> dict[str, TableHits] | None:
-        """Lookups of each of its tables, and how many of their rows were in fast memory.
-
-        None if all rows are resident; and on a device, where lookups are not counted by table.
-        """
-        found = {}
-        for group, number in self._places:
-            if group.tiers is None:
-                continue
-            hits = group.tiers.residency.counter.table_sums.hits()
-            if hits is None:
-                return None
-            found[group.names[number]] = hits[number]
-        return found or None
 
     def extra_repr(self) -> str:
         """For `repr`: with a budget, also the budget and the optimizer of the rows.

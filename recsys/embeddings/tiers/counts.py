@@ -6,23 +6,21 @@ the device, and are read with the report that needs them.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
     from recsys.embeddings.kernels.cpu.slots import SlotClaim
 
-__all__ = ["ClaimCounter", "HitRates", "TableHits", "TableSums", "TierCounts"]
+__all__ = ["ClaimCounter", "HitRates", "TierCounts"]
 
 
 class TierCounts(NamedTuple):
@@ -73,76 +71,15 @@ class HitRates(NamedTuple):
         )
 
 
-class TableHits(NamedTuple):
-    """Lookups of one table when mini-batches claimed slots, since the tiers were made.
-
-    Attributes:
-        num_lookups: Values looked up.
-        num_hits: Values whose row was in fast memory.
-    """
-
-    num_lookups: int
-    num_hits: int
-
-
-class TableSums:
-    """Sums of the lookups and hits of each table; kernels on a device do not count them.
-
-    Args:
-        num_tables: T.
-    """
-
-    def __init__(self, num_tables: int) -> None:
-        self._starts = np.zeros(num_tables + 1, np.int64)
-        self._hits = np.zeros(num_tables, np.int64)
-        self._is_complete = True
-
-    def add(self, claim: SlotClaim) -> None:
-        """Add a claim."""
-        if claim.by_table is None:
-            self.miss()
-            return
-        starts, hits = claim.by_table
-        self._starts += starts
-        self._hits += hits
-
-    def miss(self) -> None:
-        """Note a claim whose counts by table are not known."""
-        self._is_complete = False
-
-    def start_from(self, hits: Sequence[TableHits] | None) -> None:
-        """Continue with the sums of an earlier run, one for each table; None if not known."""
-        if hits is None:
-            self.miss()
-            return
-        self._starts[:] = np.cumsum([0, *(each.num_lookups for each in hits)])
-        self._hits[:] = [each.num_hits for each in hits]
-
-    def hits(self) -> list[TableHits] | None:
-        """The sums by table; None if slots were claimed on a device."""
-        if not self._is_complete:
-            return None
-        starts = self._starts.tolist()
-        return [
-            TableHits(end - start, hits)
-            for (start, end), hits in zip(pairwise(starts), self._hits.tolist(), strict=True)
-        ]
-
-
 class ClaimCounter:
     """Adds up the counts of claims.
 
-    Args:
-        num_tables: T.
-
     Attributes:
-        table_sums: The counts by table.
         num_repeated: How many of the next claims repeat claims of an earlier run, for mini-batches
             that it had prepared. Their lookups are counted already; the rows they move are not.
     """
 
-    def __init__(self, num_tables: int) -> None:
-        self.table_sums = TableSums(num_tables)
+    def __init__(self) -> None:
         self.num_repeated = 0
         self._known = TierCounts()
         self._on_device: Tensor | None = None  # (6,) int64, not yet in `_known`
@@ -152,7 +89,6 @@ class ClaimCounter:
         is_repeated = self.num_repeated > 0
         self.num_repeated -= is_repeated
         if isinstance(claim, QueuedClaim):
-            self.table_sums.miss()
             counts = claim.counts
             if is_repeated:
                 counts = counts.clone()
@@ -165,8 +101,6 @@ class ClaimCounter:
         of_lookups = claim.num_lookups, claim.num_hits, claim.num_rows, claim.num_rows_hit
         if is_repeated:
             of_lookups = 0, 0, 0, 0
-        else:
-            self.table_sums.add(claim)
         more = *of_lookups, len(claim.moves.fetched_rows), len(claim.moves.written_rows)
         self._known = TierCounts(*map(add, self._known, more))
 

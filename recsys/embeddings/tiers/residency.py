@@ -75,15 +75,14 @@ class Residency:
     Attributes:
         hot: The slots.
         counter: Counts since the tiers were made.
-        times: The time of transfers, and the time spent waiting for them. A transfer that a device
-            makes counts as a fetch, with the time to queue it.
+        times: The time spent waiting for transfers.
         queue: The queue of transfers.
         changed_rows: Records the rows that are written to the cold store; None for no record.
     """
 
     def __init__(self, hot: Slots, cold: ColdStore, copies: DeviceCopies | None = None) -> None:
         self.hot, self._cold, self._copies = hot, cold, copies
-        self.counter = ClaimCounter(len(hot.first_rows) - 1)
+        self.counter = ClaimCounter()
         self.times = TransferClock()
         self.queue = TransferQueue()
         self.changed_rows: ChangedRows | None = None
@@ -174,10 +173,8 @@ class Residency:
         found: list[tuple[QueuedClaim, Hold, Any]] = []
 
         def run() -> None:
-            begin = perf_counter()
             with self.hot.in_order():
                 found.append(self._claim_in_order(lookups, bags, most_rows, batch))
-            self.times.fetched(begin, perf_counter())
 
         # A failure half-way ends the queue: rows may have got slots without being copied there.
         self.queue.put(run, in_background=False)
@@ -436,20 +433,17 @@ class Residency:
             self.changed_rows.mark_rows(moves.written_rows)
 
         def run() -> None:
-            begin = perf_counter()
             with in_order:
                 if copies is not None:
                     copies.write_back(moves.written_rows, moves.written_slots)
                     copies.fetch(moves.fetched_rows, moves.fetched_slots)
-                    self.times.fetched(begin, perf_counter())
                     return
                 if len(moves.written_rows):
+                    begin = perf_counter()
                     self.hot.write_back(self._cold, moves.written_rows, moves.written_slots)
-                    begin, before = perf_counter(), begin
-                    self.times.wrote_back(before, begin)
+                    self.times.wrote_back(begin, perf_counter())
                 if len(moves.fetched_rows):
                     self.hot.fetch(self._cold, moves.fetched_rows, moves.fetched_slots)
-                    self.times.fetched(begin, perf_counter())
 
         is_awaited = copies is None and not in_background
         with self.times.waiting() if is_awaited else nullcontext():

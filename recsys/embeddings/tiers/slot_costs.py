@@ -9,8 +9,7 @@ These bytes do not include memory in proportion to a mini-batch, like its ids an
 ticket's slot numbers take 4 bytes per lookup and 4 per row, on CUDA 24 per row. A claim takes at
 most 20 bytes per lookup and 60 per row in all, freed before the mini-batch is computed; on CUDA
 torch keeps them for the next claim. On a device without Triton a claim takes more, because each
-torch operation allocates its result. On all devices staging takes at most 16 MiB. A
-`Forecast` takes at most 0.7 MB.
+torch operation allocates its result. On all devices staging takes at most 16 MiB.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
     from recsys.embeddings.tiers.cold.host_store import ColdStore
-    from recsys.embeddings.tiers.forecast import Forecast
 
 __all__ = ["Slots", "fewest_uses"]
 
@@ -84,7 +83,6 @@ class Slots:
         state_spaces: The state arrays as such row spaces.
         arrays: The rows and each state array as numpy arrays; empty on a device.
         num_unpinned: Rows of a plan that were unpinned for mini-batches so far.
-        forecast: Counts what a larger budget would fetch; None for no forecast, and on a device.
 
     Raises:
         ValueError: there are more rows, or slots, than 32 bits can number.
@@ -103,7 +101,6 @@ class Slots:
         require_numbers(int(self.first_rows[-1]), num_slots)
         self.num_slots, self.num_unpinned = num_slots, 0
         self._slot_bytes = slot_bytes(dim, dtype, state_sizes)
-        self.forecast: Forecast | None = None
         self.rows = empty_rows(num_slots, dim, dtype=dtype, device=device)
         self.states = [
             empty_rows(num_slots, size, dtype=compute_dtype(dtype), device=device)
@@ -142,11 +139,6 @@ class Slots:
     def row_bytes(self) -> int:
         """Bytes that move with a row: the row and its state."""
         return sum(each.itemsize * each.shape[1] for each in (self.rows, *self.states))
-
-    def slots_with(self, num_bytes: int) -> int:
-        """The number of slots that fit in `num_bytes`; at most one per row."""
-        more = (num_bytes - self.num_bytes) // self._slot_bytes
-        return min(self.num_slots + more, int(self.first_rows[-1]))
 
     def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state from the cold store into slots; see `ColdStore.fetch`."""
@@ -246,8 +238,6 @@ class Slots:
                 raise
             self._unpin(shortage)
             claim = self.map.claim(lookups, bags)
-        if self.forecast is not None:
-            self.forecast.claimed(lookups, bags)
         return claim
 
     def queue_claim(
@@ -294,8 +284,6 @@ class Slots:
         flags[is_popular] |= PINNED | POPULAR
         uses[is_popular] >>= 1
         self._unpin_slots(given_up)
-        if is_popular.any():
-            self.forecast = None  # it assumes that the number of unpinned slots does not change
         return int((is_popular & ~was_popular).sum()), len(given_up)
 
     def popular_rows(self) -> NDArray[np.int32]:
@@ -328,7 +316,6 @@ class Slots:
         flags[empty] = PINNED | POPULAR
         slot_of_row[numbers] = (empty + AWAITED).int()
         self.map.recount()
-        self.forecast = None  # as in `pin_popular`
 
     @property
     def num_claimed(self) -> int:
@@ -370,8 +357,6 @@ class Slots:
     def drop_unclaimed(self) -> None:
         """Drop rows that no ticket needs, without writing back; pinned rows keep empty slots."""
         self._both = None
-        if self.forecast is not None:
-            self.forecast.cleared()
         slot_of_row, row_of_slot, flags = self.map.slot_of_row, self.map.row_of_slot, self.map.flags
         flags.bitwise_and_(255 - DIRTY)
         is_dropped = (self.map.num_claims == 0) & (row_of_slot != EMPTY)

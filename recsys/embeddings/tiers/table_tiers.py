@@ -31,7 +31,6 @@ from recsys.embeddings.tiers.ahead import AheadQueue
 from recsys.embeddings.tiers.ahead_claims import claim_for_one, claim_for_several
 from recsys.embeddings.tiers.cold.cold_spaces import ColdSpaces
 from recsys.embeddings.tiers.cold.file_store import arrays_of
-from recsys.embeddings.tiers.forecast import Forecast
 from recsys.embeddings.tiers.in_turn import AbstractInTurn
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.embeddings.tiers.tier_spec import KeptParts, TierSpec
@@ -75,7 +74,6 @@ class Tiers(AbstractInTurn):
         self.files = files
         self.names, self.sizes, self.dtype = spec.names, spec.sizes, spec.dtype
         self.ahead = AheadQueue()
-        self._has_forecast = False
         self.cold = ColdSpaces(
             [
                 RowSpace([torch.empty(0, size, device="cpu") for _ in spec.sizes])
@@ -98,8 +96,6 @@ class Tiers(AbstractInTurn):
         self._spec = spec
         self.hot = spec.make_slots()
         self.device = self.hot.rows.device
-        if self._has_forecast:
-            self.hot.forecast = Forecast.of(self.hot)
         self.residency = spec.make_residency(self.hot, self.files, self.cold)
         if kept is not None:
             kept.give_to(self.residency)
@@ -119,11 +115,6 @@ class Tiers(AbstractInTurn):
         """Whether a lookup may read rows where they are, and leave the claim to the update."""
         with self.lock:  # another thread may make claims ahead
             return self.are_reached and not self.ahead
-
-    def forecast(self) -> None:
-        """Count from now on what a larger budget would fetch; see `Slots.forecast`."""
-        self._has_forecast = True
-        self.hot.forecast = Forecast.of(self.hot)
 
     def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
         """Claim slots for a lookup, and wait until its rows have been fetched.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.row_space import RowSpace
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-    from recsys.embeddings.tiers.counts import TableSums, TierCounts
+    from recsys.embeddings.tiers.counts import TierCounts
     from recsys.embeddings.tiers.transfers import TransferClock
     from recsys.embeddings.update.changed_rows import ChangedRows
 
@@ -88,26 +88,15 @@ class KeptParts(NamedTuple):
 
     counts: TierCounts
     num_repeated: int
-    table_sums: TableSums
     times: TransferClock
-    on_span: Callable[[str, float, float], None] | None
     changed_rows: ChangedRows | None
 
     @classmethod
     def of(cls, old: Residency) -> KeptParts:
         """The parts of a residency that ends."""
-        counter = old.counter
-        return cls(
-            old.counts,
-            counter.num_repeated,
-            counter.table_sums,
-            old.times,
-            old.queue.on_span,
-            old.changed_rows,
-        )
+        return cls(old.counts, old.counter.num_repeated, old.times, old.changed_rows)
 
     def give_to(self, new: Residency) -> None:
         """Continue with these parts."""
         new.counter.start_from(self.counts, self.num_repeated)
-        new.counter.table_sums, new.times = self.table_sums, self.times
-        new.queue.on_span, new.changed_rows = self.on_span, self.changed_rows
+        new.times, new.changed_rows = self.times, self.changed_rows

@@ -1,4 +1,4 @@
-"""The queue of transfers between the tiers, and how long they take.
+"""The queue of transfers between the tiers, and how long training waits for them.
 
 All transfers of a row space run one after the other, in the order in which they were queued. So a
 row is never fetched before its own write-back. If the caller waits for a transfer and the queue is
@@ -34,10 +34,6 @@ class TransferQueue:
 
     One thread, the owner, calls all methods. Transfers run in this thread or in the queue's own. A
     forked process has the queue, but neither its thread nor the transfers that were pending.
-
-    Attributes:
-        on_span: Called with "wait" or "move" and its begin and end by `perf_counter`, for
-            timelines.
     """
 
     def __init__(self) -> None:
@@ -50,7 +46,6 @@ class TransferQueue:
         self._cause: BaseException | None = None  # the exception, until `require_intact` raises
         self._thread: ThreadPoolExecutor | None = None
         self._process = os.getpid()
-        self.on_span: Callable[[str, float, float], None] | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -87,11 +82,9 @@ class TransferQueue:
             if not self._is_together:
                 self._wake_thread()
             return
-        begin = perf_counter()
         with interrupts_held_back():
             self._num_put += 1
             self._run(run)
-        self._tell("wait", begin)  # the caller has waited for it
         self.require_intact()
 
     def wait(self, number: int) -> None:
@@ -102,11 +95,9 @@ class TransferQueue:
         """
         self._wake_thread()
         if self._num_done < number and not self._failure:
-            begin = perf_counter()
             with self._changed:
                 while self._num_done < number and not self._failure:
                     self._changed.wait()
-            self._tell("wait", begin)
         self.require_intact()
 
     def settle(self) -> None:
@@ -162,9 +153,7 @@ class TransferQueue:
         for _ in range(count):
             if self._failure:
                 return
-            begin = perf_counter()
             self._run(self._queued.popleft())
-            self._tell("move", begin)
 
     def _run(self, run: Callable[[], None]) -> None:
         failure: BaseException | None = None
@@ -193,10 +182,6 @@ class TransferQueue:
             self._queued.clear()
             self._changed.notify_all()
 
-    def _tell(self, what: str, begin: float) -> None:
-        if self.on_span is not None:
-            self.on_span(what, begin, perf_counter())
-
 
 class Together(NamedTuple):
     """Several queues whose threads begin when this context ends, because waking one takes a while.
@@ -224,7 +209,7 @@ class Together(NamedTuple):
 
 @dataclass(slots=True)  # not frozen: every step makes some, and frozen ones take 3 times as long
 class MoveSeconds:
-    """Seconds spent on moving rows, or on waiting for them. Do not assign to its attributes.
+    """Seconds of waiting for rows to be moved. Do not assign to its attributes.
 
     Attributes:
         fetch: From the cold tier to the hot tier.
@@ -249,31 +234,25 @@ class MoveSeconds:
 
 
 class TransferClock:
-    """Measures how long the transfers of one row space take, and how long callers wait for them.
+    """Measures how long callers wait for the transfers of one row space.
 
     Waiting during a write-back counts as waiting for write-backs; all other waiting counts as
     waiting for fetches.
 
-    Transfers run one after the other, so only one thread at a time calls `wrote_back` and
-    `fetched`. Only the thread that owns the queue calls `waiting`.
+    Transfers run one after the other, so only one thread at a time calls `wrote_back`. Only the
+    thread that owns the queue calls `waiting`.
 
     Attributes:
-        busy: Seconds that all transfers took, in any thread.
-        exposed: Seconds that the owner of the queue waited for them.
+        exposed: Seconds that the owner of the queue waited for transfers.
     """
 
     def __init__(self) -> None:
-        self.busy = self.exposed = MoveSeconds()
+        self.exposed = MoveSeconds()
         self._write_backs: deque[tuple[float, float]] = deque()  # since the last wait
 
     def wrote_back(self, begin: float, end: float) -> None:
         """Record a write-back from `begin` to `end`, both by `perf_counter`."""
-        self.busy += MoveSeconds(write_back=end - begin)
         self._write_backs.append((begin, end))
-
-    def fetched(self, begin: float, end: float) -> None:
-        """Record a fetch from `begin` to `end`, both by `perf_counter`."""
-        self.busy += MoveSeconds(fetch=end - begin)
 
     def waited_for_nothing(self) -> None:
         """Note that no transfer is waited for; no later wait overlaps those that have ended."""

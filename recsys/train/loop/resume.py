@@ -34,7 +34,6 @@ _MAY_DIFFER = (
     "num_threads",
     "prefetch",
     "save_model",
-    "timeline_steps",
     "callbacks",
     "budget",
     "plan",

@@ -18,28 +18,20 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
 
     A lookup hits if its row was in fast memory when its mini-batch claimed slots;
     `unique_hit_rate` counts each row once per mini-batch. `exposed_fetch_seconds` is the time spent
-    waiting for transfers, of rows fetched and of rows written back. `tables` has the rows,
-    lookups and hits of each table; it is empty on a GPU, where hits are not counted by table.
+    waiting for transfers, of rows fetched and of rows written back.
     """
     tiers = tiers_of(model)
     if not tiers:
         return None
     rates = HitRates.of(each.residency.counts for each in tiers)
-    tables = [
-        {"name": name, "num_rows": size, **hits._asdict()}
-        for each in tiers
-        for name, size, hits in zip(
-            each.names, each.sizes, each.residency.counter.table_sums.hits() or (), strict=False
-        )
-    ]
     return {
         "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
         "hot_bytes": sum(each.hot.num_bytes for each in tiers),
         "num_slots": sum(each.hot.num_slots for each in tiers),
         "num_rows": sum(sum(each.sizes) for each in tiers),
+        "num_lookups": sum(each.residency.counts.num_lookups for each in tiers),
         "lookup_hit_rate": rates.lookups,
         "unique_hit_rate": rates.distinct_rows,
-        "tables": tables,
         "fetched_bytes": sum(
             each.residency.counts.num_fetched * each.hot.row_bytes for each in tiers
         ),

@@ -141,8 +141,6 @@ def _compile_kernels(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that small tables may fit the budget completely
             module = kind(tables, optimizer=optimizer, budget=budget if is_tiered else None)
-        for tiers in module.tiers():
-            tiers.forecast()  # training does
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             _sum(module(ids)).backward()

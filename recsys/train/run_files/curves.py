@@ -1,4 +1,4 @@
-"""Pictures: loss and AUC over a run, its timeline, and the AUC of an ablation's variations."""
+"""Pictures: loss and AUC over a run, and the AUC of an ablation's variations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from recsys.pipeline.timeline import Timeline
     from recsys.train.run_files.run_folder import RunFolder
 
 __all__ = [
@@ -27,19 +26,15 @@ __all__ = [
     "as_png",
     "count_samples",
     "draw_run",
-    "draw_timeline",
     "draw_variations",
     "line_styles",
     "picture_style",
     "plot_curves",
-    "plot_timeline",
 ]
 
 # Okabe and Ito's colors without yellow: colour-blind readers tell them apart, also on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_NUM_COLORS = 10  # of matplotlib's cycle, for timelines, which have more tracks than COLORS
 _DASHES = ("-", "--", ":", "-.")
-_STEPS_SHOWN = 10
 _HIDDEN = 10  # a tenth of the losses may lie above the picture
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
 
@@ -47,11 +42,6 @@ _SMOOTHED = 5  # reports before and after one, whose mean is drawn
 def plot_curves(folder: RunFolder) -> None:
     """Draw `curves.png` from the history; an empty history gives no file."""
     _write(draw_run(folder.read_history(), folder.read_config().eval.split), folder.curves_file)
-
-
-def plot_timeline(folder: RunFolder, timeline: Timeline) -> None:
-    """Draw `timeline.png`; a timeline without steps gives no file."""
-    _write(draw_timeline(timeline), folder.timeline_picture_file)
 
 
 def _write(picture: bytes | None, file: Path) -> None:
@@ -140,37 +130,6 @@ def draw_variations(cells: Sequence[tuple[str, Sequence[Mapping[str, float]]]]) 
         # With explicit labels: matplotlib skips artists whose labels begin with _.
         handles = [Line2D([], [], **style) for style in styles.values()]
         figure.legend(handles, list(styles), loc="outside lower left")
-        return as_png(figure)
-
-
-def draw_timeline(timeline: Timeline) -> bytes | None:
-    """PNG of some steps: a row per track, a bar per stage or transfer; None if empty."""
-    tracks = timeline.shown(_STEPS_SHOWN)
-    if not tracks:
-        return None
-    from matplotlib.figure import Figure
-
-    from recsys.pipeline.stalls import stage_title
-
-    names = dict.fromkeys(name for spans in tracks.values() for name, _, _ in spans)
-    colors = {name: f"C{number % _NUM_COLORS}" for number, name in enumerate(names)}
-    with picture_style():
-        figure = Figure(figsize=(12, 1.3 + 0.5 * len(tracks)), layout="constrained")
-        axis = figure.subplots()
-        handles = {}
-        for row, spans in enumerate(tracks.values()):
-            for name in names:
-                bars = [
-                    (1e3 * begin, 1e3 * (end - begin)) for each, begin, end in spans if each == name
-                ]
-                if bars:
-                    handles[name] = axis.broken_barh(bars, (row - 0.4, 0.8), color=colors[name])
-        axis.set_yticks(range(len(tracks)), list(tracks))
-        axis.invert_yaxis()
-        axis.set_xlabel("milliseconds")
-        axis.grid(visible=False, axis="y")
-        titles = [stage_title(name) for name in handles]
-        figure.legend(list(handles.values()), titles, loc="outside lower center", ncols=8)
         return as_png(figure)
 
 

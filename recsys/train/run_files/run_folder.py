@@ -8,8 +8,6 @@
                            `save_model` is false
         checkpoints/       the newest checkpoint and the one before, from which the run continues
         shards/            the same for a run on several processes
-        timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
-        timeline.png       ten of these steps as a picture
 
 All but `history.jsonl` and the checkpoints are written atomically. PyTorch is imported when a model
 is saved or loaded, so that commands can check a folder before.
@@ -74,8 +72,6 @@ class RunFolder:
         self.model_file = path / "model.safetensors"
         self.checkpoints_folder = path / "checkpoints"
         self.shards_folder = path / "shards"
-        self.timeline_file = path / "timeline.json"
-        self.timeline_picture_file = path / "timeline.png"
 
     @staticmethod
     def require_place(path: Path) -> None:

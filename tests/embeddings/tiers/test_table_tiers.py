@@ -416,45 +416,6 @@ def test_a_module_with_a_budget_shows_it_its_optimizer_and_its_hit_rates():
     assert bag.hit_rates.distinct_rows == 0.5
 
 
-def test_hits_are_counted_for_each_table_also_when_slots_are_divided_again():
-    sizes = {"small": (300, 4), "large": (3000, 8)}
-    tables = [
-        TableConfig(name=name, num_embeddings=size, embedding_dim=dim)
-        for name, (size, dim) in sizes.items()
-    ]
-    module = HotColdEmbeddingBagCollection(
-        tables, optimizer=SGD(lr=0.1), budget=4 * 3300 + 40 * 24 + 5 * 40
-    )
-
-    def look_up(num_small, num_large):
-        values = torch.cat([torch.arange(num_small), torch.arange(num_large)])
-        offsets = torch.tensor([0, num_small, num_small + num_large])
-        module(JaggedIds(list(sizes), values, offsets)).values().sum().backward()
-
-    assert module.table_hits == {"small": (0, 0), "large": (0, 0)}
-    look_up(40, 5)
-    look_up(20, 5)
-    assert module.table_hits == {"small": (60, 20), "large": (10, 5)}
-    look_up(5, 25)  # slots of "small" are given to "large"
-    small, large = module.table_hits.values()
-    assert small.num_lookups > 60
-    assert large.num_lookups == 35
-    num_hits, num_lookups = small.num_hits + large.num_hits, small.num_lookups + large.num_lookups
-    assert num_hits / num_lookups == module.hit_rates.lookups
-
-
-def test_only_own_tables_with_tiers_have_hits():
-    model = nn.ModuleList([nn.EmbeddingBag(300, 4, mode="sum"), nn.Embedding(200, 4)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, budget="4KiB")
-
-    model[1](torch.tensor([3, 3])).sum().backward()
-
-    assert list(model[0].table_hits.values()) == [(0, 0)]
-    assert list(model[1].table_hits.values()) == [(2, 0)]
-    assert build(SGD(lr=0.5)).table_hits is None
-
-
 def test_accelerated_modules_show_budget_and_optimizer():
     model = nn.ModuleList([nn.EmbeddingBag(300, 4, mode="sum"), nn.Embedding(200, 4)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

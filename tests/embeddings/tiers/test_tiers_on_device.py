@@ -355,15 +355,6 @@ def test_an_id_that_is_no_row_is_named_and_nothing_is_claimed(device, is_reached
     assert [each.residency.num_claimed for each in tiered.tiers()] == [0, 0]
 
 
-def test_hits_on_a_device_are_not_counted_by_table(device):
-    modules = pair(device, SGD(lr=0.1))
-
-    train(modules, device, num_steps=2)
-
-    assert modules[1].table_hits is None
-    assert modules[1].hit_rates.lookups > 0
-
-
 def test_a_mini_batch_without_lookups_needs_no_slots(device):
     modules = pair(device, SGD(lr=0.5))
     none = torch.zeros(0, dtype=torch.int64, device=device)

@@ -29,12 +29,10 @@ def test_of_a_wait_the_part_that_rows_were_written_back_in_is_booked_as_such(now
     clock.wrote_back(49.0, 53.0)  # begun a second before the wait
 
     with clock.waiting():
-        clock.fetched(53.0, 58.0)
         clock.wrote_back(58.0, 59.0)
         now[0] = 60.0
 
     assert clock.exposed == MoveSeconds(fetch=6.0, write_back=4.0)
-    assert clock.busy == MoveSeconds(fetch=5.0, write_back=5.0)
 
 
 def test_what_was_written_back_before_a_wait_is_no_part_of_it(now):

@@ -320,7 +320,7 @@ def test_a_callback_may_change_the_current_folder(small_config, tmp_path, monkey
             monkeypatch.chdir(tmp_path / "other")
 
     settings = "budget=4KiB", "cold_tier=file", "checkpoint.every_steps=4", "batch_size=8"
-    run(small_config("timeline_steps=3", *settings), "run", Moves())
+    run(small_config(*settings), "run", Moves())
 
     assert record_of(tmp_path / "run")["status"] == "finished"
     assert (tmp_path / "run" / "model.safetensors").is_file()

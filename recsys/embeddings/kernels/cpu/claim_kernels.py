@@ -70,10 +70,6 @@ class ClaimScratch(NamedTuple):
         """Rows to write back and the slot of each, copied."""
         return self.lists[_WRITTEN_ROWS, :count].copy(), self.lists[_WRITTEN_SLOTS, :count].copy()
 
-    def by_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Values before those of each table, (T + 1,), and each table's hits, (T,); copied."""
-        return self.starts.copy(), self.counts[_HITS].copy()
-
 
 @parallel_kernel
 def claim_kernel(

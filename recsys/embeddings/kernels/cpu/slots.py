@@ -87,7 +87,6 @@ class SlotClaim(NamedTuple):
         moves: The rows to copy before the slots are read.
         num_lookups, num_hits: Values looked up, and those whose row was in its slot.
         num_rows, num_rows_hit: Distinct rows, and those that were in their slot.
-        by_table: Values before those of each table, (T + 1,), and its hits, (T,); None on a device.
     """
 
     slot_of_value: Any
@@ -97,7 +96,6 @@ class SlotClaim(NamedTuple):
     num_hits: int
     num_rows: int
     num_rows_hit: int
-    by_table: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
 class _KnownRequests(NamedTuple):
@@ -189,7 +187,6 @@ class SlotMap:
             num_hits=num_hits,
             num_rows=num_found + num_missing,
             num_rows_hit=num_found - num_awaited,
-            by_table=scratch.by_table(),
         )
 
     def _scratch_for(self, num_values: int) -> ClaimScratch:

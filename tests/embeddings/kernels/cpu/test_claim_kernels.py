@@ -30,7 +30,7 @@ def all_tables():
 
 def numbers_of(claim):
     """All that a claim consists of, copied."""
-    arrays = claim.slot_of_value, claim.held, *claim.moves, *claim.by_table
+    arrays = claim.slot_of_value, claim.held, *claim.moves
     counts = claim.num_lookups, claim.num_hits, claim.num_rows, claim.num_rows_hit
     return [each.tolist() for each in arrays], counts
 
