@@ -106,6 +106,6 @@ def test_every_key_that_is_named_exists(page):
     named = [each.partition("=")[0] for each in re.findall(r"`([a-z_.]+(?:=[^`]*)?)`", here)]
     dotted = [name for name in named if name.split(".")[0] in tables and "." in name]
 
-    assert len(dotted) > 20
+    assert len(dotted) > 15
     assert [name for name in dotted if name not in keys] == []
     assert {"batch_size", "epochs", "seed", "shuffle", "prefetch", "device"} <= set(named) & keys

@@ -113,7 +113,6 @@ def test_hotline_splits_mini_batches_and_tells_of_it(small_config, tmp_path):
 
     told = split["schedule"]
     assert told["name"] == "hotline"
-    assert told["depth"] == 0
     assert told["learning_steps"] >= 1
     assert 0 < told["split_step_share"] <= 1
     assert 0 < told["popular_sample_share"] < 1
