@@ -193,13 +193,6 @@ class EvalConfig:
     split: str = _key("validation", "split to evaluate on", choices=("validation", "test"))
     max_samples: int = _key(50_000, "samples per evaluation, from the start of the split", least=1)
     batch_size: int = _key(2048, "samples per forward pass", least=1)
-    popular_share: float = _key(
-        0.0,
-        "at the end, also measure the test samples whose rows are as popular as those of this "
-        "share of the training samples; 0: not",
-        least=0,
-        most=1,
-    )
     ranking_k: int = _key(
         20, "recall and NDCG count the first k items, for data to be ranked", least=1
     )

@@ -28,8 +28,6 @@ from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
-from recsys.train.judge.popular_samples import PopularSamples
-from recsys.train.loop.announcement import announce, cold_folder, warn_of_full_disk
 from recsys.train.loop.first_model import load_first_model, open_first_model
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
@@ -39,13 +37,13 @@ from recsys.train.loop.settings_warnings import (
     warn_of_no_effect,
     warn_of_other_rates,
     warn_of_threads,
-    warn_of_unread_keys,
 )
 from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import (
     autocast,
     build_pipeline,
     choose_plan,
+    cold_folder,
     compile_kernels,
     describe_schedule,
     describe_source,
@@ -92,7 +90,7 @@ def train(
             sample that it was trained on. Without one, training starts from the first sample. Some
             keys of `config` may differ from the run's, such as `budget`, `schedule` and `epochs`.
         checkpoint: With `resume`, continue from the checkpoint with this number.
-        show_progress: Tell what the tables take, and draw a progress bar.
+        show_progress: Tell how many threads compute, and draw a progress bar.
         callbacks: Are called while the run trains, and may end it, besides those that `config`
             names. Of several processes, only those of the first one are called.
 
@@ -237,8 +235,6 @@ def _prepare(
     processes.require_same({"the data's fingerprint": source.fingerprint})
     threads = set_num_threads(processes.num_threads(config))
     tune_allocator()
-    if show_progress:
-        announce(config, source)
     plan = choose_plan(config, source)
     loader = processes.train_loader(config, source, plan)
     built = processes.build_model(replace(config, cold_path=cold_path), source, plan)
@@ -247,13 +243,10 @@ def _prepare(
     full_steps = FullSteps(loader, config.epochs)
     compile_kernels(config, source)
     folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
-    if not processes.rank:
-        warn_of_full_disk(config, source, processes.own_dir, cold_path)
     clock = StageClock()
     with processes.warnings_once():
         warn_of_threads(config.num_threads)
         warn_of_no_effect(config, full_steps)
-        warn_of_unread_keys(config, source)
         callbacks.warn_of_no_effect(full_steps.num_evaluations(config.eval.every_steps))
         pipeline = build_pipeline(
             built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
@@ -374,20 +367,14 @@ def _evaluate_at_end(run: Run, metrics: dict[str, Any], interrupted: Interrupted
     """
     model, source, processes = run.built.train_model, run.loader.source, run.processes
     keys = run.config.eval
-    popular = PopularSamples(source, keys.popular_share) if keys.popular_share else None
     interrupted.clear()
     interrupted.ends_after = "the metrics of this split"
     with autocast(run.config):
         for split in ("test", "validation"):
             if any(processes.any_of(interrupted.is_set())):
                 return False
-            parts = popular if split == "test" else None
-            found = evaluate_split(
-                model, source, split, keys.batch_size, parts=parts, processes=processes
-            )
+            found = evaluate_split(model, source, split, keys.batch_size, processes=processes)
             metrics[split] = found.as_dict()
-            if parts is not None:
-                metrics.update(parts.results())
             # A ranking may take minutes, and a second Ctrl-C may end it.
             metrics[split] = with_ranking(found, model, source, split, keys).as_dict()
     return True

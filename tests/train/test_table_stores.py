@@ -19,7 +19,6 @@ from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline.fae.hot_samples import find_hot_samples
 from recsys.train.judge.evaluation import evaluate_run
-from recsys.train.judge.popular_samples import PopularSamples
 from recsys.train.parts.build import build_loader, build_model, open_source
 from recsys.train.parts.tables import table_configs
 from recsys.train.run_files.run_folder import RunFolder
@@ -290,16 +289,6 @@ def test_samples_of_a_plan_are_hot_if_all_rows_of_all_features_are_pinned(table_
     ]
     assert found.tolist() == expected
     assert 0 < sum(expected) < 700
-
-
-def test_popular_samples_look_up_rows_that_are_popular_in_all_features(table_store):
-    store = Store(table_store())
-    popular = PopularSamples(store, 1.0)
-
-    assert popular.are_popular(store.read(np.arange(700))).all()
-
-    few = PopularSamples(store, 0.2).are_popular(store.read(np.arange(600)))
-    assert 0 < few.sum() <= 0.2 * 600 + 1
 
 
 def test_a_plan_made_by_the_commands_changes_no_number(

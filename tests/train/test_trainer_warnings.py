@@ -1,12 +1,5 @@
-import warnings
-
 import pytest
 
-from recsys.config import load_config
-from recsys.train.dry_run import dry_run
-from recsys.train.loop.settings_warnings import warn_of_unread_keys
-from recsys.train.parts.build import open_source
-from recsys.train.ranks.launched import processes_of
 from recsys.train.trainer import train
 
 
@@ -71,84 +64,3 @@ def test_a_run_too_short_to_skip_is_warned_of(small_config, tmp_path):
         run(small_config(*settings), tmp_path / "longer")
 
     run(small_config(*settings, "skip.guard.every=0"), tmp_path / "without a guard")
-
-
-UNREAD = {
-    ("optimizer.eps=0.001",): "optimizer.eps=0.001 has no effect: optimizer.name is 'sgd'; drop",
-    (
-        "optimizer.name=adagrad",
-        "optimizer.betas=[0.5, 0.9]",
-    ): r"optimizer.betas=\(0.5, 0.9\) has no",
-    (
-        "optimizer.name=adam",
-        "dense_optimizer.name=sgd",
-        "dense_optimizer.eps=0.5",
-    ): "dense_optimizer.e",
-    (
-        "checkpoint.every_seconds=0",
-        "checkpoint.buffer=1MiB",
-    ): "checkpoint.buffer=1MiB has no effect",
-    (
-        "schedule.name=fae",
-        "schedule.adaptive=false",
-        "schedule.patience=2",
-    ): "schedule.patience=2 has",
-}
-
-
-@pytest.mark.parametrize("settings", UNREAD)
-def test_a_key_that_nothing_reads_is_warned_of(small_config, settings):
-    config = small_config(*settings)
-
-    with pytest.warns(UserWarning, match=UNREAD[settings]) as told:
-        warn_of_unread_keys(config, open_source(config))
-
-    assert len(told) == 1
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        ["optimizer.name=rowwise_adagrad", "optimizer.eps=0.001"],
-        ["optimizer.name=adam", "optimizer.betas=[0.5, 0.9]", "dense_optimizer.name=sgd"],
-        ["optimizer.eps=0.001", "dense_optimizer.name=adam"],  # the dense part takes it from there
-        ["optimizer.name=partial_rowwise_adam"],  # with the default eps of Adam
-        ["schedule.name=fae", "schedule.patience=2"],
-    ],
-)
-def test_keys_that_are_read_are_not_warned_of(small_config, settings):
-    config = small_config(*settings)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_unread_keys(config, open_source(config))
-
-
-def test_keys_of_synthetic_data_are_warned_of_with_a_store(small_config, table_store, tmp_path):
-    config = small_config("synthetic.drift=0.5", data=str(table_store()))
-
-    with pytest.warns(UserWarning, match=r"synthetic.drift=0.5 has no effect: the data is the sto"):
-        run(config, tmp_path / "run")
-    with pytest.warns(UserWarning, match=r"synthetic.drift=0.5 has no effect: the data is the sto"):
-        dry_run(config, tmp_path / "another")
-    assert load_config(tmp_path / "run" / "config.toml") == config  # it can still be read
-
-
-def test_processes_that_torchrun_did_not_start_are_warned_that_each_trains_alone(
-    tmp_path, monkeypatch
-):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with processes_of(tmp_path):
-        pass  # no warning, which would be an error
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with (
-        pytest.warns(
-            UserWarning, match="trains alone, .* WORLD_SIZE=2 .* unset RANK and WORLD_SIZ"
-        ),
-        processes_of(tmp_path) as processes,
-    ):
-        assert processes.rank == 0

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch, SampleSource
     from recsys.config import EvalConfig, TrainConfig
-    from recsys.train.judge.popular_samples import PopularSamples
     from recsys.train.ranks.processes import AbstractProcesses
 
 __all__ = [
@@ -77,7 +76,6 @@ def evaluate_split(
     split: str,
     batch_size: int,
     max_samples: int | None = None,
-    parts: PopularSamples | None = None,
     processes: AbstractProcesses | None = None,
 ) -> Metrics:
     """Metrics over a split, without a ranking.
@@ -89,7 +87,6 @@ def evaluate_split(
         split: "train", "test" or "validation".
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
-        parts: Gets the predictions, too; not together with `max_samples`.
         processes: Those that evaluate together, each a part of every mini-batch; None for this
             one alone. With several, this is a collective.
 
@@ -122,8 +119,6 @@ def evaluate_split(
                 may_be_probabilities = bool(((scores >= 0) & (scores <= 1)).all())
             if groups is not None or times is not None:
                 kept.append((scores[:wanted].copy(), labels[:wanted] == 1))
-            if parts is not None:
-                parts.add(batch, scores, labels)
             if accumulator.num_samples == max_samples:
                 break
     check_input(model)

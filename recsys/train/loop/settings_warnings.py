@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recsys._support.counted import counted
 from recsys._support.machine import num_cores
-from recsys.config import OptimizerConfig
-from recsys.datasets.store import Store
 from recsys.train.parts.skip_policy import warn_of_no_skipping
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from recsys.batch import SampleSource
     from recsys.config import TrainConfig
     from recsys.train.loop.full_steps import FullSteps
 
@@ -23,14 +17,7 @@ __all__ = [
     "warn_of_no_effect",
     "warn_of_other_rates",
     "warn_of_threads",
-    "warn_of_unread_keys",
 ]
-
-_ADAPTIVE = ("min_rate", "max_rate", "patience", "factor")
-_READERS = {
-    "eps": ("adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"),
-    "betas": ("adam", "partial_rowwise_adam"),
-}
 
 
 def warn_of_threads(num_threads: int) -> None:
@@ -87,42 +74,3 @@ def warn_of_other_rates(before: TrainConfig, config: TrainConfig, full_steps: Fu
             f"{config.epochs} epochs in one go; for that, train in a new folder",
             stacklevel=3,
         )
-
-
-def warn_of_unread_keys(config: TrainConfig, source: SampleSource) -> None:
-    """Warn about keys that were set although nothing in the run reads them.
-
-    Keys of `model`, `skip` and most of `schedule` are refused instead, when the configuration is
-    built. These are not, so that configurations of runs that have them can still be read.
-    """
-    for name, value, reason in _unread_keys(config, source):
-        warnings.warn(f"{name}={value} has no effect: {reason}; drop the key", stacklevel=3)
-
-
-def _unread_keys(config: TrainConfig, source: SampleSource) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and reason of each key that is set and that nothing reads."""
-    if isinstance(source, Store):
-        for name in _changed(config.synthetic):
-            value = getattr(config.synthetic, name)
-            yield f"synthetic.{name}", value, f"the data is the store {config.data}"
-    schedule = config.schedule
-    for name in _changed(schedule):
-        if name in _ADAPTIVE and not schedule.adaptive:
-            yield f"schedule.{name}", getattr(schedule, name), "schedule.adaptive is false"
-    if "buffer" in _changed(config.checkpoint) and not config.checkpoint.is_on:
-        reason = "checkpoint.every_seconds and checkpoint.every_steps are 0"
-        yield "checkpoint.buffer", config.checkpoint.buffer, reason
-    rows, dense = config.optimizer, config.resolved_dense_optimizer
-    for table, one, other in (("optimizer", rows, dense), ("dense_optimizer", dense, rows)):
-        for name, readers in _READERS.items():
-            value, is_shared = getattr(one, name), getattr(one, name) == getattr(other, name)
-            is_default = value == getattr(OptimizerConfig(name=one.name), name)
-            # The dense part takes from the rows what is not set, so a shared value is the rows'.
-            is_read = is_shared and (table == "dense_optimizer" or other.name in readers)
-            if one.name not in readers and not is_default and not is_read:
-                yield f"{table}.{name}", value, f"{table}.name is {one.name!r}"
-
-
-def _changed(table: Any) -> list[str]:
-    """Names of the keys of a table that do not have their defaults."""
-    return [each.name for each in fields(table) if getattr(table, each.name) != each.default]

@@ -132,14 +132,13 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
     )
 
 
-def enough_bytes(config: TrainConfig, source: SampleSource, num_batches: int = 1) -> int:
-    """A budget that holds any so many mini-batches at once, of a run without a plan."""
+def enough_bytes(config: TrainConfig, source: SampleSource) -> int:
+    """A budget that holds any mini-batch, of a run without a plan."""
     features, sizes = features_by_table(source), source.table_sizes
     # The length of a bag has no bound but the rows of its table.
     is_one_hot = first_batch(config, source).sparse_features.is_known_one_hot()
-    num_samples = num_batches * config.batch_size
     most = {
-        table: min(size, num_samples * len(features[table])) if is_one_hot else size
+        table: min(size, config.batch_size * len(features[table])) if is_one_hot else size
         for table, size in sizes.items()
     }
     needs = MemoryNeeds(config, source)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys._support.files import as_argument
+from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.batch import features_by_table, has_bags, has_weighted_bags
 from recsys.config import SYNTHETIC_PREFIX
@@ -64,6 +64,7 @@ __all__ = [
     "build_model",
     "build_pipeline",
     "choose_plan",
+    "cold_folder",
     "compile_kernels",
     "dense_optimizer",
     "describe_schedule",
@@ -434,6 +435,18 @@ def describe_schedule(
     if pipeline.popular_split is not None:
         return {"name": "hotline", **pipeline.popular_split.describe()}
     return {"name": "sequential"}
+
+
+def cold_folder(config: TrainConfig, run_dir: Path) -> str:
+    """The folder on whose disk a run has its rows in files; "" if they are in memory.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: Its folder, which may not exist yet.
+    """
+    if config.cold_tier == "host":
+        return ""
+    return config.cold_path or str(existing(run_dir))
 
 
 def compile_kernels(config: TrainConfig, source: SampleSource) -> None:

@@ -34,7 +34,6 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
         ("optimizer.name", config.optimizer.name, _OPTIMIZERS),
         ("schedule.name", config.schedule.name, ("", "sequential", "lookahead")),
         ("skip.policy", config.skip.policy, ("none",)),
-        ("eval.popular_share", config.eval.popular_share, (0,)),
     ]
     for key, value, allowed in rules:
         if value not in allowed:
