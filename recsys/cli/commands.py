@@ -181,8 +181,7 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     what.add_argument(
         "--to",
         choices=FORMATS,
-        help="for TorchRec's DLRM, for facebookresearch/dlrm's DLRM_Net, without pickle, or a "
-        "program that runs with PyTorch alone",
+        help="its tensors, without pickle, or a program that runs with PyTorch alone",
     )
     what.add_argument(
         "--since",
@@ -349,15 +348,13 @@ def _export(options: argparse.Namespace) -> int:
     if options.since is None and number is None:
         require_model(options.run)
 
-    if options.to == "torch-export":
-        from recsys.train.exports.program import export_program
-        from recsys.train.exports.program_report import format_program
-
-        print(format_program(export_program(options.run, options.out, options.quantize)))
-        return 0
     from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
 
-    if options.since is not None:
+    if options.quantize is not None:
+        from recsys.train.exports.program import export_program
+
+        written = export_program(options.run, options.out, options.quantize)
+    elif options.since is not None:
         written = export_run_delta(options.run, options.out, options.since)
     elif number is not None:
         written = export_run_checkpoint(

@@ -162,10 +162,10 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),
         (["predict", "nowhere", "a.csv", "--out", "b.parquet"], "nowhere is not a run"),
-        (["export", "nowhere", "--to", "torchrec", "--out", "f"], "nowhere is not a run"),
+        (["export", "nowhere", "--to", "safetensors", "--out", "f"], "nowhere is not a run"),
         (["export", "nowhere", "--to", "torch-export", "--out", "f.pt2"], "nowhere is not a run"),
         (
-            ["export", "nowhere", "--to", "torchrec", "--quantize", "int8", "--out", "f"],
+            ["export", "nowhere", "--to", "safetensors", "--quantize", "int8", "--out", "f"],
             "--quantize int8 goes with --to torch-export only",
         ),
         (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
@@ -532,7 +532,7 @@ def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_s
     capsys.readouterr()
     assert main([*export, "--since", str(last), "--out", str(tmp_path / "none")]) == 2
     assert f"checkpoint {last} is the newest, so nothing has changed" in capsys.readouterr().err
-    assert main([*export, "--to", "torchrec", "--checkpoint", "1", "--out", files[0]]) == 2
+    assert main([*export, "--to", "torch-export", "--checkpoint", "1", "--out", files[0]]) == 2
     assert "goes with --to safetensors only" in capsys.readouterr().err
     assert main([*export, "--to", "safetensors", "--checkpoint", "x", "--out", files[0]]) == 2
     assert "must be a number or 'last', got 'x'" in capsys.readouterr().err

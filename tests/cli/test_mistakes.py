@@ -46,7 +46,7 @@ MISTAKES = {
     "predict model clicks.csv --out -": "--out must name a file, got '-'",
     "predict nosuch clicks.csv --out scores.parquet": "nosuch is not a run",
     "predict model nosuch.csv --out scores.parquet": "table input nosuch.csv must be a file",
-    "export nosuch --to torchrec --out model.pt": "nosuch is not a run",
+    "export nosuch --to safetensors --out model.pt": "nosuch is not a run",
     "export nosuch --to onnx --out model.pt": "invalid choice: 'onnx'",
     "apply nosuch delta --out model": "model input nosuch must be a file",
     "report nosuch": "nosuch has neither a run.json nor an ablate.json",

@@ -62,7 +62,7 @@ def test_metrics_of_an_earlier_step_than_the_model_are_said_to_be(stopped, capsy
     "command",
     [
         "predict {run} nosuch --out {run}.parquet",
-        "export {run} --to torchrec --out {run}.pt",
+        "export {run} --to safetensors --out {run}.pt",
     ],
 )
 def test_other_uses_of_the_model_of_an_interrupted_run_say_so_too(stopped, command):

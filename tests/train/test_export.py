@@ -23,28 +23,9 @@ def saved_state(run):
     return load_file(run / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("setting", "model"),
-    [
-        ("model.name=deepfm", "'deepfm' with interaction 'dot'"),
-        ("model.interaction=masked_transformer", "'dlrm' with interaction 'masked_transformer'"),
-    ],
-)
-def test_models_that_torchrec_does_not_have_are_refused(small_settings, tmp_path, setting, model):
-    config = load_config(None, [*small_settings[1::2], setting], data="synthetic:criteo-kaggle")
-    train(config, tmp_path / "run", show_progress=False)
+def test_an_exported_state_dict_has_the_runs_tensors(run, tmp_path):
+    found = load_file(export_run(run, "safetensors", tmp_path / "new" / "model"))
 
-    with pytest.raises(ConfigError, match=f"TorchRec has no model for model.name {model}"):
-        export_run(tmp_path / "run", "torchrec", tmp_path / "model.pt")
-
-    export_run(tmp_path / "run", "safetensors", tmp_path / "model.safetensors")
-
-
-@pytest.mark.parametrize("to", ["torchrec", "safetensors"])
-def test_an_exported_state_dict_has_the_runs_tensors(run, tmp_path, to):
-    file = export_run(run, to, tmp_path / "new" / "model")
-
-    found = torch.load(file) if to == "torchrec" else load_file(file)
     expected = saved_state(run)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -56,19 +37,19 @@ def test_nothing_is_overwritten_and_nothing_left_behind(run, tmp_path, monkeypat
     file.write_text("mine")
 
     with pytest.raises(AlreadyExists, match="exists already"):
-        export_run(run, "torchrec", file)
+        export_run(run, "safetensors", file)
     assert file.read_text() == "mine"
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("torch.save", fail)
+    monkeypatch.setattr("torch.export.save", fail)
     with pytest.raises(OSError, match="disk full"):
-        export_run(run, "torchrec", tmp_path / "other.pt")
+        export_run(run, "torch-export", tmp_path / "other.pt2")
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("to", ["torchrec", "torch-export"])
+@pytest.mark.parametrize("to", ["safetensors", "torch-export"])
 def test_a_file_that_cannot_grow_raises_the_error_of_the_system(run, tmp_path, to):
     resource = pytest.importorskip("resource")  # there is none on Windows
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -89,10 +70,10 @@ def test_an_unknown_format_and_a_run_without_a_model_are_refused(run, tmp_path):
         export_run(run, "onnx", tmp_path / "file")
     (tmp_path / "config.toml").touch()
     with pytest.raises(ConfigError, match="its run has not ended"):
-        export_run(tmp_path, "torchrec", tmp_path / "file")
+        export_run(tmp_path, "safetensors", tmp_path / "file")
     (tmp_path / "run.json").touch()
     with pytest.raises(ConfigError, match="the run saved no model"):
-        export_run(tmp_path, "torchrec", tmp_path / "file")
+        export_run(tmp_path, "safetensors", tmp_path / "file")
 
 
 def test_checkpoints_of_several_processes_are_refused_by_name(tmp_path):

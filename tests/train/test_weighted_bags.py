@@ -4,7 +4,6 @@ import csv
 import json
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,6 @@ from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError
-from recsys.train.exports.export import export_run
 from recsys.train.exports.program import export_program
 from recsys.train.judge.evaluation import evaluate_run, open_saved_model
 from recsys.train.judge.predict import predict_run
@@ -201,14 +199,6 @@ def test_models_that_do_not_pool_refuse_weights(weighted_store, tmp_path, monkey
     assert not (tmp_path / "run").exists()
 
 
-def test_a_format_without_weights_has_the_rows_alone(small_config, weighted_store, tmp_path):
-    data = weighted_store()
-    run(small_config(*SETTINGS, data=data), tmp_path / "run")
-
-    state = torch.load(export_run(tmp_path / "run", "torchrec", tmp_path / "torchrec.pt"))
-    assert sum("t_tag" in name for name in state) == 1
-
-
 @pytest.mark.outside_ci
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_program_takes_weights(small_config, weighted_store, tmp_path, quantize):
@@ -233,11 +223,6 @@ def test_a_program_takes_weights(small_config, weighted_store, tmp_path, quantiz
         inputs = features.values(), features.offsets(), features.weights_or_none()
         with torch.no_grad():
             _, (_, expected, _) = model(batch)
-        torch.testing.assert_close(program(batch.dense_features, *inputs), expected, **close)
-    Path(source.path).rename(tmp_path / "gone")
-    export_program(tmp_path / "run", tmp_path / "without_data.pt2")
-    program = torch.export.load(tmp_path / "without_data.pt2").module()
-    if quantize is None:
         torch.testing.assert_close(program(batch.dense_features, *inputs), expected, **close)
 
 

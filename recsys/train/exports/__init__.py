@@ -2,5 +2,5 @@
 
 __all__ = ["FORMATS", "QUANTIZATIONS"]
 
-FORMATS = ("torchrec", "safetensors", "torch-export")  # see `export`
-QUANTIZATIONS = ("int8",)  # see `quantized`
+FORMATS = ("safetensors", "torch-export")  # see `export`
+QUANTIZATIONS = ("int8",)  # see `plain_tables`

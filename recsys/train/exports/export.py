@@ -1,8 +1,8 @@
 """Export of a run's model to the formats of other programs.
 
 format        content of FILE
-torchrec      torch.save of the state dict of TorchRec's `DLRM` or `DLRM_DCN` (tables `t_<table>`)
-safetensors   the state dict of any model, without pickle
+safetensors   the state dict of any model, without pickle; `dlrm` and `dcn_v2` have the keys of
+              TorchRec's `DLRM` and `DLRM_DCN` (tables `t_<table>`)
 torch-export  a program for `torch.export.load`, which runs without recsys (`program`)
 
 Checkpoints of a run, also of one that goes on, are exported as safetensors: whole, or only the rows
@@ -13,19 +13,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
 
 from recsys._support.files import appearing_whole, as_argument, require_new
-from recsys._support.torch_files import opened_for_torch
 from recsys.errors import CheckpointError, ConfigError
 from recsys.train.exports import FORMATS
 from recsys.train.exports.deltas import export_checkpoint, export_delta
 from recsys.train.run_files.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
 
@@ -42,8 +35,8 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
         The file.
 
     Raises:
-        ConfigError: the format is unknown or does not fit the model or the name of the file,
-            `run_dir` is not a run, or the run saved no model.
+        ConfigError: the format is unknown or does not fit the name of the file, `run_dir` is not a
+            run, the run saved no model, or its data, which a program is traced with, is gone.
         AlreadyExists: `file` exists.
     """
     if to not in FORMATS:
@@ -51,18 +44,12 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     if to == "torch-export":
         from recsys.train.exports.program import export_program  # imports all of training
 
-        return export_program(run_dir, file).path
+        return export_program(run_dir, file)
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
-    if to == "torchrec":
-        _require_model(folder.read_record())
     require_new(file)
     with appearing_whole(file) as partial:
-        if to == "safetensors":
-            shutil.copyfile(folder.model_file, partial)
-            return file
-        with opened_for_torch(partial) as stream:
-            torch.save(folder.load_state(), stream)
+        shutil.copyfile(folder.model_file, partial)
     return file
 
 
@@ -116,18 +103,3 @@ def _checkpoints_of(run_dir: str | Path) -> Path:
             "others"
         )
     return folder.checkpoints_folder
-
-
-def _require_model(record: Mapping[str, Any]) -> None:
-    """Check that TorchRec has the model.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    model = record["config"].get("model", {})
-    name, interaction = model.get("name", "dlrm"), model.get("interaction", "dot")
-    if name not in ("dlrm", "dcn_v2") or interaction != "dot":
-        raise ConfigError(
-            f"export: TorchRec has no model for model.name {name!r} with interaction "
-            f"{interaction!r}; choose 'safetensors' for its tensors, or 'torch-export'"
-        )

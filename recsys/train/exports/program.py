@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,43 +25,42 @@ from recsys._support.machine import set_num_threads
 from recsys._support.torch_files import opened_for_torch
 from recsys._version import __version__
 from recsys.batch import feature_tables, has_bags, has_weighted_bags, histories_of
-from recsys.errors import ConfigError, StoreError
+from recsys.errors import ConfigError
 from recsys.train.exports import QUANTIZATIONS
 from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
-from recsys.train.exports.program_report import ABOUT, FORMAT_VERSION, ProgramReport
-from recsys.train.exports.recorded_source import RecordedSource, dense_names_of
 from recsys.train.exports.traced import trace
-from recsys.train.judge.evaluation import evaluate_split, evaluation_config, with_ranking
+from recsys.train.judge.evaluation import evaluation_config
 from recsys.train.parts.build import build_model, open_source, require_features_of
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
-
     from recsys.batch import SampleSource
-    from recsys.config import TrainConfig
 
 __all__ = ["export_program"]
 
 
-def export_program(
-    run_dir: str | Path, file: str | Path, quantize: str | None = None
-) -> ProgramReport:
+_ABOUT = "recsys.json"  # the name of the JSON text inside a program's file
+_FORMAT_VERSION = 1
+
+
+def export_program(run_dir: str | Path, file: str | Path, quantize: str | None = None) -> Path:
     """Write the model of a run as a program of PyTorch alone.
 
     Args:
         run_dir: A run that saved its model.
         file: A new file; its name ends in ".pt2".
-        quantize: "int8" to round rows to int8 with a scale for each row. AUC and logloss on the
-            test part, and recall where items are ranked, are then measured with both kinds of rows,
-            if the run's data is still there.
+        quantize: "int8" to round rows to int8 with a scale for each row.
+
+    Returns:
+        The file.
 
     Raises:
         AlreadyExists: `file` exists.
-        ConfigError: a setting is unknown, `run_dir` is not a run, the run saved no model, or
-            `torch.export` cannot trace the model.
+        ConfigError: a setting is unknown, `run_dir` is not a run, the run saved no model, its data
+            has changed, or `torch.export` cannot trace the model.
+        StoreError: the run's data is gone.
         WeightsError: a row has nan or inf and cannot be rounded.
     """
     file = Path(file)
@@ -79,24 +78,14 @@ def export_program(
     # On the CPU, whose collections can be mapped from the file; all providers have the same keys.
     config = replace(evaluation_config(folder.read_config()), device="cpu", embeddings="recsys")
     set_num_threads(config.num_threads)
-    data = _open_data(config, record)
-    model, _ = build_model(config, data.source, table_device="meta")
+    source = open_source(config, to_train=False)
+    require_features_of(record, source)
+    model, _ = build_model(config, source, table_device="meta")
     folder.load_model(model.model)
     use_plain_tables(model)
     model.eval().requires_grad_(False)
-    sizes, test = {"float32": table_bytes(model)}, {}
     if quantize is not None:
-        test = {"float32": _measure(model, data, config)}
         quantize_tables(model)
-        sizes[quantize] = table_bytes(model)
-        test[quantize] = _measure(model, data, config)
-    report = ProgramReport(
-        path=file,
-        table_bytes=sizes,
-        test={rows: found for rows, found in test.items() if found},
-        not_measured=None if quantize is None else data.not_measured,
-    )
-    source = data.source
     program = trace(
         model,
         list(feature_tables(source)),
@@ -104,51 +93,12 @@ def export_program(
         has_bags=has_bags(source),
         is_weighted=has_weighted_bags(source),
     )
-    about = _describe(source, record) | report.as_dict()
+    about = _describe(source, record)
+    about |= {"rows": quantize or "float32", "table_bytes": table_bytes(model)}
     # Through a stream: torch expects the name of a path to end in .pt2.
     with appearing_whole(file) as partial, opened_for_torch(partial) as stream:
-        torch.export.save(program, stream, extra_files={ABOUT: json.dumps(about, indent=2)})
-    return report
-
-
-class _Data(NamedTuple):
-    """The data of a run.
-
-    Attributes:
-        source: The data, or what the record says about it.
-        not_measured: Why its test part cannot be measured; None if it can.
-    """
-
-    source: SampleSource
-    not_measured: str | None
-
-
-def _open_data(config: TrainConfig, record: Mapping[str, Any]) -> _Data:
-    """Open the data of a run, if it is there and is still as the run found it.
-
-    Raises:
-        ConfigError: it is not, and the record does not say enough about it.
-    """
-    try:
-        source = open_source(config, to_train=False)
-        require_features_of(record, source)
-    except (ConfigError, StoreError) as error:
-        return _Data(RecordedSource(record["data"]), str(error))
-    if not source.splits["test"]:
-        return _Data(source, f"{config.data} has no test sample")
-    return _Data(source, None)
-
-
-def _measure(model: nn.Module, data: _Data, config: TrainConfig) -> dict[str, float | None]:
-    """AUC and logloss on the test part, and recall if it is ranked; empty if not measured."""
-    if data.not_measured is not None:
-        return {}
-    found = evaluate_split(model, data.source, "test", config.eval.batch_size)
-    found = with_ranking(found, model, data.source, "test", config.eval)
-    measured: dict[str, float | None] = {"auc": found.auc, "logloss": found.logloss}
-    if found.ranking is not None:
-        measured["recall_at_k"] = found.ranking.recall_at_k
-    return measured
+        torch.export.save(program, stream, extra_files={_ABOUT: json.dumps(about, indent=2)})
+    return file
 
 
 def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,11 +115,11 @@ def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]
     inputs = [("dense_features", ["B", source.num_dense], "float32"), *sparse]
     return {
         "format": "recsys program",
-        "version": FORMAT_VERSION,
+        "version": _FORMAT_VERSION,
         "made_by": {"recsys": __version__, "torch": torch.__version__},
         "inputs": [{"name": name, "shape": shape, "dtype": dtype} for name, shape, dtype in inputs],
         "output": {"name": "logits", "shape": ["B"], "dtype": "float32"},
-        "dense_features": dense_names_of(record["data"]),
+        "dense_features": record["data"].get("dense_names"),
         "features": [
             {
                 "name": name,
