@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numba
 import torch
 from numba import njit
-from numba.core.caching import IndexDataCacheFile
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
 from torch import get_num_threads
 
@@ -47,7 +47,7 @@ _R = TypeVar("_R")
 def kernel(function: _F) -> _F:
     """Compile a function on its first call. The compiled function releases the GIL.
 
-    It is cached on disk, beside the source or in the user's cache folder; see `_CacheFile`. If
+    It is cached on disk, beside the source or in the user's cache folder; see `_Cache`. If
     neither can be written, every process compiles it again.
     """
     return _compile(function, is_parallel=False)
@@ -140,9 +140,8 @@ def _compile(
     }
     try:
         compiled = njit(**options, cache=True)(function)
-        cache = getattr(compiled, "_cache", None)
-        if cache is not None:  # it is not compiled if NUMBA_DISABLE_JIT is set
-            cache._cache_file = _CacheFile(cache._cache_file, function)
+        if isinstance(compiled, CPUDispatcher):  # it is not compiled if NUMBA_DISABLE_JIT is set
+            compiled._cache.__class__ = _Cache
         return cast("_F", compiled)
     except RuntimeError as error:  # numba found no writable cache folder
         warnings.warn(
@@ -153,61 +152,43 @@ def _compile(
         return cast("_F", njit(**options)(function))
 
 
-class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
-    """The cached code of one kernel: a file for each signature, and no index.
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """numba's cache of one kernel, with an index and a file for each signature.
 
-    numba's own class lists the files in an index, and writes the index before the code. Two
-    processes that compile a kernel for different signatures at once may choose the same file, and
-    one of them may later run the code of the other signature. Here a file says what it is for, and
-    `os.replace` puts it in place as a whole.
+    numba has one index of all signatures. Two processes that compile a kernel for different ones at
+    once may choose the same file there, and one of them may later run the code of the other.
 
-    The code is that of the kernel's source and of the parts that the kernel uses, which may be in
-    other files. numba asks for changes of the first alone.
+    The stamp of the code is that of the kernel's file and of all files with parts that it uses;
+    numba asks for changes of the first alone.
 
-    A file that cannot be read counts as absent, and the kernel is compiled again. After an update
-    of this package, for example, a file may name a class that no longer exists. A file that cannot
-    be written, as on a full disk, is left out; the first one warns.
-
-    Args:
-        made: The object of numba that this one replaces.
-        function: The kernel.
+    Code that cannot be read is compiled again, and code that cannot be written, as on a full disk,
+    is left out with a warning.
     """
 
-    has_warned = False
-
-    def __init__(self, made: IndexDataCacheFile, function: Any) -> None:
-        self.__dict__.update(made.__dict__)
-        self._function = function
-
-    def save(self, key: Any, data: Any) -> None:
-        """Keep the code for a signature, in place of that of an earlier source."""
-        try:
-            self._save_data(self._name_of(key), (*self._origin_of(key), data))
-        except OSError as error:
-            if not _CacheFile.has_warned:
-                _CacheFile.has_warned = True
-                warnings.warn(
-                    f"compiled kernels cannot be cached in {self._cache_path} ({error.strerror}), "
-                    "so each process compiles them again; free some space, or set NUMBA_CACHE_DIR "
-                    "to a folder that can be written",
-                    stacklevel=2,
-                )
-
-    def load(self, key: Any) -> Any:
-        """The code for a signature; None if there is none of this source."""
-        try:
-            *origin, data = self._load_data(self._name_of(key))
-        except Exception:  # unpickling raises many types
-            return None
-        return data if tuple(origin) == self._origin_of(key) else None
-
-    def _origin_of(self, key: Any) -> tuple[Any, ...]:
-        return numba.__version__, self._source_stamp, _stamps_of_parts(self._function), repr(key)
-
-    def _name_of(self, key: Any) -> str:
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        key = super()._index_key(sig, codegen)
         signature, machine, (_, closure) = key  # without the bytecode: new code replaces old code
-        text = repr((signature, machine, closure)).encode()
-        return str(self._data_name(int(hashlib.sha256(text).hexdigest()[:12], 16)))
+        name = hashlib.sha256(repr((signature, machine, closure)).encode()).hexdigest()[:12]
+        self._cache_file = IndexDataCacheFile(
+            self.cache_path, f"{self._impl.filename_base}-{name}", _stamps_of_parts(self._py_func)
+        )
+        return key
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with suppress(Exception):  # unpickling raises many types
+            return super().load_overload(sig, target_context)
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:  # as above: the index is read first
+            warnings.warn(
+                f"compiled kernels cannot be cached in {self.cache_path} ({error}), so each "
+                "process compiles them again; free some space, or set NUMBA_CACHE_DIR to a folder "
+                "that can be written",
+                stacklevel=2,
+            )
 
 
 @cache
