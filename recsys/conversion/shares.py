@@ -6,7 +6,6 @@ read, so tables may be on the "meta" device.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,6 @@ from recsys.embeddings.tiers.budget import (
     NEEDS_OPTIMIZER,
     FastMemory,
     SpaceSize,
-    divide_budget,
     divide_for_pinned,
     order_pinned,
     require_room_beside_rows,
@@ -24,7 +22,6 @@ from recsys.embeddings.tiers.budget import (
 from recsys.embeddings.tiers.cold.staging import num_staged
 from recsys.embeddings.tiers.slot_costs import floor_bytes, require_numbers, row_bytes
 from recsys.embeddings.updaters import tables_by_kind
-from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,30 +141,11 @@ class Share(NamedTuple):
         divided = divide_for_pinned(self.budget_bytes, spaces, pinned, may_stay=may_stay)
         if divided is None:
             return None
-        if not of_tracker:
-            return [(num_slots, len(rows)) for num_slots, rows in divided]
-        # A tracker has the budget divided again, when the tiers are there; see `divide_again`.
-        of_plan = [len(rows) for _, rows in divided]
-        slots = None
-        with suppress(BudgetTooSmall):
-            slots = self._divided_again(spaces, of_tracker, of_plan)
-        slots = slots or self._divided_again(spaces, of_tracker, None)
-        return [(num, min(num, len(rows))) for num, (_, rows) in zip(slots, divided, strict=True)]
-
-    def _divided_again(
-        self, spaces: Sequence[SpaceSize], of_tracker: int, pinned: Sequence[int] | None
-    ) -> list[int]:
-        assert self.budget_bytes is not None
-        slots = divide_budget(
-            self.budget_bytes,
-            spaces,
-            [1] * len(spaces),
-            pinned=pinned,
-            may_stay=False,
-            tracker_bytes=of_tracker,
-        )
-        assert slots is not None
-        return slots
+        if of_tracker:  # a tracker takes its part when the tiers are there
+            rest = self.budget_bytes - of_tracker
+            divided = divide_for_pinned(rest, spaces, pinned, may_stay=False)
+            assert divided is not None
+        return [(num_slots, len(rows)) for num_slots, rows in divided]
 
 
 def share_of_chosen(
