@@ -30,9 +30,7 @@ from torch._C._autograd import (
     _profiler_enabled,
     _top_saved_tensors_default_hooks,
 )
-from torch._C._functorch import is_batchedtensor
 from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +38,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -61,14 +58,12 @@ __all__ = [
     "end_allocation",
     "has_global_hooks",
     "has_gradient_hooks",
-    "is_batched",
     "is_graph_kept",
     "is_node_in_pass",
     "is_profiler_enabled",
     "not_compiled",
     "onednn_linear",
     "outside_graphs",
-    "outside_transforms",
     "plain_apply",
     "plain_data",
     "plain_grad",
@@ -169,10 +164,6 @@ def outside_graphs(function: _F) -> _F:
 tracing_state: Callable[[], Any] = _get_tracing_state
 # Whether a transform of torch.func is active, such as vmap or grad.
 are_functorch_transforms_active: Callable[[], bool] = _are_functorch_transforms_active
-# Whether a tensor was made by vmap.
-is_batched: Callable[[Tensor], bool] = is_batchedtensor
-# A context in which no transform is active, for operations on tensors that none has made.
-outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
 # The module whose forward DistributedDataParallel runs; None outside of such a forward.
 active_ddp_module: Callable[[], Any] = partial(
     getattr, DistributedDataParallel, "_active_ddp_module"

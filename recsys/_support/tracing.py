@@ -12,25 +12,19 @@ if TYPE_CHECKING:
 __all__ = ["leaf_call"]
 
 
-def leaf_call(module: nn.Module, *arguments: Any, **more: Any) -> Any:
+def leaf_call(module: nn.Module, *arguments: Any) -> Any:
     """Record a module's call in the traced graph; None if the arguments are not being traced.
 
     Args:
         module: A module inside the traced model.
         arguments: Positional arguments of its forward.
-        more: Keyword arguments of its forward.
 
     Raises:
-        TypeError: the module is itself the traced model, or it has forward hooks.
+        TypeError: the module has forward hooks.
     """
     for each in arguments:
         if isinstance(each, Proxy):
             tracer: Any = each.tracer
-            if module is tracer.root:
-                raise TypeError(
-                    f"torch.fx cannot trace {type(module).__name__} alone, because it is a leaf "
-                    "module; trace a model that contains it"
-                )
             if module._forward_hooks or module._forward_pre_hooks:
                 raise TypeError(
                     f"torch.fx: {type(module).__name__} has forward hooks, which would run twice, "
@@ -38,5 +32,5 @@ def leaf_call(module: nn.Module, *arguments: Any, **more: Any) -> Any:
                     "again"
                 )
             path = tracer.path_of_module(module)
-            return tracer.create_proxy("call_module", path, arguments, more)
+            return tracer.create_proxy("call_module", path, arguments, {})
     return None

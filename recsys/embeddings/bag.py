@@ -20,7 +20,7 @@ from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
 from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.table_module import TableModule, allocate_rows, is_left_to_torch
+from recsys.embeddings.table_module import TableModule, allocate_rows
 from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
 
@@ -162,8 +162,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             per_sample_weights: A factor for each id, with mode "sum".
 
         Shape:
-            input (B, L), or (N,) with offsets (B,) or (B + 1,), or nested; per_sample_weights as
-            input; result (B, D).
+            input (B, L), or (N,) with offsets (B,) or (B + 1,); per_sample_weights as input;
+            result (B, D).
 
         Raises:
             IdOutOfRange: an id is not a row; on CUDA this may be an id of an earlier input.
@@ -377,7 +377,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             or self.max_norm is not None
             or self.scale_grad_by_freq
             or type(input) is not Tensor
-            or (input.is_nested or input.dim() != 2 or input.shape[1] != 1)
+            or input.is_nested
+            or input.dim() != 2
+            or input.shape[1] != 1
         ):
             return None
         calls, lookups = self._calls_and_lookups()
@@ -410,8 +412,6 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         pooled = self._pool_fast(input, offsets, per_sample_weights)
         if pooled is not None:
             return pooled
-        if is_left_to_torch(input, self.weight):
-            return super().forward(input, offsets, per_sample_weights)
         lookup = self._bag_lookup()  # before ids are read, which torch.export cannot trace
         bags = self._read(input, offsets, per_sample_weights)
         return lookup.pool(bags).to(self.weight.dtype)

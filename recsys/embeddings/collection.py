@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.torch_compat import not_compiled
-from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags, pooling_of
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
@@ -231,10 +230,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             ValueError: weights are missing or nan; or features have different batch sizes; or
                 with `stacked`, tables have different dims.
         """  # noqa: D205  # two kinds of input, one sentence
-        if type(features) is not JaggedIds:
-            traced = leaf_call(self, features, stacked=stacked)
-            if traced is not None:
-                return cast("Pooled", traced)
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
         pooled: Pooled | Tensor = look_up(features, stacked)
         return pooled
@@ -264,25 +259,21 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     def _look_up(self, features: Features, stacked: bool) -> Pooled | Tensor:
         is_light = isinstance(features, JaggedIds)
         num_stacked = self.num_stacked() if stacked else 0
-        values = features.values()
-        if values.is_meta:
-            pooled = self._pool_nothing(features, num_stacked)
-        else:
-            parts, weights, ids = self._read(features, values, is_light=is_light)
-            explain: Callable[[int], Exception] = partial(self._lookup_error, features)
-            if self._layouts[0].group.kernels.errors is not None:
-                of_groups = {layout.group: layout.group.sizes() for layout in self._layouts}
-                sizes = [of_groups[group][number] for group, number in self._places]
-                # A device may report an error later, so this must not keep the module alive.
-                explain = partial(id_error, features, self._lookups, sizes)
-            pooled = fused_lookup(
-                parts,
-                weights,
-                ids=ids,
-                updater=self._updater,
-                explain=explain,
-                num_stacked=num_stacked,
-            )
+        parts, weights, ids = self._read(features, features.values(), is_light=is_light)
+        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
+        if self._layouts[0].group.kernels.errors is not None:
+            of_groups = {layout.group: layout.group.sizes() for layout in self._layouts}
+            sizes = [of_groups[group][number] for group, number in self._places]
+            # A device may report an error later, so this must not keep the module alive.
+            explain = partial(id_error, features, self._lookups, sizes)
+        pooled = fused_lookup(
+            parts,
+            weights,
+            ids=ids,
+            updater=self._updater,
+            explain=explain,
+            num_stacked=num_stacked,
+        )
         if stacked:
             return pooled
         if is_light:
@@ -290,14 +281,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
-
-    def _pool_nothing(self, features: Features, num_stacked: int) -> Tensor:
-        """An empty result on the meta device."""
-        self._positions(features)
-        [dtype] = {compute_dtype(weight.dtype) for weight in self.table_weights()}
-        width, size = sum(self._output_dims), features.stride()
-        shape = (size, num_stacked, width // num_stacked) if num_stacked else (size, width)
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     def _read(
         self, features: Features, values: Tensor, *, is_light: bool, has_weights: bool = True

@@ -19,7 +19,7 @@ from recsys._support.torch_compat import not_compiled
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.rows.bag_input import read_ids
 from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.table_module import TableModule, allocate_rows, is_left_to_torch
+from recsys.embeddings.table_module import TableModule, allocate_rows
 from recsys.embeddings.tier_arguments import TierArguments
 from recsys.embeddings.tiers.ahead import Prefetched
 
@@ -304,8 +304,6 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             )
             if rows is not None:
                 return rows
-        if is_left_to_torch(input, self.weight):
-            return super().forward(input)
         rows = self._bag_lookup().pool(read_ids(input)).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)
 

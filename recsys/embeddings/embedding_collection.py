@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, require_all_in_bags
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import AbstractCollection
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrec import EmbeddingCollection
-    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+    from torchrec.sparse.jagged_tensor import JaggedTensor
 
     from recsys.batch import Features
     from recsys.embeddings.lookup.fused_lookup import Part
@@ -190,9 +189,6 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
             KeyError: a feature is missing.
             MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
         """  # noqa: D205  # two kinds of input, one sentence
-        traced = leaf_call(self, features)
-        if traced is not None:
-            return cast("dict[str, Any]", traced)
         self._require_tables()
         by_feature = self._by_feature(features)
         found: dict[str, Any] = {}
@@ -325,11 +321,6 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         if keys != self._known_keys:
             require_features((feature for _, feature in self._lookups), keys)
             self._known_keys = list(keys)
-        if not isinstance(features, JaggedIds) and features.values().is_meta:
-            parts = cast("KeyedJaggedTensor", features).to_dict()
-            return {
-                feature: (parts[feature].values(), parts[feature].lengths()) for feature in keys
-            }
         values, offsets, size = features.values(), features.offsets(), features.stride()
         if not isinstance(features, JaggedIds):
             is_on_host = offsets.device.type == "cpu"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from recsys._support.overrides import fits_override
-from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.one_table.bag_lookup import BagLookup
 from recsys.embeddings.lookup.table_group import TableGroup
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
-__all__ = ["Rows", "TableModule", "allocate_rows", "is_left_to_torch"]
+__all__ = ["Rows", "TableModule", "allocate_rows"]
 
 
 class Rows(NamedTuple):
@@ -212,12 +211,3 @@ class TableModule(AbstractTables):
             marks.give_state(self.row_optimizer)
             marks.remove_hooks()
         self.train(module.training)
-
-
-def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
-    """Whether torch must look up: on meta, under `torch.jit.trace` and under vmap."""
-    return (
-        (input.is_meta and weight.is_meta)
-        or tracing_state() is not None
-        or (are_functorch_transforms_active() and is_batched(input))
-    )

@@ -25,7 +25,7 @@ WAVE = torch.arange(1.0, 101, dtype=torch.float64).sin()
 @st.composite
 def lookups(draw):
     """Arguments of forward, all forms of them, and whether the last offset is among them."""
-    form = draw(st.sampled_from(["offsets", "last offset", "rows", "nested"]))
+    form = draw(st.sampled_from(["offsets", "last offset", "rows"]))
     if form == "rows":
         shape = (draw(st.integers(0, 4)), draw(st.integers(1, 4)))
         lengths = [shape[1]] * shape[0]
@@ -36,10 +36,7 @@ def lookups(draw):
     flat = torch.tensor(ids, dtype=draw(ID_TYPES))
     if form == "rows":
         return flat.view(shape), None, False
-    bounds = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    if form == "nested":
-        return torch.nested.nested_tensor_from_jagged(flat, bounds), None, draw(st.booleans())
-    bounds = bounds.to(draw(ID_TYPES))
+    bounds = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(draw(ID_TYPES))
     return (flat, bounds, True) if form == "last offset" else (flat, bounds[:-1], False)
 
 
@@ -80,8 +77,7 @@ def unscaled(settings, has_optimizer):
 
 def frequencies(ids, settings, has_optimizer):
     """What torch's gradient has to be divided by then."""
-    flat = ids.values() if ids.is_nested else ids.flatten()
-    counts = torch.bincount(flat, minlength=NUM_ROWS).clamp(min=1).unsqueeze(1)
+    counts = torch.bincount(ids.flatten(), minlength=NUM_ROWS).clamp(min=1).unsqueeze(1)
     return counts if has_optimizer and settings["scale_grad_by_freq"] else 1
 
 
@@ -144,7 +140,7 @@ def test_result_and_gradient_are_those_of_torchs_module(lookup, settings, has_op
 
 @pytest.mark.parametrize("has_optimizer", [False, True])
 @given(
-    lookups().filter(lambda lookup: not lookup[0].is_nested),
+    lookups(),
     st.sampled_from([None, 2, -1]),
     st.booleans(),
     st.sampled_from(list(TOLERANCES)),
@@ -172,24 +168,6 @@ def test_weights_and_their_gradient_are_those_of_torchs_module(
 
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, **TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("has_optimizer", [False, True])
-def test_nested_weights_have_a_gradient_too(has_optimizer):
-    optimizer = {"optimizer": SGD(lr=1.0), "auto_apply": False} if has_optimizer else {}
-    ids = torch.nested.nested_tensor_from_jagged(
-        torch.tensor([1, 5, 5, 0]), torch.tensor([0, 1, 1, 4])
-    )
-    results = []
-
-    for module in both({"mode": "sum"}, **optimizer):
-        leaf = torch.tensor([0.5, -1, 2, 3], requires_grad=True)
-        weights = torch.nested.nested_tensor_from_jagged(leaf, ids.offsets())
-        result = backward(module, ids, None, weights)
-        results.append((result, leaf.grad, module.weight.grad.to_dense()))
-
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 def test_only_offsets_of_several_bags_are_needed_where_bags_are_empty():

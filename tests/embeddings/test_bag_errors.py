@@ -16,11 +16,6 @@ def ints(*values, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype)
 
 
-def nested(*lengths):
-    bounds = ints(0, *lengths).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(torch.arange(sum(lengths)), bounds)
-
-
 # Settings, arguments, and what the message has to say.
 MISTAKES = {
     "three dimensions": ({}, (torch.zeros(1, 1, 1, dtype=torch.int64),), "two dimensions, got 3"),
@@ -66,11 +61,6 @@ MISTAKES = {
         {},
         (ints(1), ints(0), torch.ones(1, dtype=torch.float64)),
         "torch.float32 like the rows, got torch.float64",
-    ),
-    "weights that are not nested": (
-        {},
-        (nested(1, 2), None, torch.ones(3)),
-        r"got \(3,\)",
     ),
     "weights and a mean": ({"mode": "mean"}, (ints(1), ints(0), torch.ones(1)), "got mode='mean'"),
     "weights and a maximum": ({"mode": "max"}, (ints(1), ints(0), torch.ones(1)), "got mode='max'"),
@@ -136,15 +126,6 @@ def test_an_id_out_of_range_names_the_table_in_its_model():
         model["goods"](ints(-1))
     with pytest.raises(IdOutOfRange, match=r"^table 'weight', sample 1: id 5 is not in"):
         HotColdEmbeddingBag(5, 3)(ints(0, 5).view(2, 1))
-
-
-@WITH_AND_WITHOUT
-@pytest.mark.parametrize("arguments", [(ints(1, 2, 5, 3).view(2, 2),), (nested(2, 4),)])
-def test_an_id_out_of_range_is_named_in_every_form_of_input(arguments, optimizer):
-    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=optimizer)
-
-    with pytest.raises(IdOutOfRange, match=r"sample 1: id 5 is not in \[0, 5\)"):
-        module(*arguments)
 
 
 @WITH_AND_WITHOUT
@@ -283,30 +264,3 @@ def test_a_table_that_another_operation_has_kept_is_known_to_have_moved():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         tied.backward()
-
-
-@pytest.mark.parametrize("budget", [None, "2KiB"])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: model.double(),
-        lambda model: model.to("cpu"),
-        lambda model: model.load_state_dict(model.state_dict()),
-    ],
-    ids=["double", "to", "load_state_dict"],
-)
-def test_a_swap_of_parameters_is_refused_by_name(monkeypatch, budget, use):
-    bag = HotColdEmbeddingBag(200, 4, mode="sum", optimizer=SGD(lr=1.0), budget=budget)
-    model = nn.Sequential(bag)
-    before = bag.weight.detach().clone()
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-
-    with pytest.raises(
-        ValueError, match=r"HotColdEmbeddingBag: .*on_conversion\(False\), or first"
-    ):
-        use(model)
-
-    assert torch.equal(bag.weight, before)
-    bag(ints(1, 2), ints(0)).sum().backward()
-    assert not torch.equal(bag.weight, before)
-    HotColdEmbeddingBag(200, 4).double()  # no row is updated, so torch may swap

@@ -89,7 +89,7 @@ def bags_and_arguments(draw):
             weights[-1] = np.nan
         weights = weights[draw(st.sampled_from([0, 0, 0, 1])) :]
         weights.requires_grad_(draw(st.booleans()))
-    form = draw(st.sampled_from(["offsets", "rows", "rows and offsets", "nested", "no offsets"]))
+    form = draw(st.sampled_from(["offsets", "rows", "rows and offsets", "no offsets"]))
     if form == "no offsets":
         offsets = None
     if form.startswith("rows"):
@@ -99,12 +99,6 @@ def bags_and_arguments(draw):
             weights = weights[: values.numel()].view(-1, width)
         if form == "rows":
             offsets = None
-    if form == "nested":
-        bounds = torch.tensor(sorted({0, *bounds, len(values)}))
-        values = torch.nested.nested_tensor_from_jagged(values, bounds)
-        if weights is not None and len(weights) == len(values.values()):
-            weights = torch.nested.nested_tensor_from_jagged(weights, bounds)
-        offsets = None
     return settings, (values, offsets, weights)
 
 

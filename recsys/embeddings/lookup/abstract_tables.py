@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AbstractTables", "check_input", "device_of", "table_modules_in", "tiers_of"]
 
-_AS_TORCH = (
-    "call recsys.restore on an accelerated model first, or load its state_dict into the module of "
-    "torch or TorchRec"
-)
-
 
 class AbstractTables(nn.Module, ABC):
     """A module with tables that recsys kernels work on.
@@ -153,7 +148,8 @@ class AbstractTables(nn.Module, ABC):
             if torch.compiler.is_exporting():
                 raise TypeError(
                     f"torch.export cannot trace {type(self).__name__} while a recsys optimizer "
-                    f"updates its tables; {_AS_TORCH}"
+                    "updates its tables; call recsys.restore on an accelerated model first, or "
+                    "load its state_dict into the module of torch or TorchRec"
                 )
             raise ValueError(
                 f"table {group.names[number]!r}: its Parameter was replaced, and the tables of a "
@@ -185,14 +181,6 @@ class AbstractTables(nn.Module, ABC):
         for holder in self.holders():
             make_plain(cast("nn.Parameter", holder.weight))
         self.detach()
-
-    def __prepare_scriptable__(self) -> None:
-        """Refuse `torch.jit.script`, which cannot compile the Python around the kernels.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(f"torch.jit.script cannot compile {type(self).__name__}; {_AS_TORCH}")
 
     def check_input(self) -> None:
         """Wait for the device, and raise the first error in the input of earlier lookups.
@@ -252,10 +240,8 @@ class AbstractTables(nn.Module, ABC):
         only the slots move to the device; the cold store stays where it is.
 
         Raises:
-            ValueError: with tiers, slots are in use, or `fn` changes the dtype; or torch is to swap
-                Parameters.
+            ValueError: with tiers, slots are in use, or `fn` changes the dtype.
         """
-        self._require_no_swap()
         groups = self._table_groups()
         for group in groups:
             group.ledger_to_grads()
@@ -269,29 +255,6 @@ class AbstractTables(nn.Module, ABC):
         elif any(table.is_meta for table in self._known_tables):
             self._require_tables()
         return module
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As in `nn.Module`.
-
-        Raises:
-            ValueError: torch is to swap Parameters.
-        """
-        self._require_no_swap()
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def _require_no_swap(self) -> None:
-        """Refuse to swap tables: kernels would go on with the memory that they had.
-
-        Raises:
-            ValueError: torch is to swap Parameters when it converts or loads them.
-        """
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        if swaps and self._updater is not None:
-            raise ValueError(
-                f"{type(self).__name__}: recsys updates the rows of its tables, which must not be "
-                "swapped; call torch.__future__.set_swap_module_params_on_conversion(False), or "
-                "first recsys.restore on an accelerated model"
-            )
 
     def _move_tiers(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Apply `fn` to the slots; the result applies it to everything but the cold store."""

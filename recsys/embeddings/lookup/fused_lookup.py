@@ -92,8 +92,10 @@ def fused_lookup(
     Raises:
         BudgetTooSmall: the budget has no room for the rows.
         RuntimeError: the model is in `DistributedDataParallel`, or in a transform of `torch.func`,
-            such as vmap; in backward, `ids` or a table was changed in place after the lookup.
+            such as vmap, or in `torch.jit.trace`; in backward, `ids` or a table was changed in
+            place after the lookup.
     """
+    require_no_transform()
     with DisableTorchFunctionSubclass():  # internal reads of tables
         if updater is not None and not updater.is_sharded:
             wrapper = active_ddp_module()
@@ -109,7 +111,6 @@ def fused_lookup(
             has_gradient = may_update and bag_weights is not None and bag_weights.requires_grad
             if not has_gradient:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
-        require_no_transform()
         calls = _resolve(parts, requiring, updater, explain)
         tables: Sequence[Tensor] = ()
         if updater is None:

@@ -6,7 +6,7 @@ torch does not check them, and reads out of bounds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ def read_bags(
     """Convert and check the arguments of `nn.EmbeddingBag.forward`.
 
     Args:
-        ids: The `input` there: 2-D for bags of equal length, 1-D with offsets, or nested.
+        ids: The `input` there: 2-D for bags of equal length, or 1-D with offsets.
         offsets: Where bags begin; for 1-D ids only.
         weights: One factor per id.
         include_last_offset: Whether the last number in `offsets` is the end of the last bag.
@@ -145,13 +145,14 @@ def read_bags(
         is_deferred: Whether values are not read here, because kernels on a device check them.
 
     Shape:
-        ids (N,) or (B, L) or nested (B, *); offsets (B,) or (B + 1,); weights as ids.
+        ids (N,) or (B, L); offsets (B,) or (B + 1,); weights as ids.
 
     Raises:
         MalformedBags: shapes, dtypes or offsets are invalid.
         NotImplementedError: there are weights, and the mode is not "sum".
         ValueError: a weight is nan, or the mode is unknown.
     """
+    _require_plain(ids)
     if weights is not None and ids.size() != weights.size():
         raise MalformedBags(
             f"per_sample_weights must have the input's shape {tuple(ids.shape)}, "
@@ -168,10 +169,7 @@ def read_bags(
         raise MalformedBags(
             f"per_sample_weights must be {dtype} like the rows, got {weights.dtype}; convert them"
         )
-    if ids.is_nested:
-        values, bounds = ids.values().reshape(-1), cast("Any", ids).offsets()
-        weights = None if weights is None else weights.values()
-    elif ids.dim() == 2:
+    if ids.dim() == 2:
         values, bounds = ids.reshape(-1), _even_bounds(ids, offsets)
     elif ids.dim() == 1:
         values, bounds = ids, _require_one_dimension(offsets)
@@ -186,11 +184,11 @@ def read_bags(
             values.contiguous(),
             bounds.contiguous(),
             None if weights is None else weights.reshape(-1),
-            is_one_hot=ids.dim() == 2 and not ids.is_nested and ids.shape[1] == 1,
-            given=() if ids.is_nested else (ids,) if offsets is None else (ids, offsets),
+            is_one_hot=ids.dim() == 2 and ids.shape[1] == 1,
+            given=(ids,) if offsets is None else (ids, offsets),
         )
     is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
-    if not is_one_hot and (ids.dim() == 1 or ids.is_nested):
+    if not is_one_hot and ids.dim() == 1:
         end = require_bounds(bounds.numpy(), len(values))
         if end != len(values):  # values after the end of the last bag are not used
             values = values[:end]
@@ -217,11 +215,18 @@ def read_ids(ids: Tensor) -> BagInput:
     Raises:
         MalformedBags: `ids` is nested, or neither int64 nor int32.
     """
-    if ids.is_nested:
-        raise MalformedBags("input must be a plain tensor, got a nested one; pass input.values()")
+    _require_plain(ids)
     _require_id_type(ids)
     bounds = torch.arange(ids.numel() + 1, dtype=ids.dtype, device=ids.device)
     return BagInput(ids.reshape(-1), bounds, None, is_one_hot=True, shape=ids.shape)
+
+
+def _require_plain(ids: Tensor) -> None:
+    if ids.is_nested:
+        raise MalformedBags(
+            "input must be a plain tensor, got a nested one; pass its values(), and to a bag also "
+            "its offsets()"
+        )
 
 
 def _require_id_type(ids: Tensor) -> None:

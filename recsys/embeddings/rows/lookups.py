@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.jit import kernel
-from recsys._support.torch_compat import are_functorch_transforms_active
+from recsys._support.torch_compat import are_functorch_transforms_active, tracing_state
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -183,15 +183,8 @@ class Bags(NamedTuple):
             batch_size: B.
             is_mean: Whether a bag is averaged.
             is_one_hot: Whether bag i is value i; None to find out from the offsets.
-
-        Raises:
-            RuntimeError: a transform of `torch.func` has taken their memory away.
         """
-        try:
-            values_N = values.numpy()
-        except RuntimeError:
-            require_no_transform()
-            raise
+        values_N = values.numpy()
         bounds = None if is_one_hot else offsets.numpy()
         if is_one_hot is None and bounds is not None:
             is_one_hot = len(values_N) == len(bounds) - 1 and counts_up(bounds)
@@ -278,13 +271,14 @@ def num_distinct_rows(looked_up: Iterable[tuple[Lookups, Any]]) -> int:
 
 
 def require_no_transform() -> None:
-    """Check that no transform of `torch.func` is active.
+    """Check that no transform of `torch.func` is active, nor `torch.jit.trace`.
 
     Raises:
         RuntimeError: one is.
     """
-    if are_functorch_transforms_active():
+    if are_functorch_transforms_active() or tracing_state() is not None:
         raise RuntimeError(
-            "transforms of torch.func, such as vmap and grad, do not go through lookups of recsys; "
-            "look rows up outside of the transform, and give it the result"
+            "torch.jit.trace and the transforms of torch.func, such as vmap and grad, do not go "
+            "through lookups of recsys; look rows up outside of them, and give them the result, "
+            "or call recsys.restore on an accelerated model first"
         )

@@ -17,7 +17,6 @@ from recsys._support.cuda.own_pages import in_own_pages
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     outside_graphs,
-    outside_transforms,
     plain_data,
     plain_grad,
     set_plain_data,
@@ -163,9 +162,8 @@ class TieredParameter(LedgerParameter):
             places = [place for table in tables if (place := _place_of(table)) is not None]
             exposed = [place.tiers for place in places if not place.tiers.is_exposed]
             is_whole = func is torch.Tensor.copy_ and _is_overwritten(tables[0], args)
-            with outside_transforms():
-                for place in places:
-                    place.tiers.expose(place.table if is_whole else None)
+            for place in places:
+                place.tiers.expose(place.table if is_whole else None)
             result = func(*args, **kwargs or {})
             if _is_copy(result, tables):
                 for tiers in exposed:

@@ -444,25 +444,6 @@ def test_weights_that_need_a_gradient_get_it(budget):
     torch.testing.assert_close(weights.grad, rows.sum(1))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@in_both
-@pytest.mark.parametrize("settings", [{}, {"padding_idx": 0}])
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_a_bag_with_offsets_can_be_traced(budget, settings, has_weights):
-    bag = nn.EmbeddingBag(NUM_ROWS * 5, DIM, mode="sum", sparse=True, **settings)
-    model = nn.Sequential(bag)
-    recsys.accelerate(
-        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget=budget, always=True
-    )
-    arguments = torch.arange(6), torch.tensor([0, 3]), torch.ones(6) if has_weights else None
-    arguments = arguments if has_weights else arguments[:2]
-
-    with torch.no_grad():
-        traced = torch.jit.trace(model[0], arguments, check_trace=False)
-
-    assert torch.equal(traced(*arguments), bag(*arguments))
-
-
 @in_both
 def test_forward_mode_refuses_weights_with_a_tangent(budget):
     model, _ = accelerated(budget)

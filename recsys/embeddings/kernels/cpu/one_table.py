@@ -54,7 +54,7 @@ class TableMemory:
 
     def __init__(self, table: Tensor) -> None:
         self.address = table.data_ptr()
-        self.num_rows, self.dim = map(int, table.shape)  # under torch.jit.trace, these are tensors
+        self.num_rows, self.dim = table.shape
         self.dtype, self.like = table.dtype, _LIKE[table.dtype]
         self.row_bytes = self.dim * table.itemsize
         compiled_dim = self.dim if self.dim in _COMPILED_DIMS else 0
