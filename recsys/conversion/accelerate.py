@@ -36,7 +36,6 @@ from recsys.conversion.exchange import (
     tables_of,
 )
 from recsys.conversion.model_plan import require_arguments
-from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.rows.table_parameter import storage_address
 from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
 from recsys.embeddings.update.tiering import require_own_memory
@@ -167,8 +166,8 @@ def accelerate(
     always = always or budget is not None or plan is not None
     chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=always)
     specs, unfit = chosen.specs, chosen.unfit
-    rules = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
-    for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
+    notes = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
+    for message in [*notes, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
     with lasting_tensors():  # which training changes, also if this is called in inference mode
         tiering = _choose_tiering(model, chosen, budget, plan, profile, cold_tier, cold_path)
@@ -195,7 +194,7 @@ def accelerate(
         _describe(chosen.found, counterparts),
         (*unfit.values(), *chosen.not_updated.values()),
         _describe_updates(chosen, {old for old, new in counterparts.items() if new in link_of}),
-        rules,
+        notes,
         None if len(links) != 1 else links[0].row_optimizer,
         *describe_outlook([link.updater for link in links], len(counterparts)),
     )
@@ -380,25 +379,6 @@ def _describe(
     replacements = []
     for module, names in found.items():
         sizes = [len(table.weight) for table in tables_of(module, names[0])]
-        new = counterparts[module]
-        note = _SCALED_BY_FREQUENCY if _scales_unlike_torch(new) else ""
-        kind = type(new).__name__
-        replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes), note))
+        kind = type(counterparts[module]).__name__
+        replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes)))
     return tuple(replacements)
-
-
-_SCALED_BY_FREQUENCY = (
-    "scale_grad_by_freq divides a row's gradient by how often the mini-batch has that row, as "
-    "torch documents; torch's CPU kernel may divide by another row's count (pytorch#190063), so "
-    "gradients differ from it where rows occur unequally often"
-)
-
-
-def _scales_unlike_torch(module: nn.Module) -> bool:
-    """Whether a module scales gradients correctly where torch's module does not."""
-    return (
-        isinstance(module, HotColdEmbeddingBag)
-        and module.row_updater is not None
-        and module.scale_grad_by_freq
-        and all(group.device.type == "cpu" for group in module._table_groups())
-    )

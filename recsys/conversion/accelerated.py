@@ -29,14 +29,12 @@ class Replacement:
         kind: The class that replaces it.
         num_tables: Number of its tables; 1 unless it is a collection.
         num_rows: Rows of all its tables.
-        note: What the replacement computes differently, and why; usually "".
     """
 
     names: tuple[str, ...]
     kind: str
     num_tables: int
     num_rows: int
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Accelerated:
         replacements: The replaced modules, in the order of the model.
         left_alone: The modules that were left to PyTorch, and why.
         updated_by: A sentence per optimizer that says what updates the rows now.
-        rules: How these updates differ from those before, and why; usually empty.
+        notes: How these updates differ from those before, and why; usually empty.
         row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
             None if an optimizer of the user's updates the rows.
         tiers: A sentence that says where the rows are.
@@ -72,7 +70,7 @@ class Accelerated:
     replacements: tuple[Replacement, ...]
     left_alone: tuple[LeftAlone, ...]
     updated_by: tuple[str, ...]
-    rules: tuple[str, ...]
+    notes: tuple[str, ...]
     row_optimizer: FusedOptimizer | None = None
     tiers: str = ""
     expected: str = ""
@@ -91,12 +89,6 @@ class Accelerated:
             lines.append(f"left to PyTorch: {places}, because {reason}")
         outlook = [each for each in (self.tiers, self.expected) if each]
         return "\n".join([*lines, *self.updated_by, *self.notes, *outlook])
-
-    @property
-    def notes(self) -> list[str]:
-        """Everything that is computed differently, and why."""
-        of_modules = [f"{each.names[0]}: {each.note}" for each in self.replacements if each.note]
-        return [*of_modules, *self.rules]
 
 
 def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[str, str]:

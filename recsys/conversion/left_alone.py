@@ -9,6 +9,7 @@ from torch import nn
 from recsys._support.torch_compat import has_gradient_hooks
 from recsys.conversion.accelerated import LeftAlone
 from recsys.conversion.exchange import find_of_other_classes, tables_of
+from recsys.embeddings.lookup.one_table.bag_lookup import require_supported
 from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.updaters import require_translatable, require_updatable
 
@@ -52,6 +53,8 @@ def find_unfit(
             require_no_updater(table.name, table.weight)
         try:
             _require_plain_instance(module, names[0])
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                require_supported(module)
             for table in its_tables:
                 require_updatable(table, may_be_meta=may_be_meta)
                 require_translatable(table, optimizers, lazy_adam=lazy_adam)

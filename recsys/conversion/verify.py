@@ -87,7 +87,7 @@ class Verification:
         num_steps: Steps compared, each from the same state.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        notes: Known reasons to differ: see `recsys.conversion.accelerate.Replacement`.
+        notes: Known reasons to differ; see `Accelerated`.
         tiered: The steps at the budget compared with those that have all rows in fast memory; None
             without a budget.
     """
@@ -151,9 +151,6 @@ def verify(
     A gradient that is zero but for rounding, such as that of a bias before a `BatchNorm`, makes a
     visible step in Adagrad and Adam, which divide it by its own size.
 
-    With `scale_grad_by_freq` on the CPU, the two differ where torch divides a row's gradient by the
-    count of another row. `notes` of the result says so.
-
     The model, its optimizer and torch's random state do not change. Meanwhile two copies of the
     model and of the optimizer's state are in memory.
 
@@ -191,7 +188,8 @@ def verify(
     )
     exact = _Comparer(rtol=0.0, atol=0.0)
     devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
-    num_steps, notes = 0, []
+    num_steps = 0
+    notes: Sequence[str] = ()
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
         for step, batch in enumerate(islice(batches, steps)):

@@ -41,12 +41,10 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     Args:
         num_embeddings: E, rows.
         embedding_dim: D, columns.
-        max_norm: A looked-up row with a larger norm is scaled down to this norm, in place.
-        norm_type: The p of that norm.
-        scale_grad_by_freq: Whether to divide a row's gradient by its number of lookups in the
-            mini-batch. Without an optimizer torch computes the gradient, and torch's CPU kernel may
-            divide by the count of another row (pytorch#190063).
-        mode: "sum", "mean" or "max".
+        max_norm: As in torch; None with an optimizer.
+        norm_type: As in torch.
+        scale_grad_by_freq: As in torch; False with an optimizer.
+        mode: "sum", "mean" or, without an optimizer, "max".
         sparse: Whether `weight.grad` is sparse. It does not change how `optimizer` updates rows.
         _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
         include_last_offset: Whether the last number of `offsets` is the end of the last bag.
@@ -54,15 +52,15 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         device: Device of the rows; with a budget, of the rows in fast memory. With an optimizer
             it must be the CPU, CUDA, or "meta" until `to_empty`. On CUDA, invalid ids raise on a
             later call, or in `check_input`.
-        dtype: Type of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of 16
-            bits are pooled and updated in float32.
+        dtype: Type of the rows; with an optimizer float32, float64 or bfloat16. Rows of bfloat16
+            are pooled and updated in float32.
         optimizer: The update rule of the rows; None leaves gradients to a torch optimizer.
         auto_apply: Whether `optimizer` updates rows at the end of each backward. If False,
             `row_optimizer.step()` updates them once for all backward passes since the last step.
             Accumulation, clipping and `GradScaler` need False: with True, each backward updates
             rows by its gradients as they are, which are those of the scaled loss.
             One thread trains; others may evaluate meanwhile, under `torch.no_grad()`.
-        stochastic_rounding: For rows of bfloat16 or float16 with an optimizer: round up or down at
+        stochastic_rounding: For rows of bfloat16 with an optimizer: round up or down at
             random so that a row is right on average, as FBGEMM does. False rounds to nearest, which
             loses updates that are small compared with the row.
         rounding_seed: Seed of that rounding. The same seed gives the same bits, because the
@@ -88,7 +86,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         ProfileError: the plan is for other tables.
         ColdTierError: the folder cannot be used or has another table, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
-        ValueError: a recsys optimizer does not support the device or dtype of the rows.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
+            setting.
     """
 
     def __init__(

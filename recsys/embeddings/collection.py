@@ -155,7 +155,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are not float32, bfloat16 or float16 on the CPU or on CUDA, or a recsys
+            ValueError: rows are not float32 or bfloat16 on the CPU or on CUDA, or a recsys
                 optimizer already updates them; or `apply_optimizer_in_backward` gave the tables
                 optimizers that differ or cannot be translated, or one in addition to `optimizer`.
         """
@@ -415,7 +415,7 @@ def _require_rows(name: str, weight: Tensor) -> None:
     """
     if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU or on CUDA, got "
+            f"table {name!r}: rows must be float32 or bfloat16 on the CPU or on CUDA, got "
             f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
             "table to TorchRec"
         )

@@ -42,10 +42,9 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         embedding_dim: D, columns.
         padding_idx: A row that is never updated; initialized with zeros. With a budget it is looked
             up, counted and given a slot like any other.
-        max_norm: A looked-up row with a larger norm is scaled down to this norm, in place.
-        norm_type: The p of that norm.
-        scale_grad_by_freq: Whether to divide a row's gradient by its number of lookups in the
-            mini-batch.
+        max_norm: As in torch; None with an optimizer.
+        norm_type: As in torch.
+        scale_grad_by_freq: As in torch; False with an optimizer.
         sparse: Whether `weight.grad` is sparse. It does not change how `optimizer` updates rows.
         _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
         _freeze: Whether rows are never updated.
@@ -68,7 +67,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         ProfileError: the plan is for other tables.
         ColdTierError: the folder cannot be used or has another table, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
-        ValueError: a recsys optimizer does not support the device or dtype of the rows.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
+            setting.
     """
 
     mode = "sum"  # the pooling of bags of one id

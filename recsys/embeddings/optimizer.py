@@ -233,7 +233,7 @@ def update_reference(
 ) -> None:
     """Update rows in place, in plain PyTorch.
 
-    A 16-bit table is computed in float32 and rounded.
+    A table of bfloat16 is computed in float32 and rounded.
 
     Args:
         optimizer: The formula.
@@ -242,7 +242,8 @@ def update_reference(
         rows: The row of each gradient; a row may occur several times.
         gradients: In lookup order.
         step: Number of the step, from 1.
-        key: `table_key` of a 16-bit table, to round it stochastically; None to round to nearest.
+        key: `table_key` of a table of bfloat16, to round it stochastically; None to round to
+            nearest.
 
     Shape:
         weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D). States and
@@ -304,8 +305,7 @@ def row_steps(
 
 
 def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
-    is_narrow = dtype in (torch.bfloat16, torch.float16)
-    return round_reference(values, dtype, keys) if is_narrow else values
+    return round_reference(values, keys) if dtype == torch.bfloat16 else values
 
 
 def _correction(betas: tuple[float, float], step: int) -> float:

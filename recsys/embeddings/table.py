@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["DATA_TYPES", "POOLINGS", "TableConfig", "data_type_of", "output_names"]
 
 POOLINGS = ("sum", "mean")
-DATA_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DATA_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,7 @@ class TableConfig:
         embedding_dim: D, columns.
         feature_names: The features that look rows up in it; by default one with the table's name.
         pooling: "sum" or "mean" of a bag's rows.
-        data_type: Type of the rows: "fp32", "fp16" or "bf16", or TorchRec's `DataType` with that
-            value.
+        data_type: Type of the rows: "fp32" or "bf16", or TorchRec's `DataType` with that value.
 
     Raises:
         ConfigError: a size is not a positive integer, or the names of features are not distinct

@@ -10,7 +10,7 @@ import torch
 
 from recsys._support.overrides import fits_override
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
-from recsys.embeddings.lookup.one_table.bag_lookup import BagLookup
+from recsys.embeddings.lookup.one_table.bag_lookup import BagLookup, require_supported
 from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
@@ -157,6 +157,7 @@ class TableModule(AbstractTables):
         rounding_seed: int = 0,
     ) -> RowUpdater:
         """Make an updater with this formula, and attach it."""
+        require_supported(self)
         table = cast("nn.Parameter", self.weight)
         group = TableGroup([table], [self.sparse])
         if not table.is_meta:

@@ -70,8 +70,7 @@ class Hotline:
     The loss must be a mean or a sum over samples. The pipeline measures which of them it is on the
     first mini-batch that it splits: the model computes the loss of the mini-batch and of its parts
     in evaluation mode without gradient. A loss that is neither raises an error. A module with
-    `scale_grad_by_freq=True`, or with `mode="max"` and rows in two tiers, needs whole mini-batches:
-    then none is split, and a warning says why.
+    `scale_grad_by_freq=True` needs whole mini-batches: then none is split, and a warning says why.
 
     Popular rows are found during training: nothing is split in the first `learning_steps`, after
     which the most used rows are pinned in fast memory. After every further `learning_steps` they

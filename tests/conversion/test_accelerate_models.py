@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import recsys
 
 NUM_ROWS, DIM = 12, 3
-MODES = ("sum", "mean", "sum", "mean", "max")
-EMBEDDINGS = ({"sparse": True}, {"padding_idx": 0}, {"scale_grad_by_freq": True})
+MODES = ("sum", "mean", "sum", "mean")
+EMBEDDINGS = ({"sparse": True}, {"padding_idx": 0}, {})
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 calls = st.fixed_dictionaries(
@@ -45,9 +45,7 @@ class Tables(nn.Module):
     def __init__(self):
         super().__init__()
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(
-                NUM_ROWS, DIM, mode=mode, sparse=mode != "max", include_last_offset=number == 1
-            )
+            nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, sparse=True, include_last_offset=number == 1)
             for number, mode in enumerate(MODES)
         )
         self.tables.extend(nn.Embedding(NUM_ROWS, DIM, **more) for more in EMBEDDINGS)
@@ -65,8 +63,6 @@ class Tables(nn.Module):
             ids = torch.randint(0, NUM_ROWS, (num_bags, length), generator=generator)
             return bag(ids)
         lengths = torch.randint(0, 4, (num_bags,), generator=generator)
-        if bag.mode == "max":
-            lengths += 1  # of an empty bag, max is 0 and has no gradient
         ids = torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator)
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         offsets = ends if bag.include_last_offset else ends[:-1]
@@ -183,7 +179,7 @@ def test_models_that_call_tables_in_any_order_train_as_plain_ones(program, name)
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_an_accelerated_model_that_is_converted_later_trains_as_a_plain_one(
     name, dtype, steps_before

@@ -15,7 +15,6 @@ TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
     # torch sums gradients of these, and averages rows, in the dtype itself; ours in float32.
-    torch.float16: {"rtol": 4e-3, "atol": 8e-3},
     torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
 }
 # What each gradient is multiplied by when the loss is made, so that no two are alike.
@@ -42,13 +41,9 @@ def lookups(draw):
 
 @st.composite
 def settings_of_modules(draw):
-    mode = draw(st.sampled_from(["sum", "mean", "max"]))
     return {
-        "mode": mode,
+        "mode": draw(st.sampled_from(["sum", "mean"])),
         "padding_idx": draw(st.sampled_from([None, 0, 3, -1, -NUM_ROWS])),
-        "max_norm": draw(st.sampled_from([None, 0.7])),
-        "norm_type": draw(st.sampled_from([1.0, 2.0, 3.0])),
-        "scale_grad_by_freq": mode != "max" and draw(st.booleans()),
         "dtype": draw(st.sampled_from(list(TOLERANCES))),
     }
 
@@ -66,19 +61,6 @@ def backward(module, ids, offsets, weights):
     result = module(ids, offsets, weights)
     (result * WAVE[: result.numel()].view_as(result)).sum().backward()
     return result.detach()
-
-
-def unscaled(settings, has_optimizer):
-    """Settings under which torch can be compared: of rows that occur unequally often, 2.13 divides
-    the gradient of one by the number of another (pytorch#190063). Without an optimizer so do we.
-    """
-    return settings | {"scale_grad_by_freq": False} if has_optimizer else settings
-
-
-def frequencies(ids, settings, has_optimizer):
-    """What torch's gradient has to be divided by then."""
-    counts = torch.bincount(ids.flatten(), minlength=NUM_ROWS).clamp(min=1).unsqueeze(1)
-    return counts if has_optimizer and settings["scale_grad_by_freq"] else 1
 
 
 @pytest.mark.parametrize("name", ["__init__", "forward", "from_pretrained"])
@@ -109,7 +91,7 @@ def test_the_same_rows_are_drawn_from_the_same_seed(dtype, optimizer):
 
 
 def test_it_is_an_embedding_bag_that_says_so():
-    settings = {"max_norm": 2.0, "norm_type": 1.0, "mode": "sum", "padding_idx": -1}
+    settings = {"mode": "sum", "padding_idx": -1}
 
     module = HotColdEmbeddingBag(5, 3, **settings, optimizer=SGD(lr=0.1))
 
@@ -121,12 +103,9 @@ def test_it_is_an_embedding_bag_that_says_so():
 @given(lookups(), settings_of_modules(), st.booleans(), st.booleans())
 def test_result_and_gradient_are_those_of_torchs_module(lookup, settings, has_optimizer, is_sparse):
     ids, offsets, include_last_offset = lookup
-    if settings["mode"] == "max" or settings["scale_grad_by_freq"]:
-        is_sparse = False  # torch refuses it
     settings = settings | {"include_last_offset": include_last_offset, "sparse": is_sparse}
     optimizer = {"optimizer": SGD(lr=1.0), "auto_apply": False} if has_optimizer else {}
-    plain = both(unscaled(settings, has_optimizer))[0]
-    own = both(settings, **optimizer)[1]
+    plain, own = both(settings, **optimizer)
 
     expected, found = (backward(module, ids, offsets, None) for module in (plain, own))
 
@@ -134,44 +113,40 @@ def test_result_and_gradient_are_those_of_torchs_module(lookup, settings, has_op
     torch.testing.assert_close(found, expected, **tolerance)
     torch.testing.assert_close(own.weight.detach(), plain.weight.detach(), **tolerance)
     assert own.weight.grad.is_sparse == is_sparse
-    gradient = plain.weight.grad.to_dense() / frequencies(ids, settings, has_optimizer)
-    torch.testing.assert_close(own.weight.grad.to_dense(), gradient, **tolerance)
+    gradients = [module.weight.grad.to_dense() for module in (own, plain)]
+    torch.testing.assert_close(*gradients, **tolerance)
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])
 @given(
     lookups(),
     st.sampled_from([None, 2, -1]),
-    st.booleans(),
     st.sampled_from(list(TOLERANCES)),
 )
 def test_weights_and_their_gradient_are_those_of_torchs_module(
-    has_optimizer, lookup, padding_idx, scale_grad_by_freq, dtype
+    has_optimizer, lookup, padding_idx, dtype
 ):
     ids, offsets, include_last_offset = lookup
     settings = {
         "mode": "sum",
         "padding_idx": padding_idx,
-        "scale_grad_by_freq": scale_grad_by_freq,
         "include_last_offset": include_last_offset,
         "dtype": dtype,
     }
     optimizer = {"optimizer": SGD(lr=1.0), "auto_apply": False} if has_optimizer else {}
-    plain = both(unscaled(settings, has_optimizer))[0]
-    own = both(settings, **optimizer)[1]
     results = []
 
-    for module, divisor in ((plain, frequencies(ids, settings, has_optimizer)), (own, 1)):
+    for module in both(settings, **optimizer):
         weights = torch.linspace(-1, 2, ids.numel(), dtype=dtype).view(ids.shape).requires_grad_()
         result = backward(module, ids, offsets, weights)
-        results.append((result, weights.grad, module.weight.grad.to_dense() / divisor))
+        results.append((result, weights.grad, module.weight.grad.to_dense()))
 
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, **TOLERANCES[dtype])
 
 
 def test_only_offsets_of_several_bags_are_needed_where_bags_are_empty():
-    module = HotColdEmbeddingBag(NUM_ROWS, 3, mode="max", optimizer=SGD(lr=1.0))
+    module = HotColdEmbeddingBag(NUM_ROWS, 3, mode="mean", optimizer=SGD(lr=1.0))
 
     nothing = module(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
     empty_bags = module(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0]))
@@ -217,7 +192,7 @@ def test_half_precision_is_torchs_without_an_optimizer(dtype):
 
 def test_rows_that_kernels_do_not_know_are_refused_with_an_optimizer():
     with pytest.raises(
-        ValueError, match=r"or float16 on the CPU or on CUDA, got torch\.complex64 on cpu"
+        ValueError, match=r"or bfloat16 on the CPU or on CUDA, got torch\.complex64 on cpu"
     ):
         HotColdEmbeddingBag(NUM_ROWS, 3, dtype=torch.complex64, optimizer=SGD(lr=1.0))
 

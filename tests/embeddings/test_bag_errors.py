@@ -63,12 +63,9 @@ MISTAKES = {
         "torch.float32 like the rows, got torch.float64",
     ),
     "weights and a mean": ({"mode": "mean"}, (ints(1), ints(0), torch.ones(1)), "got mode='mean'"),
-    "weights and a maximum": ({"mode": "max"}, (ints(1), ints(0), torch.ones(1)), "got mode='max'"),
     "an unknown mode": ({"mode": "product"}, (ints(1), ints(0)), "got 'product'"),
     "a list of ids": ({}, ([1, 2], ints(0)), "list"),
     "a list of offsets": ({}, (ints(1, 2), [0]), "list"),
-    "a sparse maximum": ({"mode": "max", "sparse": True}, (ints(1), ints(0)), "max"),
-    "a scaled maximum": ({"mode": "max", "scale_grad_by_freq": True}, (ints(1), ints(0)), "max"),
 }
 
 
@@ -97,9 +94,9 @@ def test_rows_of_ids_that_are_no_integers_are_refused_by_name(num_samples, dtype
 
 
 @WITH_AND_WITHOUT
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("settings", [{}, {"padding_idx": 1}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 1}])
 @pytest.mark.parametrize("bad", [5, -1, 2**31 - 1])
 def test_an_id_out_of_range_names_sample_and_id(bad, settings, dtype, mode, optimizer):
     arguments = ints(1, 4, 0, 1, bad, 1, dtype=dtype), ints(0, 2, 2, 4, dtype=dtype)
@@ -112,8 +109,7 @@ def test_an_id_out_of_range_names_sample_and_id(bad, settings, dtype, mode, opti
         module(*arguments)
 
     assert type(found.value) is IdOutOfRange
-    if not settings:
-        assert torch.equal(module.weight, before)
+    assert torch.equal(module.weight, before)
 
 
 def test_an_id_out_of_range_names_the_table_in_its_model():
@@ -129,7 +125,7 @@ def test_an_id_out_of_range_names_the_table_in_its_model():
 
 
 @WITH_AND_WITHOUT
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -23,7 +23,6 @@ NUM_ROWS, NUM_USED = 30, 7
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
-    torch.float16: {"rtol": 4e-3, "atol": 8e-3},
     torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
 }
 SHAPES = st.sampled_from([(), (0,), (3,), (1, 1), (2, 3), (0, 2), (4, 0), (2, 2, 2)])
@@ -43,13 +42,9 @@ def inputs(draw):
 
 @st.composite
 def settings_of_modules(draw):
-    scaled = draw(st.booleans())
     return {
         "padding_idx": draw(st.sampled_from([None, 0, 3, -1, -NUM_ROWS])),
-        "max_norm": draw(st.sampled_from([None, None, 0.7])),
-        "norm_type": draw(st.sampled_from([1.0, 2.0, 3.0])),
-        "scale_grad_by_freq": scaled,
-        "sparse": not scaled and draw(st.booleans()),  # torch has not both
+        "sparse": draw(st.booleans()),
         "dtype": draw(st.sampled_from(list(TOLERANCES))),
     }
 
@@ -104,7 +99,7 @@ def test_the_same_rows_are_drawn_from_the_same_seed(dtype, optimizer):
 
 
 def test_it_is_an_embedding_that_says_so():
-    settings = {"max_norm": 2.0, "norm_type": 1.0, "padding_idx": -1, "sparse": True}
+    settings = {"padding_idx": -1, "sparse": True}
 
     module = HotColdEmbedding(5, 3, **settings, optimizer=SGD(lr=0.1))
 
@@ -332,7 +327,7 @@ def test_frozen_rows_stay():
 
 
 def test_a_module_of_torchs_is_taken_over_with_its_settings_and_parameter():
-    plain = nn.Embedding(5, 3, padding_idx=2, max_norm=1.0, sparse=True)
+    plain = nn.Embedding(5, 3, padding_idx=2, sparse=True)
 
     own = HotColdEmbedding.from_torch(plain, optimizer=SGD(lr=1.0))
 

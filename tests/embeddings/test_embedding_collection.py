@@ -239,7 +239,6 @@ def test_a_sample_whose_row_is_fetched_for_another_feature_is_missing_too():
 
     claim = own.prefetch(ids)
 
-    assert claim.can_split
     assert claim.batch_sizes() == {3}
     missing = torch.stack(claim.missing_samples()).any(0)
     assert missing.tolist() == [True, True, False]

@@ -1,4 +1,4 @@
-"""Tables of bfloat16 and float16: pooled and moved in float32, rounded as they are written."""
+"""Tables of bfloat16: pooled and moved in float32, rounded as they are written."""
 
 import copy
 import dataclasses
@@ -15,11 +15,11 @@ from recsys.embeddings.table import TableConfig
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4, data_type="bf16"),
-    TableConfig(name="goods", num_embeddings=5, embedding_dim=4, data_type="fp16"),
+    TableConfig(name="goods", num_embeddings=5, embedding_dim=4, data_type="bf16"),
     TableConfig(name="shops", num_embeddings=3, embedding_dim=4),
     TableConfig(name="towns", num_embeddings=9, embedding_dim=4, data_type="bf16", pooling="mean"),
 ]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+DTYPES = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
 IDS = JaggedIds.from_one_hot(
     [table.name for table in TABLES],
     torch.tensor([[0, 8, 3, 3], [4, 4, 0, 2], [2, 2, 1, 2], [0, 8, 3, 3]]),
@@ -33,7 +33,6 @@ OPTIMIZERS = [
 ]
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 AT_WILL = {"auto_apply": False}
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 # Of the sparse tensors that torch itself makes.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
@@ -71,13 +70,13 @@ def test_a_data_type_may_be_torchrecs():
 
     ours = TableConfig(name="a", num_embeddings=2, embedding_dim=4, data_type=DataType.BF16)
     theirs = torchrec.EmbeddingBagConfig(
-        name="b", num_embeddings=2, embedding_dim=4, feature_names=["b"], data_type=DataType.FP16
+        name="b", num_embeddings=2, embedding_dim=4, feature_names=["b"], data_type=DataType.FP32
     )
 
     module = HotColdEmbeddingBagCollection([ours, theirs])
 
     assert ours.data_type == "bf16"
-    assert [weight.dtype for weight in module.table_weights()] == [torch.bfloat16, torch.float16]
+    assert [weight.dtype for weight in module.table_weights()] == [torch.bfloat16, torch.float32]
 
 
 def test_an_unknown_data_type_is_refused():
@@ -219,10 +218,9 @@ def test_a_gradient_that_somebody_looked_at_moves_rows_in_float32():
     assert same_rows(looked, other) == [True] * 4
 
 
-@each_dtype
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_a_bag_gives_its_tables_dtype_and_moves_its_rows(mode, dtype):
-    rows = torch.arange(18.0).view(6, 3).sin().to(dtype)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_bag_gives_its_tables_dtype_and_moves_its_rows(mode):
+    rows = torch.arange(18.0).view(6, 3).sin().to(torch.bfloat16)
     ids = torch.tensor([[0, 3, 3], [4, 0, 2]])
     bag, wide = (
         HotColdEmbeddingBag.from_pretrained(
@@ -235,48 +233,44 @@ def test_a_bag_gives_its_tables_dtype_and_moves_its_rows(mode, dtype):
     for result in results:
         result.sum().backward()
 
-    assert results[0].dtype == bag.weight.dtype == dtype
-    assert torch.equal(results[0], results[1].to(dtype))
-    assert torch.equal(bag.weight, wide.weight.to(dtype))
+    assert results[0].dtype == bag.weight.dtype == torch.bfloat16
+    assert torch.equal(results[0], results[1].to(torch.bfloat16))
+    assert torch.equal(bag.weight, wide.weight.to(torch.bfloat16))
 
 
-@each_dtype
-def test_weights_of_a_bag_have_gradients_of_their_dtype(dtype):
-    bag = HotColdEmbeddingBag(5, 3, mode="sum", dtype=dtype, optimizer=SGD(lr=0.5))
+def test_weights_of_a_bag_have_gradients_of_their_dtype():
+    bag = HotColdEmbeddingBag(5, 3, mode="sum", dtype=torch.bfloat16, optimizer=SGD(lr=0.5))
     rows = bag.weight.detach().clone()
-    weights = torch.tensor([[0.5, 2.0]], dtype=dtype, requires_grad=True)
+    weights = torch.tensor([[0.5, 2.0]], dtype=torch.bfloat16, requires_grad=True)
 
     bag(torch.tensor([[4, 1]]), per_sample_weights=weights).sum().backward()
 
-    assert torch.equal(weights.grad, rows[[4, 1]].float().sum(1).unsqueeze(0).to(dtype))
+    assert torch.equal(weights.grad, rows[[4, 1]].float().sum(1).unsqueeze(0).to(torch.bfloat16))
 
 
-@each_dtype
-def test_a_model_converted_after_it_was_built_goes_on(dtype):
+def test_a_model_converted_after_it_was_built_goes_on():
     module = build(Adagrad(lr=0.1), TABLES[2:3])
     module(IDS).values().sum().backward()
 
-    module.to(dtype)
+    module.to(torch.bfloat16)
     before = module.table_weights()[0].detach().clone()
     module(IDS).values().sum().backward()
 
     [weight] = module.table_weights()
-    assert weight.dtype == dtype
+    assert weight.dtype == torch.bfloat16
     assert not torch.equal(weight, before)
     assert module.row_optimizer.state[weight]["momentum1"].dtype == torch.float32
 
 
-@each_dtype
 @each_optimizer
-def test_a_converted_model_trains_as_one_that_was_built_so(optimizer, dtype):
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+def test_a_converted_model_trains_as_one_that_was_built_so(optimizer):
     converted = build(optimizer, TABLES[2:3])
-    built = build(optimizer, [dataclasses.replace(TABLES[2], data_type=name)])
+    built = build(optimizer, [dataclasses.replace(TABLES[2], data_type="bf16")])
     converted(IDS).values().sum().backward()
     built.load_state_dict(converted.state_dict())
     built.row_optimizer.load_state_dict(copy.deepcopy(converted.row_optimizer.state_dict()))
 
-    converted.to(dtype)
+    converted.to(torch.bfloat16)
     for _ in range(3):
         for module in (converted, built):
             module(IDS).values().sin().sum().backward()
@@ -284,49 +278,3 @@ def test_a_converted_model_trains_as_one_that_was_built_so(optimizer, dtype):
     assert same_rows(converted, built) == [True]
     states = [module.row_optimizer.state_dict()["state"] for module in (converted, built)]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-
-
-def test_torchrecs_tables_are_taken_over_as_they_are():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    from torchrec.types import DataType
-
-    configs = [
-        torchrec.EmbeddingBagConfig(
-            name=kind.value,
-            num_embeddings=9,
-            embedding_dim=4,
-            feature_names=["users"],
-            data_type=kind,
-        )
-        for kind in (DataType.FP32, DataType.FP16, DataType.BF16)
-    ]
-    theirs = torchrec.EmbeddingBagCollection(configs)
-
-    ours = HotColdEmbeddingBagCollection.from_torchrec(theirs, optimizer=SGD(lr=0.5))
-    pooled = ours(IDS).values()
-
-    # TorchRec makes float16 of bfloat16.
-    dtypes = [torch.float32, torch.float16, torch.float16]
-    assert [weight.dtype for weight in ours.table_weights()] == dtypes
-    rows = [weight.detach().float()[IDS["users"].values()] for weight in ours.table_weights()]
-    assert torch.equal(pooled, torch.cat(rows, dim=1))
-
-
-def test_torchrecs_tables_of_16_bits_have_dense_gradients_of_their_dtype():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    from torchrec.types import DataType
-
-    config = torchrec.EmbeddingBagConfig(
-        name="users",
-        num_embeddings=9,
-        embedding_dim=4,
-        feature_names=["users"],
-        data_type=DataType.FP16,
-    )
-    theirs = torchrec.EmbeddingBagCollection([config])
-
-    HotColdEmbeddingBagCollection.from_torchrec(theirs)(IDS).values().sum().backward()
-
-    [weight] = theirs.parameters()
-    counts = torch.bincount(IDS["users"].values(), minlength=9).unsqueeze(1)
-    assert torch.equal(weight.grad, counts.half().expand(9, 4))

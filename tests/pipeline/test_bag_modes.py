@@ -25,13 +25,6 @@ SCHEDULES = [
     Hotline(learning_steps=2),
     Hotline(learning_steps=0),
 ]
-# Settings of a bag: weights go with the mode "sum" alone, and "max" with no scale_grad_by_freq.
-KINDS = [
-    {"mode": mode} | more
-    for mode in ("sum", "mean", "max")
-    for more in ({}, {"scale_grad_by_freq": True})
-    if mode != "max" or not more
-]
 
 
 @dataclass
@@ -120,13 +113,9 @@ def budget_for(size, optimizer, all_ids, num_more):
 @pytest.mark.filterwarnings("ignore:schedule=")
 @given(
     kinds=st.lists(
-        st.builds(
-            dict.__or__,
-            st.sampled_from(KINDS),
-            st.fixed_dictionaries(
-                {},
-                optional={"padding_idx": st.sampled_from([0, 1]), "max_norm": st.just(0.1)},
-            ),
+        st.fixed_dictionaries(
+            {"mode": st.sampled_from(["sum", "mean"])},
+            optional={"padding_idx": st.sampled_from([0, 1])},
         ),
         min_size=1,
         max_size=3,
@@ -197,66 +186,13 @@ def test_every_schedule_computes_what_resident_rows_would(
     is_split = pipeline.popular_split is not None and pipeline.popular_split.num_split
     tolerance = {"rtol": 1e-9, "atol": 1e-12} if is_split else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(runs[1], runs[0], **tolerance)
-    if any(kind["mode"] == "max" or "scale_grad_by_freq" in kind for kind in kinds):
-        assert not is_split
 
 
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[3], KINDS[4]], ids=str)
-def test_mini_batches_that_need_all_of_their_samples_stay_whole_and_a_warning_says_why(kind):
-    generator = torch.Generator().manual_seed(0)
-    options = {"is_jagged": True, "is_weighted": False}
-    batches = [
-        Batch(
-            [make_ids({"mode": "sum"}, 300, generator, **options) for _ in range(2)],
-            torch.rand(NUM_SAMPLES, generator=generator, dtype=torch.float64),
-        )
-        for _ in range(8)
-    ]
-    runs = []
-    for schedule in (Sequential(), Hotline(learning_steps=0)):
-        # The other one could be split; resident, it needs no claim.
-        model = Model(
-            [{"mode": "sum"}, kind], [300, 300], SGD(lr=0.1), [6000, 6000], auto_apply=True
-        )
-        dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
-            runs.append(list(pipeline.steps(batches)))
+def test_a_module_of_torch_that_divides_by_counts_keeps_mini_batches_whole():
+    model = Model([{"mode": "sum"}], [300], SGD(lr=0.1), [6000], auto_apply=True)
+    model.scaled = nn.EmbeddingBag(300, 4, mode="sum", scale_grad_by_freq=True)
 
-    [warning] = warned
-    what = "mode='max'" if kind["mode"] == "max" else "scale_grad_by_freq=True"
-    message = str(warning.message)
-    assert "splits no mini-batch, because of 'bags.1' (HotColdEmbeddingBag): " in message
-    assert what in message
-    assert message.endswith("use LookAhead, which fetches these rows ahead")
-    assert pipeline.popular_split.num_split == 0
-    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
-
-
-def test_a_resident_module_that_divides_by_counts_keeps_mini_batches_whole_too():
-    model = Model(
-        [{"mode": "sum"}, {"mode": "sum", "scale_grad_by_freq": True}],
-        [300, 300],
-        SGD(lr=0.1),
-        [6000, None],
-        auto_apply=True,
-    )
-
-    with pytest.warns(UserWarning, match=r"'bags.1' .*scale_grad_by_freq=True divides by counts"):
+    with pytest.warns(UserWarning, match=r"'scaled' .*scale_grad_by_freq=True divides by counts"):
         pipeline = TrainPipeline(model, None, schedule=Hotline(learning_steps=0), ids=ids_of)
 
     assert pipeline.popular_split.choose(None, [], model, model) == []
-
-
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[3], KINDS[4]], ids=str)
-def test_a_claim_for_distinct_rows_says_that_it_cannot_be_split(kind):
-    bag = HotColdEmbeddingBag(300, 4, optimizer=SGD(lr=0.1), budget=4000, **kind)
-    claim = bag.prefetch(torch.randint(0, 300, (8, 3)))
-
-    assert not claim.can_split
-    with pytest.raises(ValueError, match="needs the whole mini-batch and cannot be split"):
-        claim.split([(torch.arange(4), True), (torch.arange(4, 8), True)])
-
-    assert claim.is_held
-    claim.cancel()

@@ -236,12 +236,7 @@ def test_a_frozen_bag_claims_nothing_and_keeps_its_rows(claims):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"padding": [2] * 4},
-        {"padding": [2, 2, 3, None]},
-        {"max_norm": 0.5},
-        {"scale_grad_by_freq": True},
-    ],
+    [{"padding": [2] * 4}, {"padding": [2, 2, 3, None]}],
     ids=str,
 )
 @pytest.mark.parametrize("schedule", [LookAhead(2), Hotline(learning_steps=0)], ids=str)
@@ -304,18 +299,6 @@ def prefetch(model, batch):
         for arguments in inputs
     ]
     return list(prefetch_together(bag.prefetch_request(*each) for bag, each in calls))
-
-
-def test_a_frozen_bag_that_needs_whole_mini_batches_still_says_so():
-    model, [batch] = Bags(scale_grad_by_freq=True), make_batches(count=1)
-    accelerate(model, 200)
-    for bag in model.bags:
-        bag.weight.requires_grad_(False)
-
-    found = prefetch(model, batch)
-
-    assert not any(claim.is_held for claim in found)
-    assert [claim.can_split for claim in found] == [False] * 4
 
 
 def test_only_rows_of_bags_that_were_looked_up_count_as_updated():

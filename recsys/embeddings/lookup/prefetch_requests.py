@@ -31,13 +31,11 @@ class PrefetchRequest(NamedTuple):
     Attributes:
         part: What will be looked up.
         explain: As for `fused_lookup`.
-        can_split: As for `Prefetched`.
         first_bags: As for `Prefetched.make_samples`; None if each bag is a sample.
     """
 
     part: Part
     explain: Callable[[int], Exception]
-    can_split: bool = True
     first_bags: Tensor | None = None
 
     def claim(self) -> Prefetched:
@@ -62,7 +60,6 @@ class PrefetchRequest(NamedTuple):
         return self._with_samples(Prefetched([ticket], needs_slots=needs_slots))
 
     def _with_samples(self, claimed: Prefetched) -> Prefetched:
-        claimed.can_split = self.can_split
         if self.first_bags is not None:
             claimed.make_samples(self.first_bags)
         return claimed

@@ -67,20 +67,6 @@ class BagInput(NamedTuple):
             shape=self.shape,
         )
 
-    def checked(self) -> BagInput:
-        """Check bags on a device; the host waits for their values.
-
-        Raises:
-            MalformedBags: the offsets are invalid.
-            ValueError: a weight is nan.
-        """
-        end = require_bounds(self.offsets.cpu().numpy(), len(self.values))
-        weights = None if self.weights is None else self.weights[:end]
-        bags = self._replace(values=self.values[:end], weights=weights)
-        if weights is not None:
-            bags._replace(weights=weights.cpu()).require_numbers()
-        return bags
-
     def first_bad(self, num_rows: int) -> int | None:
         """The position of the first value that is not a row; None if all are."""
         bad = ((self.values < 0) | (self.values >= num_rows)).nonzero()

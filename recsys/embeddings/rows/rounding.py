@@ -1,13 +1,13 @@
-"""Rounding to 16 bits: the rule, and its reference in plain PyTorch.
+"""Rounding to bfloat16: the rule, and its reference in plain PyTorch.
 
-For a number between two 16-bit numbers, at a fraction f of the distance,
+For a number between two such numbers, at a fraction f of the distance,
 
     stochastic rounding   rounds up with probability f. This is exact on average, so many small
                           steps add up, while rounding to nearest would lose each of them
     rounding to nearest   takes the nearer number; if both are equally near, the even one
 
-Numbers that 16 bits can represent do not change. Above the largest finite number both methods round
-to nearest, so large numbers become infinity. NaN stays NaN.
+Numbers that bfloat16 can represent do not change. Above the largest finite number both methods
+round to nearest, so large numbers become infinity. NaN stays NaN.
 
 The random bits are a hash of (seed, step, table, row, column), so a run repeats to the bit for any
 number of threads and any order of rows. The hash is SplitMix64: to fold in a number n, it takes the
@@ -34,9 +34,6 @@ __all__ = [
     "GOLDEN",
     "INFINITY",
     "LARGEST_BFLOAT16",
-    "LARGEST_FLOAT16",
-    "NORMAL_FLOAT16",
-    "REBIAS",
     "fold",
     "round_by",
     "round_reference",
@@ -47,13 +44,9 @@ _MASK = 2**64 - 1
 # Constants of SplitMix64.
 GOLDEN, FACTOR1, FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-# Bits of float32 numbers without the sign: infinity, the largest bfloat16 and float16, and the
-# smallest normal float16.
+# Bits of float32 numbers without the sign: infinity, and the largest bfloat16.
 INFINITY = 0x7F800000
 LARGEST_BFLOAT16 = 0x7F7F0000
-LARGEST_FLOAT16, NORMAL_FLOAT16 = 0x477FE000, 0x38800000
-# The difference of the exponent biases of float32 and float16, in float32's bits.
-REBIAS = 112 << 23
 
 
 def table_key(seed: int, step: int, table: int) -> int:
@@ -75,12 +68,11 @@ def fold(key: int, number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
-    """Round rows as kernels do, in plain PyTorch.
+def round_reference(values: Tensor, keys: Sequence[int] | None) -> Tensor:
+    """Round rows to bfloat16 as kernels do, in plain PyTorch.
 
     Args:
         values: The rows.
-        dtype: bfloat16 or float16.
         keys: The hash of (seed, step, table, row) for each row; None to round to nearest.
 
     Shape:
@@ -91,15 +83,14 @@ def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | No
         columns = range(values.shape[1])
         hashes = [[fold(key, column) >> 32 for column in columns] for key in keys]
         chance = torch.tensor(hashes, dtype=torch.int64).view(values.shape)
-    return round_by(values, dtype, chance)
+    return round_by(values, chance)
 
 
-def round_by(values: Tensor, dtype: torch.dtype, chance: Tensor | None) -> Tensor:
-    """Round by given random bits, in plain PyTorch.
+def round_by(values: Tensor, chance: Tensor | None) -> Tensor:
+    """Round to bfloat16 by given random bits, in plain PyTorch.
 
     Args:
         values: The rows.
-        dtype: bfloat16 or float16.
         chance: 32 random bits for each number; None to round to nearest.
 
     Shape:
@@ -107,22 +98,13 @@ def round_by(values: Tensor, dtype: torch.dtype, chance: Tensor | None) -> Tenso
     """
     bits = values.contiguous().view(torch.int32).long()
     magnitude = bits & 0x7FFFFFFF
-    if dtype == torch.bfloat16:
-        fixed, largest, quiet = magnitude << 16, LARGEST_BFLOAT16, 0x7FC0
-    else:
-        mantissa, exponent = (magnitude & 0x7FFFFF) | 0x800000, magnitude >> 23
-        fixed = torch.where(
-            magnitude < NORMAL_FLOAT16,
-            (mantissa << 32) >> (126 - exponent).clamp(0, 63),
-            (magnitude - REBIAS) << 19,
-        )
-        largest, quiet = LARGEST_FLOAT16, 0x7E00
+    fixed = magnitude << 16
     if chance is None:
         chance = 0x7FFFFFFF + ((fixed >> 32) & 1)
-    chance = torch.where(magnitude > largest, 1 << 31, chance)
+    chance = torch.where(magnitude > LARGEST_BFLOAT16, 1 << 31, chance)
     stored = (fixed + chance) >> 32
-    if dtype == torch.float16:
-        stored = stored.clamp(max=0x7C00)
-    stored = torch.where(magnitude > INFINITY, quiet, stored) | ((bits >> 16) & 0x8000)
+    stored = torch.where(magnitude > INFINITY, 0x7FC0, stored) | ((bits >> 16) & 0x8000)
     # Through int16, because some devices do not support uint16.
-    return torch.where(stored > 0x7FFF, stored - 0x10000, stored).to(torch.int16).view(dtype)
+    return (
+        torch.where(stored > 0x7FFF, stored - 0x10000, stored).to(torch.int16).view(torch.bfloat16)
+    )

@@ -42,7 +42,6 @@ _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
     torch.float32: (np.float32, torch.float32),
     torch.float64: (np.float64, torch.float64),
     torch.bfloat16: (np.uint16, torch.float32),
-    torch.float16: (np.int16, torch.float32),
 }
 
 
@@ -129,7 +128,7 @@ class AbstractRowSpace:
         if dtype not in _DTYPES or device_type not in _DEVICE_TYPES:
             advice = _ADVICE.get(device_type, "move the module by .cpu()")
             raise ValueError(
-                "rows must be float32, float64, bfloat16 or float16 on the CPU or on CUDA, got "
+                "rows must be float32, float64 or bfloat16 on the CPU or on CUDA, got "
                 f"{dtype} on {device_type}; {advice}"
             )
         self.compute_dtype = compute_dtype(dtype)
@@ -166,7 +165,7 @@ class RowSpace(AbstractRowSpace):
         tables: On the CPU, contiguous, of one dtype and dim; kept alive.
 
     Attributes:
-        dtype: Dtype of `flat`; uint16 for bfloat16, int16 for float16.
+        dtype: Dtype of `flat`; uint16 for bfloat16.
         flat: The memory from the lowest table's begin to the highest's end, one-dimensional.
         bases: Where each table begins in `flat`, (T,) uint64.
         sizes: E of each table, (T,) uint64.

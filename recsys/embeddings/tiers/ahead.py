@@ -318,7 +318,6 @@ class Prefetched:
 
     Attributes:
         has_room: Whether there were enough slots.
-        can_split: Whether `split` may be called; False if the lookup needs the whole mini-batch.
     """
 
     def __init__(
@@ -329,7 +328,7 @@ class Prefetched:
         needs_slots: Callable[[], bool] | None = None,
     ) -> None:
         self._claims = [_Claim(ticket, needs_slots) for ticket in tickets]
-        self.has_room, self.can_split = has_room, True
+        self.has_room = has_room
 
     @property
     def is_held(self) -> bool:
@@ -367,7 +366,6 @@ class Prefetched:
                 each.cancel()
             return cls((), has_room=False)
         found = cls(())
-        found.can_split = all(each.can_split for each in claims)
         found._claims = list(chain.from_iterable(each._claims for each in claims))
         tickets = [each.ticket for each in found._claims]
         if tickets:
@@ -386,10 +384,7 @@ class Prefetched:
         self._claims = [each._replace(first_bags=first_bags) for each in self._claims]
 
     def batch_sizes(self) -> set[int]:
-        """The distinct values of B; more than one if tickets are for different samples.
-
-        Has no meaning unless `can_split`.
-        """
+        """The distinct values of B; more than one if tickets are for different samples."""
         return {
             ticket.batch_size if first_bags is None else len(first_bags) - 1
             for ticket, _, first_bags in self._claims
@@ -410,15 +405,7 @@ class Prefetched:
 
         Args:
             parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
-
-        Raises:
-            ValueError: `can_split` is False.
         """
-        if not self.can_split:
-            raise ValueError(
-                "a claim for mode='max' or scale_grad_by_freq=True needs the whole mini-batch and "
-                "cannot be split; look up the whole mini-batch"
-            )
         found: list[list[Ticket]] = []
         try:
             # If one split fails, `found` has those before it.

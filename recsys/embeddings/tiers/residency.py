@@ -31,7 +31,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from recsys._support.caller_warnings import warn_caller
 from recsys._support.cuda.replays import are_replaying
@@ -270,37 +269,6 @@ class Residency:
         """Copy rows from where they are; see `Tiers.read_rows`. No row moves."""
         self._settle()
         return self.hot.read_rows(self._cold, rows)
-
-    def renormalize(
-        self, rows: Tensor, first_row: int, values: Tensor, max_norm: float, norm_type: float
-    ) -> None:
-        """Limit the norm of rows, in their slots or the table, by `torch.embedding_renorm_`.
-
-        Args:
-            rows: The table, in the cold store.
-            first_row: Number of its first row, counted over all tables.
-            values: The rows to scale, (N,).
-            max_norm: The maximum norm.
-            norm_type: The p of the norm.
-
-        Raises:
-            TiersFailed: a transfer has failed.
-        """
-        self._settle()
-        distinct = np.unique(values.cpu().numpy()).astype(np.int64)
-        slots = self.hot.where(distinct + first_row)
-        here, elsewhere = slots[slots >= 0], distinct[slots < 0]
-        hot = self.hot.rows
-        if len(here):  # CUDA refuses to launch a kernel for no row
-            torch.embedding_renorm_(hot, torch.from_numpy(here).to(hot.device), max_norm, norm_type)
-        self.hot.map.mark_dirty(here)
-        if self.changed_rows is not None:
-            self.changed_rows.mark_rows(elsewhere + first_row)
-        # There too by the kernel of the slots' device, which sums squares in an order of its own.
-        ids = torch.from_numpy(elsewhere)
-        moved, places = rows[ids].to(hot.device), torch.arange(len(ids), device=hot.device)
-        if len(ids):
-            rows[ids] = torch.embedding_renorm_(moved, places, max_norm, norm_type).to(rows.device)
 
     def settle(self) -> None:
         """Wait until no transfer is pending."""

@@ -217,25 +217,6 @@ class Tiers(AbstractInTurn):
         self._reload_before_lookup(tables)
         return self.residency.read_rows(rows)
 
-    def renormalize(
-        self, tables: RowSpace, table: int, values: Tensor, max_norm: float, norm_type: float
-    ) -> None:
-        """Limit the norm of a table's rows, in their slots or the cold store.
-
-        Args:
-            tables: The tables of the cold store.
-            table: Number of the table.
-            values: The rows to scale, (N,).
-            max_norm: The maximum norm.
-            norm_type: The p of the norm.
-        """
-        self.reload_if_tables_changed(tables)
-        self._updated.add(table)
-        self.residency.renormalize(
-            tables.tables[table], int(self.hot.first_rows[table]), values, max_norm, norm_type
-        )
-        self._versions.accept()
-
     def resize(self, num_slots: int) -> None:
         """Replace the slots by another number of empty ones; no ticket may be held."""
         num_dropped = max(0, len(self.pinned) - num_slots)

@@ -98,16 +98,6 @@ class ChangedRows:
             else:
                 self._mark_bags(entry.lookups, bags)
 
-    def mark_renormalized(self, table: int, values: Tensor) -> None:
-        """Mark rows of a resident table that `max_norm` is about to scale; then call `accept`.
-
-        Args:
-            table: Number of the table.
-            values: The rows, (N,).
-        """
-        self._mark_written()
-        self.mark_rows(values.cpu().numpy().astype(np.int64) + int(self._first_rows[table]))
-
     def accept(self) -> None:
         """Take the present versions of the tables as those after an update that was marked.
 

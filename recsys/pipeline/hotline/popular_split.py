@@ -13,7 +13,6 @@ from torch import nn
 
 from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
-from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
 from recsys.pipeline.micro_batches import select_samples
 from recsys.pipeline.model_tables import cancel
@@ -110,7 +109,7 @@ class PopularSplit:
             compute: As for `is_loss_a_sum`.
         """
         self.num_steps += 1
-        if claims is None or self._never_splits or not all(claim.can_split for claim in claims):
+        if claims is None or self._never_splits:
             return []
         sizes = {size for claim in claims for size in claim.batch_sizes()}
         if len(sizes) != 1:
@@ -268,16 +267,12 @@ def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:
     """Whether a module needs whole mini-batches; a warning names the module."""
     for name, module in model.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
-            reason = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
-        elif isinstance(module, TableModule) and module.mode == "max" and module.tiers():
-            reason = "with mode='max' rows are fetched for the whole mini-batch"
-        else:
-            continue
-        warn_caller(
-            f"schedule={schedule} splits no mini-batch, because of {name!r} "
-            f"({type(module).__name__}): {reason}; use LookAhead, which fetches these rows ahead",
-        )
-        return True
+            warn_caller(
+                f"schedule={schedule} splits no mini-batch, because of {name!r} "
+                f"({type(module).__name__}): scale_grad_by_freq=True divides by counts of the "
+                "whole mini-batch; use LookAhead, which fetches rows ahead",
+            )
+            return True
     return False
 
 

@@ -60,7 +60,7 @@ def test_parts_of_collections(kind, is_one_hot, is_torchrec):
 
 
 def test_parts_of_a_bag_leave_out_padding():
-    module = HotColdEmbeddingBag(20, 4, mode="max", padding_idx=3, optimizer=SGD_RULE)
+    module = HotColdEmbeddingBag(20, 4, mode="mean", padding_idx=3, optimizer=SGD_RULE)
 
     parts = module.parts(torch.tensor([1, 3, 3, 2, 2]), torch.tensor([0, 2, 3]))
 

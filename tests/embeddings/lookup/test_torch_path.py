@@ -226,8 +226,6 @@ def test_a_weighted_collection_is_that_of_the_kernels_for_the_cpu(monkeypatch, d
     "torch-cpu",
     "cuda",
     "triton-cpu-padding_idx mode",
-    "triton-cpu-max_norm",
-    "triton-cpu-scale_grad",
 )
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
@@ -235,10 +233,6 @@ def test_a_weighted_collection_is_that_of_the_kernels_for_the_cpu(monkeypatch, d
     [
         {"padding_idx": 3},
         {"padding_idx": 3, "mode": "mean"},
-        {"mode": "max"},
-        {"mode": "max", "padding_idx": 3},
-        {"scale_grad_by_freq": True, "mode": "sum"},
-        {"max_norm": 0.5, "mode": "sum"},
     ],
     ids=" ".join,
 )
@@ -340,15 +334,7 @@ def test_offsets_that_make_no_bags_are_said_later(device):
         module.check_input()
 
 
-@pytest.mark.parametrize("settings", [{"mode": "max"}, {"mode": "sum", "max_norm": 0.5}], ids=str)
-def test_offsets_are_checked_at_once_where_torch_would_read_beside_the_input(device, settings):
-    module = HotColdEmbeddingBag(20, 4, device=device, optimizer=SGD(lr=0.1), **settings)
-
-    with pytest.raises(MalformedBags, match="sample 1: offsets must not decrease, got 1 after 3"):
-        module(torch.tensor([1, 2, 3], device=device), torch.tensor([0, 3, 1], device=device))
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_ids_behind_the_last_offset_belong_to_no_bag(device, mode):
     settings = {"mode": mode, "include_last_offset": True}
     plain = nn.EmbeddingBag(20, 4, device=device, **settings)

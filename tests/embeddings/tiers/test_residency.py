@@ -456,9 +456,6 @@ LATER_USES = {
     "flush": lambda world: world.residency.flush(),
     "reload": lambda world: world.residency.reload(),
     "look up": lambda world: world.look_up_everything(),
-    "renormalize": lambda world: world.residency.renormalize(
-        world.tables[0], 0, torch.arange(3), 1.0, 2.0
-    ),
 }
 
 

@@ -266,20 +266,6 @@ def test_state_that_is_loaded_into_a_new_table_marks_it():
     assert listed(saved.take_changed()) == [list(range(200))]
 
 
-@pytest.mark.parametrize("budget", [None, 6000], ids=["resident", "tiered"])
-@pytest.mark.parametrize("is_training", [True, False])
-def test_max_norm_marks_the_rows_that_it_scales(budget, is_training):
-    module = bag(budget=budget, max_norm=0.5)
-    saved = SavedTables(module)
-    saved.track()
-    with torch.set_grad_enabled(is_training):
-        pooled = module(torch.tensor([[7, 9, 7]]))
-    if is_training:
-        pooled.sum().backward()
-    saved.flush()
-    assert listed(saved.take_changed()) == [[7, 9]]
-
-
 def test_padding_is_not_missing_from_the_rows():
     module = bag(padding_idx=0)
     saved = SavedTables(module)

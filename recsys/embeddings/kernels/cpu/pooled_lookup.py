@@ -50,7 +50,7 @@ _AHEAD = np.uint64(8)
 # One-hot lookups have a kernel for each of these dims, which copies a row in a few moves without a
 # loop. Other dims share one kernel, and so do all dims if rows are added or widened: LLVM unrolls a
 # loop of known length before it vectorises it. At D=16, adding took twice as long, and widening
-# float16 three times.
+# rows of 16 bits up to three times.
 _COMPILED_DIMS = range(8, 257, 8)
 
 

@@ -1,8 +1,8 @@
-"""How kernels read and write rows of bfloat16 and float16.
+"""How kernels read and write rows of bfloat16.
 
-numpy has no bfloat16 and numba no float16. So a kernel sees bfloat16 rows as uint16 and float16
-rows as int16, and distinguishes them by these types. It computes in float32: `widen` is exact,
-`narrow` rounds by the rule of `recsys.embeddings.rows.rounding`.
+numpy has no bfloat16. So a kernel sees these rows as uint16, and distinguishes them by this type.
+It computes in float32: `widen` is exact, `narrow` rounds by the rule of
+`recsys.embeddings.rows.rounding`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from recsys.embeddings.rows.rounding import (
     GOLDEN,
     INFINITY,
     LARGEST_BFLOAT16,
-    LARGEST_FLOAT16,
-    NORMAL_FLOAT16,
-    REBIAS,
 )
 
 __all__ = [
@@ -64,18 +61,16 @@ def key_of_row(keys: Any, table: Any, row: Any) -> Any:
 def _widen(stored: Any) -> Any:
     if isinstance(stored, types.Float):
         return _widen_nothing
-    return {types.uint16: _widen_bfloat16, types.int16: _widen_float16}.get(stored)
+    return _widen_bfloat16 if stored == types.uint16 else None
 
 
 @overload(narrow)  # type: ignore[untyped-decorator]  # numba's
 def _narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
     if isinstance(stored, types.Float):
         return _narrow_nothing
-    if isinstance(key, types.Boolean):
-        by_type = {types.uint16: _nearest_bfloat16, types.int16: _nearest_float16}
-    else:
-        by_type = {types.uint16: _chance_bfloat16, types.int16: _chance_float16}
-    return by_type.get(stored)
+    if stored != types.uint16:
+        return None
+    return _nearest_bfloat16 if isinstance(key, types.Boolean) else _chance_bfloat16
 
 
 @overload(key_of_row)  # type: ignore[untyped-decorator]  # numba's
@@ -105,17 +100,6 @@ def _widen_bfloat16(stored: Any) -> Any:
     return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
 
 
-def _widen_float16(stored: Any) -> Any:
-    bits = np.uint32(stored)
-    sign = (bits & np.uint32(0x8000)) << np.uint32(16)
-    magnitude = bits & np.uint32(0x7FFF)
-    rebias = np.uint32(REBIAS if magnitude < 0x7C00 else 2 * REBIAS)
-    normal = np.uint32((magnitude << np.uint32(13)) + rebias)
-    tiny = np.float32(np.int32(magnitude)) * np.float32(2.0**-24)
-    found = normal if magnitude >= 0x400 else np.float32(tiny).view(np.uint32)
-    return np.uint32(found | sign).view(np.float32)
-
-
 def _nearest_bfloat16(stored: Any, value: Any, key: Any, column: Any) -> Any:
     bits = np.float32(value).view(np.uint32)
     fixed = np.uint64(bits & np.uint32(0x7FFFFFFF)) << np.uint64(16)
@@ -126,22 +110,13 @@ def _chance_bfloat16(stored: Any, value: Any, key: Any, column: Any) -> Any:
     return _round_bfloat16(np.float32(value).view(np.uint32), _fold(key, column) >> np.uint64(32))
 
 
-def _nearest_float16(stored: Any, value: Any, key: Any, column: Any) -> Any:
-    bits = np.float32(value).view(np.uint32)
-    fixed = _fixed_float16(np.uint64(bits & np.uint32(0x7FFFFFFF)))
-    return _round_float16(bits, np.uint64(0x7FFFFFFF) + ((fixed >> np.uint64(32)) & np.uint64(1)))
-
-
-def _chance_float16(stored: Any, value: Any, key: Any, column: Any) -> Any:
-    return _round_float16(np.float32(value).view(np.uint32), _fold(key, column) >> np.uint64(32))
-
-
 @kernel
 def _round_bfloat16(bits: np.uint32, chance: np.uint64) -> np.uint16:
     """Round by 32 random bits: up if the fraction and the bits add up to 2**32 or more.
 
-    The bits of 16-bit floats, read as integers, are 0, 1, 2, ... in order of size, across powers of
-    two as well. So a float32 is such an integer and a 32-bit fraction of the distance to the next.
+    The bits of bfloat16 numbers, read as integers, are 0, 1, 2, ... in order of size, across powers
+    of two as well. So a float32 is such an integer and a 32-bit fraction of the distance to the
+    next.
     """
     magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
     if magnitude > np.uint64(LARGEST_BFLOAT16):
@@ -150,28 +125,6 @@ def _round_bfloat16(bits: np.uint32, chance: np.uint64) -> np.uint16:
     if magnitude > np.uint64(INFINITY):
         stored = np.uint64(0x7FC0)
     return np.uint16(stored | np.uint64((bits >> np.uint32(16)) & np.uint32(0x8000)))
-
-
-@kernel
-def _round_float16(bits: np.uint32, chance: np.uint64) -> np.int16:
-    """`_round_bfloat16` for float16."""
-    magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint64(LARGEST_FLOAT16):
-        chance = np.uint64(1 << 31)
-    stored = min((_fixed_float16(magnitude) + chance) >> np.uint64(32), np.uint64(0x7C00))
-    if magnitude > np.uint64(INFINITY):
-        stored = np.uint64(0x7E00)
-    return np.int16(stored | np.uint64((bits >> np.uint32(16)) & np.uint32(0x8000)))
-
-
-@kernel
-def _fixed_float16(magnitude: np.uint64) -> np.uint64:
-    """A float32 as the integer of a float16 (high 32 bits) and the fraction to the next (low)."""
-    mantissa = (magnitude & np.uint64(0x7FFFFF)) | np.uint64(0x800000)
-    places = min(np.uint64(126) - (magnitude >> np.uint64(23)), np.uint64(63))
-    tiny = (mantissa << np.uint64(32)) >> places
-    normal = (magnitude - np.uint64(REBIAS)) << np.uint64(19)
-    return tiny if magnitude < np.uint64(NORMAL_FLOAT16) else normal
 
 
 @kernel

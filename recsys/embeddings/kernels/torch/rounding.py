@@ -21,12 +21,11 @@ def fold(key: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return mixed ^ _shifted(mixed, 31)
 
 
-def round_rows(values: torch.Tensor, dtype: torch.dtype, keys: torch.Tensor | None) -> torch.Tensor:
-    """Round rows to 16 bits, like `narrow` of the CPU kernels.
+def round_rows(values: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+    """Round rows to bfloat16, like `narrow` of the CPU kernels.
 
     Args:
         values: The rows.
-        dtype: bfloat16 or float16.
         keys: The hash of (seed, step, table, row) for each row; None to round to nearest.
 
     Shape:
@@ -36,7 +35,7 @@ def round_rows(values: torch.Tensor, dtype: torch.dtype, keys: torch.Tensor | No
     if keys is not None:
         columns = torch.arange(values.shape[1], device=values.device)
         chance = _shifted(fold(keys.unsqueeze(1), columns), 32)
-    return round_by(values, dtype, chance)
+    return round_by(values, chance)
 
 
 def _shifted(number: torch.Tensor, places: int) -> torch.Tensor:

@@ -104,7 +104,7 @@ def row_update(
         if keys_T.dtype != TO_NEAREST.dtype:
             of_tables = upload(keys_T.view(np.int64), rows_U.device)[space.table_of(rows_U)]
             keys = fold(of_tables, space.ids_of(rows_U))
-        new = round_rows(new, old.dtype, keys)
+        new = round_rows(new, keys)
     space.rows.index_copy_(0, rows_U, torch.where(is_updated, new, old))
     if space.slots is not None:
         mark_dirty(space.slots, torch.where(is_updated.squeeze(1), rows_U, NOWHERE))

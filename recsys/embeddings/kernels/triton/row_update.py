@@ -59,9 +59,6 @@ from recsys.embeddings.rows.rounding import (
     GOLDEN,
     INFINITY,
     LARGEST_BFLOAT16,
-    LARGEST_FLOAT16,
-    NORMAL_FLOAT16,
-    REBIAS,
 )
 
 if TYPE_CHECKING:
@@ -90,14 +87,12 @@ _DIVISIONS = {
     Adam: _DIRECTION,
     PartialRowWiseAdam: _RATE,
 }
-_BFLOAT16, _FLOAT16 = tl.constexpr(1), tl.constexpr(2)
 _DIRTY = tl.constexpr(DIRTY)
 _GOLDEN, _FACTOR1, _FACTOR2 = (
     tl.constexpr(number - 2**64 if number >= 2**63 else number)
     for number in (GOLDEN, FACTOR1, FACTOR2)
 )
-_INFINITY, _REBIAS, _NORMAL_FLOAT16 = map(tl.constexpr, (INFINITY, REBIAS, NORMAL_FLOAT16))
-_LARGEST_BFLOAT16, _LARGEST_FLOAT16 = map(tl.constexpr, (LARGEST_BFLOAT16, LARGEST_FLOAT16))
+_INFINITY, _LARGEST_BFLOAT16 = map(tl.constexpr, (INFINITY, LARGEST_BFLOAT16))
 _NO_ERROR = tl.constexpr((BAD_GRADIENT + 1) << KIND_BITS)  # greater than every error
 
 
@@ -223,7 +218,7 @@ def _update(
         first_step(num_tables),
         DIVISION=division,
         AVERAGE_DIM=0 if averages is None else averages.dim,
-        NARROW={torch.bfloat16: 1, torch.float16: 2}.get(space.rows.dtype, 0),
+        IS_NARROW=space.is_narrow,
         IS_BY_TABLE=is_by_table,
         IS_BY_CHANCE=is_by_chance,
         NUM_SETTINGS=_NUM_SETTINGS,
@@ -298,7 +293,7 @@ def _update_kernel(
     step,
     DIVISION: tl.constexpr,
     AVERAGE_DIM: tl.constexpr,
-    NARROW: tl.constexpr,
+    IS_NARROW: tl.constexpr,
     IS_BY_TABLE: tl.constexpr,
     IS_BY_CHANCE: tl.constexpr,
     NUM_SETTINGS: tl.constexpr,
@@ -400,13 +395,13 @@ def _update_kernel(
 
         of_row = rows + (row[:, None] * DIM + columns[None, :])
         stored = tl.load(of_row, is_number, 0)
-        updated = _widened(stored, NARROW) - change
-        if NARROW:
+        updated = _widened(stored, IS_NARROW) - change
+        if IS_NARROW:
             chance = tl.full([1, 1], -1, tl.int64)
             if IS_BY_CHANCE:
                 key = _fold(tl.load(of_table + 4), id_of_row)
                 chance = _shifted(_fold(key[:, None], columns.to(tl.int64)[None, :]), 32)
-            updated = _rounded(updated, chance, IS_BY_CHANCE, NARROW)
+            updated = _rounded(updated, chance, IS_BY_CHANCE)
         tl.store(of_row, updated, is_number)
         if flags is not None:
             tl.store(flags + row, tl.load(flags + row, is_row, 0) | _DIRTY, is_row)
@@ -425,33 +420,23 @@ def _root(numbers):
 
 
 @triton.jit
-def _widened(numbers, NARROW: tl.constexpr):
-    """Rows in the dtype of the computation; those of 16 bits are given as int16."""
-    if NARROW == _BFLOAT16:
+def _widened(numbers, IS_NARROW: tl.constexpr):
+    """Rows in the dtype of the computation; those of bfloat16 are given as int16."""
+    if IS_NARROW:
         numbers = (numbers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif NARROW == _FLOAT16:
-        numbers = numbers.to(tl.float16, bitcast=True).to(tl.float32)
     return numbers
 
 
 @triton.jit
-def _rounded(numbers, chance, IS_BY_CHANCE: tl.constexpr, NARROW: tl.constexpr):
-    """Round to 16 bits, as `rows.rounding.round_by` does; the result is int16."""
+def _rounded(numbers, chance, IS_BY_CHANCE: tl.constexpr):
+    """Round to bfloat16, as `rows.rounding.round_by` does; the result is int16."""
     bits = numbers.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.int64)
-    if NARROW == _BFLOAT16:
-        fixed, largest, quiet = magnitude << 16, _LARGEST_BFLOAT16, 0x7FC0
-    else:
-        mantissa, exponent = (magnitude & 0x7FFFFF) | 0x800000, magnitude >> 23
-        small = (mantissa << 32) >> tl.minimum(tl.maximum(126 - exponent, 0), 63)
-        fixed = tl.where(magnitude < _NORMAL_FLOAT16, small, (magnitude - _REBIAS) << 19)
-        largest, quiet = _LARGEST_FLOAT16, 0x7E00
+    fixed = magnitude << 16
     if not IS_BY_CHANCE:
         chance = 0x7FFFFFFF + ((fixed >> 32) & 1)
-    stored = (fixed + tl.where(magnitude > largest, 1 << 31, chance)) >> 32
-    if NARROW == _FLOAT16:
-        stored = tl.minimum(stored, 0x7C00)
-    stored = tl.where(magnitude > _INFINITY, quiet, stored)
+    stored = (fixed + tl.where(magnitude > _LARGEST_BFLOAT16, 1 << 31, chance)) >> 32
+    stored = tl.where(magnitude > _INFINITY, 0x7FC0, stored)
     return (stored | ((bits >> 16) & 0x8000)).to(tl.int16)
 
 

@@ -118,7 +118,7 @@ def test_gradients_of_weights_are_the_references(seed, batch_size, longest):
         (8, torch.float32),
         (16, torch.float64),
         (5, torch.bfloat16),
-        (16, torch.float16),
+        (16, torch.bfloat16),
     ],
     ids=str,
 )

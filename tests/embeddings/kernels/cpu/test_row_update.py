@@ -30,7 +30,6 @@ OPTIMIZERS = [
     PartialRowWiseAdam(lr=0.1, betas=(0.8, 0.9), eps=0.5),
 ]
 SIZES = [3, 7, 1, 40]
-NARROW = [torch.bfloat16, torch.float16]
 each_optimizer = pytest.mark.parametrize(
     "optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__
 )
@@ -296,14 +295,12 @@ def test_an_update_per_backward_is_not_an_update_per_step():
     assert not torch.allclose(together[1], apart[1], atol=1e-3)
 
 
-@pytest.mark.in_ci("torch.bfloat16", "torch.float16-11-SGD")
 @each_optimizer
 @pytest.mark.parametrize("seed", [None, 11])
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_rows_of_16_bits_have_the_references_bits(dtype, seed, optimizer):
+def test_rows_of_16_bits_have_the_references_bits(seed, optimizer):
     """Gradients are whole numbers, so that squares add up to the same in any order."""
     generator = torch.Generator().manual_seed(0)
-    tables = make_tables(16, generator, dtype)
+    tables = make_tables(16, generator, torch.bfloat16)
     ledgers = []
     for _ in range(4):
         entry = make_entry(16, 12, generator, torch.float32)
@@ -328,7 +325,6 @@ def test_rows_of_16_bits_have_the_references_bits(dtype, seed, optimizer):
 
 @each_optimizer
 @given(
-    dtype=st.sampled_from(NARROW),
     seed=st.none() | st.integers(0, 2**64 - 1),
     dim=st.sampled_from([1, 2, 3, 7, 17, 40]),
     batch_sizes=st.lists(st.integers(0, 12), min_size=1, max_size=3),
@@ -337,10 +333,10 @@ def test_rows_of_16_bits_have_the_references_bits(dtype, seed, optimizer):
     num_threads=st.integers(1, 3),
 )
 def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
-    optimizer, dtype, seed, dim, batch_sizes, longest, is_mean, num_threads
+    optimizer, seed, dim, batch_sizes, longest, is_mean, num_threads
 ):
     generator = torch.Generator().manual_seed(dim)
-    tables = make_tables(dim, generator, dtype)
+    tables = make_tables(dim, generator, torch.bfloat16)
     ledger = [
         make_entry(dim, size, generator, torch.float32, longest=longest, is_mean=is_mean)
         for size in batch_sizes
@@ -352,7 +348,7 @@ def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
     for number, table in enumerate(expected[: len(tables)]):
         key = None if seed is None else table_key(seed, 1, number)
         keys = None if key is None else [fold(key, row) for row in range(len(table))]
-        expected[number] = round_reference(table, dtype, keys)
+        expected[number] = round_reference(table, keys)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -360,10 +356,9 @@ def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
 @pytest.mark.outside_ci
 @pytest.mark.threads
 @each_optimizer
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_bits_of_rows_rounded_by_chance_do_not_depend_on_the_number_of_threads(dtype, optimizer):
+def test_bits_of_rows_rounded_by_chance_do_not_depend_on_the_number_of_threads(optimizer):
     generator = torch.Generator().manual_seed(0)
-    tables = make_tables(17, generator, dtype)
+    tables = make_tables(17, generator, torch.bfloat16)
     ledger = [make_entry(17, 300, generator, torch.float32, longest=3)]
 
     results = [run(tables, optimizer, [ledger], threads, seed=3) for threads in (1, 2, 3, 7)]
@@ -373,12 +368,11 @@ def test_bits_of_rows_rounded_by_chance_do_not_depend_on_the_number_of_threads(d
             assert torch.equal(ours, first)
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_steps_that_the_nearest_number_loses_add_up_by_chance(dtype):
+def test_steps_that_the_nearest_number_loses_add_up_by_chance():
     """600 steps, each a sixteenth of the way from a number to the next."""
     dim, num_steps = 64, 600
-    step = torch.finfo(dtype).eps / 16
-    table = torch.ones(3, dim, dtype=dtype)
+    step = torch.finfo(torch.bfloat16).eps / 16
+    table = torch.ones(3, dim, dtype=torch.bfloat16)
     lookups = Lookups(
         tables=np.zeros(1, np.uint64),
         positions=np.zeros(1, np.uint64),
@@ -394,7 +388,7 @@ def test_steps_that_the_nearest_number_loses_add_up_by_chance(dtype):
     assert torch.equal(nearest, table)
     assert torch.equal(by_chance[::2], table[::2])
     # Each step is up by eps with probability 1/16, in every column by itself.
-    deviation = torch.finfo(dtype).eps * (num_steps * 15 / 256 / dim) ** 0.5
+    deviation = torch.finfo(torch.bfloat16).eps * (num_steps * 15 / 256 / dim) ** 0.5
     assert by_chance[1].double().mean().item() - 1 == pytest.approx(
         num_steps * step, abs=5 * deviation
     )

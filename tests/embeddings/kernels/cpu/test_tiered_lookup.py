@@ -113,7 +113,7 @@ def test_rows_are_those_of_tables_that_slots_are_written_back_to(case_and_is_mea
     torch.testing.assert_close(case.result, reference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_rows_of_other_dtypes_and_ids_of_32_bits(dtype):
     values = torch.tensor([8, 3, 0, 0, 0, 0], dtype=torch.int32)
     case = Case(3, dtype, [(8, False), (14, True)], values, [2, 1, 0, 3], has_weights=False)

@@ -25,14 +25,14 @@ CASES = [
     (torch.float32, 1024, RowWiseAdagrad(lr=0.1)),
     (torch.float32, 1, SGD(lr=0.1)),
     (torch.bfloat16, 64, PartialRowWiseAdam(lr=0.1)),
-    (torch.float16, 16, SGD(lr=0.1)),
+    (torch.bfloat16, 16, SGD(lr=0.1)),
     (torch.float64, 32, Adagrad(lr=0.1)),
 ]
 ALL_CASES = [
     *((torch.float32, 64, optimizer) for optimizer in OPTIMIZERS),
     *(
         (dtype, dim, OPTIMIZERS[-1])
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
         for dim in (1, 16, 64, 100, 128, 256)
     ),
 ]

@@ -33,7 +33,7 @@ OPTIMIZERS = [
     Adam(lr=0.1),
     PartialRowWiseAdam(lr=0.1, betas=(0.8, 0.9), eps=0.5),
 ]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 HOW = ["one-hot", "jagged", "weighted", "mean", "weighted mean", "padding", "mean padding"]
 SIZES = [1, 6, 40]
 TOLERANCES = {
@@ -41,7 +41,6 @@ TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     # A sum in another order may round to the next number of 16 bits.
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-2},
-    torch.float16: {"rtol": 2**-10, "atol": 2e-3},
 }
 
 # An interpreted update takes half a second.
@@ -316,8 +315,7 @@ def test_the_slots_of_updated_rows_are_marked_and_no_others(triton_device, updat
     assert slots.flags.tolist() == [0, PINNED | DIRTY, 0, 0, DIRTY, 0, DIRTY, 0, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_of_one_table_are_rounded_by_their_ids(triton_device, dtype):
+def test_rows_of_one_table_are_rounded_by_their_ids(triton_device):
     gradient = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     entry = one_table(torch.arange(40), gradient)
     arguments = [], SGD(lr=0.01), np.array([[0.01, 0.0]])
@@ -325,7 +323,7 @@ def test_rows_of_one_table_are_rounded_by_their_ids(triton_device, dtype):
     found = []
 
     for update in (row_update, by_torch):
-        table = torch.ones(40, 4, dtype=dtype, device=triton_device)
+        table = torch.ones(40, 4, dtype=torch.bfloat16, device=triton_device)
         update(TorchRowSpace([table]), *arguments, [on(triton_device, entry)], keys)
         found.append(table.cpu())
 

@@ -191,22 +191,6 @@ def test_evaluation_in_between_reads_rows_where_they_are_and_nothing_ahead(tmp_p
     assert told == [True] * num_arrays + [False] * num_arrays
 
 
-def test_rows_scaled_to_a_norm_are_scaled_in_the_file_too(tmp_path):
-    rows = torch.randn(NUM_ROWS, DIM)
-    plain = HotColdEmbeddingBag(
-        NUM_ROWS, DIM, max_norm=1.0, _weight=rows.clone(), optimizer=SGD(lr=0.1)
-    )
-    tiered = bag_in_files(tmp_path, max_norm=1.0, _weight=rows, optimizer=SGD(lr=0.1))
-
-    for first in range(0, NUM_ROWS, 20):
-        for bag in (plain, tiered):
-            with torch.no_grad():
-                bag(torch.arange(first, first + 20)[None])
-            bag(torch.arange(20).add(2 * first)[None] % NUM_ROWS).square().sum().backward()
-
-    assert torch.equal(tiered.weight, plain.weight)
-
-
 def test_rows_given_to_a_bag_are_what_its_file_begins_with(tmp_path):
     rows = torch.randn(NUM_ROWS, DIM)
 
