@@ -3,6 +3,9 @@
 Triton's interpreter takes a hundred times as long, so few tests copy rows by it.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -10,7 +13,7 @@ from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.choice import HostCopies
 from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
 from recsys.embeddings.kernels.torch.slot_rows import TieredRows
-from recsys.embeddings.tiers import tier_spec
+from tests.torch_kernels import BY_NUMBA, BY_TRITON
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy knows no bfloat16
 
@@ -58,17 +61,18 @@ HOST_COPIES = HostCopies(
 
 def reach_host(monkeypatch, copies=HOST_COPIES):
     """Have the CPU copy rows by itself, as a device does; None: have neither do it."""
+    before = choice.DEVICE_KERNELS | BY_NUMBA
+    makers = {kind: partial(_with_copies, copies, make) for kind, make in before.items()}
+    monkeypatch.setattr(choice, "DEVICE_KERNELS", makers)
 
-    def host_copies_on(device):
-        if copies is None or not choice.is_by_torch(device):
-            return None
-        return choice.host_copies_on(device) if device.type == "cuda" else copies
 
-    monkeypatch.setattr(tier_spec, "host_copies_on", host_copies_on)
+def _with_copies(copies, make, device):
+    kernels = make(device)
+    has_own = copies is not None and device.type == "cuda"
+    return kernels if has_own else replace(kernels, host_copies=copies)
 
 
 def use_triton(monkeypatch):
     """Have Triton kernels do everything, on the CPU too if there is no GPU: it interprets them."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(choice, "_BY_TRITON", {"cuda", "cpu"})
-    monkeypatch.setattr(tier_spec, "host_copies_on", choice.host_copies_on)
+        monkeypatch.setattr(choice, "DEVICE_KERNELS", BY_TRITON)

@@ -21,7 +21,7 @@ from recsys.conversion.estimated import Estimate
 from recsys.conversion.exchange import find_recsys, named_tables_in
 from recsys.conversion.model_plan import configs_of, require_arguments
 from recsys.conversion.shares import share_of_chosen, shares_of_recsys
-from recsys.embeddings.kernels.choice import is_by_torch
+from recsys.embeddings.kernels.choice import has_own_kernels
 from recsys.embeddings.tiers.budget import FastMemory
 from recsys.embeddings.tiers.cold.cold_files import require_disk
 from recsys.embeddings.tiers.cold.cold_tier import require_budget_of_files, require_cold_tier
@@ -120,7 +120,7 @@ def estimate(
         require_budget_of_files(has_budget=any(each.budget_bytes is not None for each in shares))
     rows = _rows_of_mini_batch(tables, batch_size, lookups_per_bag)
     place = _device_of(modules, tables) if device is None else torch.device(device)
-    has_staging = is_by_torch(place)
+    has_staging = has_own_kernels(place)
     sized = [share.sized(rows, staleness, has_staging=has_staging) for share in shares]
     found = _added_up(model, shares, sized, place, batch_size, left)
     _require_floor(found)

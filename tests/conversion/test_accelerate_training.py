@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import recsys
 from recsys.embeddings import SGD, Adagrad
 from recsys.embeddings.kernels import choice as kernel_choice
+from tests.torch_kernels import BY_TORCH
 
 SIZES, BATCH_SIZE = [9, 5, 30], 6
 
@@ -475,7 +476,7 @@ def test_rows_of_a_formula_rest_after_restore_whatever_was_looked_up_before():
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_a_lookup_by_torchs_kernels_outlives_restore_to_tables_for_ours(is_weighted, monkeypatch):
     both = bags(500), bags(500)
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})  # as if slots were a device's
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)  # as if slots were a device's
     recsys.accelerate(both[1], optimizer=torch.optim.SGD(both[1].parameters(), lr=0.5), budget=7000)
     found = []
     for model in both:

@@ -9,6 +9,7 @@ from torch import nn
 import recsys
 from recsys.embeddings.kernels import choice
 from tests.programs import run_program
+from tests.torch_kernels import BY_TORCH, BY_TRITON
 
 NUM_PROGRAMS = {"stress": 1500, "ci": 12}
 num_programs = NUM_PROGRAMS.get(settings.get_current_profile_name(), 20)
@@ -25,7 +26,7 @@ def test_random_programs_agree(seed):
 @settings(max_examples=num_programs)
 def test_random_programs_agree_by_the_kernels_of_a_device(seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "_BY_TORCH", {"cuda", "cpu"})
+        patch.setattr(choice, "DEVICE_KERNELS", BY_TORCH)
         run_program(seed)
 
 
@@ -35,12 +36,11 @@ def test_most_programs_run_to_their_end():
     assert found.count("equal") >= 6
 
 
-@pytest.mark.parametrize("has_triton", [False, True])
+@pytest.mark.parametrize("kernels", [BY_TORCH, BY_TRITON], ids=["torch", "triton"])
 def test_a_step_of_padding_alone_is_none_of_a_table_that_has_no_state_yet(
-    monkeypatch, triton_device, has_triton
+    monkeypatch, triton_device, kernels
 ):
-    monkeypatch.setattr(choice, "_BY_TORCH", {"cuda", "cpu"})
-    monkeypatch.setattr(choice, "_BY_TRITON", {triton_device.type} if has_triton else set())
+    monkeypatch.setattr(choice, "DEVICE_KERNELS", kernels)
     bags = nn.ModuleList(
         nn.EmbeddingBag(5, 4, padding_idx=0, sparse=True, device=triton_device) for _ in range(3)
     )

@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from tests.host_copies import reach_host
+from tests.torch_kernels import BY_TORCH, BY_TRITON
 
 OPTIMIZERS = [
     SGD(lr=0.5),
@@ -38,26 +40,22 @@ def no_round_trips():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """One that works through operations of torch; the CPU stands in for a real one."""
+    """A device; the CPU stands in for one, by operations of torch in place of Triton kernels."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     found = torch.device(request.param, *([0] if request.param == "cuda" else []))
     yield found
     errors_on(found).forget()
 
 
 @pytest.fixture(params=["torch", "triton"])
-def each_way(request, monkeypatch):
-    """The kernels of `device`: operations of torch, then Triton's where there are any.
-
-    Beside a GPU, Triton kernels do not run on the CPU.
-    """
-    kinds = set()
-    if request.param == "triton":
-        pytest.importorskip("triton")
-        kinds = {"cuda"} if torch.cuda.is_available() else {"cuda", "cpu"}
-    monkeypatch.setattr(kernel_choice, "_BY_TRITON", kinds)
+def each_way(request, monkeypatch, device):
+    """The kernels of `device`: operations of torch, then Triton's in its interpreter."""
+    if request.param == "triton" and not torch.cuda.is_available():
+        copies = kernel_choice.kernels_on(device).host_copies
+        monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TRITON)
+        reach_host(monkeypatch, copies)
 
 
 @pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)

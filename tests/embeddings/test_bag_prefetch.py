@@ -10,9 +10,9 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.optimizer import SGD
+from tests.torch_kernels import BY_TORCH
 
 NUM_ROWS = 300
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def tiered(dtype=torch.float32, **options):
@@ -27,12 +27,11 @@ def tiered(dtype=torch.float32, **options):
     )
 
 
-@HALVES
 @pytest.mark.parametrize("asks_gradient", [False, True])
-def test_rows_of_16_bits_looked_up_with_weights_are_fetched_ahead(dtype, asks_gradient):
-    bag = tiered(dtype, mode="sum")
+def test_rows_of_16_bits_looked_up_with_weights_are_fetched_ahead(asks_gradient):
+    bag = tiered(torch.bfloat16, mode="sum")
     ids, offsets = torch.arange(10), torch.tensor([0, 4, 4])
-    weights = torch.rand(10).to(dtype).requires_grad_(asks_gradient)
+    weights = torch.rand(10).bfloat16().requires_grad_(asks_gradient)
 
     claim = bag.prefetch(ids, offsets, weights)
 
@@ -43,10 +42,9 @@ def test_rows_of_16_bits_looked_up_with_weights_are_fetched_ahead(dtype, asks_gr
     assert bag.tiers()[0].residency.counts.num_fetched == 10
 
 
-@HALVES
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_rows_of_16_bits_are_fetched_ahead_in_every_mode(dtype, mode):
-    bag = tiered(dtype, mode=mode)
+def test_rows_of_16_bits_are_fetched_ahead_in_every_mode(mode):
+    bag = tiered(torch.bfloat16, mode=mode)
     ids, offsets = torch.arange(10), torch.tensor([0, 4, 4])
 
     claim = bag.prefetch(ids, offsets)
@@ -113,7 +111,7 @@ def test_prefetch_refuses_what_forward_refuses_and_takes_what_it_takes(drawn, is
     settings, arguments = drawn
     with pytest.MonkeyPatch.context() as patch:
         if is_on_device:  # the CPU stands in for one
-            patch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+            patch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
         bags = [tiered(**settings), tiered(**settings)]
 
         found = error_of(bags[0].prefetch, *arguments)

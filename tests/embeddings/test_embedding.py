@@ -18,6 +18,7 @@ from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import BudgetTooSmall, IdOutOfRange, MalformedBags
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
+from tests.torch_kernels import BY_NUMBA, BY_TORCH
 
 NUM_ROWS, NUM_USED = 30, 7
 TOLERANCES = {
@@ -216,12 +217,12 @@ def saved_tensors_hooks(is_on):
 
 
 @pytest.mark.parametrize("has_hooks", [False, True])
-@pytest.mark.parametrize("kinds", [{"cuda"}, {"cuda", "cpu"}])
+@pytest.mark.parametrize("kernels", [BY_NUMBA, BY_TORCH], ids=["numba", "torch"])
 @pytest.mark.parametrize("budget", [None, "4KiB"])
 def test_a_padding_row_gets_no_gradient_and_is_not_written_back(
-    monkeypatch, budget, kinds, has_hooks
+    monkeypatch, budget, kernels, has_hooks
 ):
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", kinds)
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", kernels)
     own = HotColdEmbedding(
         400, 4, padding_idx=3, optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
     )
@@ -244,9 +245,9 @@ def test_a_padding_row_gets_no_gradient_and_is_not_written_back(
     assert changed.nonzero().flatten().tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("kinds", [{"cuda"}, {"cuda", "cpu"}])
-def test_looking_padding_up_waits_for_no_row_of_a_later_mini_batch(monkeypatch, kinds):
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", kinds)
+@pytest.mark.parametrize("kernels", [BY_NUMBA, BY_TORCH], ids=["numba", "torch"])
+def test_looking_padding_up_waits_for_no_row_of_a_later_mini_batch(monkeypatch, kernels):
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", kernels)
     own = HotColdEmbedding(400, 4, padding_idx=0, optimizer=SGD(lr=0.1), budget="4KiB")
     batches = torch.arange(1, 121).view(10, 4, 3)
     batches[:, :, 2] = 0

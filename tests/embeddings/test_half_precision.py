@@ -190,7 +190,7 @@ def test_gradients_that_are_shown_have_the_dtype_of_their_table_and_add_up():
 
     assert [gradient.dtype for gradient in gradients] == DTYPES
     counts = torch.bincount(IDS["goods"].values(), minlength=5).unsqueeze(1)
-    assert torch.equal(gradients[1].to_dense(), (2 * counts).half().expand(5, 4))
+    assert torch.equal(gradients[1].to_dense(), (2 * counts).bfloat16().expand(5, 4))
 
 
 def test_torchs_optimizer_steps_rows_of_16_bits_without_ours():

@@ -13,6 +13,7 @@ from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.torch import errors
 from recsys.embeddings.optimizer import SGD, Adagrad
 from tests.host_copies import HOST_COPIES, reach_host
+from tests.torch_kernels import BY_TORCH
 
 FEW, MANY = torch.tensor([[0, 7]]), torch.arange(100).view(50, 2)
 
@@ -21,7 +22,7 @@ FEW, MANY = torch.tensor([[0, 7]]), torch.arange(100).view(50, 2)
 def on_device(request, monkeypatch):
     """The CPU as itself, and in place of a device, on which nothing was looked up before."""
     if request.param != "cpu":
-        monkeypatch.setattr(choice, "_BY_TORCH", {"cuda", "cpu"})
+        monkeypatch.setattr(choice, "DEVICE_KERNELS", BY_TORCH)
     reach_host(monkeypatch, HOST_COPIES if "itself" in request.param else None)
     errors._errors_on.cache_clear()
     yield

@@ -13,13 +13,13 @@ from torch import nn
 import recsys
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.lookup.prefetch_requests import prefetch_together
 from recsys.embeddings.tiers.ahead import InputIds
 from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import IdOutOfRange
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 from tests.host_copies import reach_host, use_triton
+from tests.torch_kernels import BY_TORCH, TorchSlotMap
 
 SIZES = [200, 150, 180, 160]
 NUM_SAMPLES = 12
@@ -34,7 +34,7 @@ def place(request, monkeypatch):
         return
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     reach_host(monkeypatch)
     yield request.param
     errors_on(torch.device("cpu")).forget()

@@ -7,12 +7,12 @@ from torch import nn
 from recsys.embeddings import HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.errors import IdOutOfRange
 from recsys.pipeline import Hotline, LookAhead, TrainPipeline
 from recsys.pipeline.hotline import popular_split
 from tests.host_copies import reach_host
+from tests.torch_kernels import BY_TORCH, TorchSlotMap
 
 pytest.importorskip("triton")
 
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 def _stand_in(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     reach_host(monkeypatch)
     yield
     errors_on(torch.device("cpu")).forget()

@@ -72,7 +72,12 @@ REFUSALS = [
     ("forward mode", look_up_in_forward_mode, NotImplementedError, "jvp"),
     ("double backward", differentiate_twice, RuntimeError, "once_differentiable"),
     ("nested ids", lambda: bag()(NESTED), MalformedBags, "input"),
-    ("nested ids of an embedding", lambda: HotColdEmbedding(9, 4)(NESTED), MalformedBags, "input"),
+    (
+        "nested ids of an embedding",
+        lambda: HotColdEmbedding(9, 4, optimizer=SGD(lr=0.1))(NESTED),
+        MalformedBags,
+        "input",
+    ),
     ("fx with hooks", trace_with_hooks, TypeError, "HotColdEmbeddingBag"),
     (
         "a lookup on meta",

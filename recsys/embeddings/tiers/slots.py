@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from recsys._support.memory import empty_rows
-from recsys.embeddings.kernels.choice import is_by_torch, kernels_on
+from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.kernels.cpu.slot_arrays import (
     AWAITED,
     DIRTY,
@@ -50,8 +50,8 @@ _MIN_POPULAR_USES = 2  # a row used by one mini-batch only has one use
 class Slots:
     """Slots for some rows of a row space, in host memory or on a device.
 
-    Numba kernels claim slots on the CPU, and Triton kernels or torch operations on a device
-    (`kernels_on`). All rare operations are written once, in torch, for all of them.
+    Numba kernels claim slots on the CPU, and Triton kernels on a device (`kernels_on`). All rare
+    operations are written once, in torch, for both.
 
     A device copies rows by itself (`DeviceCopies`), or they pass through `Staging`. On CUDA,
     transfers run on a stream of their own and overlap with computing:
@@ -114,7 +114,7 @@ class Slots:
         spaces: list[Any]
         kernels = kernels_on(device)
         self._queue_claim: Any = kernels.queue_claim
-        if not is_by_torch(device):
+        if kernels.errors is None:
             self.map = kernels.make_slot_map(self.first_rows, num_slots)
             spaces = [_SlotSpace(memory, sizes) for memory in memories]
             spaces[0].row_names = self.map.arrays.row_of_slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
-from recsys.embeddings.kernels.choice import host_copies_on
+from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
 from recsys.embeddings.tiers.cold.file_store import FileStore
 from recsys.embeddings.tiers.cold.host_store import HostStore
@@ -68,7 +68,7 @@ class TierSpec(NamedTuple):
             spaces: Returns the tables, then each state array.
         """
         device = hot.rows.device
-        kernels = host_copies_on(device)
+        kernels = kernels_on(device).host_copies
         if files is None:
             memories, copies = [hot.rows, *hot.states], None
             if kernels is not None:

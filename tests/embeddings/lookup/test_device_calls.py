@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recsys
 from recsys.embeddings.lookup.one_table.device_calls import DeviceCalls
-from recsys.embeddings.tiers import tier_spec
 from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import IdOutOfRange
 from tests.embeddings.lookup.models_on_device import (
@@ -363,7 +362,7 @@ def test_ids_that_a_claim_has_copied_are_kept_for_the_stream_of_the_lookup(monke
 def test_a_claim_made_ahead_of_an_id_that_is_no_row_names_it(monkeypatch, device):
     if device.type == "cuda":
         pytest.skip("tests of tiers on a device claim there")
-    monkeypatch.setattr(tier_spec, "host_copies_on", lambda _: None)  # so that a claim waits
+    reach_host(monkeypatch, None)  # so that a claim waits
     model = nn.Sequential(nn.EmbeddingBag(1000, DIM, mode="sum", sparse=True))
     recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="8KiB")
 

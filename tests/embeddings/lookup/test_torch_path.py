@@ -14,6 +14,7 @@ from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.lookup.abstract_tables import check_input
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.errors import IdOutOfRange, MalformedBags
+from tests.torch_kernels import BY_NUMBA
 
 OPTIMIZERS = [
     SGD(lr=0.3),
@@ -36,7 +37,7 @@ FEATURES = {"g": 9, "f": 11, "k": 7, "h": 5}  # and how many rows all of their t
 
 
 def by_numba(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_NUMBA)
 
 
 def make_ids(seed, *, longest=None, batch_size=8, device="cpu", has_weights=False):
@@ -493,14 +494,11 @@ def test_a_kernel_on_the_device_does_not_wait_for_it():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.in_ci("torch-", "triton-jagged-PartialRowWiseAdam")
+@pytest.mark.in_ci("torch-", "triton-cpu-jagged-PartialRowWiseAdam")
 @pytest.mark.usefixtures("each_way")
 @each_optimizer
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
-def test_a_step_does_nothing_that_would_wait_for_a_device(
-    monkeypatch, no_round_trips, optimizer, longest
-):
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+def test_a_step_does_nothing_that_would_wait_for_a_device(no_round_trips, optimizer, longest):
     module = HotColdEmbeddingBagCollection(TABLES, optimizer=optimizer)
     ids = make_ids(0, longest=longest)
     before = [table.detach().clone() for table in module.table_weights()]

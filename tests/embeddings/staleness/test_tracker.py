@@ -18,6 +18,7 @@ from recsys.embeddings.staleness.sampled_inputs import InputRows
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.errors import ConfigError
+from tests.torch_kernels import BY_NUMBA, BY_TORCH
 
 WINDOW = 50
 STEPS = 7 * WINDOW
@@ -376,8 +377,8 @@ def test_the_report_is_json_and_counts_every_window(small):
 def test_torch_kernels_find_the_same_rows(small, kinds, device, monkeypatch):
     settings = Staleness(**TRAITS)
     found = []
-    for by_torch in ({"cuda", "cpu"}, {"cuda"}):
-        monkeypatch.setattr(kernel_choice, "_BY_TORCH", by_torch)
+    for kernels in (BY_TORCH, BY_NUMBA):
+        monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", kernels)
         model = small.make_model(**kinds)
         tracker = StalenessTracker(model, settings, freezes_rows=True)
         small.train(model, tracker, range(6 * WINDOW))

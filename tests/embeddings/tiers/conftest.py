@@ -6,6 +6,7 @@ import torch
 from recsys.embeddings.kernels import choice as kernel_choice
 from tests.embeddings.tiers.fake_streams import FakeCuda, FakeEvent, FakeStream
 from tests.host_copies import HOST_COPIES, reach_host
+from tests.torch_kernels import BY_TORCH
 
 
 @pytest.fixture
@@ -22,6 +23,6 @@ def cuda(monkeypatch):
 @pytest.fixture(params=[False, True], ids=["staged", "reached"])
 def is_reached(request, monkeypatch):
     """Whether the device copies rows of the host by itself; the CPU stands in for it."""
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     reach_host(monkeypatch, HOST_COPIES if request.param else None)
     return request.param

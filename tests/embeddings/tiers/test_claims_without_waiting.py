@@ -11,9 +11,7 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.tiers.ahead import InputIds
@@ -22,6 +20,7 @@ from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import IdOutOfRange, TiersFailed
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
+from tests.torch_kernels import TorchSlotMap
 
 TritonSlotMap = pytest.importorskip("recsys.embeddings.kernels.triton.slots").TritonSlotMap
 
@@ -437,17 +436,6 @@ def test_memory_that_cannot_be_locked_is_copied_through_staging(device, monkeypa
     assert len(said) == 1
     for expected, found in zip(*(each.table_weights() for each in modules), strict=True):
         assert torch.equal(found, expected.cpu())
-
-
-def test_without_triton_rows_pass_through_staging(device, monkeypatch):
-    use_triton(monkeypatch)
-    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
-    module = make_module(device)
-
-    train(module, make_batches(4, device))
-
-    assert all(each.residency._copies is None for each in module.tiers())
-    assert all(each.residency.counts.num_fetched > 0 for each in module.tiers())
 
 
 def test_state_is_locked_when_an_update_makes_it(device, monkeypatch):

@@ -34,6 +34,7 @@ from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.errors import TiersFailed
 from tests.host_copies import look_up
+from tests.torch_kernels import BY_NUMBA, BY_TORCH
 
 DIM = 3
 SIZES = (13, 1, 7)
@@ -219,8 +220,8 @@ class World:
         spaces = [RowSpace(self.tables), RowSpace(self.state)]
         self.space = spaces[0]
         self.is_on_device = is_on_device
-        by_torch = {"cpu"} if is_on_device else set()
-        with mock.patch.object(kernel_choice, "_BY_TORCH", by_torch):
+        kernels = BY_TORCH if is_on_device else BY_NUMBA
+        with mock.patch.object(kernel_choice, "DEVICE_KERNELS", kernels):
             hot = Slots(SIZES, DIM, torch.float32, STATE, num_slots, torch.device("cpu"))
         hot.rows.fill_(float("nan"))  # what was never fetched is never right
         hot.pin(np.array(pinned, np.int32))

@@ -18,7 +18,7 @@ from recsys._support.cuda.own_pages import pages_of
 from recsys._support.cuda.replays import replaying
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
+from recsys.embeddings.kernels.torch.slots import DeviceSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
@@ -40,7 +40,7 @@ STATE_BYTES = {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["staged", "reached"])
-def is_reached(request, monkeypatch):
+def is_reached(request, monkeypatch, device):
     """Whether the device copies rows of the host by itself."""
     reach_host(monkeypatch, HOST_COPIES if request.param else None)
     return request.param
@@ -56,7 +56,7 @@ def pair(device, optimizer, tables=TABLES, budget=BUDGET, **options):
         for each in (None, budget)
     ]
     modules[1].load_state_dict(modules[0].state_dict())
-    assert all(isinstance(tiers.hot.map, TorchSlotMap) for tiers in modules[1].tiers())
+    assert all(isinstance(tiers.hot.map, DeviceSlotMap) for tiers in modules[1].tiers())
     assert all(table.device.type == "cpu" for table in modules[1].table_weights())
     assert {module.device for module in modules} == {device}
     return modules
@@ -190,10 +190,8 @@ def test_rows_claimed_ahead_are_those_of_the_lookup_and_the_newest(device, is_on
     require_equal(*modules)
 
 
-@pytest.mark.in_ci("cuda", "staged-cpu-fp16", "reached-cpu-bf16")
-@pytest.mark.parametrize("data_type", ["bf16", "fp16"])
-def test_rows_of_16_bits_are_rounded_by_their_row_not_by_their_slot(device, data_type):
-    tables = [dataclasses.replace(table, data_type=data_type) for table in TABLES]
+def test_rows_of_16_bits_are_rounded_by_their_row_not_by_their_slot(device):
+    tables = [dataclasses.replace(table, data_type="bf16") for table in TABLES]
     modules = pair(device, RowWiseAdagrad(lr=0.1), tables, budget=6000)
 
     train(modules, device, num_steps=30)
@@ -291,7 +289,7 @@ def test_gradients_that_are_looked_at_are_the_host_s_and_count(device):
         torch.testing.assert_close(found, expected.cpu(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.in_ci("cuda", "torch", "reached-triton-cpu")
+@pytest.mark.in_ci("cuda", "torch", "reached-cpu-triton")
 @pytest.mark.usefixtures("each_way")
 def test_weights_of_lookups_get_their_gradient(device):
     modules = pair(device, SGD(lr=0.5), is_weighted=True)

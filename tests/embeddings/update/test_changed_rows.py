@@ -21,6 +21,7 @@ from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.update.changed_rows import ChangedRows, rows_of
+from tests.torch_kernels import BY_TORCH
 
 SIZES = [150, 64, 1, 65, 0, 9]
 
@@ -387,7 +388,7 @@ def rows_and_state(saved):
 def test_every_row_that_differs_is_marked(kind, actions):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if kind.endswith("device"):
-            patch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+            patch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
         module = collection(kind, folder, Adagrad(lr=0.1))
         saved = SavedTables(module)
         saved.track()
@@ -410,7 +411,7 @@ def test_every_row_that_differs_is_marked(kind, actions):
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_mark_no_other_rows(kind, tmp_path, monkeypatch):
     if kind.endswith("device"):
-        monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+        monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     module = collection(kind, tmp_path / "cold", RowWiseAdagrad(lr=0.1))
     train(module, 0)
     saved = SavedTables(module)

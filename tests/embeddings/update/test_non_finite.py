@@ -12,6 +12,7 @@ from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import NonFiniteGradient, TrainingDiverged
+from tests.torch_kernels import BY_TORCH
 
 IDS = torch.tensor([[0, 1], [1, 2]])
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -166,7 +167,7 @@ def test_an_accelerated_models_dense_part_is_not_updated_either():
 
 
 def test_on_a_device_a_later_call_says_so_and_no_row_was_updated(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     module = bag(Adagrad(lr=0.1))
     before = module.weight.detach().clone()
 

@@ -17,6 +17,7 @@ from recsys.errors import ConfigError
 from recsys.pipeline import FAE, HotColdLoader, LookAhead, Paper, TrainPipeline
 from recsys.pipeline.skip.paper import search_threshold
 from recsys.pipeline.skip.paper_classifier import PaperClassifier
+from tests.torch_kernels import BY_TORCH
 
 TOYS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("paper_toys.py"))))
 CPU, Stream, Toy = TOYS.CPU, TOYS.Stream, TOYS.Toy
@@ -52,7 +53,7 @@ def device(request, monkeypatch):
         return
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     found = torch.device("cuda", 0) if request.param == "cuda" else CPU
     yield found
     errors_on(found).forget()

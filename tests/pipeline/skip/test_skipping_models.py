@@ -19,6 +19,7 @@ from recsys.pipeline import (
     Subsample,
     TrainPipeline,
 )
+from tests.torch_kernels import BY_TORCH
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
@@ -92,7 +93,7 @@ def device(request, monkeypatch):
     """The CPU as it stands in for a device; a device."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     found = torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
     yield found
     errors_on(found).forget()

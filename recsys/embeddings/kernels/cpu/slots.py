@@ -107,7 +107,7 @@ class _KnownRequests(NamedTuple):
 
 
 class SlotMap:
-    """Claims slots in the CPU's memory; `TorchSlotMap` does it on a device.
+    """Claims slots in the CPU's memory; `TritonSlotMap` does it on a device.
 
     Args:
         first_rows: Where each table's rows begin among all, (T + 1,).

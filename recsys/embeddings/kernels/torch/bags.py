@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Layer",
-    "Located",
     "TorchBags",
     "by_value",
     "clear_if_full",
     "layers_of",
     "lengths_of",
-    "locate",
     "locate_one_hot",
     "note_bad_rows",
     "note_errors",
@@ -177,20 +175,6 @@ class Layer(NamedTuple):
         return array_BW.reshape(-1, dim)
 
 
-class Located(NamedTuple):
-    """The rows that are looked up, and where their gradients come from.
-
-    Attributes:
-        rows: (N,) int64; R for a value without a row.
-        sources: For each value, its row of `Layer.of_columns`, (N,); 0 for a value without a row.
-        scales: Factor of each value, (N,); None for 1.
-    """
-
-    rows: Tensor
-    sources: Tensor
-    scales: Tensor | None
-
-
 def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[Layer, list[Layer]]:
     """All lookups as one layer, for one-hot bags; and divided into layers, for other bags.
 
@@ -223,23 +207,6 @@ def locate_one_hot(space: RowNumbers, layer: Layer, bags: TorchBags) -> Tensor:
     values_LB = bags.values.view(-1, bags.batch_size).index_select(0, layer.positions).long()
     is_row = (values_LB >= 0) & (values_LB < layer.sizes[:-1].unsqueeze(1))
     return torch.where(is_row, values_LB + layer.first_rows[:-1].unsqueeze(1), space.num_rows)
-
-
-def locate(space: RowNumbers, layer: Layer, bags: TorchBags) -> Located:
-    """The row of every value, and its factor."""
-    bag_N, lookup_N, is_row = _rows_of_values(layer, bags)
-    num_lookups, sample_N = len(layer.positions), bag_N % max(bags.batch_size, 1)
-    rows_N = bags.values.long() + layer.first_rows[lookup_N]
-    scales = None if bags.weights is None else bags.weights.to(space.compute_dtype)
-    if bags.is_mean:
-        lengths = lengths_of(bags).to(space.compute_dtype)
-        shares = 1 if scales is None else scales
-        scales = shares / torch.cat([lengths, lengths.new_ones(1)])[bag_N]
-    return Located(
-        torch.where(is_row, rows_N, space.num_rows),
-        torch.where(lookup_N < num_lookups, sample_N * num_lookups + lookup_N, 0),
-        scales,
-    )
 
 
 def lengths_of(bags: TorchBags) -> Tensor:

@@ -88,10 +88,6 @@ class DeferredErrors:
         first = torch.where(is_bad, places + (kind << KIND_BITS), _NONE).amin()
         torch.minimum(self.first, first, out=self.first)
 
-    def is_clear(self) -> Tensor:
-        """In a kernel: whether no error is recorded, () bool."""
-        return self.first == _NONE
-
     def report(self, explain: Callable[[int], Exception]) -> None:
         """After a lookup's kernels: start to copy the recorded error to the host.
 

@@ -1,4 +1,4 @@
-"""Pooled lookup with torch operations; see `cpu.pooled_lookup` for the contract.
+"""Pooled lookup with torch operations, of rows some of which are copies of rows in files.
 
 `segment_reduce` adds a bag's rows in lookup order, so results are bitwise reproducible.
 
@@ -14,30 +14,27 @@ import torch
 from recsys.embeddings.kernels.torch.bags import (
     layers_of,
     lengths_of,
-    locate,
     locate_one_hot,
     note_bad_rows,
     note_errors,
+    rows_of,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.torch.bags import Layer, TorchBags
-    from recsys.embeddings.kernels.torch.row_space import TorchRows
     from recsys.embeddings.kernels.torch.slot_rows import TieredRows
     from recsys.embeddings.rows.lookups import Lookups
 
-__all__ = ["pooled_lookup", "row_gradient_dots"]
+__all__ = ["pooled_lookup"]
 
 
-def pooled_lookup(
-    space: TorchRows | TieredRows, lookups: Lookups, bags: TorchBags, result: Tensor
-) -> int:
+def pooled_lookup(space: TieredRows, lookups: Lookups, bags: TorchBags, result: Tensor) -> int:
     """Write the pooled rows of every lookup into its columns.
 
     Args:
-        space: The tables.
+        space: The rows of all tables.
         lookups: Which features are looked up in which tables.
         bags: The input.
         result: (B, W), or (B, F, D) if all have one dim; contiguous, in the compute dtype. Columns
@@ -63,35 +60,9 @@ def pooled_lookup(
     return -1
 
 
-def row_gradient_dots(
-    space: TorchRows, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
-) -> None:
-    """The gradient of per-sample weights: the dot product of each row and its bag's gradient.
-
-    For mean pooling, it is divided by the length of the bag.
-
-    Args:
-        space: The tables.
-        lookups: Which features were looked up in which tables.
-        bags: The input.
-        gradient: Gradient of the pooled rows, (B, W).
-        result: (N,); the gradient is added, since a feature may be looked up in several tables.
-    """
-    if not bags.batch_size or not len(bags.values):
-        return
-    unweighted = bags._replace(weights=None)
-    for layer in layers_of(space, lookups, bags.num_features)[1]:
-        rows_N, sources_N, scales_N = locate(space, layer, unweighted)
-        gradients_ND = layer.of_columns(gradient, space.dim).index_select(0, sources_N)
-        dots_N = (space.read(rows_N) * gradients_ND).sum(1)
-        if scales_N is not None:
-            dots_N = dots_N * scales_N
-        result += torch.where(rows_N < space.num_rows, dots_N, 0)
-
-
-def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tensor:
+def _pool(space: TieredRows, layer: Layer, bags: TorchBags) -> Tensor:
     """The pooled rows, (B * L, D)."""
-    rows_N, _, _ = locate(space, layer, bags._replace(is_mean=False))
+    rows_N, _ = rows_of(space, layer, bags)
     rows_ND = space.read(rows_N)
     if bags.weights is not None:
         rows_ND = rows_ND * bags.weights.to(rows_ND.dtype).unsqueeze(1)
@@ -106,7 +77,7 @@ def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tenso
     return pooled_LBD.transpose(0, 1).reshape(-1, space.dim)
 
 
-def _zeros_for_no_row(space: TorchRows | TieredRows, rows_N: Tensor, rows_ND: Tensor) -> Tensor:
+def _zeros_for_no_row(space: TieredRows, rows_N: Tensor, rows_ND: Tensor) -> Tensor:
     """What was read, with zeros for no row: `read` returns any row for it, or an empty slot."""
     return torch.where((rows_N < space.num_rows).unsqueeze(1), rows_ND, 0)
 

@@ -97,17 +97,6 @@ class RowNumbers:
         """
         return torch.from_numpy(np.array(sequence, np.int64)).to(self.device)
 
-    def table_of(self, rows: Tensor) -> Tensor:
-        """The table of each row, (U,) int64."""
-        starts_T, tables_T, _ = self.starts
-        return tables_T[torch.searchsorted(starts_T, rows, right=True) - 1]
-
-    def ids_of(self, rows: Tensor) -> Tensor:
-        """The id of each row in its table, (U,) int64."""
-        if self._firsts is None:
-            self._firsts = self.numbers_of(self.first_rows)
-        return rows - self._firsts[self.table_of(rows)]
-
     @property
     def starts(self) -> TableStarts:
         """Where the tables begin."""
@@ -129,26 +118,6 @@ class TorchRows(RowNumbers, ABC):
 
     rows: Tensor
     slots: TorchSlots | None = None
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Read rows in the compute dtype.
-
-        Shape:
-            rows (U,) int64, R or more for a result that the caller ignores; result (U, D).
-        """
-        if not len(self.rows):
-            return self.rows.new_zeros(len(rows), self.dim, dtype=self.compute_dtype)
-        return self.rows.index_select(0, rows.clamp(max=len(self.rows) - 1)).to(self.compute_dtype)
-
-    @abstractmethod
-    def translate(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
-        """Translate row numbers of another space (of rows) to this one (of their state).
-
-        Args:
-            rows: Row numbers in `other`, (U,) int64.
-            other: A space of the same class, over the same tables.
-            tables: The tables that the rows belong to; both spaces have rows of them.
-        """
 
     @abstractmethod
     def shifts(self, other: Any, tables: Sequence[int]) -> Tensor | None:
@@ -190,11 +159,6 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
         sizes = [len(table) for table in self.tables]
         RowNumbers.__init__(self, first_rows, sizes, len(self.rows), dim, like.dtype, like.device)
         self._shifts: tuple[list[int], Tensor | None] = ([], None)
-
-    def translate(self, rows: Tensor, other: TorchRowSpace, tables: Sequence[int]) -> Tensor:
-        """See `TorchRows`."""
-        shifts_T = self.shifts(other, tables)
-        return rows if shifts_T is None else rows + shifts_T[other.table_of(rows)]
 
     def shifts(self, other: TorchRowSpace, tables: Sequence[int]) -> Tensor | None:
         """See `TorchRows`."""

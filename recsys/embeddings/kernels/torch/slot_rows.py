@@ -65,18 +65,6 @@ class SlotRows(TorchRows):
         self.slots: TorchSlots = slots
         self._numbers = numbers
 
-    def table_of(self, rows: Tensor) -> Tensor:
-        """The table of the row in each slot, (U,) int64; arbitrary for an empty slot."""
-        return self._numbers.table_of(self.slots.row_of_slot[rows].long())
-
-    def ids_of(self, rows: Tensor) -> Tensor:
-        """The id in its table of the row in each slot, (U,) int64; arbitrary for an empty slot."""
-        return self._numbers.ids_of(self.slots.row_of_slot[rows].long())
-
-    def translate(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
-        """See `TorchRows`; a row's state has the row's slot."""
-        return rows
-
     def shifts(self, other: Any, tables: Sequence[int]) -> Tensor | None:
         """See `TorchRows`; nothing, for the same reason."""
         return None

@@ -1,37 +1,24 @@
-"""The map of the slots on a device, with torch operations.
+"""The map of the slots on a device, without claims.
 
 The arrays are those of `cpu.slot_arrays`, with the same dtypes and meaning, and one place more than
 there are rows or slots: a row without a slot, or a slot without a row, points to the last place.
 Row numbers count over all tables.
 
-    TorchSlotMap    claims slots for a mini-batch
+    DeviceSlotMap   the base class of the map; `triton.slots` claims slots for a mini-batch
     distinct_rows   the rows of a mini-batch, each once
-    claim           counts a ticket into the slots of its rows, finds slots for the other rows, and
-                    lists the rows to copy: all of it, or nothing
-    mark_dirty, release
+    mark_dirty
 
-The clock's hand halves the uses of each slot that it passes, and takes the first slot without uses.
-So it takes a slot of u uses in the round whose number is the number of bits of u, and slots in the
-order (round, distance from the hand): one sort for all rows of a mini-batch. A claim that looks at
-all slots takes the same slots as `cpu.slots`. A claim that looks at fewer takes slots among
-these; its time and memory then do not grow with the number of slots.
-
-Every array has a place for each lookup, `NOWHERE` where there is no row, so the host waits for the
-device only to learn which rows to copy, if it copies them. Whether there were enough slots is a
-number on the device, too.
-
-Letters: R rows, S slots, W slots looked at, N lookups, U places for distinct rows (N of them).
+Letters: R rows, S slots, N lookups, U places for distinct rows (N of them).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
-from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, Shortage, SlotClaim
+from recsys.embeddings.kernels.cpu.slots import Shortage
 from recsys.embeddings.kernels.torch.bags import layers_of, rows_of
 
 if TYPE_CHECKING:
@@ -46,20 +33,17 @@ if TYPE_CHECKING:
 __all__ = [
     "LOOKED_AT",
     "Copies",
-    "TorchSlotMap",
+    "DeviceSlotMap",
     "TorchSlots",
     "Transfer",
-    "claim",
     "distinct_rows",
     "first_unpinned",
     "mark_dirty",
     "needs",
-    "release",
     "rows_first",
     "slots_of",
 ]
 
-_MOST_USES = 255
 LOOKED_AT = 4  # slots that a claim looks at first, for each lookup
 
 
@@ -109,8 +93,8 @@ class TorchSlots(NamedTuple):
         return self.row_of_slot.numel() - 1
 
 
-class TorchSlotMap:
-    """Claims slots on a device; the same methods as `SlotMap`, which does it for the CPU.
+class DeviceSlotMap:
+    """The slots of a device: what `SlotMap` is for the CPU, without claims.
 
     Args:
         numbers: The rows of all tables.
@@ -135,38 +119,6 @@ class TorchSlotMap:
             self.tensors[:5]
         )
         self.first_slot = self.num_pinned = 0
-
-    def claim(self, lookups: Lookups, bags: TorchBags) -> SlotClaim:
-        """As `SlotMap.claim`; the host waits once, to learn which rows to copy."""
-        slots = self.tensors
-        rows_N, is_bad_N = self.rows_of_values(lookups, bags)
-        is_row_N = rows_N < slots.num_rows
-        num_hits = (slots_of(slots, rows_N) != NOWHERE).sum()
-        first_bad = _first(is_bad_N)
-        # Where a value is no row, nothing is claimed.
-        is_claimed_N = is_row_N & (first_bad == _NO_PLACE)
-        rows_U = distinct_rows(torch.where(is_claimed_N, rows_N, NOWHERE))
-        numbers = torch.stack([first_bad, is_row_N.sum(), num_hits, (rows_U != NOWHERE).sum()])
-        slot_U, listed = self._try(rows_U, numbers, LOOKED_AT * len(rows_U))
-        if not listed.is_enough:
-            slot_U, listed = self._try(rows_U, numbers, slots.num_slots)
-        if listed.first_bad != _NO_PLACE:
-            raise NoSuchRow(listed.first_bad)
-        if not listed.is_enough:
-            raise self._shortage(rows_U)
-        return SlotClaim(
-            slots_of(slots, rows_N),
-            slot_U,
-            listed.moves,
-            listed.num_lookups,
-            listed.num_hits,
-            listed.num_rows,
-            num_rows_hit=listed.num_rows - len(listed.moves.fetched_rows),
-        )
-
-    def release(self, held: Tensor) -> None:
-        """As `SlotMap.release`."""
-        release(self.tensors, held)
 
     def mark_dirty(self, slots: Any) -> None:
         """As `SlotMap.mark_dirty`; negative numbers stand for no slot."""
@@ -201,42 +153,6 @@ class TorchSlotMap:
         is_pinned = ((self.flags & PINNED) > 0)[:-1]
         num_missing, num_idle = int(is_missing.sum()), int((~is_needed & ~is_pinned).sum())
         return Shortage(is_needed.nonzero().flatten(), num_missing, num_missing - num_idle)
-
-    def _try(self, rows_U: Tensor, numbers: Tensor, num_looked_at: int) -> tuple[Tensor, _Listed]:
-        """Claim, and copy the result to the host in one piece."""
-        num_looked_at = max(1, num_looked_at)
-        slot_U, transfer = claim(self.tensors, rows_U, num_looked_at, first_slot=self.first_slot)
-        *moves, has_found = transfer
-        listed = torch.cat([has_found.long().view(1), numbers, *moves]).cpu().numpy()
-        known, moved = listed[: 1 + len(numbers)], listed[1 + len(numbers) :].astype(np.int32)
-        written_rows, written_at, rows, at = moved.reshape(4, -1)
-        is_written, is_fetched = written_rows != NOWHERE, rows != NOWHERE
-        moves_M = Moves(
-            rows[is_fetched], at[is_fetched], written_rows[is_written], written_at[is_written]
-        )
-        is_enough, first_bad, num_lookups, num_hits, num_rows = known.tolist()
-        return slot_U, _Listed(bool(is_enough), first_bad, num_lookups, num_hits, num_rows, moves_M)
-
-
-class _Listed(NamedTuple):
-    """The result of a claim, on the host."""
-
-    is_enough: bool
-    first_bad: int
-    num_lookups: int
-    num_hits: int
-    num_rows: int
-    moves: Moves
-
-
-_NO_PLACE = torch.iinfo(torch.int64).max
-
-
-def _first(is_meant: Tensor) -> Tensor:
-    """The first place that is true, () int64; `_NO_PLACE` if none is."""
-    places = torch.arange(len(is_meant) + 1, device=is_meant.device)
-    places = torch.where(torch.nn.functional.pad(is_meant, (0, 1)), places, _NO_PLACE)
-    return places.amin()
 
 
 class Transfer(NamedTuple):
@@ -307,79 +223,10 @@ def slots_of(slots: TorchSlots, rows: Tensor) -> Tensor:
     return torch.where(found < AWAITED, found, NOWHERE)
 
 
-def claim(
-    slots: TorchSlots, rows_U: Tensor, num_looked_at: int | None = None, *, first_slot: int = 0
-) -> tuple[Tensor, Transfer]:
-    """Give every row a slot, and count a ticket into all of them; all or nothing.
-
-    Args:
-        slots: Changed in place; at least one.
-        rows_U: The result of `distinct_rows`.
-        num_looked_at: W: the claim considers this many slots from the hand on; None for all.
-        first_slot: All slots before it are pinned and not considered.
-
-    Returns:
-        The slot of each row, (U,), `NOWHERE` where there is no row, or not enough slots; and the
-        rows to copy.
-    """
-    num_rows, num_slots = slots.num_rows, slots.num_slots
-    is_row = rows_U >= 0
-    known_U = slots.slot_of_row[torch.where(is_row, rows_U, num_rows)].long()
-    is_missing = is_row & (known_U == NOWHERE)
-    is_held = is_row & ~is_missing
-    is_awaited = is_held & (known_U >= AWAITED)
-    known_U = torch.where(is_awaited, known_U - AWAITED, known_U)
-    # Counted at once, so that the hand passes over them; taken back if the others are not enough.
-    known_U = torch.where(is_held, known_U, num_slots)
-    _add(slots.num_claims, known_U, 1)
-    num_others = num_slots - first_slot
-    looked_at_W = torch.arange(min(num_looked_at or num_others, num_others), device=rows_U.device)
-    hand = slots.hand.clamp(min=first_slot) - first_slot
-    looked_at_W = first_slot + (looked_at_W + hand) % num_others
-    order_W, rounds_W, is_free_W = _by_the_hand(slots, looked_at_W)
-    num_missing = is_missing.sum()
-    is_enough = num_missing <= is_free_W.sum()
-    _add(slots.num_claims, known_U, torch.where(is_enough, 0, -1))
-    # The k-th row that lacks a slot takes the k-th slot.
-    number_U = (is_missing.cumsum(0) - 1).clamp(0, len(looked_at_W) - 1)
-    taken_U = looked_at_W[order_W[number_U]]
-    is_placed = is_missing & is_enough
-    place_U = torch.where(is_placed, taken_U, num_slots)
-    old_U = slots.row_of_slot[place_U].long()  # EMPTY at the place of none
-    is_written = (old_U != EMPTY) & ((slots.flags[place_U] & DIRTY) > 0)
-    _move_the_hand(slots, looked_at_W, order_W, rounds_W, is_free_W, num_missing, is_enough)
-    slots.slot_of_row.index_fill_(0, torch.where(old_U == EMPTY, num_rows, old_U), NOWHERE)
-    slots.row_of_slot.index_copy_(0, place_U, rows_U.int())
-    slots.num_uses.index_fill_(0, place_U, 0)
-    slots.flags.index_fill_(0, place_U, 0)
-    slots.num_claims.index_fill_(0, place_U, 1)
-    slot_U = torch.where(is_missing, taken_U, known_U)
-    slot_U = torch.where(is_row & is_enough, slot_U, NOWHERE)
-    held_U = torch.where(slot_U == NOWHERE, num_slots, slot_U)
-    slots.slot_of_row.index_copy_(0, torch.where(slot_U == NOWHERE, num_rows, rows_U), held_U.int())
-    uses_U = (slots.num_uses[held_U].long() + 1).clamp(max=_MOST_USES)
-    slots.num_uses.index_copy_(0, held_U, uses_U.to(torch.uint8))
-    _clear_last_places(slots)
-    is_fetched = is_placed | (is_awaited & is_enough)
-    return slot_U, Transfer(
-        torch.where(is_written, old_U, NOWHERE),
-        torch.where(is_written, place_U, NOWHERE),
-        torch.where(is_fetched, rows_U, NOWHERE),
-        torch.where(is_fetched, slot_U, NOWHERE),
-        is_enough,
-    )
-
-
 def mark_dirty(slots: TorchSlots, slot_U: Tensor) -> None:
     """Note that rows are newer than in the cold store; negative numbers stand for no slot."""
     held_U = torch.where(slot_U < 0, slots.num_slots, slot_U)
     slots.flags.index_copy_(0, held_U, slots.flags[held_U] | DIRTY)
-    _clear_last_places(slots)
-
-
-def release(slots: TorchSlots, slot_U: Tensor) -> None:
-    """Take a ticket out of the counts of its slots, as from `claim`."""
-    _add(slots.num_claims, torch.where(slot_U == NOWHERE, slots.num_slots, slot_U), -1)
     _clear_last_places(slots)
 
 
@@ -398,48 +245,6 @@ def needs(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Tensor]:
     is_needed = slots.num_claims > 0
     is_needed.index_fill_(0, torch.where(known_U == NOWHERE, slots.num_slots, held_U), True)
     return is_missing, is_needed[:-1]
-
-
-def _add(counts: Tensor, places_U: Tensor, number: int | Tensor) -> None:
-    """Add to distinct places; the last place, which is none, may get any value."""
-    counts.index_copy_(0, places_U, (counts[places_U] + number).to(counts.dtype))
-
-
-def _by_the_hand(slots: TorchSlots, looked_at_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The order in which the hand takes slots; the round in which it takes each; which it may take.
-
-    Slots that it may not take come last.
-    """
-    num_looked_at = len(looked_at_W)
-    flags_W, uses_W = slots.flags[looked_at_W], slots.num_uses[looked_at_W]
-    is_free_W = (slots.num_claims[looked_at_W] == 0) & ((flags_W & PINNED) == 0)
-    rounds_W = torch.frexp(uses_W.float()).exponent.long()  # bits of a number
-    rounds_W = torch.where(slots.row_of_slot[looked_at_W] == EMPTY, 0, rounds_W)
-    turn_W = rounds_W * num_looked_at + torch.arange(num_looked_at, device=looked_at_W.device)
-    last = torch.iinfo(torch.int64).max
-    return torch.where(is_free_W, turn_W, last).argsort(stable=True), rounds_W, is_free_W
-
-
-def _move_the_hand(
-    slots: TorchSlots,
-    looked_at_W: Tensor,
-    order_W: Tensor,
-    rounds_W: Tensor,
-    is_free_W: Tensor,
-    num_taken: Tensor,
-    is_enough: Tensor,
-) -> None:
-    """To the slot after the last one taken; halve the uses of the slots that it passes."""
-    has_moved = is_enough & (num_taken > 0)
-    # Not by brackets, which would wait to read a single number.
-    last = order_W.take((num_taken - 1).clamp(0, len(looked_at_W) - 1))
-    numbers_W = torch.arange(len(looked_at_W), device=looked_at_W.device)
-    passes_W = rounds_W.take(last) + (numbers_W <= last).long()
-    uses_W = slots.num_uses[looked_at_W].long()
-    left_W = torch.where(is_free_W & has_moved, uses_W >> passes_W, uses_W)
-    slots.num_uses.index_copy_(0, looked_at_W, left_W.to(torch.uint8))
-    following = (looked_at_W.take(last) + 1) % slots.num_slots
-    slots.hand.copy_(torch.where(has_moved, following, slots.hand))
 
 
 def _clear_last_places(slots: TorchSlots) -> None:

@@ -1,6 +1,6 @@
-"""Triton kernels for tables on a CUDA device, in place of functions of `kernels.torch`.
+"""Triton kernels for tables on a CUDA device.
 
-Each function keeps the contract of the function of the same name there, which is its reference.
+Each function keeps the contract of the numba kernel of the same name, on what `kernels.torch` has.
 Only `kernels.choice` imports these modules, and only for tables on CUDA: a CPU machine needs no
 triton.
 

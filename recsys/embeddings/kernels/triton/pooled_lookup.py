@@ -1,8 +1,8 @@
 """Pooled lookup: sums the rows of every bag in lookup order, for all tables in one launch.
 
-See `kernels.torch.pooled_lookup` for the contract. Sums of float32 and float64 equal its sums to
-the bit on the CPU: a bag's rows are added one by one, products with weights are rounded before they
-are added (`enable_fp_fusion=False`), and means are divided with correct rounding.
+See `kernels.cpu.pooled_lookup` for the contract. Sums of float32 and float64 equal those of torch
+on the CPU to the bit: a bag's rows are added one by one, products with weights are rounded before
+they are added (`enable_fp_fusion=False`), and means are divided with correct rounding.
 
 A program handles some bags of one lookup, and at most `_MOST_COLUMNS` columns of them. The program
 that reads an id checks it. Rows are read and written 16 bytes per thread at a time if D allows it.
@@ -86,9 +86,10 @@ class _Placed(NamedTuple):
 def pooled_lookup(
     space: TorchRows | ReachedRows, lookups: Lookups, bags: TorchBags, result: Tensor
 ) -> int:
-    """Write the pooled rows of every lookup into its columns; see `kernels.torch.pooled_lookup`.
+    """Write the pooled rows of every lookup into its columns; see `kernels.cpu.pooled_lookup`.
 
-    Not for `TieredRows`: for them the host copies rows anyway, and torch's function reads them.
+    Errors of the input are recorded in `space.errors`; the result is always -1. Not for
+    `TieredRows`: for them the host copies rows, and `kernels.torch.pooled_lookup` reads them.
     """
     num_lookups = len(lookups.tables)
     if not bags.batch_size or not num_lookups:
@@ -143,7 +144,7 @@ def pooled_lookup(
 def row_gradient_dots(
     space: TorchRows, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
 ) -> None:
-    """The gradient of per-sample weights; see `kernels.torch.pooled_lookup`."""
+    """The gradient of per-sample weights; see `kernels.cpu.pooled_lookup`."""
     if not bags.batch_size or not len(bags.values) or not len(lookups.tables):
         return
     placed, block_bags = _place(space, lookups), _block_bags(space)

@@ -11,7 +11,7 @@ from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, Shortage, SlotClaim
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, most_rows, num_enough
-from recsys.embeddings.kernels.torch.slots import LOOKED_AT, TorchSlotMap
+from recsys.embeddings.kernels.torch.slots import LOOKED_AT, DeviceSlotMap
 from recsys.embeddings.kernels.triton.claims import claim, release
 from recsys.embeddings.rows.lookups import Lookups
 
@@ -28,8 +28,8 @@ _ALIGNMENT = 16  # see `claims.claim`
 _NO_LOOKUPS = Lookups.nothing()
 
 
-class TritonSlotMap(TorchSlotMap):
-    """As `TorchSlotMap`, with Triton kernels; slots are numbered in int32.
+class TritonSlotMap(DeviceSlotMap):
+    """Claims slots on a device; slots are numbered in int32.
 
     `start` and `finish` are the halves of `claim`: the host may do other work between them.
     """
@@ -125,7 +125,21 @@ def queue_claim(
     released: Tensor | None = None,
     copies: Copies | None = None,
 ) -> QueuedClaim:
-    """As `torch.queued_claims.queue_claim`."""
+    """As `TritonSlotMap.claim`, for a claim that finds enough slots; the host does not wait.
+
+    A value that is not a row gets a negative slot, which the lookup refuses; the rows of all other
+    values are claimed.
+
+    Args:
+        slot_map: The slots.
+        lookups: Which features are looked up in which tables; each feature in at most one.
+        bags: The input; its values are rows.
+        num_rows: The result of `most_rows`.
+        num_others: The most slots that other tickets need; together with `num_rows`, not more than
+            there are slots that are not pinned.
+        released: Slots of a ticket to release before; None for none.
+        copies: Makes the claim's transfer; None for none.
+    """
     num_looked_at = num_enough(slot_map, num_rows + num_others)
     started = slot_map.start(
         lookups, bags, num_looked_at, num_rows, refuses=False, released=released, copies=copies

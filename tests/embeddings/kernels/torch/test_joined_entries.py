@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from recsys.embeddings.kernels.torch import joined_entries
-from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of, locate, locate_one_hot
+from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of, locate_one_hot
 from recsys.embeddings.kernels.torch.joined_entries import join_entries
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
+from tests.torch_kernels import locate
 
 SIZES, DIM, NUM_SAMPLES = (5, 7, 6), 2, 4
 LOOKUPS = [Lookups.one(table, DIM) for table in range(3)]

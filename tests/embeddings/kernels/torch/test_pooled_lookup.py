@@ -6,16 +6,15 @@ from hypothesis import strategies as st
 from recsys.embeddings.kernels.cpu import pooled_lookup as numba
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.errors import errors_on
-from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.kernels.torch.slot_rows import TieredRows, number_rows
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.errors import MalformedBags
+from tests.torch_kernels import TorchSlotMap, pooled_lookup, row_gradient_dots
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 cases = {
     "seed": st.integers(0, 2**31),
     "dim": st.integers(1, 9),
@@ -60,17 +59,6 @@ def test_gradients_of_weights_are_those_of_the_kernel_for_the_cpu(make_case, **o
     row_gradient_dots(TorchRowSpace(case.copies()), case.lookups, case.bags(), gradient, found)
 
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_result_that_is_one_piece_repeats_to_the_bit(make_case):
-    case = make_case(0, 8, 50, 9, "weighted", torch.float32)
-    space = TorchRowSpace(case.copies())
-    results = [torch.zeros(50, case.lookups.width) for _ in range(2)]
-
-    for result in results:
-        pooled_lookup(space, case.lookups, case.bags(), result)
-
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("how", ["sum", "mean"])

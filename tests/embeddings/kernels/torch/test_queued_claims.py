@@ -1,17 +1,16 @@
 """Claims that the host does not wait for, against those that it waits for."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.queued_claims import NO_SLOT, most_rows, queue_claim
+from recsys.embeddings.kernels.torch.queued_claims import most_rows
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.rows.lookups import Lookups
+from tests.torch_kernels import TorchSlotMap, queue_claim
 
 SIZES = (40, 12)
 # Two features of the first table, one of the second.
@@ -134,67 +133,3 @@ def test_slots_are_found_behind_those_that_tickets_need():
     claim = queue(slots, one_hot([18], [9], [19]), 18)
 
     assert (claim.held >= 0).all()
-
-
-@pytest.mark.parametrize("longest", [None, 2])
-def test_it_takes_what_a_claim_takes_that_waits(longest):
-    waiting, queued = make_map(60), make_map(60)
-    for seed in range(6):
-        bags = make_bags(seed, 3, longest)
-
-        expected = waiting.claim(LOOKUPS, bags)
-        found = queue(queued, bags, 60)
-
-        assert torch.equal(found.slot_of_value, expected.slot_of_value)
-        of_rows = (
-            dict(zip(*expected.moves[:2], strict=True)),
-            dict(zip(*expected.moves[2:], strict=True)),
-        )
-        moves = [found.moves[2:4], found.moves[:2]]  # `Moves` and `Transfer` have other orders
-        for (rows, its_slots), slot_of_row in zip(moves, of_rows, strict=True):
-            expected_rows = sorted(slot_of_row, reverse=True)
-            count = len(expected_rows)
-            assert rows[:count].tolist() == expected_rows
-            assert its_slots[:count].tolist() == [slot_of_row[row] for row in expected_rows]
-            assert (rows[count:] == NOWHERE).all()
-        assert found.counts[:4].tolist() == list(expected[3:7])
-        waiting.release(expected.held)
-        queued.release(found.held)
-    assert all(map(torch.equal, waiting.tensors, queued.tensors))
-
-
-def test_an_id_that_is_no_row_claims_nothing_and_the_others_do():
-    slots = make_map(8)
-    values = torch.tensor([2, 99, 3, -1, 2, 5])  # two samples
-    bags = TorchBags(values, None, None, 2, is_mean=False)
-
-    claim = queue(slots, bags, 6)
-
-    is_bad = torch.tensor([False, True, False, True, False, False])
-    assert torch.equal(claim.slot_of_value == NO_SLOT, is_bad)
-    assert (slots.row_of_slot != EMPTY).sum() == 3
-    assert claim.counts.tolist() == [4, 0, 3, 0, 3, 0]
-
-
-def test_a_padding_id_has_no_slot_and_is_not_refused():
-    slots = make_map(8)
-    bags = TorchBags(torch.tensor([2, 3, 7]), None, None, 1, is_mean=False, padding=3)
-
-    claim = queue(slots, bags, 3)
-
-    assert (claim.slot_of_value < 0).tolist() == [False, True, False]
-    assert claim.slot_of_value[1] == NOWHERE
-
-
-def test_a_queued_claim_does_nothing_that_would_wait_for_a_device(no_round_trips):
-    slots = make_map(30)
-    batches = [make_bags(seed, 2, longest) for seed in range(3) for longest in (None, 2)]
-
-    with no_round_trips:
-        for bags in batches:
-            most = most_rows(slots, LOOKUPS, bags)
-            claim = queue(slots, bags, most)
-            slots.mark_dirty(claim.slot_of_value)
-            slots.release(claim.held)
-
-    assert (slots.row_of_slot != EMPTY).any()

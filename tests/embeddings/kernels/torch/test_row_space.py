@@ -4,6 +4,7 @@ from torch import nn
 
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from tests.torch_kernels import ids_of, table_of, translate
 
 
 def test_tables_from_anywhere_are_brought_into_one_allocation_and_stay_what_they_are():
@@ -55,8 +56,8 @@ def test_rows_know_their_table_and_their_number_in_it():
 
     numbers = torch.tensor([5, 0, 6, 2])
 
-    assert space.table_of(numbers).tolist() == [0, 2, 0, 2]
-    assert space.ids_of(numbers).tolist() == [0, 0, 1, 2]
+    assert table_of(space, numbers).tolist() == [0, 2, 0, 2]
+    assert ids_of(space, numbers).tolist() == [0, 0, 1, 2]
 
 
 def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_order():
@@ -64,7 +65,7 @@ def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_ord
     space = TorchRowSpace([rows[6:8], rows[1:4]])
     states = TorchRowSpace([state[:2], state[2:5]])
 
-    found = states.translate(torch.tensor([5, 0, 6, 2]), space, [0, 1])
+    found = translate(states, torch.tensor([5, 0, 6, 2]), space, [0, 1])
 
     assert states.rows[found].flatten().tolist() == [0, 2, 1, 4]
 

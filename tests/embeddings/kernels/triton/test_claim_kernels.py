@@ -1,4 +1,4 @@
-"""Claims of many programs; `kernels/torch/test_slots` has traces of small ones."""
+"""Claims of many programs; `test_claimed_slots` has traces of small ones."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.kernels.triton.slots import TritonSlotMap
 from recsys.embeddings.rows.lookups import Lookups
+from tests.torch_kernels import TorchSlotMap
 
 
 def rows_of(bags):

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
-from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
 from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.kernels.torch.slot_rows import ReachedRows, number_rows
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.kernels.triton.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.triton.transfers import HostRows
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.errors import MalformedBags
+from tests import torch_kernels as by_torch
+from tests.torch_kernels import TorchSlotMap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 cases = {

@@ -14,7 +14,6 @@ from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags, lengths_of
 from recsys.embeddings.kernels.torch.errors import NO_ROW, errors_on
 from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRowSpace
-from recsys.embeddings.kernels.torch.row_update import row_update as by_torch
 from recsys.embeddings.kernels.torch.slot_rows import SlotRows
 from recsys.embeddings.kernels.torch.slots import TorchSlots
 from recsys.embeddings.kernels.triton.row_update import _settings, row_update
@@ -25,6 +24,7 @@ from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.errors import NonFiniteGradient
 from tests.fake_replays import record_on_cpu
+from tests.torch_kernels import row_update as by_torch
 
 OPTIMIZERS = [
     SGD(lr=0.5),

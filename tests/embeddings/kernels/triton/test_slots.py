@@ -1,19 +1,18 @@
-"""The map of slots against that of operations of torch; `kernels/torch/test_slots` has traces."""
+"""The map of slots against that of operations of torch; `test_claimed_slots` has traces."""
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow, Shortage
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
-from recsys.embeddings.kernels.torch.slots import TorchSlotMap
 from recsys.embeddings.kernels.triton.claim_kernels import NO_ROW
 from recsys.embeddings.kernels.triton.slots import TritonSlotMap
 from recsys.embeddings.rows.lookups import Lookups
+from tests.torch_kernels import TorchSlotMap
 
 SIZES = [40, 3, 0, 7]
 # Features 2 and 5 are looked up in no table, features 0 and 4 in the same one.
@@ -149,12 +148,3 @@ def test_ids_may_be_a_column_of_a_matrix(triton_device):
 
     assert sorted(claim.moves.fetched_rows.tolist()) == [2, 4]
     assert bags.given == (column,)
-
-
-def test_triton_claims_slots_where_it_is_installed(triton_device, monkeypatch):
-    for kind in ("_BY_TORCH", "_BY_TRITON"):
-        monkeypatch.setattr(choice, kind, {triton_device.type})
-
-    assert choice.kernels_on(triton_device).make_slot_map is TritonSlotMap
-    monkeypatch.setattr(choice, "has_triton", lambda: False)
-    assert choice.kernels_on(triton_device).make_slot_map is TorchSlotMap

@@ -1,6 +1,6 @@
 """Slots on a device against those of the kernels for the CPU, and against a dictionary of rows.
 
-Operations of torch and Triton kernels claim in turn.
+Triton kernels claim.
 """
 
 from contextlib import nullcontext
@@ -20,13 +20,9 @@ from recsys.embeddings.kernels.torch.slot_rows import number_rows
 from recsys.embeddings.kernels.torch.slots import (
     TorchSlots,
     Transfer,
-    claim,
     distinct_rows,
     first_unpinned,
-    mark_dirty,
     needs,
-    release,
-    slots_of,
 )
 from recsys.embeddings.rows.lookups import Bags, Lookups
 
@@ -51,39 +47,16 @@ class Claimed(NamedTuple):
     transfer: Transfer
 
 
-class ByTorch:
-    """Slots of rows, claimed by operations of torch."""
-
-    keeps_order = True  # the k-th row without a slot takes the k-th slot
-
-    def __init__(self, num_slots):
-        self.slots = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
-
-    def claim(self, rows, num_looked_at=None, first_slot=0):
-        values = torch.as_tensor(rows)
-        rows_U = distinct_rows(values)
-        slot_U, transfer = claim(self.slots, rows_U, num_looked_at, first_slot=first_slot)
-        return Claimed(rows_U, slot_U, slots_of(self.slots, values), transfer)
-
-    def mark_dirty(self, held):
-        mark_dirty(self.slots, held)
-
-    def release(self, held):
-        release(self.slots, held)
-
-
 SMALL_PROGRAMS = {"_BLOCK_VALUES": 4, "_BLOCK_SLOTS": 2, "_MOST_PROGRAMS": 2}
 
 
 class ByTriton:
-    """The same by Triton kernels.
+    """Slots of rows, claimed by Triton kernels.
 
     Args:
         num_slots: S.
         is_split: Whether even small cases are divided among several programs.
     """
-
-    keeps_order = False
 
     def __init__(self, num_slots, *, is_split=False):
         from recsys.embeddings.kernels.triton import claims
@@ -109,14 +82,6 @@ class ByTriton:
                 self.slots, self._layer, bags, num_places, num_looked_at, first_slot=first_slot
             )
         return Claimed(started.rows.long(), started.held, started.slot_of_value, started.transfer)
-
-
-@pytest.fixture(scope="module", params=[ByTorch, ByTriton], ids=["torch", "triton"])
-def slots_of_kind(request):
-    """Makes slots of rows that one kind of kernels claims, from the number of slots."""
-    if request.param is ByTriton:
-        pytest.importorskip("triton")
-    return request.param
 
 
 def listed(numbers):
@@ -173,14 +138,13 @@ class BothSlots:
         for row, slot in fetched.items():
             assert self.ours.slots.slot_of_row[row] == slot
             assert self.ours.slots.row_of_slot[slot] == row
-        if not self.ours.keeps_order:
-            # From here on, the same rows are in the same slots.
-            self.ours.slots.slot_of_row[:-1] = self.theirs.slot_of_row
-            self.ours.slots.row_of_slot[:-1] = self.theirs.row_of_slot
+        # From here on, the same rows are in the same slots.
+        self.ours.slots.slot_of_row[:-1] = self.theirs.slot_of_row
+        self.ours.slots.row_of_slot[:-1] = self.theirs.row_of_slot
         return claimed
 
     def _compare(self, ours, theirs):
-        assert (ours == theirs) if self.ours.keeps_order else (sorted(ours) == sorted(theirs))
+        assert sorted(ours) == sorted(theirs)
 
     def require_same(self):
         for name, found in zip(TorchSlots._fields[:5], self.ours.slots, strict=False):
@@ -258,23 +222,10 @@ WINDOWS = st.one_of(st.none(), st.integers(1, 12))
 SLOW = settings(max_examples=settings().max_examples // 4)  # kernels may be interpreted
 
 
-@given(**CASES, pinned=PINNED_SLOTS)
-def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, pinned):
-    require_slots_of_the_cpu(ByTorch(num_slots), batches, pinned)
-
-
 @SLOW
 @given(**CASES, pinned=PINNED_SLOTS, is_split=st.booleans())
 def test_triton_takes_slots_as_the_kernels_for_the_cpu(batches, num_slots, pinned, is_split):
-    pytest.importorskip("triton")
     require_slots_of_the_cpu(ByTriton(num_slots, is_split=is_split), batches, pinned)
-
-
-@given(**CASES, num_looked_at=WINDOWS)
-def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
-    batches, num_slots, num_looked_at
-):
-    require_newest_values(ByTorch(num_slots), batches, num_looked_at)
 
 
 @SLOW
@@ -282,7 +233,6 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
 def test_every_row_that_triton_moves_has_its_newest_value(
     batches, num_slots, num_looked_at, is_split
 ):
-    pytest.importorskip("triton")
     require_newest_values(ByTriton(num_slots, is_split=is_split), batches, num_looked_at)
 
 
@@ -295,8 +245,8 @@ def test_distinct_rows_come_first_and_in_order(rows, expected):
     assert distinct_rows(torch.tensor(rows, dtype=torch.int64)).tolist() == expected
 
 
-def test_a_claim_does_nothing_that_would_wait_for_a_device(slots_of_kind, no_round_trips):
-    ours = slots_of_kind(4)
+def test_a_claim_does_nothing_that_would_wait_for_a_device(no_round_trips):
+    ours = ByTriton(4)
     mini_batches = torch.tensor([[1, 2, 2], [5, 5, 9], [2, 1, 7]])
     held = []
 
@@ -309,8 +259,8 @@ def test_a_claim_does_nothing_that_would_wait_for_a_device(slots_of_kind, no_rou
     assert [sorted(listed(slot_U)) for slot_U in held] == [[0, 1], [2, 3], [0, 1, 2]]
 
 
-def test_a_claim_that_finds_too_few_slots_changes_nothing(slots_of_kind):
-    ours = slots_of_kind(3)
+def test_a_claim_that_finds_too_few_slots_changes_nothing():
+    ours = ByTriton(3)
     ours.mark_dirty(ours.claim([4, 7]).slots)
     before = [each.clone() for each in ours.slots]
 
