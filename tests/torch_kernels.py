@@ -25,15 +25,16 @@ from recsys.embeddings.kernels.torch.bags import (
     rows_of,
 )
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, errors_on
-from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, num_enough
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace, upload
 from recsys.embeddings.kernels.torch.slot_rows import TieredRows
 from recsys.embeddings.kernels.torch.slots import (
     LOOKED_AT,
     DeviceSlotMap,
+    QueuedClaim,
     Transfer,
     distinct_rows,
     mark_dirty,
+    num_enough,
     rows_first,
     slots_of,
 )

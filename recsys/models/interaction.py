@@ -17,7 +17,6 @@ from numba import prange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from recsys._support.cuda.triton_support import has_triton
 from recsys._support.jit import num_parts, parallel_kernel
 
 if TYPE_CHECKING:
@@ -211,7 +210,6 @@ def _has_triton_kernels(sparse: Tensor, dtype: torch.dtype) -> bool:
         sparse.device.type in _BY_TRITON
         and type(sparse) in (Tensor, nn.Parameter)
         and sparse.shape[1] < _MOST_VECTORS.get(dtype, 0)
-        and has_triton()
     )
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.cpu.row_update import BadRow
     from recsys.embeddings.kernels.torch.errors import DeferredErrors
-    from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
+    from recsys.embeddings.kernels.torch.slots import QueuedClaim
 
 __all__ = [
     "DEVICE_KERNELS",

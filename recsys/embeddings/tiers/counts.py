@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
+from recsys.embeddings.kernels.torch.slots import QueuedClaim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -36,7 +36,7 @@ from recsys._support.caller_warnings import warn_caller
 from recsys._support.cuda.replays import are_replaying
 from recsys._support.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
-from recsys.embeddings.kernels.torch.queued_claims import most_rows as count_most_rows
+from recsys.embeddings.kernels.torch.slots import most_rows as count_most_rows
 from recsys.embeddings.tiers.counts import ClaimCounter
 from recsys.embeddings.tiers.holds import MOST_HELD, Hold, Holds, Need
 from recsys.embeddings.tiers.ticket import NotEnoughSlots, Ticket, Transferred
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.cpu.slots import SlotClaim
-    from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
+    from recsys.embeddings.kernels.torch.slots import QueuedClaim
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.rows.row_space import RowSpace
     from recsys.embeddings.tiers.cold.device_copies import DeviceCopies

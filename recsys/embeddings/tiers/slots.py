@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.cpu.slots import SlotClaim
-    from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim
-    from recsys.embeddings.kernels.torch.slots import Copies
+    from recsys.embeddings.kernels.torch.slots import Copies, QueuedClaim
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.tiers.cold.device_copies import DeviceCopies
     from recsys.embeddings.tiers.cold.host_store import ColdStore
@@ -249,7 +248,7 @@ class Slots:
         released: Any = None,
         copies: Copies | None = None,
     ) -> QueuedClaim:
-        """As `claim`, on a device and without waiting; see `queued_claims.queue_claim`."""
+        """As `claim`, on a device and without waiting; see `triton.slots.queue_claim`."""
         if released is not None:
             self._keep(released)
         claim: QueuedClaim = self._queue_claim(

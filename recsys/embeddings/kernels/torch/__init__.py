@@ -3,8 +3,7 @@
     row_space       several tables as one array; row = first row of the table + id
     bags            the input of a lookup, and the row of each of its values
     joined_entries  joins the ledger entries of a pass, for one launch
-    slots           what slots hold; the base class of their map
-    queued_claims   claims that the host does not wait for
+    slots           what slots hold, the base class of their map, and claims that are queued
     slot_rows       reads rows from slots, or from either tier
     pooled_lookup   sums the rows of every bag where some are copies of rows in files
     errors          raises errors of an input on a later call

@@ -10,8 +10,13 @@ from recsys._support.cuda.triton_support import cdiv
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, Shortage, SlotClaim
 from recsys.embeddings.kernels.torch.bags import layers_of
-from recsys.embeddings.kernels.torch.queued_claims import QueuedClaim, most_rows, num_enough
-from recsys.embeddings.kernels.torch.slots import LOOKED_AT, DeviceSlotMap
+from recsys.embeddings.kernels.torch.slots import (
+    LOOKED_AT,
+    DeviceSlotMap,
+    QueuedClaim,
+    most_rows,
+    num_enough,
+)
 from recsys.embeddings.kernels.triton.claims import claim, release
 from recsys.embeddings.rows.lookups import Lookups
 

@@ -1,4 +1,4 @@
-"""Claims that the host does not wait for, against those that it waits for."""
+"""Claims that the host does not wait for, made by operations of torch."""
 
 import numpy as np
 import torch
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.queued_claims import most_rows
 from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.slots import most_rows
 from recsys.embeddings.rows.lookups import Lookups
 from tests.torch_kernels import TorchSlotMap, queue_claim
 
