@@ -73,7 +73,8 @@ def accelerate(
     This replaces every `nn.EmbeddingBag`, `nn.Embedding` and TorchRec `EmbeddingBagCollection` and
     `EmbeddingCollection` inside the model, at any depth. Parameters stay the same objects, so
     optimizers and checkpoints stay valid. Hooks, `training` and `requires_grad` are kept. After an
-    error nothing has been replaced.
+    error nothing has been replaced. A module with `mode="max"`, `max_norm`, `scale_grad_by_freq` or
+    rows of 16 bits is left to torch, and the result says so.
 
     A copy or a pickle of the model has plain tables with all rows, and leaves gradients at them.
     Call `restore` and `accelerate` for the copy to continue as here. Without that, a copied Adam
