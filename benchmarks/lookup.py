@@ -11,7 +11,7 @@ evicts from the shared cache what other providers left there. It ends by waiting
 have stopped spinning. Its result is the mean of its timed steps. No process uses a mini-batch
 twice. The gradient of the pooled vectors is random and constant.
 
-With --against, tables have at most a million rows, and the cases are three batch sizes with SGD at
+With --against, tables have at most 64 MB, and the cases are three batch sizes with SGD at
 D=16, and the other optimizers and dims at B=2048.
 """
 
@@ -318,7 +318,7 @@ _CASES = (
 
 def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
     """A turn of --against."""
-    sizes = kaggle_sizes(_TINY_ROWS if is_tiny else _MAX_ROWS)
+    sizes = kaggle_sizes(_TINY_ROWS if is_tiny else _MAX_ROWS * _MAX_UNCAPPED_DIM // case.dim)
     num_batches = max(4, _POOL_SAMPLES // case.batch_size)
     source = samples(num_batches * case.batch_size, sizes)
     batches = cycle(
@@ -339,8 +339,8 @@ def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
         pooled.backward(gradient)
         module.row_optimizer.step()
 
-    num_steps = 2 * steps_of_turn(case.batch_size)
-    return timed(step, num_before=num_steps // 2, num_timed=num_steps)
+    num_steps = steps_of_turn(case.batch_size)
+    return timed(step, num_before=num_steps, num_timed=8 * num_steps)
 
 
 def main() -> None:

@@ -226,7 +226,7 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
     """Seconds per step, by provider and round."""
     prepare_process()
     torch.manual_seed(0)
-    batches = _batches(case)
+    batches = _batches(case, _NUM_BATCHES)
     models = {"torch": _model(case.kind, case.table_sizes).to(case.device)}
     if case.kind in _WHOLE_KINDS:
         models["no_tables"] = _without_tables(case)
@@ -329,10 +329,10 @@ def _without_tables(case: _Case) -> nn.Module:
     return model
 
 
-def _batches(case: _Case) -> list[_TableBatch]:
+def _batches(case: _Case, num_batches: int) -> list[_TableBatch]:
     """The mini-batches of a case."""
     found = []
-    for seed in range(_NUM_BATCHES):
+    for seed in range(num_batches):
         generator = torch.Generator().manual_seed(seed)
         ids, all_lengths = [], []
         fixed = _STEPS if case.kind == "tbsm" else (1,) * len(case.table_sizes)
@@ -564,7 +564,7 @@ def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
     model = _model(case.kind, case.table_sizes)
     optimizer = _optimizer(case, model)
     _accelerate(case, model, optimizer, None)
-    step = _step(case, model, optimizer, _batches(case)[:16])
+    step = _step(case, model, optimizer, _batches(case, 16))
     num_timed = 2 * steps_of_turn(case.batch_size)
     return timed(step, num_before=num_timed // 2, num_timed=num_timed)
 

@@ -15,8 +15,8 @@ pipeline itself.
 A turn's untimed steps fill the schedule's window, and use up the lead that the rest after the last
 turn gave it: there are four for each mini-batch of look-ahead depth.
 
-With --against, tables have at most 200,000 rows, and the cases are two budgets under two schedules,
-Hotline, everything resident, and files.
+With --against, tables have at most 200,000 rows, B is 1024, and the cases are two budgets under two
+schedules, Hotline, everything resident, and files.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ _NUM_FILL_STEPS, _NUM_STEPS = 60, 400
 
 def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
     """A turn of --against."""
-    most, batch_size = (20_000, 128) if is_tiny else (200_000, 2048)
+    most, batch_size = (20_000, 128) if is_tiny else (200_000, 1024)
     run = _Run(kaggle_sizes(most), 64, batch_size, "rowwise_adagrad", case.cold_tier, 0, 8, 8)
     run = run._replace(num_fill_steps=4 if is_tiny else _NUM_FILL_STEPS)
     budget = None if case.share == 1 else int(case.share * run.bytes_of_everything)

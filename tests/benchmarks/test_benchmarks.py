@@ -55,7 +55,7 @@ def run(pytestconfig, folder, script):
         [*command, "--quick", "--json", str(file)],
         check=True,
         cwd=folder,
-        env={"PYTHONPATH": str(root), "PATH": "", "HOME": str(folder)},
+        env={"PYTHONPATH": str(root), "PATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"},
     )
     return json.loads(file.read_text())
 
