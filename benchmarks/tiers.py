@@ -156,9 +156,10 @@ def bench_tiers(
     with Worker(other, _Trainer, run, num_steps, other, None, "sequential", cold_path) as baseline:
         for share in shares:
             is_resident = share != "floor" and float(share) == 1
-            budget = None if is_resident else int(float(share) * everything)
             if share == "floor":
-                budget = run.floor(num_steps)
+                budget: int | None = run.floor(num_steps)
+            else:
+                budget = None if is_resident else int(float(share) * everything)
             for schedule in ["sequential"] if is_resident else schedules:
                 case = f"{run},share={share},schedule={schedule}"
                 arguments = run, num_steps, "recsys", budget, schedule, cold_path
@@ -169,22 +170,22 @@ def bench_tiers(
                         "recsys": partial(tiered.call, "turn"),
                         other: partial(baseline.call, "turn"),
                     }
+                    before = tiered.call("waited_seconds")
                     found = take_turns(calls, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS)
                     yield from _rows_of(case, run, found, other)
+                    waited = tiered.call("waited_seconds") - before
+                    waited /= num_turns * (run.num_warm + run.num_timed)
                     values = tiered.call("values", budget or everything)
+                    values["exposed_fetch", "ms"] = 1e3 * waited
                     for (metric, unit), value in values.items():
                         yield summarize("tiers", case, "recsys", metric, unit, [float(value)])
 
 
-def _rows_of(
-    case: str, run: _Run, found: Mapping[str, Sequence[tuple[float, float]]], other: str
-) -> list[Row]:
+def _rows_of(case: str, run: _Run, seconds: Mapping[str, Sequence[float]], other: str) -> list[Row]:
     """Rows of the times, of the speeds, and of their ratio."""
-    seconds = {name: [spent for spent, _ in turns] for name, turns in found.items()}
     times = {name: [1e3 * each for each in spent] for name, spent in seconds.items()}
     speeds = {name: [run.batch_size / each for each in spent] for name, spent in seconds.items()}
     metric = "share_of_resident_speed" if other == "resident" else "speed_over_mmap"
-    exposed = [1e3 * waited for _, waited in found["recsys"]]
     return [
         *rows_by_provider("tiers", case, "time", "ms", times),
         *rows_by_provider("tiers", case, "speed", "samples/s", speeds),
@@ -196,7 +197,6 @@ def _rows_of(
             values=seconds["recsys"],
             baseline=seconds[other],
         ),
-        summarize("tiers", case, "recsys", "exposed_fetch", "ms", exposed),
     ]
 
 
@@ -245,18 +245,23 @@ class _Trainer:
         self._untrained = 0
         settle()
 
-    def turn(self) -> tuple[float, float]:
-        """Make the next turn's steps; return the mean seconds of a timed one, and its waiting."""
+    def turn(self) -> float:
+        """Make the next turn's steps; return the mean seconds of a timed one."""
         num_timed = self._run.num_timed
         self._make(self._run.num_warm + num_timed)
         self._train(self._run.num_warm)
-        waited = self._pipeline.clock.waited_seconds
         begin = time.perf_counter()
         self._train(num_timed)
         seconds = time.perf_counter() - begin
-        waited = self._pipeline.clock.waited_seconds - waited
         end_turn()
-        return seconds / num_timed, waited / num_timed
+        return seconds / num_timed
+
+    def waited_seconds(self) -> float:
+        """Seconds that training has waited for rows until now."""
+        from recsys.train.loop.tier_report import describe_tiers
+
+        tiers = describe_tiers(self._model)
+        return 0.0 if tiers is None else float(tiers["exposed_fetch_seconds"])
 
     def _make(self, num_steps: int) -> None:
         """Make the mini-batches of the next steps, and those for the window ahead."""
@@ -363,9 +368,8 @@ def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
     trainer = _Trainer(run, _NUM_STEPS, "recsys", budget, case.schedule, Path(folder.name))
 
     def turn() -> float:
-        seconds, _ = trainer.turn()
         assert folder.name  # kept as long as the turn
-        return seconds
+        return trainer.turn()
 
     return turn
 
