@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from recsys._support.config_fields import build, build_with_file, check_fields
 from recsys._support.config_fields import key as _key
 from recsys._support.files import alone_in
-from recsys._support.machine import describe_environment
+from recsys._support.machine import describe_environment, set_num_threads
 from recsys._support.nested_keys import flat
 from recsys.config import build_config, describe_config, put_key, read_tree
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
@@ -283,13 +283,17 @@ def ablate(
             )
             for cell in config.cells
         }
+        # Speeds are compared, so the first number of threads that is chosen holds for all cells.
+        chosen = [cell["run"]["config"]["num_threads"] for cell in found.values() if cell]
+        num_threads = chosen[0] if chosen else set_num_threads(0).num_threads
         try:
             for number, cell in enumerate(config.cells, 1):
                 if found[cell.name] is not None:
                     continue
                 if show_progress:
                     sys.stderr.write(f"cell {number} of {len(config.cells)}: {cell.name}\n")
-                _train(folder, cell, run_cell, show_progress=show_progress)
+                run = replace(cell.config, num_threads=cell.config.num_threads or num_threads)
+                _train(folder, cell.name, run, run_cell, show_progress=show_progress)
                 found[cell.name] = _finished(config, folder, cell)
                 if found[cell.name] is None:
                     break  # Ctrl-C ended a cell that `run_cell` trained in this process
@@ -320,6 +324,8 @@ def _finished(
         return None
     now = flat(json.loads(json.dumps(describe_config(cell.config))))
     then = flat(record["config"])
+    if not cell.config.num_threads:
+        now["num_threads"] = then.get("num_threads")  # it was chosen
     different = sorted(key for key in now | then if now.get(key) != then.get(key))
     if fingerprint not in (None, record["data"].get("fingerprint")):
         different.append("data.fingerprint")
@@ -361,23 +367,30 @@ def _finished(
     }
 
 
-def _train(folder: Path, cell: Cell, run_cell: Callable[..., Any], *, show_progress: bool) -> None:
+def _train(
+    folder: Path,
+    name: str,
+    config: TrainConfig,
+    run_cell: Callable[..., Any],
+    *,
+    show_progress: bool,
+) -> None:
     """Train a cell; one that was stopped continues from its checkpoint."""
     from recsys.train.checkpoint import newest
 
-    run = RunFolder(folder / "cells" / cell.name)
+    run = RunFolder(folder / "cells" / name)
     options = {"show_progress": show_progress}
     try:
-        has_config = run.config_file.is_file() and run.read_config() == cell.config
+        has_config = run.config_file.is_file() and run.read_config() == config
         if has_config and newest(run.checkpoints_folder) is not None:
             options["resume"] = True
         else:
             shutil.rmtree(run.path, ignore_errors=True)
-        run_cell(cell.config, run.path, **options)
+        run_cell(config, run.path, **options)
     except TrainingDiverged as error:
-        sys.stderr.write(f"cell {cell.name} diverged: {error}\n")
+        sys.stderr.write(f"cell {name} diverged: {error}\n")
     except RecsysError as error:
-        raise type(error)(f"cell {cell.name}: {error}") from error
+        raise type(error)(f"cell {name}: {error}") from error
 
 
 def _tabulate(

@@ -31,7 +31,8 @@ class ScheduleConfig:
 
     name: str = key(
         "",
-        "schedule; auto measures which is fastest; empty: lookahead if rows are in two tiers",
+        "schedule; auto measures which is fastest; empty: lookahead with files or cuda, else "
+        "sequential",
         choices=_NAMES,
     )
     depth: int = key(

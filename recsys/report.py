@@ -171,10 +171,12 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         facts["processes"] = (
             f"{processes['num_ranks']}; tiers, stages and memory are those of the first process"
         )
+    threads = record.get("threads") or {}  # a run that failed has none
     stalls = format_stalls(
         record["stalls"],
         is_alone=processes is None,
         follows_rows=skipped is not None and skipped["staleness"] is not None,
+        **{key: threads[key] for key in ("num_threads", "share_without_core") if key in threads},
     )
     lines += ["", *(f"{name:<20}{text}" for name, text in facts.items()), "", stalls]
     return "\n".join(lines)
@@ -246,9 +248,6 @@ METRICS = {
     "gauc": ("test GAUC", "{:.4f}"),
     "recall_at_k": ("test recall at {ranking_k}", "{:.4f}"),
     "ndcg_at_k": ("test NDCG at {ranking_k}", "{:.4f}"),
-    "popular_auc": ("AUC of popular test samples", "{:.4f}"),
-    "popular_logloss": ("logloss of popular test samples", "{:.4f}"),
-    "popular_calibration": ("calibration of popular test samples", "{:.4f}"),
     "late_auc": ("{late_split} AUC, last {late_percent} % of training", "{:.4f}"),
     "late_logloss": ("{late_split} logloss, last {late_percent} % of training", "{:.4f}"),
     "train_seconds": ("seconds of training", "{:.1f}"),
@@ -272,11 +271,8 @@ def _values(cell: Mapping[str, Any]) -> dict[str, float | None]:
     if run["status"] != "finished":
         return dict.fromkeys(METRICS)
     throughput, tiers, skipped = run["throughput"], run.get("tiers"), run.get("skipped") or {}
-    test, validation, popular = (
-        run["metrics"].get(part) or {} for part in ("test", "validation", "test_popular")
-    )
+    test, validation = (run["metrics"].get(part) or {} for part in ("test", "validation"))
     found = {metric: test.get(metric) for metric in METRICS}
-    found |= {f"popular_{name}": popular.get(name) for name in ("auc", "logloss", "calibration")}
     found |= {f"late_{name}": (cell.get("late") or {}).get(name) for name in ("auc", "logloss")}
     if tiers is not None:
         moved = tiers["fetched_bytes"] + tiers["written_back_bytes"]

@@ -70,6 +70,15 @@ class ModelTables:
         """Whether there are rows to fetch ahead; the same on all processes."""
         return bool(self.modules or self.divided)
 
+    def gain_by_looking_ahead(self) -> bool:
+        """Whether rows are worth fetching before their step begins; the same on all processes.
+
+        From host memory to slots in host memory, a fetch is faster in its step than beside another
+        one: both copy with the same cores. Files and a device's copies do not need them.
+        """
+        in_turn = (each.files is None and each.device.type == "cpu" for each in self.tiers())
+        return bool(self.divided) or not all(in_turn)
+
     def tiers(self) -> list[Tiers]:
         """The tiers of these modules, each once."""
         found: dict[Tiers, None] = {}

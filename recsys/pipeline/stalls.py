@@ -124,6 +124,7 @@ _REMEDIES = {
 _SKIP_NOTHING = (
     "train on all samples (skip.policy=none): choosing samples takes longer than computing on them"
 )
+_MUCH_WITHOUT_CORE = 0.2  # of the time of threads; on an idle machine it is a few percent
 _COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"
 _EXCHANGE_LESS = (
     "compute faster, or use fewer processes or larger mini-batches: it includes the exchange with "
@@ -163,7 +164,12 @@ def describe_stalls(clock: StageClock) -> dict[str, Any]:
 
 
 def format_stalls(
-    stalls: Mapping[str, Any], *, is_alone: bool = True, follows_rows: bool = True
+    stalls: Mapping[str, Any],
+    *,
+    is_alone: bool = True,
+    follows_rows: bool = True,
+    num_threads: int = 1,
+    share_without_core: float | None = None,
 ) -> str:
     """Format the stages of training as a table, with the longest one and what would shorten it.
 
@@ -172,6 +178,8 @@ def format_stalls(
         is_alone: Whether one process trained. Of several, these are the stages of the first one.
         follows_rows: Whether skipping, if any, follows the drift of rows, so that its cost depends
             on `skip.staleness`.
+        num_threads: Threads that computed.
+        share_without_core: Share of their time for which they had no core; None if not known.
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
@@ -187,6 +195,13 @@ def format_stalls(
     ]
     binding = stalls["binding"]
     remedy = _REMEDIES.get(binding, _COMPUTE_FASTER if is_alone else _EXCHANGE_LESS)
+    without_core = share_without_core or 0.0
+    if remedy == _COMPUTE_FASTER and without_core > _MUCH_WITHOUT_CORE:
+        fewer = f"set num_threads below {num_threads}" if num_threads > 1 else "end other programs"
+        remedy = (
+            f"{fewer}: for {without_core:.0%} of their time, threads waited for cores that other "
+            "programs kept busy"
+        )
     if binding == "skip" and not follows_rows:
         remedy = _SKIP_NOTHING
     lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")

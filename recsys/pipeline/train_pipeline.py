@@ -86,8 +86,9 @@ class TrainPipeline:
         optimizer: The optimizer of the dense part, or several, or None. Recsys optimizers of rows
             need not be listed; they step with it, once per step. Those given to `accelerate` must.
         device: Where mini-batches are moved; None leaves them where they are.
-        schedule: What runs when; `Auto()` measures and chooses. Default: `LookAhead(depth=2)` if
-            rows are in two tiers, else `Sequential()`.
+        schedule: What runs when; `Auto()` measures and chooses. Default: `LookAhead(depth=2)`
+            where rows are fetched from files, to a CUDA device, or on several processes, else
+            `Sequential()`.
         ids: Maps a mini-batch to what recsys modules will look up: either sparse features, or a
             dictionary from a module's name in the model to the input of its forward (features, a
             tensor, a tuple of arguments; a list of these if it is called several times). Without
@@ -145,7 +146,8 @@ class TrainPipeline:
         self.captured = CapturedDense(model) if capture else None
         self.clock = clock or StageClock()
         self.clock.watch(self._tables.waited)
-        self.schedule = schedule = schedule or (LookAhead() if self._tables else Sequential())
+        by_default = LookAhead() if self._tables.gain_by_looking_ahead() else Sequential()
+        self.schedule = schedule = schedule or by_default
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
         self._max_depth = 0

@@ -118,7 +118,7 @@ def accelerate(model, num_slots, tables=SIZES, dims=(4,)):
 
 def train(model, batches, num_slots=None, schedule=None, **options):
     """The losses, all rows, and the pipeline."""
-    optimizer = accelerate(model, num_slots, **options, always=True)
+    optimizer = accelerate(model, num_slots, **options)
     schedule = Sequential() if num_slots is None else schedule
     pipeline = TrainPipeline(model, optimizer, schedule=schedule, ids=model.inputs)
     losses = [loss.item() for loss, _ in pipeline.steps(batches)]

@@ -235,7 +235,7 @@ def make_fae_loader(**constants):
     return HotColdLoader(Numbered(60), "train", 5, np.array(HOT), FAE(rate=25, **constants))
 
 
-@pytest.mark.parametrize("schedule", [LookAhead(1), Auto(), None], ids=["1", "auto", "none"])
+@pytest.mark.parametrize("schedule", [LookAhead(1), Auto()], ids=["1", "auto"])
 def test_a_loader_that_waits_for_losses_is_not_read_ahead(schedule):
     model = Model()
     pipeline = TrainPipeline(model, None, schedule=schedule)

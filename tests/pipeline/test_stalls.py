@@ -255,3 +255,17 @@ def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest
     assert "skip" not in table
     table = format_stalls(describe_stalls(clock), is_alone=False)
     assert table.endswith("it includes the exchange with the other processes")
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "key"), [(2, "num_threads below 2"), (1, "other programs")]
+)
+def test_threads_that_waited_for_cores_are_named_instead_of_computing(now, num_threads, key):
+    clock = StageClock()
+    clock.seconds |= dict.fromkeys(STAGES, 1.0) | {"backward": 90.0}
+    stalls = describe_stalls(clock)
+
+    assert key in format_stalls(stalls, num_threads=num_threads, share_without_core=0.5)
+    for share in (None, 0.05):
+        table = format_stalls(stalls, num_threads=num_threads, share_without_core=share)
+        assert "compute faster" in table

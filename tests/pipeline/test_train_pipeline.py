@@ -67,11 +67,16 @@ def test_rows_of_mini_batches_ahead_have_slots_while_the_current_one_computes(sm
     assert pipeline.mean_depth == pytest.approx((3 * 9 + 2 + 1) / 12)
 
 
-def test_left_out_a_schedule_looks_ahead_where_rows_are_in_two_tiers(pair):
+def test_left_out_a_schedule_looks_ahead_where_rows_come_from_files(pair, tmp_path):
+    tables = [TableConfig(name="t", num_embeddings=900, embedding_dim=8, feature_names=("f",))]
+    in_files = HotColdEmbeddingBagCollection(
+        tables, optimizer=SGD(lr=0.1), budget="16KiB", cold_tier="file", cold_path=tmp_path
+    )
     (resident, tiered), _ = pair()
 
     assert TrainPipeline(resident, None).schedule == Sequential()
-    assert TrainPipeline(tiered, None).schedule == LookAhead(depth=2)
+    assert TrainPipeline(tiered, None).schedule == Sequential()
+    assert TrainPipeline(in_files, None).schedule == LookAhead(depth=2)
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(2)])
@@ -669,7 +674,9 @@ def test_a_table_of_a_collection_that_is_frozen_between_two_steps_is_not_warned_
 
 def test_a_name_that_is_no_module_of_ours_is_refused_with_those_that_are(small):
     model = BagModel(HotColdEmbeddingBag, optimizer=SGD(lr=0.1), budget=3500)
-    pipeline = TrainPipeline(model, None, ids=lambda batch: {"bag.0": batch.ids[0]})
+    pipeline = TrainPipeline(
+        model, None, schedule=LookAhead(), ids=lambda batch: {"bag.0": batch.ids[0]}
+    )
 
     with pytest.raises(ValueError, match=r"'bag.0' must be the name of .* \['bags.0', 'bags.1'"):
         pipeline.progress(iter(bag_batches()))
@@ -700,8 +707,8 @@ def test_two_collections_with_features_of_the_same_names_are_not_guessed(small, 
         return {name: batch[number].sparse_features for name, number in told.items()}
 
     with pytest.warns(UserWarning, match="it is not known which ids 'left.embeddings' and 1 more"):
-        losses = small.run(TrainPipeline(tiered, None), iter(pairs))
-    pipeline = TrainPipeline(Towers(budget=14_000), None, ids=ids)
+        losses = small.run(TrainPipeline(tiered, None, schedule=LookAhead()), iter(pairs))
+    pipeline = TrainPipeline(Towers(budget=14_000), None, schedule=LookAhead(), ids=ids)
 
     assert losses == expected
     assert small.run(pipeline, iter(pairs)) == expected
@@ -730,7 +737,8 @@ def test_torchrecs_batches_and_models_are_taken(small, batches):
     for budget in (None, BUDGET):
         model = small.Model(small.tables, Adagrad(lr=0.1), budget=budget)
         kept = [type(batch)(batch.sparse_features.to_torchrec(), batch.labels) for batch in batches]
-        pipeline = TrainPipeline(model, None)
+        schedule = None if budget is None else LookAhead()
+        pipeline = TrainPipeline(model, None, schedule=schedule)
         runs.append((model, small.run(pipeline, iter(kept))))
 
     assert runs[0][1] == runs[1][1]

@@ -75,7 +75,9 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     tables = "synthetic.table_sizes=[900, 700, 1, 800]"
     resident = run(small_config(tables), tmp_path / "resident")
 
-    tiered = run(small_config(tables, "budget=20KiB"), tmp_path / "tiered")
+    tiered = run(
+        small_config(tables, "budget=20KiB", "schedule.name=lookahead"), tmp_path / "tiered"
+    )
 
     assert resident["tiers"] is None
     assert tiered["metrics"] == resident["metrics"]
