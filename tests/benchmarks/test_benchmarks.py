@@ -41,7 +41,7 @@ SCRIPTS = {
         ("recsys_pooled", "loopback_sent"),
     },
     "prepare.py --table": {("recsys-parquet", "speed_over_pandas"), ("pandas", "peak_memory")},
-    "slipstream/cost.py --batch-sizes 2048": {("observe", "time_over_plain")},
+    "slipstream/cost.py --batch-sizes 128": {("observe", "time_over_plain")},
     "lookup.py --against CHECKOUT --pairs 1": {("new", "time_over_old"), ("old", "time")},
 }  # fmt: skip
 
