@@ -28,7 +28,7 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     kaggle.add_argument("raw", nargs="+", metavar="RAW", help=_RAW_HELP)
     kaggle.set_defaults(run_command=_prepare_kaggle)
 
-    days = formats.add_parser("criteo-1tb", help="days of Criteo 1TB; continues a stopped run")
+    days = formats.add_parser("criteo-1tb", help="days of Criteo 1TB")
     days.add_argument("day", nargs="+", metavar="DAY", help=f"{_RAW_HELP}; oldest day first")
     days.add_argument(
         "--max-ind-range", type=int, metavar="N", help="take ids modulo N, as facebookresearch/dlrm"
@@ -54,10 +54,7 @@ def _prepare_1tb(options: argparse.Namespace) -> int:
 
     from recsys.datasets.criteo.prepare import prepare_criteo_1tb
 
-    report = prepare_criteo_1tb(options.day, options.out, max_ind_range=options.max_ind_range)
-    _print_report(report)
-    if report.num_files_before:
-        print(f"{report.num_files_before} of {len(options.day)} days were prepared before")
+    _print_report(prepare_criteo_1tb(options.day, options.out, max_ind_range=options.max_ind_range))
     return 0
 
 

@@ -37,8 +37,7 @@ class StoreWriter:
     """Writes a new store; use it as a context manager.
 
     Nothing appears under `path` before `finish`. If the context ends without `finish`, the written
-    files are removed, unless the caller passed `folder`. A killed process leaves them, and the next
-    writer of the same store warns.
+    files are removed. A killed process leaves them, and the next writer of the same store warns.
 
     Args:
         path: The store's folder, which must not exist.
@@ -48,9 +47,6 @@ class StoreWriter:
         has_weights: Whether each sample has a weight.
         has_groups: Whether each sample belongs to a group, such as a user.
         has_times: Whether each sample has a time.
-        folder: Holds the store until `finish`, on the same disk as `path`. Files in it are
-            appended to, and stay if there is no `finish`. By default a new folder beside `path`.
-        num_samples: How many samples `folder` has already.
 
     Attributes:
         folder: Holds the store until `finish`; the caller may add files and folders.
@@ -70,8 +66,6 @@ class StoreWriter:
         has_weights: bool = False,
         has_groups: bool = False,
         has_times: bool = False,
-        folder: Path | None = None,
-        num_samples: int = 0,
     ) -> None:
         require_features(features or ())
         self.path = Path(path)
@@ -87,14 +81,12 @@ class StoreWriter:
         self._dtypes = dtypes_of(dense_transform, optional)
         if is_taken(self.path):
             raise AlreadyExists(f"{describe_taken(self.path)}; choose another folder for the store")
-        self._is_own_folder = folder is None
-        self.folder = folder or self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
-        if self._is_own_folder:
-            _warn_of_left_folders(self.path)
-        self.folder.mkdir(parents=True, exist_ok=not self._is_own_folder)
-        self._files = {name: (self.folder / f"{name}.bin").open("ab") for name in self._dtypes}
+        self.folder = self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
+        _warn_of_left_folders(self.path)
+        self.folder.mkdir(parents=True)
+        self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in self._dtypes}
         self._num_bag_values = 0
-        self.num_samples = num_samples
+        self.num_samples = 0
 
     def append(
         self,
@@ -168,11 +160,6 @@ class StoreWriter:
                 f"{bag_lengths.shape} with sum {bag_lengths.sum()}"
             )
         return ends + self._num_bag_values
-
-    def flush(self) -> None:
-        """Write all appended samples to the files."""
-        for file in self._files.values():
-            file.flush()
 
     def finish(
         self,
@@ -249,8 +236,7 @@ class StoreWriter:
         for file in self._files.values():
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 file.close()
-        if self._is_own_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)  # does not exist after `finish`
+        shutil.rmtree(self.folder, ignore_errors=True)  # does not exist after `finish`
 
 
 def _warn_of_left_folders(path: Path) -> None:

@@ -39,10 +39,8 @@ def append(writer, samples, **changes):
 
 @pytest.fixture
 def store(tmp_path):
-    options = {"dense_transform": "none", "features": FEATURES, "folder": tmp_path / "unfinished"}
-    with StoreWriter(tmp_path / "store", **options) as writer:
+    with StoreWriter(tmp_path / "store", dense_transform="none", features=FEATURES) as writer:
         append(writer, [0])
-    with StoreWriter(tmp_path / "store", **options, num_samples=1) as writer:
         append(writer, [1, 2, 3])
         writer.finish(
             dense_names=["price"],

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from fuzz_mutations import (
     mutate_json,
     mutate_npy,
     mutate_npz,
-    mutate_tree,
 )
 
 from recsys.datasets import Store
@@ -87,27 +85,10 @@ def raw_attack(folder, random, pack):
 def make_days(folder):
     for day in range(2):
         (folder / f"day_{day}").write_bytes(raw_text(10, seed=day))
-    (folder / "day_1.good").write_bytes((folder / "day_1").read_bytes())
-    (folder / "day_1").write_text("bad\n")
-    days = [folder / "day_0", folder / "day_1"]
-    with suppress(ValueError):
-        prepare_criteo_1tb(days, folder / "store", num_threads=1, show_progress=False)
-    (folder / "day_1.good").rename(folder / "day_1")
 
 
 def attack_days(folder, random):
-    unfinished = folder / "store.unfinished"
-    kind = random.randint(0, 3)
-    if kind == 0:
-        mutate_file(folder / f"day_{random.randint(0, 1)}", random, mutate_bytes)
-    elif kind == 1:
-        content = json.loads((unfinished / "committed.json").read_text())
-        content = mutate_tree(content, random)
-        (unfinished / "committed.json").write_text(json.dumps(content))
-    else:
-        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-        file = random.choice(files)
-        mutate_file(file, random, mutate_json if file.suffix == ".json" else mutate_bytes)
+    mutate_file(folder / f"day_{random.randint(0, 1)}", random, mutate_bytes)
     return partial(
         prepare_criteo_1tb,
         [folder / "day_0", folder / "day_1"],
@@ -271,7 +252,7 @@ DATA = (
         )
         for name, pack in _PACKS.items()
     ),
-    Reader("days of Criteo 1TB, resumed", _JSON, make_days, attack_days, ("store",)),
+    Reader("days of Criteo 1TB", _BYTES, make_days, attack_days, ("store",)),
     Reader("store", f"{_JSON}; bytes of arrays", make_store, attack_store),
     Reader("table store", f"{_JSON}; bytes of arrays", make_table_store, attack_store),
     Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile),

@@ -15,7 +15,7 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import pairwise
-from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from recsys.datasets.read_ahead import one_ahead
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tqdm import tqdm
@@ -41,7 +41,6 @@ __all__ = ["CriteoReader", "not_criteo"]
 # are small compared with the hash tables of ids. Longer lines are refused.
 BLOCK_BYTES = 16 * 2**20
 _GZIP = b"\x1f\x8b"
-_T = TypeVar("_T")
 
 
 def not_criteo(file: Path) -> str:
@@ -127,10 +126,6 @@ class CriteoReader:
         self._written.result()
         return {"name": path.name, "num_bytes": raw.num_bytes, "sha256": raw.sha256.hexdigest()}
 
-    def map_columns(self, function: Callable[[int], _T]) -> list[_T]:
-        """Call a function with each column number, in parallel; returns the results in order."""
-        return list(self._pool.map(function, range(NUM_CATEGORIES)))
-
     def _parse_in_parts(self, block: bytes) -> list[ParsedLines]:
         """Parse parts of a block in parallel; returns them in the order of the text."""
         cuts = [0]
@@ -153,7 +148,7 @@ class CriteoReader:
                     ids %= self._modulus
                 self.columns[column].number(ids)
 
-        self.map_columns(number)
+        list(self._pool.map(number, range(NUM_CATEGORIES)))
 
     def _write(self, parts: list[ParsedLines]) -> None:
         for part in parts:

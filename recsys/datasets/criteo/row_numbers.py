@@ -10,7 +10,7 @@ The table doubles when it is 70 % full, so it takes 11 to 23 bytes per id.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["RowNumbers"]
 
 _MAX_LOAD = 0.7
-_BLOCK_IDS = 1 << 20  # some megabytes
 
 
 class RowNumbers:
@@ -32,29 +31,6 @@ class RowNumbers:
     def __init__(self) -> None:
         self.num_rows = 0
         self._entries = np.zeros(1 << 12, np.uint64)
-
-    @classmethod
-    def from_ids(cls, ids: NDArray[np.uint32]) -> Self:
-        """Rebuild a numbering from its `ids_by_row`.
-
-        Args:
-            ids: The id of every row; read in blocks, so it may be a memory map.
-
-        Shape:
-            ids (num_rows,).
-
-        Raises:
-            ValueError: an id has two rows.
-        """
-        numbers = cls()
-        for start in range(0, len(ids), _BLOCK_IDS):
-            block = np.array(ids[start : start + _BLOCK_IDS], np.uint32)
-            numbers.number(block)
-            if numbers.num_rows != start + len(block):
-                raise ValueError(
-                    f"an id must have one row, but one before row {start + len(block)} has two"
-                )
-        return numbers
 
     def number(self, ids: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Replace ids by rows, in place; new ids get the next numbers, in order.
@@ -67,10 +43,10 @@ class RowNumbers:
         self.num_rows = _number_kernel(ids, rows, self._entries, self._shift, self.num_rows)
         return rows
 
-    def ids_by_row(self, first_row: int = 0) -> NDArray[np.uint32]:
-        """The id of every row from `first_row` on, (num_rows - first_row,)."""
-        ids = np.empty(self.num_rows - first_row, np.uint32)
-        _ids_by_row_kernel(self._entries, first_row, ids)
+    def ids_by_row(self) -> NDArray[np.uint32]:
+        """The id of every row, (num_rows,)."""
+        ids = np.empty(self.num_rows, np.uint32)
+        _ids_by_row_kernel(self._entries, ids)
         return ids
 
     @property
@@ -122,10 +98,7 @@ def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64], shift: 
 
 
 @kernel
-def _ids_by_row_kernel(
-    entries: NDArray[np.uint64], first_row: int, ids: NDArray[np.uint32]
-) -> None:
+def _ids_by_row_kernel(entries: NDArray[np.uint64], ids: NDArray[np.uint32]) -> None:
     for entry in entries:
-        place = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1 - first_row
-        if place >= 0:  # negative for a free entry
-            ids[place] = entry >> np.uint64(32)
+        if entry != 0:
+            ids[np.int64(entry & np.uint64(0xFFFFFFFF)) - 1] = entry >> np.uint64(32)
