@@ -7,7 +7,7 @@ import torch
 import recsys
 from recsys.config import OptimizerConfig, TrainConfig, load_config
 from recsys.conversion.accelerate import Accelerated
-from recsys.conversion.estimated import Estimate
+from recsys.conversion.estimate import Estimate
 from recsys.conversion.verify import Verification
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile, TableConfig, plan_hot_rows

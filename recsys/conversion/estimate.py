@@ -8,30 +8,38 @@ proportion to them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from recsys._support.counted import counted
 from recsys._support.machine import memory_bytes
-from recsys._support.sizes import format_bytes, round_up_bytes
-from recsys.conversion.choice import choose_tables
-from recsys.conversion.estimated import Estimate
+from recsys._support.sizes import format_bytes, round_up_as_written, round_up_bytes
+from recsys.conversion.choice import choose_budget, choose_tables, planned_budget
 from recsys.conversion.exchange import find_recsys, named_tables_in
 from recsys.conversion.model_plan import configs_of, require_arguments
-from recsys.conversion.shares import share_of_chosen, shares_of_recsys
 from recsys.embeddings.kernels.choice import has_own_kernels
-from recsys.embeddings.tiers.budget import FastMemory
+from recsys.embeddings.staleness.followed_rows import tracked_bytes
+from recsys.embeddings.tiers.budget import (
+    NEEDS_OPTIMIZER,
+    SpaceSize,
+    divide_for_pinned,
+    order_pinned,
+    require_room_beside_rows,
+)
 from recsys.embeddings.tiers.cold.cold_files import require_disk
 from recsys.embeddings.tiers.cold.cold_tier import require_budget_of_files, require_cold_tier
+from recsys.embeddings.tiers.cold.staging import num_staged
+from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, require_numbers, row_bytes
+from recsys.embeddings.updaters import tables_by_kind
 from recsys.errors import BudgetTooSmall, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from recsys.conversion.accelerated import LeftAlone
-    from recsys.conversion.shares import Share, Sized
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
@@ -39,7 +47,83 @@ if TYPE_CHECKING:
     from recsys.embeddings.staleness.settings import Staleness
     from recsys.embeddings.updaters import NamedTable
 
-__all__ = ["estimate", "require_machine"]
+__all__ = ["Estimate", "estimate", "format_line", "require_machine"]
+
+
+def format_line(name: str, num_bytes: int, note: str) -> str:
+    """A line of an estimate: what takes the bytes, their number, and a note."""
+    return f"{name:<24}{format_bytes(num_bytes):>9}  {note}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What the tables of a model take; `str` of it is a table in words.
+
+    Optimizer state is counted for every row, as it is once every table has been updated. Memory in
+    proportion to a mini-batch is not counted, nor are gradients and optimizer state of dense
+    parameters, nor gradients of tables that recsys does not update.
+
+    Attributes:
+        num_tables: Number of tables.
+        num_rows: Rows of all tables.
+        everything_bytes: All rows and their optimizer state.
+        has_optimizer: Whether the optimizer of the rows is known; if not, no state is counted.
+        device: Device of the fast memory.
+        fast_bytes: Fast memory: rows, their state, records of slots, the row map and a tracker.
+        budget_bytes: The budget; None without one.
+        num_slots: Slots of fast memory; 0 if every row is resident.
+        batch_size: Samples of the mini-batch of `floor_bytes`.
+        floor_bytes: The least budget for mini-batches of this size; with the cold tier "host" at
+            most what all rows take.
+        host_bytes: Host memory for the cold tier and for what passes to a GPU; on the CPU also for
+            fast memory and dense parameters.
+        disk_bytes: Files of the cold tier "file".
+        dense_bytes: All other parameters: of dense layers, and of tables that recsys leaves to
+            PyTorch.
+    """
+
+    num_tables: int
+    num_rows: int
+    everything_bytes: int
+    has_optimizer: bool
+    device: str
+    fast_bytes: int
+    budget_bytes: int | None
+    num_slots: int
+    batch_size: int
+    floor_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    dense_bytes: int
+
+    @property
+    def all_fits(self) -> bool:
+        """Whether every row is resident, so that no cold tier is needed."""
+        return not self.num_slots
+
+    def __str__(self) -> str:
+        everything = format_bytes(self.everything_bytes)
+        state = "with" if self.has_optimizer else "without"
+        if self.budget_bytes is None:
+            fast = "every row is resident"
+        elif self.all_fits:
+            fast = f"all {everything} fit; no cold tier is needed"
+        else:
+            budget = format_bytes(self.budget_bytes)
+            fast = f"{self.num_slots:,} slots and the row map, of a budget of {budget}"
+        tables = f"{counted(self.num_tables, 'table')} of {self.num_rows:,} rows"
+        floor = round_up_as_written(self.floor_bytes)
+        samples = f"for mini-batches of {counted(self.batch_size, 'sample')}"
+        return "\n".join(
+            [
+                f"{tables} take {everything} {state} optimizer state",
+                format_line(f"fast memory ({self.device})", self.fast_bytes, fast),
+                format_line("least budget", floor, samples),
+                format_line("host memory", self.host_bytes, ""),
+                format_line("disk", self.disk_bytes, ""),
+                format_line("dense parameters", self.dense_bytes, ""),
+            ]
+        )
 
 
 def estimate(
@@ -100,30 +184,29 @@ def estimate(
     require_cold_tier(cold_tier, cold_path)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-    modules = find_recsys(model)
-    left: tuple[LeftAlone, ...] = ()
+    modules = [cast("AbstractTables", module) for module in find_recsys(model)]
     if modules:
         if optimizer is not None or lazy_adam:
             raise ValueError(
                 "optimizer: the tables are in modules of recsys already, whose optimizer is "
                 "known; leave it out"
             )
-        tables = named_tables_in(modules)
-        ours = [cast("AbstractTables", module) for module in modules]
-        shares = shares_of_recsys(ours, tables, budget, plan, profile, cold_tier)
+        tables = named_tables_in(find_recsys(model))
+        sized = _sized_recsys(modules, tables, budget, plan, profile, cold_tier)
     else:
         chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
         tables = chosen.tables
-        left = (*chosen.unfit.values(), *chosen.not_updated.values())
-        shares = [share_of_chosen(chosen, budget, plan, profile, cold_tier)]
+        budgeted = choose_budget(chosen, budget, plan, profile)
+        updates = [(spec.param_groups, spec.formula) for spec in chosen.specs]
+        sized = _Sized(_groups_of(tables, updates), bool(updates), *budgeted or (None, {}))
+        sized = sized._replace(cold_tier=cold_tier)
     if cold_tier == "file":
-        require_budget_of_files(has_budget=any(each.budget_bytes is not None for each in shares))
+        require_budget_of_files(has_budget=sized.budget_bytes is not None)
+    tiers = [each for module in modules for each in module.tiers()]
+    place = tiers[0].device if tiers else tables[0].weight.device
+    place = place if device is None else torch.device(device)
     rows = _rows_of_mini_batch(tables, batch_size, lookups_per_bag)
-    place = _device_of(modules, tables) if device is None else torch.device(device)
-    has_staging = has_own_kernels(place)
-    sized = [share.sized(rows, staleness, has_staging=has_staging) for share in shares]
-    found = _added_up(model, shares, sized, place, batch_size, left)
-    _require_floor(found)
+    found = sized.estimate(model, rows, batch_size, staleness, place)
     if not any(table.weight.is_meta for table in tables):
         require_machine(found)
     if cold_path is not None:
@@ -131,53 +214,176 @@ def estimate(
     return found
 
 
-def _device_of(modules: Iterable[nn.Module], tables: Sequence[NamedTable]) -> torch.device:
-    """The device of fast memory: of the slots, if a recsys module has any, or of the tables."""
-    tiers = [each for module in modules for each in cast("AbstractTables", module).tiers()]
-    return tiers[0].device if tiers else tables[0].weight.device
+class _Sized(NamedTuple):
+    """Tables that are sized together.
 
-
-def _added_up(
-    model: nn.Module,
-    shares: Sequence[Share],
-    sized: Sequence[Sized],
-    device: torch.device,
-    batch_size: int,
-    left_alone: tuple[LeftAlone, ...],
-) -> Estimate:
-    """The estimate of a model.
-
-    Args:
-        model: The model.
-        shares: Its tables.
-        sized: What the tables of each share take.
-        device: Device of the fast memory; "meta" stands for the CPU.
-        batch_size: As for `estimate`.
-        left_alone: As in `Estimate`.
+    Attributes:
+        groups: Tables of one dim and dtype, and their size.
+        has_optimizer: Whether the optimizer of their rows is known.
+        budget_bytes: The budget; None if all rows are resident.
+        pinned: For each table, the pinned rows and their counts.
+        cold_tier: "host" or "file".
+        slots: The numbers of slots that the groups have already; None to divide the budget.
+        reserved_bytes: The part of the budget that a tracker has already.
     """
-    groups = [group for share in shares for group in share.groups]
-    spaces = [group.space for group in groups]
-    tables = {id(table) for group in groups for table in group.tables}
-    dense = [each for each in model.parameters() if id(each) not in tables]
-    budgets = [share.budget_bytes for share in shares if share.budget_bytes is not None]
-    return Estimate(
-        num_tables=len(tables),
-        num_rows=sum(space.num_rows for space in spaces),
-        everything_bytes=sum(space.resident_bytes for space in spaces),
-        device="cpu" if device.type == "meta" else str(device),
-        fast=FastMemory(*map(sum, zip(*(each.fast for each in sized), strict=True))),
-        budget_bytes=sum(budgets) if budgets else None,
-        num_slots=sum(each.num_slots for each in sized),
-        num_pinned=sum(each.num_pinned for each in sized),
-        batch_size=batch_size,
-        floor_bytes=sum(each.floor_bytes for each in sized),
-        cold_bytes=sum(each.cold_bytes for each in sized),
-        staging_bytes=sum(each.staging_bytes for each in sized),
-        disk_bytes=sum(each.disk_bytes for each in sized),
-        num_dense=sum(each.numel() for each in dense),
-        dense_bytes=sum(each.numel() * each.dtype.itemsize for each in dense),
-        has_optimizer=all(share.has_optimizer for share in shares),
-        left_alone=left_alone,
+
+    groups: Sequence[tuple[SpaceSize, Sequence[nn.Parameter]]]
+    has_optimizer: bool
+    budget_bytes: int | None = None
+    pinned: Mapping[nn.Parameter, Any] = {}
+    cold_tier: str = "host"
+    slots: Sequence[int] | None = None
+    reserved_bytes: int = 0
+
+    def estimate(
+        self,
+        model: nn.Module,
+        rows: Mapping[int, int],
+        batch_size: int,
+        staleness: Staleness | None,
+        device: torch.device,
+    ) -> Estimate:
+        """The formula.
+
+        Args:
+            model: The model.
+            rows: The most distinct rows of a mini-batch, by the `id()` of the table; 0 for others.
+            batch_size: As for `estimate`.
+            staleness: As for `estimate`.
+            device: Device of the fast memory; "meta" stands for the CPU.
+
+        Raises:
+            BudgetTooSmall: the budget does not hold the row maps, or a mini-batch.
+            ValueError: there are more rows, or slots, than 32 bits can number.
+        """
+        spaces = [space for space, _ in self.groups]
+        tracker = self.reserved_bytes
+        if staleness is not None:
+            tracker = sum(tracked_bytes(tables, staleness) for _, tables in self.groups)
+        slots = self.slots if staleness is None else None
+        if slots is None:
+            slots = self._divided(tracker)
+        num_rows = sum(space.num_rows for space in spaces)
+        everything = sum(space.resident_bytes for space in spaces)
+        needed = [
+            (max(1, sum(rows.get(id(table), 0) for table in tables)), space.slot_bytes)
+            for space, tables in self.groups
+        ]
+        floor = tracker + floor_bytes(num_rows, needed)
+        if self.cold_tier == "host":
+            floor = min(floor, everything)  # where every row is resident there is no row map
+        fast, host, disk = tracker + everything, 0, 0
+        if slots:
+            fast = tracker + map_bytes(num_rows)
+            host, disk = (0, everything) if self.cold_tier == "file" else (everything, 0)
+        elif self.budget_bytes is not None:
+            require_room_beside_rows(self.budget_bytes, everything, tracker)
+        for space, count in zip(spaces, slots or (), strict=False):
+            require_numbers(space.num_rows, count)
+            fast += count * space.slot_bytes
+            of_row = row_bytes(space.dim, space.dtype, space.state_sizes)
+            host += num_staged(count, of_row) * of_row if has_own_kernels(device) else 0
+        own = {id(table) for _, tables in self.groups for table in tables}
+        dense = sum(each.nbytes for each in model.parameters() if id(each) not in own)
+        on_cpu = device.type in ("cpu", "meta")
+        if slots and self.budget_bytes is not None and floor > self.budget_bytes:
+            raise _below_floor(self.budget_bytes, floor, batch_size)
+        return Estimate(
+            num_tables=len(own),
+            num_rows=num_rows,
+            everything_bytes=everything,
+            has_optimizer=self.has_optimizer,
+            device="cpu" if on_cpu else str(device),
+            fast_bytes=fast,
+            budget_bytes=self.budget_bytes,
+            num_slots=sum(slots or ()),
+            batch_size=batch_size,
+            floor_bytes=floor,
+            host_bytes=host + (fast + dense if on_cpu else 0),
+            disk_bytes=disk,
+            dense_bytes=dense,
+        )
+
+    def _divided(self, tracker_bytes: int) -> list[int] | None:
+        """The number of slots of each group; None if all rows are resident."""
+        if self.budget_bytes is None:
+            return None
+        spaces = [space for space, _ in self.groups]
+        pinned = [order_pinned(tables, self.pinned) for _, tables in self.groups]
+        may_stay = self.cold_tier == "host"
+        divided = divide_for_pinned(self.budget_bytes, spaces, pinned, may_stay=may_stay)
+        if divided is None:
+            return None
+        if tracker_bytes:  # a tracker takes its part when the tiers are there
+            rest = self.budget_bytes - tracker_bytes
+            divided = divide_for_pinned(rest, spaces, pinned, may_stay=False)
+        return [num_slots for num_slots, _ in divided or ()]
+
+
+def _groups_of(
+    tables: Sequence[NamedTable], updates: Sequence[tuple[Mapping[int, int], RowOptimizer]]
+) -> list[tuple[SpaceSize, Sequence[nn.Parameter]]]:
+    """The groups that `make_updater` makes; without an optimizer, rows without state."""
+    weights = [table.weight for table in tables]
+    if not updates:
+        kinds = tables_by_kind(dict.fromkeys(map(id, weights), 0), weights)
+        return [(SpaceSize.of(each, {}), each) for each in kinds.values()]
+    return [
+        (SpaceSize.of(each, formula.state_sizes(kind[1])), each)
+        for numbers, formula in updates
+        for kind, each in tables_by_kind(numbers, weights).items()
+    ]
+
+
+def _sized_recsys(
+    modules: Sequence[AbstractTables],
+    tables: Sequence[NamedTable],
+    budget: int | str | None,
+    plan: HotPlan | None,
+    profile: PopularityProfile | None,
+    cold_tier: str,
+) -> _Sized:
+    """The tables of modules of recsys; arguments as for `estimate`.
+
+    Raises:
+        BudgetTooSmall, ProfileError: as for `plan_of_model`.
+        ValueError: there is a budget, and not one optimizer for all tables.
+    """
+    updaters = list(dict.fromkeys(module.row_updater for module in modules))
+    known = [each for each in updaters if each is not None]
+    is_new = budget is not None or plan is not None
+    if is_new and len(known) < len(updaters):
+        raise ValueError(NEEDS_OPTIMIZER)
+    if len(known) > 1 and (is_new or any(each.budget_bytes for each in known)):
+        raise ValueError(
+            f"budget: the tables have {len(known)} optimizers, each with a budget of its own; "
+            "estimate one module at a time"
+        )
+    groups = [(each.space_size(), each.group.tables) for one in known for each in one.groups]
+    alone = {id(x.weight) for each in modules for x in each.holders() if not each.row_updater}
+    without = [table for table in tables if id(table.weight) in alone]
+    sized = _Sized([*groups, *_groups_of(without, ())], not without)
+    if is_new:
+        formula = known[0].groups[0].settings.formula
+        budget_bytes, pinned = planned_budget(tables, formula, budget, plan, profile)
+        return sized._replace(budget_bytes=budget_bytes, pinned=pinned, cold_tier=cold_tier)
+    if len(known) != 1:
+        return sized
+    tiers = known[0].tiers()
+    return sized._replace(
+        budget_bytes=known[0].budget_bytes or None,
+        cold_tier="file" if any(each.files is not None for each in tiers) else "host",
+        slots=[each.hot.num_slots for each in tiers] or None,
+        reserved_bytes=known[0].reserved_bytes,
+    )
+
+
+def _below_floor(budget_bytes: int, floor: int, batch_size: int) -> BudgetTooSmall:
+    return BudgetTooSmall(
+        f"budget must be at least {floor} bytes ({round_up_bytes(floor)}), got {budget_bytes} "
+        f"({format_bytes(budget_bytes)}): a mini-batch of {batch_size:,} samples needs that much; "
+        "raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where bags have "
+        "rows in common)"
     )
 
 
@@ -205,26 +411,6 @@ def require_machine(found: Estimate) -> None:
         )
 
 
-def _require_floor(found: Estimate) -> None:
-    """Check that a budget holds the rows of a mini-batch.
-
-    Raises:
-        BudgetTooSmall: it does not.
-    """
-    if found.all_fits or found.budget_bytes is None or found.floor_bytes <= found.budget_bytes:
-        return
-    held = f"the row map of {found.num_rows:,} rows and the rows of a mini-batch of "
-    held += f"{found.batch_size:,} samples"
-    if found.floor_bytes == found.everything_bytes:
-        held = "everything, without a row map"
-    raise BudgetTooSmall(
-        f"budget must be at least {found.floor_bytes} bytes ({round_up_bytes(found.floor_bytes)}), "
-        f"got {found.budget_bytes} ({format_bytes(found.budget_bytes)}): that much holds {held}; "
-        "raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where bags have "
-        "rows in common)"
-    )
-
-
 def _rows_of_mini_batch(
     tables: Sequence[NamedTable], batch_size: int, lookups_per_bag: float | Mapping[str, float]
 ) -> dict[int, int]:
@@ -240,11 +426,10 @@ def _rows_of_mini_batch(
         raise ValueError(
             f"lookups_per_bag: there is no table {unknown[0]!r}; the tables are {list(weights)}"
         )
+    default: Any = 1 if isinstance(lookups_per_bag, Mapping) else lookups_per_bag
     rows = {}
     for config in configs:
-        found: Any = lookups_per_bag
-        if isinstance(lookups_per_bag, Mapping):
-            found = lookups_per_bag.get(config.name, 1)
+        found = given.get(config.name, default)
         if not isinstance(found, int | float) or not found >= 0:
             raise ValueError(f"lookups_per_bag must be a number of at least 0, got {found!r}")
         most = batch_size * len(config.feature_names) * found

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from recsys._support.sizes import round_up_as_written
 from recsys.batch import features_by_table
-from recsys.conversion.estimate import estimate, require_machine
-from recsys.conversion.estimated import Estimate, format_line
+from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
 from recsys.errors import ConfigError
 from recsys.train.callbacks.run_callbacks import callbacks_of
 from recsys.train.loop.first_model import open_first_model, require_fitting

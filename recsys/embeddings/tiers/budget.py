@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NEEDS_OPTIMIZER",
-    "FastMemory",
     "SpaceSize",
     "divide_budget",
     "divide_for_pinned",
@@ -79,46 +78,6 @@ class SpaceSize(NamedTuple):
     def resident_bytes(self) -> int:
         """Bytes of all rows and their state, without slots."""
         return self.num_rows * row_bytes(self.dim, self.dtype, self.state_sizes)
-
-
-class FastMemory(NamedTuple):
-    """Bytes of fast memory by what they are for; a budget counts all of them.
-
-    Attributes:
-        rows_bytes: Rows.
-        state_bytes: Their optimizer state.
-        record_bytes: What each slot records: its row, its claims and uses.
-        map_bytes: The row map.
-        tracker_bytes: A `StalenessTracker`.
-    """
-
-    rows_bytes: int = 0
-    state_bytes: int = 0
-    record_bytes: int = 0
-    map_bytes: int = 0
-    tracker_bytes: int = 0
-
-    @classmethod
-    def of(cls, spaces: Sequence[SpaceSize], slots: Sequence[int] | None) -> FastMemory:
-        """The fast memory of some row spaces, without a tracker.
-
-        Args:
-            spaces: The row spaces.
-            slots: The number of slots of each; None if all rows are resident, without slots.
-        """
-        counts = [space.num_rows for space in spaces] if slots is None else slots
-        row = [space.dim * space.dtype.itemsize for space in spaces]
-        whole = [row_bytes(space.dim, space.dtype, space.state_sizes) for space in spaces]
-        rows_bytes, whole_bytes = sum(map(mul, counts, row)), sum(map(mul, counts, whole))
-        if slots is None:
-            return cls(rows_bytes, whole_bytes - rows_bytes)
-        slots_bytes = sum(map(mul, slots, [space.slot_bytes for space in spaces]))
-        return cls(
-            rows_bytes,
-            whole_bytes - rows_bytes,
-            slots_bytes - whole_bytes,
-            map_bytes(sum(space.num_rows for space in spaces)),
-        )
 
 
 def divide_budget(
