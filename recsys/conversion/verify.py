@@ -7,10 +7,9 @@ step from the model's present state: forward, gradients and one update.
 from __future__ import annotations
 
 import copy
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from recsys._support.arguments import is_number, is_whole
 from recsys._support.counted import counted
 from recsys.conversion.accelerate import accelerate
-from recsys.conversion.exchange import holders_of
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.optimizer import shown_optimizer
 from recsys.errors import ConfigError
@@ -28,12 +26,9 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from recsys.conversion.accelerate import Accelerated
-
-__all__ = ["Comparison", "Difference", "Verification", "verify"]
+__all__ = ["Difference", "Verification", "verify"]
 
 _KEPT_PER_TENSOR = 5
-_BLOCK = 1 << 22  # numbers compared at once
 
 _Numbers = dict[tuple[str, str], Tensor]  # by kind and name
 
@@ -47,7 +42,7 @@ class Difference:
         what: "loss", "row", "parameter", "buffer" or "state".
         name: Name of the table or parameter in the model, followed by the name of the state; "" for
             a loss.
-        row: Index in the first dimension of the table, state or parameter; None for a scalar.
+        row: Index in the first dimension of the table, state or parameter; 0 for a scalar.
         expected: The number in plain PyTorch.
         got: The number in the accelerated model.
         error_over_tolerance: Above 1; infinite if one of the two is not a number.
@@ -56,48 +51,36 @@ class Difference:
     step: int
     what: str
     name: str
-    row: int | None
-    expected: float
-    got: float
-    error_over_tolerance: float
+    row: int = 0
+    expected: float = 0.0
+    got: float = 0.0
+    error_over_tolerance: float = 0.0
+
+    def __str__(self) -> str:
+        place = f"step {self.step}, {self.what} {self.name}, row {self.row}"
+        return f"{place}: expected {self.expected:g}, got {self.got:g}"
 
 
 @dataclass
-class Comparison:
-    """Result for one kind of number.
-
-    Attributes:
-        num_values: Numbers that were compared.
-        num_different: Rows with a number that differs.
-        largest_error: The largest error divided by its tolerance.
-    """
-
-    num_values: int = 0
-    num_different: int = 0
-    largest_error: float = 0.0
-
-
-@dataclass(frozen=True)
 class Verification:
     """The result of `verify`; prints as a few lines.
 
     Attributes:
-        differences: The worst ones of every step and tensor.
-        comparisons: By kind of number.
         num_steps: Steps compared, each from the same state.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        notes: Known reasons to differ; see `Accelerated`.
+        differences: The worst ones of every step and tensor.
+        largest_errors: The largest error divided by its tolerance, by kind of number: "loss",
+            "row", "parameter", "buffer" or "state".
         tiered: The steps at the budget compared with those that have all rows in fast memory; None
             without a budget.
     """
 
-    differences: list[Difference]
-    comparisons: dict[str, Comparison]
     num_steps: int
     rtol: float
     atol: float
-    notes: Sequence[str] = ()
+    differences: list[Difference] = field(default_factory=list)
+    largest_errors: dict[str, float] = field(default_factory=dict)
     tiered: Verification | None = None
 
     @property
@@ -107,24 +90,49 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "DIFFERS" if self.differences else "agrees"
-        tolerance = f"rtol {self.rtol:g}, atol {self.atol:g}"
-        if not self.rtol and not self.atol:
-            tolerance = "to the last bit"
-        lines = [f"{verdict}: {counted(self.num_steps, 'step')}; {tolerance}"]
-        for what, found in self.comparisons.items():
-            lines.append(
-                f"  {what:<10}{found.num_values:>12,} compared, {found.num_different:,} different, "
-                f"largest error / tolerance {found.largest_error:.3g}"
-            )
+        steps = counted(self.num_steps, "step")
+        lines = [f"{verdict}: {steps}; rtol {self.rtol:g}, atol {self.atol:g}"]
+        for kind, error in self.largest_errors.items():
+            lines.append(f"  {kind}: largest error / tolerance {error:.3g}")
         worst = sorted(self.differences, key=lambda wrong: -wrong.error_over_tolerance)
-        for wrong in worst[:_KEPT_PER_TENSOR]:
-            row = "" if wrong.row is None else f", row {wrong.row}"
-            place = f"step {wrong.step}, {wrong.what} {wrong.name}{row}"
-            lines.append(f"  {place}: expected {wrong.expected:g}, got {wrong.got:g}")
-        lines += self.notes
+        lines += [f"  {wrong}" for wrong in worst[:_KEPT_PER_TENSOR]]
         if self.tiered is not None:
-            lines.append(f"on the budget, beside all rows in fast memory {self.tiered}")
+            lines.append(f"on the budget, beside all rows in fast memory: {self.tiered}")
         return "\n".join(lines)
+
+    def compare(self, step: int, expected: _Numbers, found: _Numbers) -> None:
+        """Add what differs in a step; a missing tensor counts as one full of nan."""
+        for (what, name), value in expected.items():
+            self.largest_errors.setdefault(what, 0.0)
+            got = found.get((what, name))
+            if got is None or got.shape != value.shape:
+                got = torch.full_like(value, float("nan"), dtype=torch.float64)
+            got = got.to(value.device)  # with a budget, tables are on the host
+            if not torch.equal(value, got):
+                self._compare_rows(Difference(step, what, name), _rows(value), _rows(got))
+
+    def _compare_rows(self, where: Difference, expected: Tensor, got: Tensor) -> None:
+        rows = (expected != got).any(1).nonzero()[:, 0]
+        wanted, actual = expected[rows].double(), got[rows].double()
+        errors = (actual - wanted).abs() / (self.atol + self.rtol * wanted.abs())
+        errors = errors.nan_to_num(nan=float("inf"))  # one of the two is no number
+        errors.masked_fill_((actual == wanted) | (actual.isnan() & wanted.isnan()), 0)
+        errors, columns = errors.max(1)
+        largest = max(errors.tolist(), default=0.0)
+        self.largest_errors[where.what] = max(self.largest_errors[where.what], largest)
+        worst = errors.argsort(descending=True)[:_KEPT_PER_TENSOR]
+        for number in worst[errors[worst] > 1].tolist():
+            column = columns[number]
+            numbers = float(wanted[number, column]), float(actual[number, column])
+            self.differences.append(
+                replace(
+                    where,
+                    row=int(rows[number]),
+                    expected=numbers[0],
+                    got=numbers[1],
+                    error_over_tolerance=float(errors[number]),
+                )
+            )
 
 
 def verify(
@@ -137,7 +145,6 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     budget: int | str | None = None,
-    lazy_adam: bool = False,
 ) -> Verification:
     """Train one step of two copies of a model, one of them accelerated, and compare everything.
 
@@ -147,6 +154,9 @@ def verify(
     In float32 plain PyTorch adds the gradients of equal rows to the row one by one and rounds each
     time; recsys adds their sum. If a batch looks a row up hundreds of times, a number near 0 may
     therefore differ by more than `atol`. A run in float64 shows whether that is the only cause.
+
+    To compare `lazy_adam` of `accelerate`, give `torch.optim.SparseAdam`, whose rule it is, for the
+    tables, and Adam for the rest.
 
     A gradient that is zero but for rounding, such as that of a bias before a `BatchNorm`, makes a
     visible step in Adagrad and Adam, which divide it by its own size.
@@ -165,8 +175,6 @@ def verify(
         atol: Absolute tolerance. Default: 1e-9 if all rows are float64, else 1e-7.
         budget: As for `recsys.accelerate`. If it is given, each step is also made at this budget,
             and must be equal to the last bit to that with all rows in fast memory.
-        lazy_adam: As for `recsys.accelerate`. The plain copy then has `torch.optim.SparseAdam` for
-            the tables, whose rule it is, with the settings and the state of Adam.
 
     Returns:
         What was compared, and what differs.
@@ -182,37 +190,34 @@ def verify(
     """
     _require_arguments(model, optimizer, steps, rtol, atol)
     is_double = all(table.dtype == torch.float64 for table in _tables_in(model))
-    comparer = _Comparer(
-        rtol=rtol if rtol is not None else 1e-9 if is_double else 1e-5,
-        atol=atol if atol is not None else 1e-9 if is_double else 1e-7,
-    )
-    exact = _Comparer(rtol=0.0, atol=0.0)
+    of_dtype = (1e-9, 1e-9) if is_double else (1e-5, 1e-7)
+    rtol = of_dtype[0] if rtol is None else rtol
+    atol = of_dtype[1] if atol is None else atol
+    found = Verification(0, rtol, atol)
+    exact = None if budget is None else Verification(0, 0.0, 0.0)
     devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
-    num_steps = 0
-    notes: Sequence[str] = ()
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
+    with torch.random.fork_rng(devices=devices):
         for step, batch in enumerate(islice(batches, steps)):
             plain, ours = _Run(model, optimizer), _Run(model, optimizer)
-            accelerated = ours.accelerate(lazy_adam=lazy_adam)
-            if lazy_adam:
-                plain.use_sparse_adam(accelerated)
+            accelerate(ours.model, optimizer=ours.optimizers, always=True)
             expected = plain.numbers_after_step(loss, batch, devices)
             got = ours.numbers_after_step(loss, batch, devices)
-            comparer.compare_all(step, expected, got)
+            found.compare(step, expected, got)
+            found.num_steps += 1
             del plain, expected  # never keep more than two copies
-            if budget is not None:
+            if exact is not None:
                 tiered = _Run(model, optimizer)
-                tiered.accelerate(lazy_adam=lazy_adam, budget=budget)
+                accelerate(tiered.model, optimizer=tiered.optimizers, budget=budget)
                 at_budget = tiered.numbers_after_step(loss, batch, devices)
                 tiered.sync()
-                exact.compare_all(step, got, at_budget)
+                exact.compare(step, got, at_budget)
+                exact.num_steps += 1
                 del tiered, at_budget
-            num_steps, notes = step + 1, accelerated.notes
             del ours, got
-    if not num_steps:
+    if not found.num_steps:
         raise ValueError("batches must have at least one, got none: is the iterator used up?")
-    return comparer.verdict(num_steps, notes, None if budget is None else exact.verdict(num_steps))
+    found.tiered = exact
+    return found
 
 
 def _require_arguments(
@@ -268,41 +273,6 @@ class _Run:
             self.model, self.optimizers = copy.deepcopy((model, list(optimizer)))
         self.tables = _tables_in(self.model)
 
-    def accelerate(self, *, lazy_adam: bool, budget: int | str | None = None) -> Accelerated:
-        return accelerate(
-            self.model,
-            optimizer=self.optimizers,
-            lazy_adam=lazy_adam,
-            budget=budget,
-            always=True,
-        )
-
-    def use_sparse_adam(self, accelerated: Accelerated) -> None:
-        """Give the tables that were accelerated to SparseAdam where Adam has them."""
-        holders = [
-            holder
-            for replacement in accelerated.replacements
-            for holder in holders_of(self.model.get_submodule(replacement.names[0]))
-        ]
-        tables = {cast("nn.Parameter", holder.weight): holder for holder in holders}
-        for adam in list(self.optimizers):
-            if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
-                continue
-            for group in adam.param_groups:
-                rows = [each for each in group["params"] if each in tables]
-                if not rows:
-                    continue
-                group["params"] = [each for each in group["params"] if each not in tables]
-                sparse_adam = torch.optim.SparseAdam(
-                    rows, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"]
-                )
-                for table in rows:
-                    tables[table].__dict__["sparse"] = True
-                    if table in adam.state:
-                        state = adam.state.pop(table)
-                        sparse_adam.state[table] = state | {"step": int(state["step"])}
-                self.optimizers.append(sparse_adam)
-
     def sync(self) -> None:
         """Write rows and state in slots back to the tables."""
         for each in self.model.modules():
@@ -331,82 +301,12 @@ class _Run:
         for name, parameter in self.model.named_parameters():
             kind = "row" if parameter in self.tables else "parameter"
             found[kind, name] = parameter.detach()
-            for key, number in self._state_of(parameter).items():
+            states = [each.state[parameter] for each in self.optimizers if parameter in each.state]
+            for key, number in (states[0] if states else {}).items():
                 if number is not None:
                     found["state", f"{name} {key}"] = torch.as_tensor(number).detach()
         found |= {("buffer", name): buffer for name, buffer in self.model.named_buffers()}
         return found
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        for optimizer in self.optimizers:
-            if parameter in optimizer.state:
-                state: dict[str, Any] = optimizer.state[parameter]
-                return state
-        return {}
-
-
-@dataclass
-class _Comparer:
-    rtol: float
-    atol: float
-    differences: list[Difference] = field(default_factory=list)
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
-
-    def verdict(
-        self, num_steps: int, notes: Sequence[str] = (), tiered: Verification | None = None
-    ) -> Verification:
-        """What was compared."""
-        return Verification(
-            self.differences, self.comparisons, num_steps, self.rtol, self.atol, notes, tiered
-        )
-
-    def compare_all(self, step: int, expected: _Numbers, found: _Numbers) -> None:
-        """Compare everything that a step may change."""
-        for (what, name), value in expected.items():
-            self.compare(step, what, name, value, found.get((what, name)))
-
-    def compare(
-        self, step: int, what: str, name: str, expected: Tensor, got: Tensor | None
-    ) -> None:
-        """Compare row by row; a missing tensor counts as one full of nan."""
-        comparison = self.comparisons.setdefault(what, Comparison())
-        comparison.num_values += expected.numel()
-        if got is None or got.shape != expected.shape:
-            got = torch.full_like(expected, float("nan"), dtype=torch.float64)
-        got = got.to(expected.device)  # with a budget, tables are on the host
-        if torch.equal(expected, got):
-            return
-        all_expected, all_got = _rows(expected), _rows(got)
-        found = []
-        size = max(1, _BLOCK // max(1, all_expected.shape[1]))
-        for begin in range(0, len(all_expected), size):
-            block = slice(begin, begin + size)
-            wanted, actual = all_expected[block].double(), all_got[block].double()
-            errors, columns = self._errors(wanted, actual).max(1)
-            comparison.largest_error = max(comparison.largest_error, float(errors.max()))
-            for row in (errors > 1).nonzero()[:, 0].tolist():
-                column = columns[row]
-                found.append(
-                    Difference(
-                        step,
-                        what,
-                        name,
-                        begin + row if expected.dim() else None,
-                        float(wanted[row, column]),
-                        float(actual[row, column]),
-                        float(errors[row]),
-                    )
-                )
-        comparison.num_different += len(found)
-        found.sort(key=lambda each: -each.error_over_tolerance)
-        self.differences += found[:_KEPT_PER_TENSOR]
-
-    def _errors(self, expected: Tensor, got: Tensor) -> Tensor:
-        """Errors divided by the tolerance; infinite where only one of the two is finite."""
-        errors = (got - expected).abs() / (self.atol + self.rtol * expected.abs())
-        errors = errors.nan_to_num(nan=float("inf"))
-        is_same = (got == expected) | (got.isnan() & expected.isnan())
-        return errors.masked_fill(is_same, 0)
 
 
 def _rows(tensor: Tensor) -> Tensor:

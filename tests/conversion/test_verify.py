@@ -64,18 +64,7 @@ def test_a_model_agrees_with_its_accelerated_self(name, dtype):
     is_double = dtype == torch.float64
     assert (report.rtol, report.atol) == ((1e-9, 1e-9) if is_double else (1e-5, 1e-7))
     kinds = {"loss", "row", "parameter", "buffer"} | ({"state"} if name != "sgd" else set())
-    assert set(report.comparisons) == kinds
-    assert report.comparisons["row"].num_values == 6 * (9 + 5) * 4
-
-
-def test_the_report_is_a_line_for_each_kind_of_number():
-    model, optimizer = build("adagrad")
-
-    text = str(recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer))
-
-    head, *lines = text.splitlines()
-    assert head == "agrees: 6 steps; rtol 1e-05, atol 1e-07"
-    assert [line.split()[0] for line in lines] == ["loss", "row", "state", "parameter", "buffer"]
+    assert set(report.largest_errors) == kinds
 
 
 def test_model_optimizer_and_random_numbers_stay_as_they_are():
@@ -214,7 +203,7 @@ def test_tolerances_may_be_given():
     )
 
     assert (report.rtol, report.atol) == (1e-12, 1e-12)
-    assert report.comparisons["row"].largest_error > 0
+    assert report.largest_errors["row"] > 0
 
 
 @pytest.mark.parametrize(
@@ -243,11 +232,6 @@ def test_a_loss_that_returns_nothing_is_named():
 def test_what_is_no_optimizer_of_torch_is_refused_by_name(optimizer):
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, a list of"):
         recsys.verify(Model(), batches(), loss=loss_of, optimizer=optimizer)
-
-
-def test_what_is_no_model_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got NoneType"):
-        recsys.verify(None, batches(), loss=loss_of, optimizer=torch.optim.SGD)
 
 
 def test_a_model_that_is_accelerated_already_is_refused():
@@ -298,10 +282,8 @@ def test_with_a_budget_each_step_is_that_without_to_the_last_bit(sparse):
 
     assert report.ok
     assert report.tiered.ok
-    assert set(report.tiered.comparisons) == {"loss", "row", "parameter", "state"}
-    assert report.tiered.comparisons["row"].num_values == 6 * (60 + 80) * 4
-    text = "on the budget, beside all rows in fast memory agrees: 6 steps; to the last bit"
-    assert text in str(report)
+    assert set(report.tiered.largest_errors) == {"loss", "row", "parameter", "state"}
+    assert (report.tiered.num_steps, report.tiered.rtol, report.tiered.atol) == (6, 0, 0)
 
 
 def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
@@ -325,50 +307,6 @@ def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
     wrong = {(each.what, each.name, each.row) for each in report.tiered.differences}
     assert wrong == {("row", "bag.weight", 7)}
     assert "DIFFERS" in str(report)
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_lazy_adam_is_compared_with_the_rule_of_sparse_adam(sparse, is_trained):
-    model = Tables(sparse=False)
-    optimizer = torch.optim.Adam(model.parameters())
-    for batch in batches_of_tables() if is_trained else ():
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    model.bag.sparse = sparse
-
-    report = recsys.verify(
-        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, lazy_adam=True
-    )
-
-    assert report.ok, str(report)
-    assert report.comparisons["state"].num_values > 6 * 2 * (60 + 80) * 4
-    assert any("by the rule of torch.optim.SparseAdam" in note for note in report.notes)
-    assert isinstance(optimizer, torch.optim.Adam)
-    assert not model.embedding.sparse
-
-
-def test_an_update_of_rows_that_lazy_adam_should_keep_is_found(monkeypatch):
-    model = Tables(sparse=False)
-    right = NUMBA.row_update
-
-    def wrong(space, states, formula, rates_T2, ledger, *keys):
-        right(space, states, formula, rates_T2, ledger, *keys)
-        space.tables[0][59, 2] += 0.5
-
-    monkeypatch.setattr(NUMBA, "row_update", wrong)
-
-    report = recsys.verify(
-        model,
-        [(torch.arange(14).reshape(7, 2), torch.rand(7))],
-        loss=loss_of,
-        optimizer=torch.optim.Adam(model.parameters()),
-        lazy_adam=True,
-    )
-
-    [found] = report.differences
-    assert (found.what, found.name, found.row) == ("row", "bag.weight", 59)
 
 
 @pytest.mark.parametrize("name", ["rtol", "atol"])
