@@ -68,10 +68,8 @@ _METRICS_OF_RUNS = (
     "num_groups_left_out",
     "recall_at_k",
     "recall_standard_error",
-    "popularity_recall_at_k",
     "ndcg_at_k",
     "ndcg_standard_error",
-    "popularity_ndcg_at_k",
     "num_rankings",
     "num_unknown_items",
 )
@@ -88,9 +86,7 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
         return "no evaluation was made, or the run diverged"
     parts = list(measured.values())
     k = next((part["ranking_k"] for part in parts if "ranking_k" in part), "k")
-    days = sorted({day for part in parts for day in part.get("auc_by_day", ())})
     found = {name: [part.get(name) for part in parts] for name in _METRICS_OF_RUNS}
-    found |= {f"auc {day}": [part.get("auc_by_day", {}).get(day) for part in parts] for day in days}
     rows = {
         name.replace("at_k", f"at {k}").replace("_", " "): values
         for name, values in found.items()
@@ -102,9 +98,6 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
         for title, values in rows.items()
     ]
     lines.insert(0, " " * width + "".join(f"{split:>14}" for split in measured))
-    errors = [part["max_auc_error"] for part in parts if part.get("max_auc_error")]
-    if errors:
-        lines.append(f"auc was counted in bins; it is wrong by at most {max(errors):.1e}")
     return "\n".join(lines)
 
 

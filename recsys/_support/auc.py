@@ -1,6 +1,6 @@
 """The exact area under the ROC curve.
 
-Samples are counted by score, and pairs of samples in integers.
+The scores of positive and negative samples are sorted apart, and pairs are counted in integers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ __all__ = [
     "are_positive",
     "area_under_curve",
     "auc",
-    "count_by_score",
     "expected_auc",
     "require_same_length",
-    "sum_of_products",
+    "sorted_by_label",
     "twice_below",
 ]
 
@@ -38,32 +37,31 @@ def auc(scores: NDArray[Any], labels: NDArray[Any]) -> float | None:
     num_bad = int(np.count_nonzero(np.isnan(scores)))
     if num_bad:
         raise ValueError(f"auc: {num_bad} of {len(scores)} scores are NaN; leave them out")
-    return area_under_curve(*count_by_score(scores, are_positive("auc", labels)))
+    return area_under_curve(*sorted_by_label(scores, are_positive("auc", labels)))
 
 
-def count_by_score(
+def sorted_by_label(
     scores: NDArray[Any], is_positive: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of positive and negative samples at each distinct score, ascending."""
-    order = np.argsort(scores)
-    ascending = scores[order]
-    is_last = np.ones(len(scores), np.bool_)
-    is_last[:-1] = ascending[1:] != ascending[:-1]
-    ends = np.flatnonzero(is_last)
-    positives = np.diff(np.cumsum(is_positive[order], dtype=np.int64)[ends], prepend=0)
-    return positives, np.diff(ends, prepend=-1) - positives
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The scores of positive samples and those of negative samples, both ascending."""
+    return np.sort(scores[is_positive]), np.sort(scores[~is_positive])
 
 
-def area_under_curve(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> float | None:
-    """AUC from the numbers of samples at each score, ascending.
+def area_under_curve(positives: NDArray[Any], negatives: NDArray[Any]) -> float | None:
+    """AUC from the scores of positive and of negative samples, both ascending.
 
     A positive sample counts the negative samples with lower scores, and half of those with equal
-    scores.
+    scores. Exact up to 2^32 samples.
     """
-    num_pairs = int(positives.sum()) * int(negatives.sum())
+    num_pairs = len(positives) * len(negatives)
     if not num_pairs:
         return None
-    return sum_of_products(positives, twice_below(negatives)) / (2 * num_pairs)
+    return int(twice_below(positives, negatives).sum()) / (2 * num_pairs)
+
+
+def twice_below(scores: NDArray[Any], others: NDArray[Any]) -> NDArray[np.int64]:
+    """For each score, twice the number of lower scores among the others and once the equal ones."""
+    return np.searchsorted(others, scores, "left") + np.searchsorted(others, scores, "right")
 
 
 def expected_auc(rising: NDArray[Any]) -> float:
@@ -78,18 +76,6 @@ def expected_auc(rising: NDArray[Any]) -> float:
     below = np.cumsum(others) - others
     num_pairs = rising.sum() * others.sum() - np.dot(rising, others)
     return float(np.dot(rising, below) / num_pairs) if num_pairs > 0 else 0.5
-
-
-def twice_below(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each group, twice the samples of the groups below it plus its own samples."""
-    return 2 * np.cumsum(counts) - counts
-
-
-def sum_of_products(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Exact dot product of non-negative integers, also beyond 64 bits."""
-    if int(first.sum()) * int(second.max(initial=0)) < 2**63:
-        return int(np.dot(first, second))
-    return int(np.dot(first.astype(object), second.astype(object)))
 
 
 def are_positive(place: str, labels: NDArray[Any]) -> NDArray[np.bool_]:

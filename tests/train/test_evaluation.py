@@ -20,7 +20,7 @@ from recsys.train.judge.evaluation import (
     with_ranking,
 )
 from recsys.train.judge.ranking import rank_items
-from recsys.train.metrics.group_metrics import auc_by_day, evaluate_groups
+from recsys.train.metrics.group_metrics import evaluate_groups
 from recsys.train.metrics.metrics import evaluate_logits
 from recsys.train.parts.build import build_model
 from recsys.train.run_files.run_folder import RunFolder
@@ -30,7 +30,6 @@ from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_sto
 PLAIN = set(evaluate_logits(np.zeros(2, np.float32), np.array([0, 1])).as_dict())
 OF_GROUPS = {"gauc", "num_groups", "num_groups_left_out"}
 OF_RANKING = {"recall_at_k", "recall_standard_error", "ndcg_at_k", "ndcg_standard_error"}
-OF_RANKING |= {"popularity_recall_at_k", "popularity_ndcg_at_k"}
 OF_RANKING |= {"ranking_k", "num_rankings", "num_unknown_items"}
 
 
@@ -48,22 +47,19 @@ def logits_of(run_dir, split):
     return logits.numpy(), labels.numpy(), samples
 
 
-def test_a_run_on_data_with_groups_and_times_has_their_metrics(tmp_path):
+def test_a_run_on_data_with_groups_has_their_metrics(tmp_path):
     store = write_store(tmp_path / "store")
 
     record = run(store, tmp_path / "run")
 
     for split in ("test", "validation"):
         found = record["metrics"][split]
-        assert set(found) == PLAIN | OF_GROUPS | {"auc_by_day"}
+        assert set(found) == PLAIN | OF_GROUPS
         logits, labels, samples = logits_of(tmp_path / "run", split)
-        groups, times = store.groups[samples], store.times[samples]
         assert {name: found[name] for name in OF_GROUPS} == asdict(
-            evaluate_groups(logits, labels, groups)
+            evaluate_groups(logits, labels, store.groups[samples])
         )
-        assert found["auc_by_day"] == auc_by_day(logits, labels, times)
         assert 0 < found["num_groups_left_out"] < 40
-    assert list(record["metrics"]["test"]["auc_by_day"]) == ["2014-10-23", "2014-10-24"]
     saved = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (
         saved["metrics"]
@@ -73,7 +69,7 @@ def test_a_run_on_data_with_groups_and_times_has_their_metrics(tmp_path):
     assert RunFolder(tmp_path / "run").read_history()[-1]["test"] == record["metrics"]["test"]
 
 
-def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path, monkeypatch):
+def test_evaluations_on_the_way_have_gauc(tmp_path, monkeypatch):
     store, expected = write_store(tmp_path / "store"), []
 
     def evaluate_and_look(model, source, split, *arguments, **parts):
@@ -88,7 +84,7 @@ def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.training_loop.evaluate_split", evaluate_and_look)
     run(store, tmp_path / "run", "eval.max_samples=60")
 
-    *on_the_way, last = [
+    *on_the_way, _ = [
         entry["validation"]
         for entry in RunFolder(tmp_path / "run").read_history()
         if "validation" in entry
@@ -99,7 +95,6 @@ def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path, monkeypatch):
         assert set(found) == PLAIN | OF_GROUPS
         assert {name: found[name] for name in OF_GROUPS} == own
         assert found["num_samples"] == 60
-    assert "auc_by_day" in last
 
 
 def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
@@ -141,7 +136,6 @@ def test_a_model_is_evaluated_on_another_store(tmp_path):
     expected = evaluate_split(model, other, "test", batch_size=64)
     assert found["test"].auc == expected.auc
     assert found["test"].groups == expected.groups
-    assert found["test"].auc_by_day == expected.auc_by_day
     assert found["test"].num_samples == 200
     assert found["test"].groups.num_groups > 0
 
@@ -178,9 +172,8 @@ def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
 
     for split in ("test", "validation"):
         found = record["metrics"][split]
-        assert set(found) == PLAIN | OF_GROUPS | {"auc_by_day"} | OF_RANKING
+        assert set(found) == PLAIN | OF_GROUPS | OF_RANKING
         assert (found["auc"], found["gauc"], found["num_groups"]) == (None, None, 0)
-        assert set(found["auc_by_day"].values()) == {None}
         with torch.no_grad():
             expected = rank_items(model, store, split, k=5, most_questions=0, batch_size=10_000)
         assert {name: found[name] for name in OF_RANKING} == pytest.approx(asdict(expected))
@@ -188,7 +181,7 @@ def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
     assert (tmp_path / "run" / "curves.png").is_file()
 
 
-def test_reports_show_metrics_of_groups_days_and_rankings(tmp_path):
+def test_reports_show_metrics_of_groups_and_rankings(tmp_path):
     plain = run(write_store(tmp_path / "plain"), tmp_path / "of-plain")
     ranked = run(
         write_store(tmp_path / "ranked", is_ranked=True), tmp_path / "of-ranked", "eval.ranking_k=7"
@@ -201,17 +194,13 @@ def test_reports_show_metrics_of_groups_days_and_rankings(tmp_path):
     ]
 
     gauc = f"{plain['metrics']['test']['gauc']:.4f}"
-    by_day = f"{plain['metrics']['validation']['auc_by_day']['2014-10-24']:.4f}"
     recall = f"{ranked['metrics']['test']['recall_at_k']:.4f}"
     for found in (pages[0], texts[0]):
         assert gauc in found
-        assert by_day in found
-        assert "auc 2014-10-24" in found
         assert "recall" not in found
     for found in (pages[1], texts[1]):
         assert recall in found
-        assert "popularity recall at 7" in found
-        assert "auc 2014-10-24" not in found  # without negatives no day has an AUC
+        assert "recall at 7" in found
 
 
 @pytest.mark.outside_ci
@@ -239,7 +228,6 @@ def test_rankings_of_random_items_are_at_the_level_of_chance(tmp_path, come_agai
     # whatever the ranking, so the standard deviation of the mean is 0.0095.
     assert ranking.num_rankings == 1000
     assert ranking.recall_at_k == pytest.approx(0.1, abs=0.035)
-    assert ranking.popularity_recall_at_k == pytest.approx(0.1, abs=0.035)
 
 
 def test_a_store_like_another_of_positives_alone_is_not_ranked(tmp_path):
@@ -276,17 +264,6 @@ def test_a_model_is_in_training_mode_after_an_evaluation_that_failed(tmp_path):
     with pytest.raises(TrainingDiverged, match=r"test, ranking: .* scores are not finite"):
         with_ranking(found, model, store, "test", EvalConfig())
     assert model.training
-
-
-def test_synthetic_days_have_an_auc_each(small_config, tmp_path):
-    config = small_config("synthetic.samples_per_day=70")
-
-    record = train(config, tmp_path / "run", show_progress=False)
-
-    num_days = -(-config.synthetic.num_samples // 70)
-    days = record["metrics"]["test"]["auc_by_day"]
-    assert 1 < len(days) < num_days
-    assert all(day.startswith("1970-0") for day in days)
 
 
 class Always(torch.nn.Module):

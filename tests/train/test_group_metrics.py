@@ -1,12 +1,11 @@
 from dataclasses import asdict
-from datetime import UTC, datetime
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.train.metrics.group_metrics import auc_by_day, auc_by_part, evaluate_groups
+from recsys.train.metrics.group_metrics import evaluate_groups
 from recsys.train.metrics.metrics import auc
 
 SAMPLES = st.lists(
@@ -35,15 +34,6 @@ def aucs_in_plain_python(samples):
 
 
 @given(SAMPLES)
-def test_the_auc_of_each_part_counts_its_own_pairs(samples):
-    found = auc_by_part(*arrays(samples))
-
-    aucs = [None if np.isnan(each) else pytest.approx(each) for each in found.aucs]
-    counted = zip(found.keys.tolist(), aucs, found.num_samples.tolist(), strict=True)
-    assert {key: (area, count) for key, area, count in counted} == aucs_in_plain_python(samples)
-
-
-@given(SAMPLES)
 def test_gauc_is_the_mean_of_the_aucs_by_samples(samples):
     expected = aucs_in_plain_python(samples).values()
     kept = [(area, count) for area, count in expected if area is not None]
@@ -57,14 +47,14 @@ def test_gauc_is_the_mean_of_the_aucs_by_samples(samples):
     assert found.num_groups_left_out == len(expected) - len(kept)
 
 
-def test_one_part_has_the_auc_of_all_samples():
+def test_one_group_has_the_auc_of_all_samples():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=5000).astype(np.float32).round(2)
     labels = rng.random(5000) < 1 / (1 + np.exp(-scores))
 
-    found = auc_by_part(scores, labels, np.full(5000, 7))
+    found = evaluate_groups(scores, labels, np.full(5000, 7))
 
-    assert found.aucs.tolist() == [auc(scores, labels)]
+    assert found.gauc == auc(scores, labels)
 
 
 def test_groups_are_judged_apart():
@@ -76,23 +66,7 @@ def test_groups_are_judged_apart():
     assert evaluate_groups(scores, labels, np.array([5, 5, 3, 3])).gauc == 1.0
 
 
-def test_days_are_those_of_utc():
-    moments = ["1969-12-31T23:59:59", "1970-01-01T00:00:00", "2014-10-21T23:59:59"]
-    moments += ["2014-10-22T00:00:00", "2014-10-21T00:00:00", "1970-01-01T12:00:00"]
-    times = [datetime.fromisoformat(each).replace(tzinfo=UTC).timestamp() for each in moments]
-    scores, labels = np.arange(6, dtype=np.float32), np.array([1, 1, 0, 1, 1, 0])
-
-    found = auc_by_day(scores, labels, np.array(times, np.int64))
-
-    assert list(found.items()) == [
-        ("1969-12-31", None),
-        ("1970-01-01", 0.0),
-        ("2014-10-21", 1.0),
-        ("2014-10-22", None),
-    ]
-
-
-def test_no_samples_have_no_parts():
+def test_no_samples_have_no_groups():
     none = np.empty(0, np.float32)
 
     assert asdict(evaluate_groups(none, none, np.empty(0, np.int32))) == {
@@ -100,17 +74,16 @@ def test_no_samples_have_no_parts():
         "num_groups": 0,
         "num_groups_left_out": 0,
     }
-    assert auc_by_day(none, none, np.empty(0, np.int64)) == {}
 
 
 def test_bad_samples_are_refused():
     zeros = np.zeros(2, np.float32)
 
-    with pytest.raises(ValueError, match=r"keys must be one for each score, \(2,\), got \(3,\)"):
-        auc_by_part(zeros, zeros, np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"groups must be one for each score, \(2,\), got \(3,\)"):
+        evaluate_groups(zeros, zeros, np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"must both be \(N,\), got \(2,\) and \(1,\)"):
-        auc_by_part(zeros, zeros[:1], np.zeros(2, np.int32))
+        evaluate_groups(zeros, zeros[:1], np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="1 of 2 scores are NaN"):
-        auc_by_part(np.array([0, np.nan]), zeros, np.zeros(2, np.int32))
+        evaluate_groups(np.array([0, np.nan]), zeros, np.zeros(2, np.int32))
     with pytest.raises(ValueError, match=r"labels must be 0 or 1, got 2\.0 at place 1"):
-        auc_by_part(zeros, np.array([0.0, 2.0]), np.zeros(2, np.int32))
+        evaluate_groups(zeros, np.array([0.0, 2.0]), np.zeros(2, np.int32))

@@ -305,24 +305,6 @@ def test_where_items_come_again_all_of_them_are_candidates(write):
     assert hits == [0, 0.5, 0.5, 1]
 
 
-def test_rankings_by_popularity_stand_beside_those_of_the_model(write):
-    # Item 5 has two positives, 7 and 3 one each; negatives do not count.
-    train = [
-        (1, 1, 7, []),
-        (1, 2, 5, []),
-        (1, 3, 5, []),
-        (0, 2, 9, []),
-        (0, 3, 9, []),
-        (1, 4, 3, []),
-    ]
-    store = write([*train, (1, 0, 7, []), (1, 6, 9, [])], (6, 1, 1))
-
-    found = {k: rank(store, k) for k in (2, 3)}
-
-    assert [each.popularity_recall_at_k for each in found.values()] == [0, 1]  # after 5 and 3
-    assert found[3].popularity_ndcg_at_k == pytest.approx(1 / log2(4))
-
-
 def test_the_row_of_missing_values_is_no_item(write):
     sizes = (30, 25, 4)
     samples = random_samples(2, sizes)
@@ -377,8 +359,7 @@ def test_scores_are_those_of_samples_with_the_item(
 
     class Listening(Rankings):
         def add(self, group, scores, *others):
-            if scores.dtype == np.float32:  # not by popularity
-                heard[group] = scores
+            heard[group] = scores
             super().add(group, scores, *others)
 
     monkeypatch.setattr("recsys.train.judge.ranking.Rankings", Listening)

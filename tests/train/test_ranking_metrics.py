@@ -83,14 +83,13 @@ def test_equal_scores_find_nothing():
     assert recall_at(20, ranks, 1) == ndcg_at(20, ranks, 1) == 0
 
 
-def test_a_result_has_means_their_errors_and_those_by_popularity():
-    rankings, by_popularity = Rankings(2), Rankings(2)
+def test_a_result_has_means_and_their_errors():
+    rankings = Rankings(2)
     everything = np.ones(3, np.bool_)
     for group, (relevant, num_unknown) in enumerate((([0], 0), ([2], 0), ([1], 1))):
         rankings.add(group, np.array([3, 2, 1]), np.array(relevant), everything, num_unknown)
-        by_popularity.add(group, np.array([0, 0, 1]), np.array(relevant), everything, num_unknown)
 
-    found = rankings.result(by_popularity)
+    found = rankings.result()
 
     last = (1 / log2(3)) / (1 + 1 / log2(3))
     ndcgs = np.array([1, 0, last])
@@ -99,8 +98,6 @@ def test_a_result_has_means_their_errors_and_those_by_popularity():
         "recall_standard_error": pytest.approx(0.5 / 3**0.5),
         "ndcg_at_k": pytest.approx(ndcgs.mean()),
         "ndcg_standard_error": pytest.approx(ndcgs.std(ddof=1) / 3**0.5),
-        "popularity_recall_at_k": pytest.approx(1 / 3),
-        "popularity_ndcg_at_k": pytest.approx(1 / 3),
         "ranking_k": 2,
         "num_rankings": 3,
         "num_unknown_items": 1,
@@ -108,12 +105,12 @@ def test_a_result_has_means_their_errors_and_those_by_popularity():
 
 
 def test_without_rankings_there_is_nothing_to_tell():
-    found = Rankings(5).result(Rankings(5))
+    found = Rankings(5).result()
 
     assert (found.recall_at_k, found.ndcg_at_k, found.num_rankings) == (None, None, 0)
     one = Rankings(5)
     one.add(7, np.zeros(1), np.array([0]), np.ones(1, np.bool_))
-    assert one.result(one).recall_standard_error is None
+    assert one.result().recall_standard_error is None
 
 
 def test_a_group_counts_once_however_many_rankings_it_has():
@@ -121,10 +118,10 @@ def test_a_group_counts_once_however_many_rankings_it_has():
     for group, relevant in ((5, 0), (3, 0), (5, 1), (5, 1), (5, 1), (8, 1)):
         rankings.add(group, np.array([2, 1]), np.array([relevant]), everything)
 
-    found = rankings.result(rankings)
+    found = rankings.result()
 
     means = np.array([1, 1 / 4, 0])
-    assert found.recall_at_k == found.popularity_recall_at_k == pytest.approx(means.mean())
+    assert found.recall_at_k == pytest.approx(means.mean())
     assert found.recall_standard_error == pytest.approx(means.std(ddof=1) / 3**0.5)
     assert found.ndcg_standard_error == pytest.approx(means.std(ddof=1) / 3**0.5)
     assert found.num_rankings == 6

@@ -80,8 +80,6 @@ def test_a_line_of_the_history_of_another_type_is_named(folder, line, message):
     ("change", "message"),
     [
         ({"metrics": {"test": {"auc": "0.5"}, "validation": None}}, "metrics.test has a value"),
-        ({"metrics": {"test": {"auc_by_day": 1}, "validation": None}}, "test.auc_by_day is not a"),
-        ({"metrics": {"test": {"auc_by_day": {"a": ""}}, "validation": None}}, "test has a value"),
         ({"throughput": {**RECORD["throughput"], "num_steps": []}}, "throughput.num_steps is nei"),
         ({"data": []}, "its data is not a JSON object"),
         ({"status": 5}, "it has no status"),

@@ -58,7 +58,6 @@ def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
         assert set(saved["metrics"][split]) == {
             "auc",
             "auc_standard_error",
-            "max_auc_error",
             "logloss",
             "normalized_entropy",
             "calibration",

@@ -32,10 +32,6 @@ class SyntheticConfig:
         least=0,
     )
 
-    samples_per_day: int = _key(
-        0, "samples of a day, for AUC by day; the first day is 1970-01-01; 0: no days", least=0
-    )
-
     def __post_init__(self) -> None:
         check_fields(self)
         if self.table_sizes and min(self.table_sizes) < 1:

@@ -68,7 +68,6 @@ class SyntheticCriteo:
         drift: Share of every column's popularity that moves to other rows per million samples.
         test_samples: Samples of the test part, and of the validation part; 0 for a fourteenth of
             all samples each, as in `classic_splits`.
-        samples_per_day: Samples of a day; 0 for samples without days.
 
     Raises:
         ConfigError: there are fewer than 7 samples or no table, a table size is not in [1, 2**31],
@@ -83,7 +82,6 @@ class SyntheticCriteo:
         table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
         drift: float = 0.0,
         test_samples: int = 0,
-        samples_per_day: int = 0,
     ) -> None:
         _check(num_samples, table_sizes)
         try:
@@ -91,7 +89,6 @@ class SyntheticCriteo:
                 num_samples=int(num_samples),
                 drift=float(drift),
                 test_samples=int(test_samples),
-                samples_per_day=int(samples_per_day),
             )
         except ConfigError as error:
             raise ConfigError(f"synthetic.{error}") from None
@@ -152,16 +149,6 @@ class SyntheticCriteo:
             JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(arrays.rows)),
             torch.from_numpy(arrays.labels),
         )
-
-    def seconds(self, samples: range) -> NDArray[np.int64] | None:
-        """Seconds since 1970 of sample numbers, (B,); None without `samples_per_day`.
-
-        Args:
-            samples: Numbers of samples.
-        """
-        if not self._in_time.samples_per_day:
-            return None
-        return np.array(samples, np.int64) * 86_400 // self._in_time.samples_per_day
 
     def best_auc(self, samples: int = 1_000_000) -> float:
         """AUC of the true click probabilities on the test part, which is that of the best model.
@@ -226,7 +213,6 @@ class SyntheticCriteo:
             "table_sizes": self.table_sizes,
             "drift": self._in_time.drift,
             "test_samples": self._in_time.test_samples,
-            "samples_per_day": self._in_time.samples_per_day,
             "planted_click_rate": CLICK_RATE,
             "planted_auc": BEST_AUC,
             "best_auc": best_auc,

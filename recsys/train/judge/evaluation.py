@@ -1,10 +1,7 @@
 """Quality of a model on the splits of its data, during a run and of a saved model.
 
-Every split has the metrics of `MetricsAccumulator`. Data with more columns has more of them:
-
-    groups      GAUC
-    times       AUC of each day; not of a part of a split
-    ranking     recall and NDCG at k, if the data holds positive samples alone outside training
+Every split has the metrics of `MetricsAccumulator`. Data with groups has GAUC as well, and data
+that holds positive samples alone outside training has recall and NDCG at k.
 """
 
 from __future__ import annotations
@@ -21,13 +18,11 @@ from recsys._support.machine import set_num_threads
 from recsys.config import OptimizerConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.lookup.abstract_tables import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.judge.ranking import rank_items
 from recsys.train.loop.progress import LOWER_LR
-from recsys.train.metrics.group_metrics import auc_by_day, evaluate_groups
 from recsys.train.metrics.metrics import Metrics, MetricsAccumulator
 from recsys.train.parts.build import autocast, build_model, open_source, require_features_of
 from recsys.train.run_files.run_folder import RunFolder
@@ -82,8 +77,7 @@ def evaluate_split(
 
     Args:
         model: Maps a batch to (loss, (loss, logits, labels)).
-        source: The data. With groups or times, all scores are kept, in 5 bytes a sample, and about
-            65 more are in use while they are sorted.
+        source: The data. All scores are kept, as `MetricsAccumulator` does.
         split: "train", "test" or "validation".
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
@@ -100,8 +94,6 @@ def evaluate_split(
     else:
         loader = processes.eval_loader(source, split, batch_size)
     groups = source.groups if isinstance(source, Store) else None
-    times = _seconds(source, split) if max_samples is None else None
-    kept: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
     may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
     with _evaluating(model):
         for batch in loader:
@@ -117,41 +109,22 @@ def evaluate_split(
             accumulator.add(scores[:wanted], labels[:wanted])
             if may_be_probabilities:
                 may_be_probabilities = bool(((scores >= 0) & (scores <= 1)).all())
-            if groups is not None or times is not None:
-                kept.append((scores[:wanted].copy(), labels[:wanted] == 1))
             if accumulator.num_samples == max_samples:
                 break
     check_input(model)
-    found = accumulator.result()
+    if groups is not None:
+        first = source.splits[split].start
+        groups = groups[first : first + accumulator.num_samples]
+    found = accumulator.result(groups)
     if may_be_probabilities and found.num_samples >= 100 and (found.calibration or 0) > 1.2:
         warnings.warn(_NO_LOGITS, stacklevel=3)
-    if not kept:
-        return found
-    all_scores, all_labels = (np.concatenate(each) for each in zip(*kept, strict=True))
-    kept.clear()
-    first = source.splits[split].start
-    own = slice(first, first + found.num_samples)
-    return replace(
-        found,
-        groups=None if groups is None else evaluate_groups(all_scores, all_labels, groups[own]),
-        auc_by_day=None if times is None else auc_by_day(all_scores, all_labels, times),
-    )
+    return found
 
 
 _NO_LOGITS = (
     "all logits of the model lie in [0, 1], as probabilities do, and its predictions are too high; "
     "if forward ends with a sigmoid, leave it out: the loss and predictions apply one"
 )
-
-
-def _seconds(source: SampleSource, split: str) -> NDArray[np.int64] | None:
-    """Seconds since 1970 of the samples of a split; None for data without times."""
-    samples = source.splits[split]
-    if isinstance(source, SyntheticCriteo):
-        return source.seconds(samples)
-    if isinstance(source, Store) and source.times is not None:
-        return source.times[samples.start : samples.stop]
-    return None
 
 
 def with_ranking(

@@ -17,9 +17,6 @@ cannot be found. It counts as a miss.
 The number of questions may be bounded. Then groups are drawn, and of each group equally many
 questions, or all that it has. The seed is constant, so all runs on a store answer the same ones.
 
-Beside the model's rankings stand those by popularity: by an item's positives in the training part,
-the same for every question.
-
 A candidate is a question with another item: its own row, and the rows of the features that belong
 to the item, from the store's catalog. An `AbstractPooledModel`, such as `DLRM`, computes what
 depends on the question alone once for each question: the dense vector, and the pooled vectors of
@@ -76,7 +73,6 @@ def rank_items(
     """
     items = _Items(store)
     own, known = _Positives(store, store.splits[split]), _Positives(store, store.splits["train"])
-    popularity = items.popularity(known)
     groups = own.groups()
     per_group: int | None = None
     generator = np.random.Generator(np.random.PCG64(_SEED))
@@ -86,7 +82,7 @@ def rank_items(
         per_group = most_questions // max(1, len(groups))
     own.keep(groups)
     known.keep(groups)
-    found, by_popularity = Rankings(k), Rankings(k)
+    found = Rankings(k)
     most = max(1, min(batch_size, _MOST_SCORES // items.num_rows))
     asked = (
         question
@@ -113,8 +109,7 @@ def rank_items(
             right = np.unique(question.rows[question.rows >= items.first_row])
             num_unknown = int(np.count_nonzero(question.rows < items.first_row))
             found.add(question.group, of_question, right, is_candidate, num_unknown)
-            by_popularity.add(question.group, popularity, right, is_candidate, num_unknown)
-    return found.result(by_popularity)
+    return found.result()
 
 
 class _Question(NamedTuple):
@@ -163,13 +158,6 @@ class _Items:
     def of_samples(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of the items of samples, (n,) each."""
         return self._column[samples].astype(np.int64)
-
-    def popularity(self, positives: _Positives) -> NDArray[np.int64]:
-        """A score of each row, (E,): rows of more positives first, then rows that come first."""
-        counts = np.zeros(self.num_rows, np.int64)
-        for block in positives.blocks():
-            counts += np.bincount(self._column[block], minlength=self.num_rows)
-        return counts * self.num_rows - np.arange(self.num_rows)
 
     def as_features(self, rows: slice) -> JaggedIds:
         """Samples of these items, one each, whose other features look up row 0."""

@@ -40,7 +40,6 @@ class RankingMetrics:
         recall_standard_error: Standard error of `recall_at_k` as an estimate from a sample of
             groups; None with fewer than two groups.
         ndcg_at_k, ndcg_standard_error: The same of NDCG.
-        popularity_recall_at_k, popularity_ndcg_at_k: The same of rankings by popularity.
         ranking_k: k.
         num_rankings: Number of rankings.
         num_unknown_items: Relevant items that no ranking holds, because training has no row for
@@ -51,8 +50,6 @@ class RankingMetrics:
     recall_standard_error: float | None
     ndcg_at_k: float | None
     ndcg_standard_error: float | None
-    popularity_recall_at_k: float | None
-    popularity_ndcg_at_k: float | None
     ranking_k: int
     num_rankings: int
     num_unknown_items: int
@@ -135,8 +132,8 @@ class Rankings:
         self._ndcgs.append(ndcg_at(self._k, ranks, num_relevant))
         self._num_unknown += num_unknown
 
-    def result(self, by_popularity: Rankings) -> RankingMetrics:
-        """The metrics of all rankings so far, beside those of rankings by popularity."""
+    def result(self) -> RankingMetrics:
+        """The metrics of all rankings so far."""
         recall, recall_error = self._mean(self._recalls)
         ndcg, ndcg_error = self._mean(self._ndcgs)
         return RankingMetrics(
@@ -144,8 +141,6 @@ class Rankings:
             recall_standard_error=recall_error,
             ndcg_at_k=ndcg,
             ndcg_standard_error=ndcg_error,
-            popularity_recall_at_k=by_popularity._mean(by_popularity._recalls)[0],
-            popularity_ndcg_at_k=by_popularity._mean(by_popularity._ndcgs)[0],
             ranking_k=self._k,
             num_rankings=len(self._recalls),
             num_unknown_items=self._num_unknown,

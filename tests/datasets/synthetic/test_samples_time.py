@@ -208,13 +208,3 @@ def test_a_number_of_test_samples_changes_the_parts_and_no_sample():
         "test_samples": 300,
         "best_auc": source.best_auc(),
     }
-
-
-def test_samples_have_days_if_the_settings_say_so():
-    source = SyntheticCriteo(num_samples=700, table_sizes=[9], samples_per_day=100)
-
-    seconds = source.seconds(range(300, 700))
-
-    assert (seconds // 86_400).tolist() == (np.arange(300, 700) // 100).tolist()
-    assert SyntheticCriteo(num_samples=700, table_sizes=[9]).seconds(range(700)) is None
-    assert source.describe()["samples_per_day"] == 100
