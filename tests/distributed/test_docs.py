@@ -29,7 +29,7 @@ def test_the_snippets_of_the_page_run(ranks, pytestconfig, tmp_path):
 
     assert len(snippets) == 2
     assert all(rank["num_tiers"] for rank in found)
-    assert len(list((tmp_path / "rows").iterdir())) == 2
+    assert not list((tmp_path / "rows").iterdir())  # scratch space, which ends with the ranks
 
 
 @pytest.mark.slow

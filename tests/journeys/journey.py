@@ -48,6 +48,12 @@ def history_of(run):
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
 
 
+def num_lines(run):
+    """How many of these there are by now."""
+    file = run / "history.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
 def auc_of(run):
     """The test AUC that a run has recorded."""
     return record_of(run)["metrics"]["test"]["auc"]

@@ -8,7 +8,15 @@ import time
 import pytest
 
 from tests import forks
-from tests.journeys.journey import SYNTHETIC, history_of, options, record_of, recsys, require_equal
+from tests.journeys.journey import (
+    SYNTHETIC,
+    history_of,
+    num_lines,
+    options,
+    record_of,
+    recsys,
+    require_equal,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
 
@@ -32,13 +40,9 @@ def whole(tmp_path_factory):
     return run
 
 
-def num_lines(file):
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
 def kill_after(process, run, line, seconds):
     """SIGKILL, so many seconds after a run has written this line of its history."""
-    while process.is_alive() and num_lines(run / "history.jsonl") < line:
+    while process.is_alive() and num_lines(run) < line:
         time.sleep(0.001)
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGKILL)

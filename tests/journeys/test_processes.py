@@ -14,7 +14,15 @@ from safetensors.torch import load_file
 pytest.importorskip("torchrec")
 
 from tests.journeys import ranks
-from tests.journeys.journey import SYNTHETIC, auc_of, options, recsys, require_equal
+from tests.journeys.journey import (
+    SYNTHETIC,
+    auc_of,
+    num_lines,
+    options,
+    record_of,
+    recsys,
+    require_equal,
+)
 
 SAVES = ("checkpoint.every_steps=9", "checkpoint.every_seconds=0")
 # Adagrad divides a first gradient by its own size: one near zero, summed in another order, moves a
@@ -58,22 +66,24 @@ def test_a_budget_on_each_process_changes_no_bit(whole, tmp_path):
     assert auc_of(tmp_path / "run") == auc_of(whole)
 
 
-def test_killed_processes_are_continued_by_as_many(whole, tmp_path):
+def test_killed_processes_are_continued_by_as_many_or_by_one(whole, tmp_path):
     run = tmp_path / "run"
     started = ranks.start(ranks.command, [*TRAIN, "--run", str(run), *BUDGET])
-    while not list(run.glob("shards/*/*")):
-        assert all(rank.process.is_alive() for rank in started)
-        time.sleep(0.002)
-    time.sleep(0.1)
+    while all(rank.process.is_alive() for rank in started) and num_lines(run) < 40:
+        time.sleep(0.002)  # until some checkpoints are complete
     for rank in started:
         os.killpg(rank.process.pid, signal.SIGKILL)
     for rank in started:
         rank.end()
     assert [rank.process.exitcode for rank in started] == [-signal.SIGKILL] * 2
+    by_one = shutil.copytree(run, tmp_path / "by_one")
 
     train_on_two(run)
+    recsys(*TRAIN, "--run", by_one, "--resume")
 
+    assert len(record_of(by_one)["resumed"]) == 1
     require_equal(run, whole)
+    require_close(by_one, whole)
 
 
 def test_a_run_of_one_process_is_continued_by_two(tmp_path):
