@@ -166,9 +166,10 @@ def accelerate(
     require_arguments(budget, plan, profile)
     always = always or budget is not None or plan is not None
     chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=always)
-    specs, unfit = chosen.specs, chosen.unfit
+    specs, left = chosen.specs, chosen.left
     notes = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
-    for message in [*notes, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
+    refused = [f"{left[each][0]} is not replaced: {why}" for each, why in chosen.unfit.items()]
+    for message in (*notes, *refused):
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
     with lasting_tensors():  # which training changes, also if this is called in inference mode
         tiering = _choose_tiering(model, chosen, budget, plan, profile, cold_tier, cold_path)
@@ -193,7 +194,10 @@ def accelerate(
             link.marks.remove_hooks()
     return Accelerated(
         _describe(chosen.found, counterparts),
-        (*unfit.values(), *chosen.not_updated.values()),
+        tuple(
+            LeftAlone(tuple(left[each]), type(each).__name__, why)
+            for each, why in (chosen.unfit | chosen.not_updated).items()
+        ),
         _describe_updates(chosen, {old for old, new in counterparts.items() if new in link_of}),
         notes,
         None if len(links) != 1 else links[0].row_optimizer,
