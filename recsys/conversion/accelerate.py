@@ -25,7 +25,7 @@ from recsys.conversion.accelerated import (
     Replacement,
     describe_outlook,
 )
-from recsys.conversion.choice import choose_budget, choose_tables, shared_device
+from recsys.conversion.choice import choose_budget, choose_tables
 from recsys.conversion.exchange import (
     KEPT,
     counterpart,
@@ -354,7 +354,7 @@ def _choose_tiering(
     if budgeted is None:
         return None
     budget_bytes, pinned = budgeted
-    return _Tiering(budget_bytes, pinned, names, files, shared_device(updated))
+    return _Tiering(budget_bytes, pinned, names, files, updated[0].weight.device)
 
 
 def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) -> None:

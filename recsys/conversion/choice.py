@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.updaters import NamedTable, UpdaterSpec
 
-__all__ = ["ChosenTables", "choose_budget", "choose_tables", "planned_budget", "shared_device"]
+__all__ = ["ChosenTables", "choose_budget", "choose_tables"]
 
 # From so many tables with sparse gradients, or numbers in those with dense ones, steps are shorter.
 _WITHOUT_STATE = 24, 1 << 20
@@ -141,7 +141,7 @@ def choose_budget(
 
     Raises:
         BudgetTooSmall, ConfigError, ProfileError: as for `plan_of_model`.
-        ValueError: there is no optimizer, or more than one; or tables are on several devices.
+        ValueError: there is no optimizer, or more than one; or as for `plan_of_model`.
     """
     if budget is None and plan is None:
         return None
@@ -152,41 +152,7 @@ def choose_budget(
             f"budget: tables that share it must have one optimizer, got {len(chosen.specs)}; give "
             "only one of them, which leaves the other tables alone, or leave out budget="
         )
-    return planned_budget(chosen.updated, chosen.specs[0].formula, budget, plan, profile)
-
-
-def planned_budget(
-    tables: Sequence[NamedTable],
-    formula: RowOptimizer,
-    budget: int | str | None,
-    plan: HotPlan | None,
-    profile: PopularityProfile | None,
-) -> tuple[int, dict[nn.Parameter, Any]]:
-    """The bytes of fast memory, and the rows to be pinned; arguments as for `plan_of_model`.
-
-    Raises:
-        BudgetTooSmall, ConfigError, ProfileError: as for `plan_of_model`.
-        ValueError: the tables are on several devices.
-    """
-    planned = plan_of_model(tables, formula, budget, plan, profile)
-    shared_device(tables)  # raises for several devices
-    return planned
-
-
-def shared_device(tables: Sequence[NamedTable]) -> torch.device:
-    """The device of tables that share a budget.
-
-    Raises:
-        ValueError: they are on several devices.
-    """
-    devices = {table.weight.device: table.name for table in tables}
-    if len(devices) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(
-            f"budget: tables that share it must be on one device, got {places}; move the model by "
-            ".to(), or leave out budget="
-        )
-    return next(iter(devices))
+    return plan_of_model(chosen.updated, chosen.specs[0].formula, budget, plan, profile)
 
 
 def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:

@@ -18,9 +18,9 @@ from torch import nn
 from recsys._support.counted import counted
 from recsys._support.machine import memory_bytes
 from recsys._support.sizes import format_bytes, round_up_as_written, round_up_bytes
-from recsys.conversion.choice import choose_budget, choose_tables, planned_budget
+from recsys.conversion.choice import choose_budget, choose_tables
 from recsys.conversion.exchange import find_recsys, named_tables_in
-from recsys.conversion.model_plan import configs_of, require_arguments
+from recsys.conversion.model_plan import configs_of, plan_of_model, require_arguments
 from recsys.embeddings.kernels.choice import has_own_kernels
 from recsys.embeddings.staleness.followed_rows import tracked_bytes
 from recsys.embeddings.tiers.budget import (
@@ -33,7 +33,7 @@ from recsys.embeddings.tiers.budget import (
 from recsys.embeddings.tiers.cold.cold_files import require_disk
 from recsys.embeddings.tiers.cold.cold_tier import require_budget_of_files, require_cold_tier
 from recsys.embeddings.tiers.cold.staging import num_staged
-from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, require_numbers, row_bytes
+from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, row_bytes
 from recsys.embeddings.updaters import tables_by_kind
 from recsys.errors import BudgetTooSmall, ConfigError
 
@@ -254,7 +254,6 @@ class _Sized(NamedTuple):
 
         Raises:
             BudgetTooSmall: the budget does not hold the row maps, or a mini-batch.
-            ValueError: there are more rows, or slots, than 32 bits can number.
         """
         spaces = [space for space, _ in self.groups]
         tracker = self.reserved_bytes
@@ -279,7 +278,6 @@ class _Sized(NamedTuple):
         elif self.budget_bytes is not None:
             require_room_beside_rows(self.budget_bytes, everything, tracker)
         for space, count in zip(spaces, slots or (), strict=False):
-            require_numbers(space.num_rows, count)
             fast += count * space.slot_bytes
             of_row = row_bytes(space.dim, space.dtype, space.state_sizes)
             host += num_staged(count, of_row) * of_row if has_own_kernels(device) else 0
@@ -287,7 +285,12 @@ class _Sized(NamedTuple):
         dense = sum(each.nbytes for each in model.parameters() if id(each) not in own)
         on_cpu = device.type in ("cpu", "meta")
         if slots and self.budget_bytes is not None and floor > self.budget_bytes:
-            raise _below_floor(self.budget_bytes, floor, batch_size)
+            raise BudgetTooSmall(
+                f"budget must be at least {floor} bytes ({round_up_bytes(floor)}), got "
+                f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}): a mini-batch of "
+                f"{batch_size:,} samples needs that much; raise it, or make mini-batches smaller "
+                "(batch_size; or lookups_per_bag, where bags have rows in common)"
+            )
         return Estimate(
             num_tables=len(own),
             num_rows=num_rows,
@@ -365,7 +368,7 @@ def _sized_recsys(
     sized = _Sized([*groups, *_groups_of(without, ())], not without)
     if is_new:
         formula = known[0].groups[0].settings.formula
-        budget_bytes, pinned = planned_budget(tables, formula, budget, plan, profile)
+        budget_bytes, pinned = plan_of_model(tables, formula, budget, plan, profile)
         return sized._replace(budget_bytes=budget_bytes, pinned=pinned, cold_tier=cold_tier)
     if len(known) != 1:
         return sized
@@ -375,15 +378,6 @@ def _sized_recsys(
         cold_tier="file" if any(each.files is not None for each in tiers) else "host",
         slots=[each.hot.num_slots for each in tiers] or None,
         reserved_bytes=known[0].reserved_bytes,
-    )
-
-
-def _below_floor(budget_bytes: int, floor: int, batch_size: int) -> BudgetTooSmall:
-    return BudgetTooSmall(
-        f"budget must be at least {floor} bytes ({round_up_bytes(floor)}), got {budget_bytes} "
-        f"({format_bytes(budget_bytes)}): a mini-batch of {batch_size:,} samples needs that much; "
-        "raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where bags have "
-        "rows in common)"
     )
 
 
@@ -399,15 +393,6 @@ def require_machine(found: Estimate) -> None:
             f"host memory: tables and dense parameters take {format_bytes(found.host_bytes)}, and "
             f"this machine has {format_bytes(memory)}; keep rows in files by a budget and "
             "cold_tier 'file', or use a machine with more memory"
-        )
-    if not found.device.startswith("cuda") or not torch.cuda.is_available():
-        return
-    memory = torch.cuda.get_device_properties(found.device).total_memory
-    if found.fast_bytes + found.dense_bytes > memory:
-        raise ConfigError(
-            f"device {found.device!r}: fast memory and dense parameters take "
-            f"{format_bytes(found.fast_bytes + found.dense_bytes)}, and it has "
-            f"{format_bytes(memory)}; set a smaller budget"
         )
 
 

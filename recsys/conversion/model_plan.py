@@ -85,7 +85,15 @@ def plan_of_model(
         BudgetTooSmall: the floor of the profile's plan is above the budget.
         ConfigError: `budget` cannot be read.
         ProfileError: plan or profile has other tables.
+        ValueError: the tables are on several devices.
     """
+    devices = {table.weight.device: table.name for table in tables}
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"budget: tables that share it must be on one device, got {places}; move the model by "
+            ".to(), or leave out budget="
+        )
     weights, configs = configs_of(tables)
     if plan is not None:
         order = {name: number for number, name in enumerate(plan.tables)}

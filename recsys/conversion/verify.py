@@ -238,15 +238,6 @@ def _require_arguments(
             "optimizer must be a torch.optim.Optimizer, a list of several, or a function that maps "
             f"parameters() to one, got {shown_optimizer(optimizer)}"
         )
-    _refuse_optimizers_in_backward(model)
-
-
-def _tables_in(model: nn.Module) -> set[Tensor]:
-    is_table = (nn.EmbeddingBag, nn.Embedding)
-    return {module.weight for module in model.modules() if isinstance(module, is_table)}
-
-
-def _refuse_optimizers_in_backward(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         kinds = getattr(parameter, "_optimizer_classes", None)
         if kinds:
@@ -256,6 +247,11 @@ def _refuse_optimizers_in_backward(model: nn.Module) -> None:
                 "model do not have; verify the model without it, and give that optimizer as "
                 "optimizer=: recsys.accelerate translates both to the same formula"
             )
+
+
+def _tables_in(model: nn.Module) -> set[Tensor]:
+    is_table = (nn.EmbeddingBag, nn.Embedding)
+    return {module.weight for module in model.modules() if isinstance(module, is_table)}
 
 
 class _Run:
