@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from io import BytesIO
+from math import nan
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from recsys._support.files import appearing_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
     from recsys.train.run_files.run_folder import RunFolder
 
-__all__ = [
-    "COLORS",
-    "as_png",
-    "count_samples",
-    "draw_run",
-    "draw_variations",
-    "line_styles",
-    "picture_style",
-    "plot_curves",
-]
+__all__ = ["as_png", "draw_run", "draw_variations", "plot_curves"]
 
 # Okabe and Ito's colors without yellow: colour-blind readers tell them apart, also on white.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
-_HIDDEN = 10  # a tenth of the losses may lie above the picture
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
+_STYLE = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 
 
 def plot_curves(folder: RunFolder) -> None:
     """Draw `curves.png` from the history; an empty history gives no file."""
-    _write(draw_run(folder.read_history(), folder.read_config().eval.split), folder.curves_file)
-
-
-def _write(picture: bytes | None, file: Path) -> None:
+    picture = draw_run(folder.read_history(), folder.read_config().eval.split)
     if picture is not None:
-        with appearing_whole(file) as partial:  # its error names the file
+        with appearing_whole(folder.curves_file) as partial:  # its error names the file
             partial.write_bytes(picture)
 
 
@@ -58,10 +42,11 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
     training = [entry for entry in history if "train_loss" in entry]
     if not training:
         return None
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     evaluated = [entry for entry in history if entry.get(split)]
-    with picture_style():
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         for axis, key, name in zip(
             figure.subplots(1, 2), ("logloss", "auc"), ("loss", "AUC"), strict=True
@@ -69,11 +54,11 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
             train_key = "train_loss" if key == "logloss" else "train_auc"
             samples = [entry["num_samples"] for entry in training]
             reports = [entry[train_key] for entry in training]
-            axis.plot(samples, reports, color=COLORS[0], linewidth=0.7, alpha=0.35)
+            axis.plot(samples, reports, color=_COLORS[0], linewidth=0.7, alpha=0.35)
             axis.plot(
                 samples,
                 _smoothed(reports),
-                color=COLORS[0],
+                color=_COLORS[0],
                 label="training (before each update), smoothed",
                 marker="o" if len(reports) == 1 else "",  # no line leads to a single report
                 markersize=3,
@@ -81,15 +66,12 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
             axis.plot(
                 [entry["num_samples"] for entry in evaluated],
                 [entry[split][key] for entry in evaluated],
-                color=COLORS[1],
+                color=_COLORS[1],
                 label=split,
                 marker="o",
                 markersize=3,
             )
-            if key == "logloss":
-                _hide_first_losses(axis, reports, [entry[split][key] for entry in evaluated])
-            count_samples(axis)
-            axis.set_ylabel(name)
+            _label(axis, name)
             axis.legend()
         return as_png(figure)
 
@@ -115,97 +97,50 @@ def draw_variations(cells: Sequence[tuple[str, Sequence[Mapping[str, float]]]]) 
     }
     if not any(means.values()):
         return None
+    import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    styles = line_styles(means)
-    with picture_style():
+    styles = {
+        name: {
+            "color": _COLORS[number % len(_COLORS)],
+            "linestyle": _DASHES[number // len(_COLORS) % len(_DASHES)],
+        }
+        for number, name in enumerate(means)
+    }
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9, 4 + 0.2 * len(means)), layout="constrained")
         axis = figure.subplots()
         for variation, points in means.items():
             if points:
                 axis.plot(*zip(*points, strict=True), **styles[variation], marker="o", markersize=3)
-        count_samples(axis)
-        axis.set_ylabel("AUC")
+        _label(axis, "AUC")
         # With explicit labels: matplotlib skips artists whose labels begin with _.
         handles = [Line2D([], [], **style) for style in styles.values()]
         figure.legend(handles, list(styles), loc="outside lower left")
         return as_png(figure)
 
 
-def count_samples(axis: Axes) -> None:
-    """Label the horizontal axis with numbers of samples such as 20 M."""
+def _label(axis: Axes, name: str) -> None:
+    """Label the horizontal axis with numbers of samples such as 20 M, the vertical one by name."""
     from matplotlib.ticker import EngFormatter
 
     axis.xaxis.set_major_formatter(EngFormatter())
     axis.set_xlabel("samples")
-
-
-def _hide_first_losses(
-    axis: Axes, reports: Sequence[float | None], evaluations: Sequence[float | None]
-) -> None:
-    """End the vertical axis above all losses but those of the first tenth of the reports.
-
-    A run may begin with a loss so large that the others have no height beside it. The title then
-    says what is above the picture.
-    """
-    rest = [*reports[len(reports) // _HIDDEN :], *evaluations]
-    low, high = axis.dataLim.ymin, axis.dataLim.ymax
-    most = max([each for each in rest if each is not None], default=high)
-    if low < most < (low + high) / 2:
-        axis.set_ylim(low - 0.05 * (most - low), most + 0.1 * (most - low))
-        axis.set_title(
-            f"first losses, up to {high:.3g}, are cut off",
-            fontsize="small",
-            loc="left",
-        )
+    axis.set_ylabel(name)
 
 
 def _smoothed(reports: Sequence[float | None]) -> list[float]:
     """For each report, the mean of itself and as many before as after it; nan where none has one.
 
-    Near the start there are fewer of them, so that a curve that rises or falls there is not bent.
-    The last ones lie on the line that fits the end best: the curve does not end in a single report.
+    Near both ends there are fewer of them, so that a curve that rises or falls there is not bent.
     """
-    values = np.array([np.nan if each is None else each for each in reports])
-    places: NDArray[np.int64] = np.arange(len(values))
-    is_known = np.isfinite(values)
-    found = np.full(len(values), np.nan)
-    for place in range(len(values)):
-        width = min(_SMOOTHED, place, len(values) - 1 - place)
-        near = slice(place - width, place + width + 1)
-        if is_known[near].any():
-            found[place] = values[near][is_known[near]].mean()
-    end = slice(max(0, len(values) - 2 * _SMOOTHED - 1), None)
-    is_last = is_known & (places >= len(values) - _SMOOTHED)
-    x, y = places[end][is_known[end]], values[end][is_known[end]]
-    if is_last.any() and len(x) > _SMOOTHED:
-        slope, start = np.polyfit(x, y, 1)
-        found[is_last] = start + slope * places[is_last]
-    return [float(each) for each in found]
-
-
-def line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A color and a dash per variation; the pairs are distinct for up to 28 variations."""
-    names = list(dict.fromkeys(variations))
-    return {
-        name: {
-            "color": COLORS[number % len(COLORS)],
-            "linestyle": _DASHES[number // len(COLORS) % len(_DASHES)],
-        }
-        for number, name in enumerate(names)
-    }
-
-
-@contextmanager
-def picture_style() -> Iterator[None]:
-    """How all pictures look. A text with dollar signs, as a name may have, is not mathematics."""
-    import matplotlib as mpl
-
-    with mpl.rc_context(
-        {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
-    ):
-        yield
+    found = []
+    for place in range(len(reports)):
+        width = min(_SMOOTHED, place, len(reports) - 1 - place)
+        near = [each for each in reports[place - width : place + width + 1] if each is not None]
+        found.append(fmean(near) if near else nan)
+    return found
 
 
 def as_png(figure: Figure) -> bytes:
