@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.files import appearing_whole, as_argument
-from recsys._support.machine import memory_bytes
-from recsys._support.npy_files import NpzFile, read_array
-from recsys._support.sizes import format_bytes
 from recsys._support.untrusted import is_count, is_text, parse_json
 from recsys.errors import ProfileError
 
@@ -31,7 +28,6 @@ __all__ = ["read_profile", "write_profile"]
 _FORMAT = "recsys-profile"
 _VERSION = 1
 _COUNT_DTYPES = (np.dtype(np.uint32), np.dtype(np.int64))
-_MOST_META_BYTES = 16 * 2**20
 # What each key of `meta` must hold.
 _KEYS: dict[str, Callable[[Any], bool]] = {
     "tables": lambda value: isinstance(value, dict),
@@ -57,8 +53,6 @@ def write_profile(file: Path, about: dict[str, Any], counts: NDArray[Any]) -> No
 def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
     """Read a file of `write_profile`: `about` and the counts.
 
-    The sizes of both arrays are checked before they are read, and the counts must fit in memory.
-
     Raises:
         FileNotFoundError: it does not exist.
         ProfileError: it is damaged, not a profile, or of a version that this library cannot read.
@@ -72,40 +66,35 @@ def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
             f"{file} is a folder, not a profile; if it is a store, count its lookups with "
             f"`recsys profile {as_argument(file)} --out PROFILE.npz`, and name that file"
         )
-    try:
-        with NpzFile(file) as archive:
-            meta = _read_meta(file, archive)
-            num_rows = _check_meta(file, meta)
-            counts = _read_counts(file, archive, num_rows)
-    except ProfileError:
-        raise
-    except ValueError as error:
-        if _is_array(file):
-            raise _no_profile(file, "it is a single array") from error
-        raise ProfileError(
-            f"{file} cannot be read as a profile ({error}): it is damaged or another file; make "
-            "one by `recsys profile STORE --out PROFILE.npz`, and name that file"
-        ) from error
-    return meta, counts
-
-
-def _is_array(file: Path) -> bool:
-    if not file.is_file():
-        return False
+    if not file.is_file():  # to open a pipe waits for a writer
+        raise _no_profile(file, "it is not a plain file")
     with file.open("rb") as stream:
-        return stream.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
-
-
-def _read_meta(file: Path, archive: NpzFile) -> dict[str, Any]:
+        try:
+            arrays = np.load(stream, allow_pickle=False)
+            found = arrays if isinstance(arrays, np.ndarray) else {**arrays}
+        except Exception as error:  # numpy and zipfile raise many classes for damaged files
+            raise ProfileError(
+                f"{file} cannot be read as a profile ({error or type(error).__name__}): it is "
+                "damaged or another file; make one by `recsys profile STORE --out PROFILE.npz`, "
+                "and name that file"
+            ) from error
+    if isinstance(found, np.ndarray):
+        raise _no_profile(file, "it is a single array")
     for name in ("meta", "counts"):
-        if name not in archive.names:
+        if not isinstance(found.get(name), np.ndarray):  # numpy gives other members as bytes
             raise _no_profile(file, f"it has no array {name!r}")
-    text = archive.open_array("meta")
+    meta = _read_meta(file, found["meta"])
+    _check_counts(file, found["counts"], _check_meta(file, meta))
+    return meta, found["counts"]
+
+
+def _read_meta(file: Path, text: NDArray[Any]) -> dict[str, Any]:
     if text.dtype != np.uint8:
         raise _no_profile(file, "its array 'meta' is not text")
-    if text.num_bytes > _MOST_META_BYTES:
-        raise _no_profile(file, f"its array 'meta' has {text.num_bytes} bytes")
-    meta = parse_json(read_array(text).tobytes())
+    try:
+        meta = parse_json(text.tobytes())
+    except ValueError as error:
+        raise _no_profile(file, f"its array 'meta' is not JSON: {error}") from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         raise _no_profile(file, f"its array 'meta' does not name the format {_FORMAT}")
     return meta
@@ -146,22 +135,13 @@ def _check_meta(file: Path, meta: dict[str, Any]) -> int:
     return sum(tables.values())
 
 
-def _read_counts(file: Path, archive: NpzFile, num_rows: int) -> NDArray[Any]:
-    found = archive.open_array("counts")
-    if found.dtype not in _COUNT_DTYPES or found.shape != (num_rows,):
+def _check_counts(file: Path, counts: NDArray[Any], num_rows: int) -> None:
+    if counts.dtype not in _COUNT_DTYPES or counts.shape != (num_rows,):
         raise ProfileError(
             f"{file}: counts must be ({num_rows},) uint32 or int64 for its tables, got "
-            f"{found.shape} {found.dtype}; count again"
+            f"{counts.shape} {counts.dtype}; count again"
         )
-    memory = memory_bytes()
-    if memory is not None and found.num_bytes > memory:
-        raise ProfileError(
-            f"{file}: its counts take {format_bytes(found.num_bytes)}, and this machine has "
-            f"{format_bytes(memory)}; use a machine with more memory, or profile fewer tables"
-        )
-    counts = read_array(found)
     if counts.dtype == np.int64 and counts.min() < 0:
         raise ProfileError(f"{file}: counts must not be negative, got {counts.min()}; count again")
     if counts.sum(dtype=np.float64) >= 2**62:
         raise ProfileError(f"{file}: counts must sum to less than 2**62, got more; count again")
-    return counts

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.files import appearing_whole
-from recsys._support.npy_files import open_array, read_array
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.lookup_blocks import blocks_of_source, samples_of
 from recsys.embeddings.popularity.row_counts import RowCounts
@@ -75,12 +74,11 @@ def _read(file: Path, num_samples: int) -> NDArray[np.bool_] | None:
     """The hot samples in a file of `hot_samples`; None, with a warning, if it is damaged."""
     shape = (-(-num_samples // 8),)
     try:
-        with file.open("rb") as stream:
-            array = open_array(stream, file.stat().st_size)
-            fault = f"it must hold {shape} uint8, got {array.shape} {array.dtype}"
-            if array.dtype == np.uint8 and array.shape == shape:
-                return np.unpackbits(read_array(array), count=num_samples).astype(np.bool_)
-    except (ValueError, OSError) as error:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        fault = f"it must hold {shape} uint8, got {array.shape} {array.dtype}"
+        if array.dtype == np.uint8 and array.shape == shape:
+            return np.unpackbits(array, count=num_samples).astype(np.bool_)
+    except Exception as error:  # numpy raises many classes for damaged files
         fault = str(error)
     warnings.warn(
         f"{file}: the list of hot samples is damaged ({fault}); it is made again", stacklevel=3

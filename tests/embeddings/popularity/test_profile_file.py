@@ -132,7 +132,6 @@ def save_array(file):
         (lambda f: write_meta(f, features={"a": 5}), "every table must have features"),
         (lambda f: write_meta(f, features={"a": []}), "every table must have features"),
         (lambda f: write_meta(f, tables={}, features={}), "every table must have features"),
-        (lambda f: write_meta(f, more="x" * 2**24), "its array 'meta' has"),
         (lambda f: write_meta(f, tables={"a": 3}), r"counts must be \(3,\) uint32 or int64"),
         (lambda f: write_meta(f, tables={"a": 0}), "and at least one row"),
         (lambda f: write_meta(f, tables={"b": 2}), "every table must have features"),
@@ -164,16 +163,8 @@ def test_a_folder_and_a_pipe_are_no_profiles(tmp_path):
 
     with pytest.raises(ProfileError, match=r"is a folder, not a profile; if it is a store, count"):
         PopularityProfile.load(tmp_path)
-    with pytest.raises(ProfileError, match=r"pipe cannot be read as a profile .*not a plain file"):
+    with pytest.raises(ProfileError, match=r"pipe is not a profile .*not a plain file"):
         PopularityProfile.load(tmp_path / "pipe")
-
-
-def test_counts_that_do_not_fit_in_memory_are_refused(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.embeddings.popularity.profile_file.memory_bytes", lambda: 100)
-    profile.save(tmp_path / "profile.npz")
-
-    with pytest.raises(ProfileError, match=r"its counts take 7\.82 KiB, and this machine has 100"):
-        PopularityProfile.load(tmp_path / "profile.npz")
 
 
 @pytest.mark.parametrize("counts", [np.array([2**62, 2**62]), np.array([-1, 0])])

@@ -78,9 +78,9 @@ def save_pickle(file):
     ("damage", "fault"),
     [
         (lambda file: np.save(file, np.zeros(3, np.uint8)), r"got \(3,\) uint8"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "ends too early"),
-        (lambda file: file.write_bytes(b"text"), "does not begin with"),
-        (save_pickle, "must hold numbers, got dtype object"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "greater than file size"),
+        (lambda file: file.write_bytes(b"text"), "magic string|pickle"),
+        (save_pickle, "object|Python"),
     ],
 )
 def test_a_damaged_file_warns_and_is_made_again(source, tmp_path, damage, fault):
