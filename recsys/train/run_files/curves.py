@@ -23,7 +23,12 @@ __all__ = ["as_png", "draw_run", "draw_variations", "plot_curves"]
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
-_STYLE = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "text.parse_math": False,
+}
 
 
 def plot_curves(folder: RunFolder) -> None:
@@ -101,7 +106,7 @@ def draw_variations(cells: Sequence[tuple[str, Sequence[Mapping[str, float]]]]) 
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    styles = {
+    styles: dict[str, dict[str, Any]] = {
         name: {
             "color": _COLORS[number % len(_COLORS)],
             "linestyle": _DASHES[number // len(_COLORS) % len(_DASHES)],
