@@ -11,7 +11,7 @@ from recsys.conversion.estimate import Estimate
 from recsys.conversion.verify import Verification
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile, TableConfig, plan_hot_rows
-from recsys.embeddings.popularity.coverage import Coverage
+from recsys.embeddings.popularity.counts import Coverage
 from recsys.train.judge.evaluation import evaluate_run
 from recsys.train.metrics.metrics import Metrics
 from recsys.train.parts.providers import build_embeddings

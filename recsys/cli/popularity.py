@@ -93,8 +93,7 @@ def _profile(options: argparse.Namespace) -> int:
     config = load_config(None, [], data=options.store)
     require_data(config.data)
 
-    from recsys.embeddings.popularity.coverage import format_coverages
-    from recsys.embeddings.popularity.profile import PopularityProfile
+    from recsys.embeddings.popularity.counts import PopularityProfile, format_coverages
     from recsys.train.parts.build import open_source
 
     source = open_source(config, to_train=False)
@@ -123,19 +122,17 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from recsys.embeddings.popularity.profile_file import read_profile
+    from recsys.embeddings.popularity.counts import PopularityProfile
 
     config = load_config(options.config, options.set)
     parse_bytes(options.budget, "budget")
-    about, counts = read_profile(Path(options.profile))
+    profile = PopularityProfile.load(options.profile)
     require_new(options.out)
 
     from recsys.embeddings.popularity.plan import plan_hot_rows
-    from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.train.parts.providers import row_optimizer
     from recsys.train.parts.tables import table_configs
 
-    profile = PopularityProfile.from_about(about, counts)
     plan = plan_hot_rows(
         profile,
         table_configs(

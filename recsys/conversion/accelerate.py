@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from recsys.conversion.choice import ChosenTables
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.updaters import Link
 

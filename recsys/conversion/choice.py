@@ -37,8 +37,8 @@ from recsys.embeddings.updaters import choose_updaters, require_translatable, re
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.updaters import NamedTable, UpdaterSpec
 
 __all__ = ["ChosenTables", "choose_budget", "choose_tables"]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.staleness.settings import Staleness
     from recsys.embeddings.updaters import NamedTable
 

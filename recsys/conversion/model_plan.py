@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from recsys._support.sizes import parse_bytes
+from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows, require_plan
-from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import DATA_TYPES
 from recsys.errors import BudgetTooSmall, ProfileError
 

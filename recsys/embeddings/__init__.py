@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.embedding import HotColdEmbedding
     from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
     from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
-    from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.staleness.settings import Staleness
     from recsys.embeddings.staleness.tracker import StalenessTracker
     from recsys.embeddings.table import TableConfig
@@ -62,7 +62,7 @@ if not TYPE_CHECKING:
             "HotColdEmbeddingCollection": "embedding_collection",
             "HotPlan": "popularity.plan",
             "PartialRowWiseAdam": "optimizer",
-            "PopularityProfile": "popularity.profile",
+            "PopularityProfile": "popularity.counts",
             "RowWiseAdagrad": "optimizer",
             "Staleness": "staleness.settings",
             "StalenessTracker": "staleness.tracker",

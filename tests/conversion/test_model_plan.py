@@ -231,7 +231,7 @@ def test_tables_of_one_name_go_by_their_places():
     sizes = dict(zip(places, [9000, 200, 9000, 200], strict=True))
     plan = planned(profile_of({places[3]: [5]}, sizes), room_for(18_400, 33, 16), **sizes)
 
-    with pytest.raises(ProfileError, match=r"'left\.embedding_bags\.t_a' is not in the plan"):
+    with pytest.raises(ProfileError, match=r"'left\.embedding_bags\.t_a'"):
         recsys.accelerate(
             model,
             optimizer=SGD(lr=0.1),
@@ -294,12 +294,12 @@ def profile():
                 "plan": planned(profile_of({}, {"tables.0": 3000}), "1MiB", **{"tables.0": 3000})
             },
             ProfileError,
-            r"'tables.1' is not in the plan, which has \['tables.0'\]",
+            r"'tables.1' are None in the plan and .* has \['tables.0'\], and",
         ),
         (
             lambda: {"plan": planned(profile_of({}, SIZES | {"c": 1}), "1MiB", **SIZES, c=1)},
             ProfileError,
-            r"'c' of the plan is not among the tables here, \['tables.0', 'tables.1'\]",
+            r"'c' are .* and None here; .* here are \['tables.0', 'tables.1'\]",
         ),
         (
             lambda: {"profile": profile(), "budget": "20KiB"},
@@ -330,5 +330,5 @@ def test_a_plan_in_another_order_is_no_collections():
     ]
     plan = planned(profile(), "1MiB", **SIZES)
 
-    with pytest.raises(ProfileError, match=r"order is \['tables.0', .*and \['tables.1'"):
+    with pytest.raises(ProfileError, match=r"has \['tables.0', .*here are \['tables.1'"):
         plan.of_tables(tables[::-1])

@@ -19,8 +19,8 @@ import torch
 
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, PINNED
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.tiers.holds import Hold
 from recsys.errors import BudgetTooSmall, TiersFailed
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline

@@ -17,7 +17,6 @@ from recsys.datasets.store_features import Feature
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
-from recsys.pipeline.fae.hot_samples import find_hot_samples
 from recsys.train.judge.evaluation import evaluate_run
 from recsys.train.parts.build import build_loader, build_model, open_source
 from recsys.train.parts.tables import table_configs
@@ -278,7 +277,7 @@ def test_samples_of_a_plan_are_hot_if_all_rows_of_all_features_are_pinned(table_
         table.removeprefix("t_"): set(plan.pinned_rows(table).tolist()) for table in plan.tables
     }
 
-    found = find_hot_samples(plan, store, range(700))
+    found = plan.find_hot_samples(store, range(700))
 
     expected = [
         all(

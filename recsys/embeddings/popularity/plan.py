@@ -23,45 +23,36 @@ other lookups, without counting again. Letters: R rows of all tables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import torch
 
 from recsys._support.arguments import is_number, is_whole
 from recsys._support.files import as_argument
-from recsys._support.sizes import format_bytes, parse_bytes
-from recsys._support.untrusted import is_count, is_finite_number, is_int
+from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written
 from recsys.embeddings.optimizer import require_formula
-from recsys.embeddings.popularity.plan_table import format_budgets
-from recsys.embeddings.popularity.profile import PopularityProfile
-from recsys.embeddings.popularity.profile_file import read_profile, write_profile
+from recsys.embeddings.popularity.counts import PopularityProfile, text_table
+from recsys.embeddings.popularity.files import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
 from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, Features, SampleSource
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.popularity.coverage import Coverage
+    from recsys.embeddings.popularity.counts import Coverage
 
 __all__ = ["HotPlan", "PlannedTable", "plan_hot_rows", "require_plan"]
 
 _SMALL_SHARE = 1 / 1024
 _DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # only in models; `TableConfig` refuses it
-# The arguments of a plan, in the order of the constructor, and what each must be in a file.
-_RULES: dict[str, Callable[[Any], bool]] = {
-    "budget_bytes": is_count,
-    "window_lookups": is_count,
-    "small_share": is_finite_number,
-}
-_ARGUMENTS = tuple(_RULES)
-# What a file may hold: more than any model has, and far from where 64-bit products overflow.
-_MOST_DIM, _MOST_SLOT_BYTES = 2**20, 2**26
+_ARGUMENTS = ("budget_bytes", "window_lookups", "small_share")  # in the constructor's order
+_NUM_OTHER_BUDGETS = 5  # in the printed table
 
 
 class PlannedTable(NamedTuple):
@@ -78,37 +69,6 @@ class PlannedTable(NamedTuple):
     data_type: str
     num_features: int
     slot_bytes: int
-
-
-def _argument(plan: Mapping[str, Any], key: str) -> Any:
-    """An argument of a plan from its file.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
-    if not _RULES[key](plan[key]):
-        raise ConfigError(f"{key} must not be {plan[key]!r}")
-    return plan[key]
-
-
-def _planned_table(tables: Any, name: str) -> PlannedTable:
-    """A table of a plan from its file.
-
-    Raises:
-        ConfigError: the file does not describe it.
-    """
-    found = tables.get(name) if isinstance(tables, dict) else None
-    if isinstance(found, list) and len(found) == len(PlannedTable._fields):
-        dim, data_type, num_features, num_bytes = found
-        if (
-            is_int(dim, 1, _MOST_DIM)
-            and isinstance(data_type, str)
-            and data_type in _DATA_TYPES
-            and is_count(num_features, 1)
-            and is_int(num_bytes, dim, _MOST_SLOT_BYTES)
-        ):
-            return PlannedTable(dim, data_type, num_features, num_bytes)
-    raise ConfigError(f"table {name!r} must be a dim, a data type, features and bytes per slot")
 
 
 def plan_hot_rows(
@@ -261,23 +221,13 @@ class HotPlan:
         sizes = self.profile.table_sizes
         known = {name: (sizes[name], table.embedding_dim) for name, table in self.tables.items()}
         if list(wanted.items()) != list(known.items()):
-            missing = [name for name in wanted if name not in known]
-            added = [name for name in known if name not in wanted]
-            differing = [name for name in wanted if name in known and wanted[name] != known[name]]
-            if missing:
-                rule = f"{missing[0]!r} is not in the plan, which has {list(known)}"
-            elif added:
-                rule = f"{added[0]!r} of the plan is not among the tables here, {list(wanted)}"
-            elif differing:
-                name = differing[0]
-                rule = (
-                    f"(num_embeddings, embedding_dim) of {name!r} are {known[name]} in the plan "
-                    f"and {wanted[name]} here"
-                )
-            else:
-                rule = f"their order is {list(known)} in the plan and {list(wanted)} here"
+            differing = [name for name in wanted | known if wanted.get(name) != known.get(name)]
+            name = differing[0] if differing else next(iter(wanted))
             raise ProfileError(
-                f"the plan has other tables: {rule}; plan again for these tables, in their order"
+                f"the plan has other tables: (num_embeddings, embedding_dim) of {name!r} are "
+                f"{known.get(name)} in the plan and {wanted.get(name)} here; the plan has "
+                f"{list(known)}, and here are {list(wanted)}; plan again for these tables, in "
+                "their order"
             )
         return self if budget is None else self.retarget(budget)
 
@@ -330,8 +280,25 @@ class HotPlan:
         samples: range | None = None,
     ) -> Coverage:
         """The coverage of the pinned rows; see `PopularityProfile.coverage`."""
-        levels = np.where(self._is_pinned, np.uint8(0), np.uint8(1))
-        return self.profile.coverages_of(levels, 1, on, samples)[0]
+        return self.profile.coverages_of(self._levels, 1, on, samples)[0]
+
+    def find_hot_samples(self, source: SampleSource, samples: range) -> NDArray[np.bool_]:
+        """Which samples look up only pinned rows, by a pass over the data.
+
+        Args:
+            source: Where samples come from; its features look up the plan's tables.
+            samples: A contiguous range of samples.
+
+        Shape:
+            result (N,), one value for each sample.
+
+        Raises:
+            ConfigError: the source has no such samples.
+            ProfileError: the source lacks a feature.
+            IdOutOfRange: an id is no row of its table.
+        """
+        found = self.profile.levels_of_samples(self._levels, source, samples)
+        return np.concatenate([np.empty(0, np.bool_), *(levels == 0 for levels in found)])
 
     def retarget(self, budget: int | str) -> HotPlan:
         """The plan of the same profile for another `budget`, in bytes or as "256MiB".
@@ -362,32 +329,26 @@ class HotPlan:
                 f"{file} is a profile, not a plan; make one with "
                 f"`recsys plan {as_argument(file)} --budget ...`"
             )
-        if not isinstance(plan, dict) or set(plan) != {"tables", *_ARGUMENTS}:
-            raise ProfileError(
-                f"{file}: its plan must have tables, {', '.join(_ARGUMENTS)}; plan again with "
-                "`recsys plan`"
-            )
-        try:
-            tables = {name: _planned_table(plan["tables"], name) for name in about["tables"]}
-            arguments = [_argument(plan, key) for key in _ARGUMENTS]
-            profile = PopularityProfile.from_about(about, counts)
-            return cls(profile, tables, *arguments)
-        except (ConfigError, BudgetTooSmall) as error:
-            raise ProfileError(
-                f"{file}: its plan is invalid ({error}); plan again with `recsys plan`"
-            ) from error
+        tables = {name: PlannedTable(*plan["tables"][name]) for name in about["tables"]}
+        profile = PopularityProfile.from_about(about, counts)
+        return cls(profile, tables, *(plan[key] for key in _ARGUMENTS))
 
     def __str__(self) -> str:
         """A table of the coverage of the counted lookups under this and other budgets."""
         if not self.profile.num_lookups:
             return "no lookups were counted"
-        return format_budgets(self)
+        return _format_budgets(self)
 
     def __repr__(self) -> str:
         return (
             f"HotPlan(budget_bytes={self.budget_bytes}, num_pinned={self.num_pinned}, "
             f"num_rows={len(self._is_pinned)})"
         )
+
+    @property
+    def _levels(self) -> NDArray[np.uint8]:
+        """0 for pinned rows and 1 for others, (R,)."""
+        return np.where(self._is_pinned, np.uint8(0), np.uint8(1))
 
     def _again(
         self, profile: PopularityProfile, tables: Mapping[str, PlannedTable], budget: int | str
@@ -457,3 +418,67 @@ class HotPlan:
     def _num_pinned(self) -> NDArray[np.int64]:
         """Pinned rows of each table."""
         return np.add.reduceat(self._is_pinned, self.profile.bases, dtype=np.int64)
+
+
+def _format_budgets(plan: HotPlan) -> str:
+    """Lines of the coverage of the counted lookups under the budget of a plan and under others."""
+    lines = [("budget", "of everything", "pinned rows", "lookups", "distinct rows")]
+    for budget in _budgets(plan):
+        planned = plan if budget == plan.budget_bytes else plan.retarget(budget)
+        found = planned.coverage()
+        lines.append(
+            (
+                _written(budget),
+                f"{min(budget / plan.everything_bytes, 1):.1%}",
+                f"{planned.num_pinned:,}",
+                f"{found.lookup_hit_rate:.1%}",
+                f"{found.num_distinct_hot_rows / found.num_distinct_rows:.1%}",
+            )
+        )
+    return text_table(lines)
+
+
+def _written(budget: int) -> str:
+    """Text of exactly this budget."""
+    text = format_bytes(budget)
+    return text if parse_bytes(text) == budget else f"{budget} B"
+
+
+def _budgets(plan: HotPlan) -> list[int]:
+    """The plan's budget, and others whose room above the floor doubles up to all counted rows.
+
+    Doublings of the budget itself would say nothing where the row map is most of it.
+    """
+    room = _room_of_counted(plan)
+    others = {_with_room(plan, room >> halvings) for halvings in range(_NUM_OTHER_BUDGETS)}
+    return sorted(others | {plan.budget_bytes})
+
+
+def _room_of_counted(plan: HotPlan) -> int:
+    """Bytes above the floor that pin all counted rows, after the small tables, pinned whole."""
+    tables = [
+        (
+            int(np.count_nonzero(plan.profile.counts(name))) * table.slot_bytes,
+            size * table.slot_bytes,
+        )
+        for (name, table), size in zip(
+            plan.tables.items(), plan.profile.table_sizes.values(), strict=True
+        )
+    ]
+    room, last = sum(counted for counted, _ in tables), -1
+    while room != last:  # a larger budget may make more tables small
+        last, most = room, plan.small_share * _with_room(plan, room)
+        room = sum(whole if whole <= most else counted for counted, whole in tables)
+    return room
+
+
+def _with_room(plan: HotPlan, room: int) -> int:
+    """A budget with at least this room above the floor, rounded up by less than a quarter of it.
+
+    It is rounded further to what is written of it, and holds all rows where these take no more.
+    """
+    step = 1 << max(room.bit_length() - 3, 0)
+    rounded = round_up_as_written(-(-(plan.floor_bytes + room) // step) * step)
+    if rounded < plan.everything_bytes:
+        return rounded
+    return max(round_up_as_written(plan.everything_bytes), plan.budget_bytes)

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.files import appearing_whole
-from recsys.embeddings.kernels.cpu.counting import worst_levels
-from recsys.embeddings.popularity.lookup_blocks import blocks_of_source, samples_of
-from recsys.embeddings.popularity.row_counts import RowCounts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from recsys.batch import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
 
-__all__ = ["find_hot_samples", "hot_samples"]
+__all__ = ["hot_samples"]
 
 
 def hot_samples(
@@ -49,13 +46,13 @@ def hot_samples(
         IdOutOfRange: an id is no row of its table.
     """
     if folder is None:
-        return find_hot_samples(plan, source, samples)
+        return plan.find_hot_samples(source, samples)
     file = Path(folder) / f"hot_samples-{_digest(plan, source, samples)}.npy"
     if file.is_file():
         kept = _read(file, len(samples))
         if kept is not None:
             return kept
-    found = find_hot_samples(plan, source, samples)
+    found = plan.find_hot_samples(source, samples)
     try:
         with appearing_whole(file) as partial, partial.open("wb") as opened:
             np.save(opened, np.packbits(found))
@@ -84,22 +81,6 @@ def _read(file: Path, num_samples: int) -> NDArray[np.bool_] | None:
         f"{file}: the list of hot samples is damaged ({fault}); it is made again", stacklevel=3
     )
     return None
-
-
-def find_hot_samples(plan: HotPlan, source: SampleSource, samples: range) -> NDArray[np.bool_]:
-    """Find hot samples by a pass over the data; see `hot_samples` for arguments and errors."""
-    rows = RowCounts(plan.profile.table_sizes, plan.profile.features)
-    levels = np.ones(int(rows.sizes.sum()), np.uint8)
-    for table, base in zip(plan.tables, rows.bases.tolist(), strict=True):
-        levels[base + plan.pinned_rows(table)] = 0
-    found, first = [np.empty(0, np.bool_)], samples_of(source, samples).start
-    for block in blocks_of_source(source, samples):
-        rows.add(block, first.__add__)  # raises if an id is not a row
-        segments = rows.segments(block)
-        worst = worst_levels(levels, segments, block.values, block.offsets, block.num_samples)
-        found.append(worst == 0)
-        first += block.num_samples
-    return np.concatenate(found)
 
 
 def _digest(plan: HotPlan, source: SampleSource, samples: range) -> str:

@@ -19,8 +19,8 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.tiers.slot_costs import slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.models.interaction import InteractionArch

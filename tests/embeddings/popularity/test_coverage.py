@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from recsys.batch import JaggedIds
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile, TableConfig
-from recsys.embeddings.popularity import lookup_blocks
-from recsys.embeddings.popularity.coverage import format_coverages
+from recsys.embeddings.popularity import counts as counting
+from recsys.embeddings.popularity.counts import format_coverages
 from recsys.errors import ProfileError
 from tests.stores import write_store
 
@@ -42,7 +42,7 @@ def expected_coverage(store, num_rows, counted, measured):
 def test_coverage_is_what_looking_for_every_lookup_finds(store, nums_rows, cut, by_blocks):
     with pytest.MonkeyPatch.context() as patch:
         if by_blocks:
-            patch.setattr(lookup_blocks, "_BLOCK_SAMPLES", 400)
+            patch.setattr(counting, "_BLOCK_SAMPLES", 400)
         profile = PopularityProfile.count(store, range(cut))
 
         found = profile.coverages(nums_rows, store, range(cut, 3000))

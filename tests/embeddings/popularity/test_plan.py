@@ -1,4 +1,3 @@
-import json
 import re
 
 import numpy as np
@@ -379,32 +378,3 @@ def test_a_profile_is_no_plan(tmp_path):
 
     with pytest.raises(ProfileError, match="is a profile, not a plan; make one with `recsys plan"):
         HotPlan.load(tmp_path / "profile.npz")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda plan: plan.pop("small_share"), "its plan must have tables, budget_bytes"),
-        (lambda plan: plan.update(budget_bytes="x"), "its plan is invalid"),
-        (lambda plan: plan.update(budget_bytes=1), "its plan is invalid .*must be at least"),
-        (lambda plan: plan["tables"].pop("a"), "its plan is invalid"),
-        (lambda plan: plan.update(tables={"a": [1], "b": [2]}), "its plan is invalid"),
-        (lambda plan: plan.update(tables=5), "its plan is invalid"),
-        (lambda plan: plan["tables"]["a"].__setitem__(0, -4), "table 'a' must be a dim"),
-        (lambda plan: plan["tables"]["a"].__setitem__(1, []), "table 'a' must be a dim"),
-        (lambda plan: plan["tables"]["a"].__setitem__(3, 2**62), "table 'a' must be a dim"),
-        (lambda plan: plan.update(window_lookups=[]), "window_lookups must not be"),
-        (lambda plan: plan.update(window_lookups=0), "its plan is invalid"),
-        (lambda plan: plan.update(small_share=float("nan")), "its plan is invalid"),
-    ],
-)
-def test_a_damaged_plan_is_refused(tmp_path, change, message):
-    file = tmp_path / "plan.npz"
-    plan_hot_rows(profile_of(COUNTS), [A, B], 150, window_lookups=1).save(file)
-    with np.load(file) as arrays:
-        meta, counts = json.loads(arrays["meta"].tobytes()), arrays["counts"]
-    change(meta["plan"])
-    np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), counts=counts)
-
-    with pytest.raises(ProfileError, match=message):
-        HotPlan.load(file)

@@ -19,8 +19,8 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import TableConfig
 from recsys.errors import BudgetTooSmall, IdOutOfRange, TiersFailed
 

@@ -20,8 +20,8 @@ from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels.torch.slots import DeviceSlotMap
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.tiers.cold.staging import Staging
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 from tests.fake_replays import record_on_cpu

@@ -5,11 +5,10 @@ import pytest
 
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.popularity.counts import PopularityProfile
+from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.errors import ConfigError, ProfileError
-from recsys.pipeline.fae import hot_samples as module
-from recsys.pipeline.fae.hot_samples import find_hot_samples, hot_samples
+from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.train.parts.tables import table_configs
 
 PART = range(100, 600)
@@ -40,7 +39,7 @@ def hot_one_by_one(plan, source):
 def test_a_sample_is_hot_if_all_of_its_rows_are(source):
     plan = plan_of(source)
 
-    found = find_hot_samples(plan, source, PART)
+    found = plan.find_hot_samples(source, PART)
 
     assert 0 < found.sum() < len(PART)
     assert found.tolist() == hot_one_by_one(plan, source).tolist()
@@ -51,7 +50,7 @@ def test_what_was_found_is_read_from_its_file_the_next_time(source, tmp_path, mo
     found = hot_samples(plan, source, PART, tmp_path)
     [file] = tmp_path.iterdir()
 
-    monkeypatch.setattr(module, "find_hot_samples", None)
+    monkeypatch.setattr(HotPlan, "find_hot_samples", None)
 
     assert np.array_equal(hot_samples(plan, source, PART, tmp_path), found)
     assert file.stat().st_size < len(PART)
@@ -64,7 +63,7 @@ def test_another_plan_or_other_samples_have_a_file_of_their_own(source, tmp_path
         (plan_of(source), range(5, 90)),
     ):
         found = hot_samples(plan, source, part, tmp_path)
-        assert np.array_equal(found, find_hot_samples(plan, source, part))
+        assert np.array_equal(found, plan.find_hot_samples(source, part))
 
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -104,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(source, tmp_path):
 
 def test_samples_and_features_that_are_not_there_are_named(source):
     with pytest.raises(ConfigError, match=r"samples must be a range of step 1 within \[0, 700\)"):
-        find_hot_samples(plan_of(source), source, range(600, 800))
+        plan_of(source).find_hot_samples(source, range(600, 800))
     other = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1])
     with pytest.raises(ProfileError, match="its feature 'cat_3' is not in the data"):
-        find_hot_samples(plan_of(source), other, PART)
+        plan_of(source).find_hot_samples(other, PART)

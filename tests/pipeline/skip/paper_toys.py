@@ -16,12 +16,11 @@ from torch import nn
 from recsys.batch import Batch, JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.pipeline import FAE, HotColdLoader, Paper, Sequential, TrainPipeline
-from recsys.pipeline.fae.hot_samples import find_hot_samples
 from recsys.pipeline.skip.paper import draw_places
 
 ORACLE = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("paper_oracle.py"))))
@@ -116,7 +115,7 @@ class Toy:
                 for number, table in enumerate(self.tables)
                 for row in self.plan.pinned_rows(table.name).tolist()
             }
-            self.is_hot = find_hot_samples(self.plan, self.source, range(num_samples))
+            self.is_hot = self.plan.find_hot_samples(self.source, range(num_samples))
 
     def _row(self, size):
         if size > 20 and self.random.random() < 0.1:
