@@ -101,18 +101,14 @@ def describe_outlook(updaters: Sequence[RowUpdater], num_modules: int) -> tuple[
     if not updaters:
         return "", "expect the same speed as before: recsys updates no rows here"
     total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
-    num_tables = sum(each.num_tables for each in updaters)
     groups = [group for each in updaters for group in each.groups]
     tiers = [each for updater in updaters for each in updater.tiers()]
     device = groups[0].group.device
-    tables = f"{counted(num_tables, 'table')} {'is' if num_tables == 1 else 'are'}"
-    speed = (
-        f"expect shorter steps: {tables} updated by {counted(len(groups), 'kernel call')} a step"
-    )
+    speed = "expect shorter steps"
     if device.type != "cpu" and num_modules > _FEW_MODULES:
         speed = (
-            f"expect longer steps: on '{device}' each of {num_modules} modules is looked up by a "
-            "launch of its own; one HotColdEmbeddingBagCollection looks up all tables at once"
+            f"expect longer steps: {num_modules} modules on CUDA are looked up one by one; use one "
+            "HotColdEmbeddingBagCollection, which looks up all tables at once"
         )
     elif not all(is_sparse for group in groups for is_sparse in group.group.are_sparse):
         speed += (

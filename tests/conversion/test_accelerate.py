@@ -1,13 +1,11 @@
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import recsys
-from recsys.conversion.accelerated import describe_outlook
 from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.choice import NUMBA
 
@@ -69,54 +67,9 @@ def test_bags_are_found_at_any_depth_under_any_name():
         "HotColdEmbeddingBag: 3 tables of 15 rows at one, many.0, many.1.deep",
         "rows are updated in the step of SGD",
         "all 120 B of rows and state are in fast memory",
-        "expect shorter steps: 3 tables are updated by 1 kernel call a step; steps "
-        "of fewer than 500 samples may take longer than before, because the optimizer has no state",
+        "expect shorter steps; steps of fewer than 500 samples may take longer than before, "
+        "because the optimizer has no state",
     ]
-
-
-def test_shorter_steps_are_expected_with_an_optimizer_that_has_state():
-    model = Holder(one=bag())
-
-    result = recsys.accelerate(
-        model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1), always=True
-    )
-
-    assert result.expected == "expect shorter steps: 1 table is updated by 1 kernel call a step"
-
-
-@pytest.mark.parametrize(
-    ("num_modules", "is_sparse", "num_tiers", "expected"),
-    [
-        (
-            26,
-            True,
-            0,
-            "expect longer steps: on 'cuda:0' each of 26 modules is looked up by a launch",
-        ),
-        (
-            26,
-            True,
-            1,
-            "expect longer steps: on 'cuda:0' each of 26 modules is looked up by a launch",
-        ),
-        (1, True, 0, "expect shorter steps: 26 tables are updated by 1 kernel call"),
-        (1, True, 1, "expect longer steps: a budget saves fast memory"),
-        (1, False, 1, "expect shorter steps: 26 tables are updated by 1 kernel call"),
-    ],
-)
-def test_the_speed_to_expect_is_said_by_modules_gradients_and_tiers(
-    num_modules, is_sparse, num_tiers, expected
-):
-    group = SimpleNamespace(
-        group=SimpleNamespace(device=torch.device("cuda", 0), are_sparse=[is_sparse]),
-        space_size=lambda: SimpleNamespace(state_sizes=()),
-    )
-    tiers = [SimpleNamespace(hot=SimpleNamespace(num_bytes=5), files=None)] * num_tiers
-    updater = SimpleNamespace(
-        resident_bytes=lambda: 10, num_tables=26, groups=[group], tiers=lambda: tiers
-    )
-
-    assert describe_outlook([updater], num_modules)[1].startswith(expected)
 
 
 def test_a_module_used_in_two_places_is_exchanged_once_for_both():

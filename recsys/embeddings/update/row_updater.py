@@ -286,11 +286,6 @@ class RowUpdater:
         """The updaters of all table groups; each is updated by one kernel call."""
         return self._groups
 
-    @property
-    def num_tables(self) -> int:
-        """Number of tables."""
-        return sum(len(each.group.names) for each in self._groups)
-
     def make_room(
         self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]
     ) -> None:
