@@ -23,7 +23,6 @@ from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
 from recsys.cli.output import INTERRUPTED, accept_any_text
 from recsys.cli.popularity import add_popularity_options
-from recsys.cli.table import add_table_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.datasets.store_meta import is_store
 from recsys.datasets.tabular.reading.paths import find_files
@@ -111,7 +110,6 @@ def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     """That parser, and the parsers of the commands, by name."""
     parser, commands = outline()
     add_data_options(commands)
-    add_table_options(commands)
     add_popularity_options(commands)
     _add_run_options(commands)
     return parser, commands

@@ -1,26 +1,47 @@
-"""The command that prepares stores."""
+"""The commands for data: `inspect` and `prepare`."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.counted import counted
 from recsys._support.files import require_files
-from recsys.cli.table import add_table_format
+from recsys.cli.output import accept_any_text
+from recsys.datasets.store_meta import read_meta
+from recsys.datasets.tabular.reading.paths import find_files
+from recsys.datasets.tabular.schemas.named import find_schema
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
     from recsys.datasets.criteo.prepare import PrepareReport
+    from recsys.datasets.tabular.prepare import TableReport
 
 __all__ = ["add_data_options"]
 
 _RAW_HELP = "tab-separated text, plain or gzip"
+_FILES_HELP = "CSV or TSV (plain, .gz, .zst), Parquet, or a folder of such files"
 
 
 def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Give `prepare` its options."""
+    """Give `inspect` and `prepare` their options."""
+    inspect = commands["inspect"]
+    inspect.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
+    inspect.add_argument("--label", default="", metavar="COLUMN", help="the column of labels")
+    inspect.add_argument(
+        "--ignore", nargs="+", default=[], metavar="COLUMN", help="columns to leave out"
+    )
+    inspect.add_argument(
+        "--quote",
+        default='"',
+        metavar="CHARACTER",
+        help='encloses fields of text files (default: "); empty for none',
+    )
+    inspect.set_defaults(run_command=_inspect)
+
     prepare = commands["prepare"]
     formats = prepare.add_subparsers(dest="format", required=True, metavar="FORMAT")
 
@@ -34,10 +55,27 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         "--max-ind-range", type=int, metavar="N", help="take ids modulo N, as facebookresearch/dlrm"
     )
     days.set_defaults(run_command=_prepare_1tb)
-    for parser in (kaggle, days):
+    table = formats.add_parser("table", help="tables of any columns, by a schema")
+    table.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
+    rules = table.add_mutually_exclusive_group(required=True)
+    rules.add_argument(
+        "--schema",
+        metavar="SCHEMA",
+        help="a TOML file, such as `recsys inspect` prints; or the name of a known data set",
+    )
+    rules.add_argument(
+        "--like",
+        metavar="STORE",
+        help="number values as in STORE, unknown ones as row 0; all rows are for test",
+    )
+    table.add_argument(
+        "--split",
+        action="store_true",
+        help="with --like: divide the rows as the schema of STORE says, to train on them",
+    )
+    table.set_defaults(run_command=_prepare_table)
+    for parser in (kaggle, days, table):
         parser.add_argument("--out", required=True, metavar="STORE", help="new folder")
-
-    add_table_format(formats)
 
 
 def _prepare_kaggle(options: argparse.Namespace) -> int:
@@ -63,3 +101,54 @@ def _print_report(report: PrepareReport) -> None:
         f"{report.path}: {report.num_samples:,} samples, "
         f"{report.num_rows:,} distinct ids in 26 columns"
     )
+
+
+def _prepare_table(options: argparse.Namespace) -> int:
+    find_files(options.files)
+    schema = None if options.schema is None else find_schema(options.schema)
+    if options.like is not None:
+        read_meta(Path(options.like))
+
+    from recsys.datasets.tabular.prepare import prepare_table
+
+    report = prepare_table(
+        options.files,
+        options.out,
+        schema,
+        like=options.like,
+        split=options.split,
+        show_progress=True,
+    )
+    _print_table_report(report)
+    for warning in report.warnings:
+        warnings.warn(warning, stacklevel=2)
+    return 0
+
+
+def _print_table_report(report: TableReport) -> None:
+    parts = ", ".join(f"{name} {size:,}" for name, size in report.splits.items())
+    print(
+        f"{report.path}: {report.num_rows:,} rows, {report.num_samples:,} samples ({parts}), "
+        f"{report.num_embeddings:,} rows in {counted(report.num_tables, 'table')}"
+    )
+    for part, counts in report.unknown.items():
+        found = ", ".join(f"{column} {count:,}" for column, count in counts.items() if count)
+        if found:
+            print(f"{part}: values without a row of their own, which share row 0: {found}")
+    if report.num_lacking:
+        print(f"{report.num_lacking:,} negatives were not drawn: no other item was left")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    find_files(options.files)
+
+    from recsys.datasets.tabular.guessing.guess import guess_schema
+
+    guess = guess_schema(
+        options.files, label=options.label, ignore=options.ignore, quote=options.quote
+    )
+    for warning in guess.warnings:
+        warnings.warn(warning, stacklevel=2)
+    accept_any_text("utf-8")  # as TOML is
+    print(guess.to_toml(), end="")
+    return 0
