@@ -24,7 +24,6 @@ __all__ = [
     "describe_taken",
     "existing",
     "flush_to_disk",
-    "is_at",
     "is_taken",
     "listed_files",
     "lock_if_free",
@@ -95,23 +94,33 @@ def _claim(partial: Path, file: Path) -> int | None:
     if sys.platform == "win32":
         partial.unlink(missing_ok=True)
         return None
+    with suppress(FileNotFoundError):
+        if partial.is_symlink() or partial.stat().st_nlink > 1:
+            partial.unlink()  # in a stranger's folder it may lead to another file
+    try:
+        descriptor = _locked_at(partial)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another process is writing it", str(file)) from None
+    os.ftruncate(descriptor, 0)  # a killed process may have left it
+    return descriptor
+
+
+def _locked_at(path: Path) -> int:
+    """Open a file, which is made if it is missing, and lock it against other processes.
+
+    Raises:
+        BlockingIOError: another process, or another descriptor, holds the lock.
+    """
     while True:
-        _remove_left(partial, file)
-        try:
-            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:  # another process was faster
-            continue
-        is_ours = False
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             _lock(descriptor)
-            is_ours = is_at(descriptor, partial)
-        except BlockingIOError:  # another process takes it for one that was left
-            pass
-        finally:
-            if not is_ours:
-                os.close(descriptor)
-        if is_ours:
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if _is_at(descriptor, path):
             return descriptor
+        os.close(descriptor)  # another process has renamed or removed the file
 
 
 def _lock(descriptor: int, *, is_shared: bool = False) -> None:
@@ -131,33 +140,6 @@ def _lock(descriptor: int, *, is_shared: bool = False) -> None:
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
-
-
-def _remove_left(partial: Path, file: Path) -> None:
-    """Remove a temporary file that a killed process left.
-
-    It is not written to: in a stranger's folder it may be a link to another file.
-
-    Raises:
-        BlockingIOError: another process, or another `with` block, is writing it.
-    """
-    # NFS locks a file exclusively only if it is open for writing.
-    access = os.O_RDWR if os.access(partial, os.W_OK) else os.O_RDONLY
-    try:
-        descriptor = os.open(partial, access | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP):  # a link
-            raise
-        partial.unlink(missing_ok=True)
-        return
-    try:
-        _lock(descriptor)
-        if is_at(descriptor, partial):
-            partial.unlink(missing_ok=True)
-    except BlockingIOError as error:
-        raise BlockingIOError(error.errno, "another process is writing it", str(file)) from None
-    finally:
-        os.close(descriptor)
 
 
 def require_files(kind: str, files: Iterable[Path]) -> None:
@@ -319,16 +301,10 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            _lock(descriptor)
-            if is_at(descriptor, file):
-                break
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ConfigError(refusal) from None
-        os.close(descriptor)  # another process has removed the file
+    try:
+        descriptor = _locked_at(file)
+    except BlockingIOError:
+        raise ConfigError(refusal) from None
     owner = os.getpid()
     try:
         yield
@@ -338,7 +314,7 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_at(descriptor: int, file: Path) -> bool:
+def _is_at(descriptor: int, file: Path) -> bool:
     """Whether an open file still has a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())
