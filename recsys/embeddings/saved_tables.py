@@ -89,7 +89,7 @@ class SavedTable:
 
     def state(self) -> dict[str, Any]:
         """The optimizer's own state of the table, not a copy; empty if it was never updated."""
-        [state] = self._updater.states_of([self.weight])
+        state: dict[str, Any] = self.optimizer.state.get(self.weight, {})
         return state
 
     def read(self, name: str, begin: int, end: int) -> Tensor:

@@ -18,26 +18,30 @@ After a failed transfer, every use of the tiers raises `TiersFailed`.
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import wraps
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.torch_compat import outside_graphs
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue
 from recsys.embeddings.tiers.ahead_claims import claim_for_one, claim_for_several
-from recsys.embeddings.tiers.cold.cold_spaces import ColdSpaces
 from recsys.embeddings.tiers.cold.file_store import arrays_of
-from recsys.embeddings.tiers.in_turn import AbstractInTurn
 from recsys.embeddings.tiers.ticket import NotEnoughSlots
 from recsys.embeddings.tiers.tier_spec import KeptParts, TierSpec
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -51,14 +55,57 @@ if TYPE_CHECKING:
 __all__ = ["Tiers"]
 
 
-class Tiers(AbstractInTurn):
+# Tiers of a forked process get new locks: another thread of its parent may hold them.
+_ALL_TIERS: weakref.WeakSet[Tiers] = weakref.WeakSet()
+
+
+class _ColdSpaces:
+    """The tables and their state arrays. Calling it returns the tables, then each state array.
+
+    The tiers and what moves their rows share it. So neither refers to the other, and a deleted
+    model frees its memory at once.
+
+    Attributes:
+        tables: The tables; None before the first lookup.
+        states: Each state array of all tables.
+    """
+
+    def __init__(self, states: Sequence[RowSpace]) -> None:
+        self.tables: RowSpace | None = None
+        self.states = states
+
+    def __call__(self) -> Sequence[RowSpace]:
+        """The arrays where they lie now: `share_memory_` moves a storage in place."""
+        assert self.tables is not None
+        return [
+            space if space.holds(space.tables) else RowSpace(space.tables)
+            for space in (self.tables, *self.states)
+        ]
+
+
+def _locked(method: FunctionType) -> Callable[..., Any]:
+    @outside_graphs  # torch.compile has no lock
+    @wraps(method)
+    def locked(self: Tiers, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+class Tiers:
     """The tiers of one table group. Several threads may call its methods; each waits its turn.
+
+    So a second thread may evaluate during training with a budget: it reads rows where they are,
+    while training moves and updates them.
 
     Args:
         spec: The tables, the slots and their device.
         files: The files of tables and state; None if they are in memory.
 
     Attributes:
+        lock: Held by each public method; for callers that need several methods without another
+            thread between them.
         files: As given.
         names, sizes, dtype: Those of `spec`.
         device: Device of the slots and of lookups.
@@ -71,10 +118,12 @@ class Tiers(AbstractInTurn):
     """
 
     def __init__(self, spec: TierSpec, files: ColdFiles | None = None) -> None:
+        self.lock: Any = threading.RLock()
+        _ALL_TIERS.add(self)
         self.files = files
         self.names, self.sizes, self.dtype = spec.names, spec.sizes, spec.dtype
         self.ahead = AheadQueue()
-        self.cold = ColdSpaces(
+        self.cold = _ColdSpaces(
             [
                 RowSpace([torch.empty(0, size, device="cpu") for _ in spec.sizes])
                 for size in spec.state_sizes.values()
@@ -438,3 +487,17 @@ class Tiers(AbstractInTurn):
 
     def _named_states(self) -> dict[str, RowSpace]:
         return dict(zip(self._spec.state_sizes, self.cold.states, strict=True))
+
+
+for _name, _method in list(vars(Tiers).items()):
+    if isinstance(_method, FunctionType) and not _name.startswith("_"):
+        setattr(Tiers, _name, _locked(_method))
+
+
+def _renew_locks() -> None:
+    for tiers in _ALL_TIERS:
+        tiers.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -7,6 +7,7 @@ made. A `Translation` says how to read it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,6 @@ from recsys._support.torch_compat import (
     queue_callback,
 )
 from recsys.embeddings.tiers.budget import require_room_beside_rows
-from recsys.embeddings.update.backward_pass import SCHEDULING, BackwardPass
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.late_claims import claim_slots
 from recsys.embeddings.update.tiering import (
@@ -51,6 +51,43 @@ __all__ = ["Places", "RowUpdater"]
 
 # For each table of a module: its group, and its number in the group.
 Places = Sequence[tuple["TableGroup", int]]
+
+_SCHEDULING = threading.RLock()  # of any updater: it is held for a microsecond
+
+
+class _BackwardPass:
+    """A backward pass that will update rows. Only autograd refers to it, until the pass ends.
+
+    Attributes:
+        is_over: Whether the rows were updated, or the update failed.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._thread = threading.get_ident()
+
+    def require_same_thread(self) -> None:
+        """Check that another pass, which is part of this one, runs in its thread.
+
+        On CUDA, autograd runs the passes of all threads in one, so this finds none of them.
+
+        Raises:
+            RuntimeError: it runs in another thread. Its gradients would be added to this pass, or
+                lost.
+        """
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "backward in another thread is updating the rows of the same tables; train them "
+                "in one thread (evaluation under torch.no_grad() may run beside it), or give each "
+                "thread a module of its own"
+            )
+
+    def end(self, updater: RowUpdater) -> None:
+        """Update the rows."""
+        try:
+            updater.update_rows()
+        finally:
+            self.is_over = True
 
 
 class RowUpdater:
@@ -84,16 +121,12 @@ class RowUpdater:
         self.optimizer, self.auto_apply, self.rule = optimizer, auto_apply, translation.rule
         self.is_sharded = False
         self._queued_for: int | None = None  # the pass at whose end rows are updated
-        self._pass: ref[BackwardPass] | None = None  # that pass, until it ends
+        self._pass: ref[_BackwardPass] | None = None  # that pass, until it ends
         self._budget_bytes = self._reserved_bytes = 0
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._anchor_node: Any = None
         for _, group in groups:
             group.bind()
-
-    def states_of(self, tables: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """The optimizer's state of each table; empty for one that was never updated."""
-        return [self.optimizer.state.get(table, {}) for table in tables]
 
     def give_memory(self, group: TableGroup, number: int, table: nn.Parameter) -> None:
         """Replace a table on the "meta" device by one with memory, as `to_empty` makes it.
@@ -139,7 +172,7 @@ class RowUpdater:
     def _schedule_update(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
             return
-        with SCHEDULING:
+        with _SCHEDULING:
             outer = None if self._pass is None else self._pass()
             if outer is not None and not outer.is_over:
                 outer.require_same_thread()
@@ -149,7 +182,7 @@ class RowUpdater:
             self._clear_ledgers()
             # After the whole pass, because other lookups may still add to the ledger. When the pass
             # ends, also with an error, autograd drops the callback, and so `running`.
-            running = BackwardPass()
+            running = _BackwardPass()
             self._queued_for, self._pass = backward_pass, weakref.ref(running)
         queue_callback(partial(running.end, self))
 
