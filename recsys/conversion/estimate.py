@@ -357,10 +357,10 @@ def _sized_recsys(
     is_new = budget is not None or plan is not None
     if is_new and len(known) < len(updaters):
         raise ValueError(NEEDS_OPTIMIZER)
-    if len(known) > 1 and (is_new or any(each.budget_bytes for each in known)):
+    if len(updaters) > 1 and (is_new or any(each.budget_bytes for each in known)):
         raise ValueError(
-            f"budget: the tables have {len(known)} optimizers, each with a budget of its own; "
-            "estimate one module at a time"
+            f"budget: tables that share it must have one optimizer, got {len(updaters)} (none "
+            "counts as one); estimate one module at a time"
         )
     groups = [(each.space_size(), each.group.tables) for one in known for each in one.groups]
     alone = {id(x.weight) for each in modules for x in each.holders() if not each.row_updater}

@@ -465,3 +465,7 @@ def test_a_model_that_cannot_be_estimated_is_refused():
         recsys.estimate(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="the tables are in modules of recsys already"):
         recsys.estimate(ours, optimizer=SGD(lr=0.1))
+    tiered = HotColdEmbeddingBag(700, 8, optimizer=SGD(lr=0.1), budget="8KiB")
+    for other in (ours, HotColdEmbeddingBag(9, 8)):
+        with pytest.raises(ValueError, match="budget: tables that share it must have one optim"):
+            recsys.estimate(nn.ModuleList([tiered, other]))
