@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.auc import are_positive, require_same_length
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -50,29 +48,25 @@ def evaluate_groups(
     """GAUC of some samples.
 
     Shape:
-        scores (N,), higher for more likely; labels (N,) 0 or 1; groups (N,) integers.
+        scores (N,), no NaN, higher for more likely; labels (N,) 0 or 1; groups (N,) integers.
 
     Raises:
-        ValueError: a score is NaN, a label is neither 0 nor 1, or the shapes differ.
+        ValueError: the shapes differ.
     """
-    require_same_length("gauc", scores, labels)
-    if groups.shape != scores.shape:
+    if not scores.shape == labels.shape == groups.shape:
         raise ValueError(
-            f"gauc: groups must be one for each score, {scores.shape}, got {groups.shape}"
+            "gauc: scores, labels and groups must all be (N,), got "
+            f"{scores.shape}, {labels.shape} and {groups.shape}"
         )
-    num_bad = int(np.count_nonzero(np.isnan(scores)))
-    if num_bad:
-        raise ValueError(f"gauc: {num_bad} of {len(scores)} scores are NaN; leave them out")
-    is_positive = are_positive("gauc", labels)
     if not len(scores):
         return GroupMetrics(gauc=None, num_groups=0, num_groups_left_out=0)
     order = np.lexsort((scores, groups))
-    scores, groups, is_positive = scores[order], groups[order], is_positive[order]
+    scores, labels, groups = scores[order], labels[order], groups[order]
     # A tie is a run of samples with equal group and equal score.
     starts_group = _differ(groups)
     starts_tie = starts_group | _differ(scores)
     tie_starts = np.flatnonzero(starts_tie)
-    positives = np.add.reduceat(is_positive.astype(np.int64), tie_starts)
+    positives = np.add.reduceat(labels.astype(np.int64), tie_starts)
     negatives = np.diff(tie_starts, append=len(scores)) - positives
     first_ties = np.flatnonzero(starts_group[tie_starts])
     below = np.cumsum(negatives) - negatives
