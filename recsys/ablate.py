@@ -40,11 +40,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.config_fields import build, build_with_file, check_fields
+from recsys._support.config_fields import build, build_with_file, check_fields, flat
 from recsys._support.config_fields import key as _key
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads
-from recsys._support.nested_keys import flat
 from recsys.config import build_config, describe_config, put_key, read_tree
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
 from recsys.report import make_differences, make_rows, write_report

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.config_fields import flat
 from recsys._support.files import appearing_whole, as_argument
-from recsys._support.nested_keys import flat
 from recsys._support.sizes import format_bytes
 from recsys.config import EvalConfig, TrainConfig, describe_config
 from recsys.errors import ConfigError, RecsysError

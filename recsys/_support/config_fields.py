@@ -27,6 +27,7 @@ __all__ = [
     "build",
     "build_with_file",
     "check_fields",
+    "flat",
     "format_keys",
     "key",
     "keys_set",
@@ -331,3 +332,14 @@ def format_keys(kind: type, width: int = 0) -> str:
             lines.append(f"{name:<{_MEANING_COLUMN}}{meaning[0]}")
             lines += [" " * _MEANING_COLUMN + line for line in meaning[1:]]
     return "\n".join(lines)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested keys, by dotted key: `{"eval": {"split": x}}` has `eval.split`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

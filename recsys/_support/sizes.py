@@ -1,4 +1,4 @@
-"""Memory sizes such as 256MiB or 1.5 GiB, read and written."""
+"""Memory sizes such as 256MiB or 1.5 GiB, read and written, and numbers of things."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, SupportsIndex
 
 from recsys.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes", "round_up_as_written", "round_up_bytes"]
+__all__ = ["counted", "format_bytes", "parse_bytes", "round_up_as_written", "round_up_bytes"]
 
 _UNITS: Final = ("", "Ki", "Mi", "Gi", "Ti")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE | re.ASCII)
@@ -75,3 +75,8 @@ def round_up_bytes(num_bytes: int) -> str:
     """Text of a size in whole KiB or MiB; `parse_bytes` reads it as `num_bytes` or a bit more."""
     power = 1 if num_bytes < 100 * 2**20 else 2
     return f"{-(-num_bytes // 1024**power)}{_UNITS[power]}B"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: "1 table", "2 tables", "1,000 tables" for the thing "table"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -6,8 +6,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys._support.counted import counted
 from recsys._support.files import require_files
+from recsys._support.sizes import counted
 from recsys.cli.output import accept_any_text
 from recsys.datasets.store_meta import read_meta
 from recsys.datasets.tabular.reading.paths import find_files

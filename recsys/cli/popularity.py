@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys._support.counted import counted
 from recsys._support.files import require_new
-from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.sizes import counted, format_bytes, parse_bytes
 from recsys.cli.checks import require_data
 from recsys.config import load_config
 from recsys.errors import ConfigError

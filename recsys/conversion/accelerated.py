@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recsys._support.counted import counted
-from recsys._support.sizes import format_bytes
+from recsys._support.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from recsys._support.counted import counted
 from recsys._support.machine import memory_bytes
-from recsys._support.sizes import format_bytes, round_up_as_written, round_up_bytes
+from recsys._support.sizes import counted, format_bytes, round_up_as_written, round_up_bytes
 from recsys.conversion.choice import choose_budget, choose_tables
 from recsys.conversion.exchange import find_recsys, named_tables_in
 from recsys.conversion.model_plan import configs_of, plan_of_model, require_arguments

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.arguments import is_number, is_whole
-from recsys._support.counted import counted
+from recsys._support.sizes import counted
 from recsys.conversion.accelerate import accelerate
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.optimizer import shown_optimizer

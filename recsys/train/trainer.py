@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from recsys._support.config_fields import flat
 from recsys._support.files import alone_in, make_folders
 from recsys._support.machine import (
     describe_environment,
@@ -22,7 +23,6 @@ from recsys._support.machine import (
     set_num_threads,
     tune_allocator,
 )
-from recsys._support.nested_keys import flat
 from recsys.config import TrainConfig, describe_config
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.counted import counted
 from recsys._support.machine import set_num_threads
-from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.sizes import counted, format_bytes, parse_bytes
 from recsys.config import ScheduleConfig
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError

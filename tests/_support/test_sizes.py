@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written, round_up_bytes
+from recsys._support.sizes import (
+    counted,
+    format_bytes,
+    parse_bytes,
+    round_up_as_written,
+    round_up_bytes,
+)
 from recsys.errors import ConfigError
 
 
@@ -99,3 +105,10 @@ def test_no_smaller_size_as_written_is_enough(num_bytes):
         parse_bytes(format_bytes(each)) == each
         for each in range(num_bytes, min(found, num_bytes + 9))
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1000, "1,000 steps")]
+)
+def test_a_number_of_things_is_singular_or_plural(number, text):
+    assert counted(number, "step") == text

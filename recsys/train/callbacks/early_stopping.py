@@ -6,7 +6,7 @@ import warnings
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.counted import counted
+from recsys._support.sizes import counted
 from recsys.config_callbacks import IS_HIGHER_BETTER, EarlyStoppingConfig
 from recsys.errors import ConfigError
 from recsys.train.callbacks.callback import Callback

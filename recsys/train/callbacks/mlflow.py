@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.nested_keys import flat
+from recsys._support.config_fields import flat
 from recsys.train.callbacks.logger import AbstractLogger, required
 
 if TYPE_CHECKING:

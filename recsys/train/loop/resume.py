@@ -10,9 +10,8 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys._support.config_fields import build_with_file
+from recsys._support.config_fields import build_with_file, flat
 from recsys._support.files import alone_in, as_argument
-from recsys._support.nested_keys import flat
 from recsys.config import build_config, describe_config, load_config, read_tree
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_files.run_folder import RunFolder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from recsys._support.counted import counted
 from recsys._support.machine import num_cores
+from recsys._support.sizes import counted
 from recsys.train.parts.skip_policy import warn_of_no_skipping
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from recsys._support.counted import counted
+from recsys._support.sizes import counted
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.pipeline import DropInput, FreezeRows, Importance, Observe, RandomDrop, Subsample
 
