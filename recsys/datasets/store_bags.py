@@ -34,37 +34,34 @@ class Bags(NamedTuple):
     Attributes:
         values: Rows, (V,) int32.
         ends: Where each bag ends, (N, F2) int64.
-        last_rows: The last row of each feature's table, (F2,) int64.
         weights: A weight for each value, (V,) float32; None for 1.
     """
 
     values: NDArray[np.int32]
     ends: NDArray[np.int64]
-    last_rows: NDArray[np.int64]
     weights: NDArray[np.float32] | None = None
 
     def gather(
         self, samples: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """The bags of some samples, feature by feature; None if one of them is damaged.
+        """The bags of some samples, feature by feature; None if one does not lie in the values.
 
         Shape:
             samples (B,) in [0, N); results: rows (v,) and where each bag begins, (F2 * B + 1,).
         """
         ends = self.ends.reshape(-1)
         offsets = np.zeros(self.ends.shape[1] * len(samples) + 1, np.int64)
-        if not _lengths_kernel(ends, len(self.values), samples, len(self.last_rows), offsets):
+        if not _lengths_kernel(ends, len(self.values), samples, self.ends.shape[1], offsets):
             return None
         np.cumsum(offsets, out=offsets)
         rows = np.empty(offsets[-1], np.int64)
-        if not _rows_kernel(self.values, ends, samples, self.last_rows, offsets, rows):
-            return None
+        _rows_kernel(self.values, ends, samples, self.ends.shape[1], offsets, rows)
         return rows, offsets
 
     def gather_weights(
         self, samples: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> NDArray[np.float32] | None:
-        """The weights of the rows that `gather` found; None if one is not a finite number.
+    ) -> NDArray[np.float32]:
+        """The weights of the rows that `gather` found.
 
         Args:
             samples: As for `gather`.
@@ -74,14 +71,8 @@ class Bags(NamedTuple):
         # From the place of a bag in the result to its place in the file.
         moves = self.ends[samples].T.reshape(-1) - offsets[1:]
         places = np.arange(offsets[-1]) + np.repeat(moves, np.diff(offsets))
-        weights = self.weights[places]
-        return weights if np.isfinite(weights).all() else None
-
-    def bag(self, sample: int, feature: int) -> tuple[int, int]:
-        """Where a bag begins and ends among the values, as the file says."""
-        place = sample * self.ends.shape[1] + feature
-        ends = self.ends.reshape(-1)
-        return (int(ends[place - 1]) if place else 0), int(ends[place])
+        weights: NDArray[np.float32] = self.weights[places]
+        return weights
 
 
 def join_features(
@@ -143,22 +134,15 @@ def _rows_kernel(
     values: NDArray[np.int32],
     ends: NDArray[np.int64],
     samples: NDArray[np.int64],
-    last_rows: NDArray[np.int64],
+    num_features: int,
     offsets: NDArray[np.int64],
     rows: NDArray[np.int64],
-) -> bool:
-    """Copy the rows of all bags; returns whether each is a row of its table.
-
-    `x | (last - x)` is negative if x is negative or above `last`.
-    """
-    signs = np.int64(0)
+) -> None:
+    """Copy the rows of all bags."""
     for position, sample in enumerate(samples):
-        for feature in range(len(last_rows)):
-            end = ends[sample * len(last_rows) + feature]
+        for feature in range(num_features):
+            end = ends[sample * num_features + feature]
             begin = offsets[feature * len(samples) + position]
             length = offsets[feature * len(samples) + position + 1] - begin
             for number in range(length):
-                row = np.int64(values[end - length + number])
-                signs |= row | (last_rows[feature] - row)
-                rows[begin + number] = row
-    return bool(signs >= 0)
+                rows[begin + number] = values[end - length + number]

@@ -9,7 +9,7 @@ import pytest
 
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
-from recsys.errors import IdOutOfRange, StoreError
+from recsys.errors import StoreError
 
 
 @pytest.fixture
@@ -298,45 +298,3 @@ def test_a_meta_file_that_cannot_be_parsed_is_refused(store, text):
 
     with pytest.raises(StoreError, match=r"meta\.json is not JSON .*; prepare the store again"):
         Store(store.path)
-
-
-def change_array(store, name, place, value):
-    array = np.memmap(store.path / f"{name}.bin", store.meta["dtypes"][name], mode="r+")
-    array[place] = value
-    array.flush()
-    return Store(store.path)
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "value", "message"),
-    [
-        ("labels", 9, 3, r"store .*, sample 9: label must be 0 or 1, got 3: the store is damaged"),
-        ("labels", 9, -1, "sample 9: label must be 0 or 1, got -1"),
-        ("dense", 2 * 9 + 1, -5, "sample 9: feature 'int_1' must be at least 0, got -5"),
-    ],
-)
-def test_a_bad_value_names_its_sample_in_the_store(store, name, place, value, message):
-    damaged = change_array(store, name, place, value)
-
-    with pytest.raises(StoreError, match=message):
-        damaged.read(np.array([3, 9, 4]))
-
-    assert damaged.read(np.array([3, 4])).labels.shape == (2,)
-
-
-@pytest.mark.parametrize("row", [5, -1, 2**31 - 1, -(2**31)])
-def test_a_bad_row_names_its_sample_in_the_store(store, row):
-    damaged = change_array(store, "sparse", 3 * 9 + 2, row)
-
-    with pytest.raises(
-        IdOutOfRange, match=rf"store .*, sample 9, feature 'cat_2': row {row} is not in \[0, 5\)"
-    ):
-        damaged.read(np.array([3, 9, 4]))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_dense_feature_that_is_not_finite_is_refused(foreign_store, value):
-    damaged = change_array(foreign_store, "dense", 1, value)
-
-    with pytest.raises(StoreError, match="sample 1: feature 'int_0' must be a finite number"):
-        damaged.read(np.array([1]))

@@ -9,7 +9,7 @@ from recsys.batch import JaggedIds
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.store_features import Feature
-from recsys.errors import ConfigError, IdOutOfRange, StoreError
+from recsys.errors import ConfigError, StoreError
 
 FEATURES = (
     Feature("user", "user"),
@@ -332,45 +332,15 @@ def change_array(store, name, place, value):
     array.flush()
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "value", "error", "message"),
-    [
-        ("weights", 9, -0.5, StoreError, "sample 9: weight must be a finite .* 0, got -0.5: the"),
-        ("weights", 9, np.nan, StoreError, "sample 9: weight must be .* got nan"),
-        ("weights", 9, np.inf, StoreError, "sample 9: weight must be .* got inf"),
-        ("sparse", 19, 9, IdOutOfRange, r"sample 9, feature 'item': row 9 is not in \[0, 9\)"),
-        (
-            "bag_ends",
-            18,
-            -1,
-            StoreError,
-            r"sample 9: bag of feature 'tags' must end .* in \[0, \d+\], got \d+ to -1: the store",
-        ),
-        ("bag_ends", 18, 2**62, StoreError, "sample 9: bag of feature 'tags' must end at"),
-        ("bag_ends", 17, 2**40, StoreError, "sample 9: bag of feature 'tags' must end at"),
-        ("bag_ends", 18, -(2**63), StoreError, "sample 9: bag of feature 'tags' must end at"),
-    ],
-)
-def test_a_damaged_sample_is_refused_by_name(store, name, place, value, error, message):
-    change_array(store, name, place, value)
+@pytest.mark.parametrize(("place", "value"), [(18, -1), (18, 2**62), (17, 2**40), (18, -(2**63))])
+def test_a_bag_that_does_not_lie_in_the_values_is_refused(store, place, value):
+    change_array(store, "bag_ends", place, value)
     damaged = Store(store.path)
 
-    with pytest.raises(error, match=rf"store .*, {message}"):
+    with pytest.raises(StoreError, match=r"bag_ends\.bin: a bag of samples 3 to 9 must end"):
         damaged.read(np.array([3, 9, 4]))
 
     assert len(damaged.read(np.array([3, 4]))) == 2
-
-
-@pytest.mark.parametrize("row", [4, -1, 2**31 - 1])
-def test_a_row_of_a_bag_that_its_table_does_not_have_is_refused_by_name(store, expected, row):
-    sample = next(number for number in range(NUM_SAMPLES) if expected.rows[number]["tags"])
-    begin, _ = store.bags.bag(sample, 0)
-    change_array(store, "bag_values", begin, row)
-
-    with pytest.raises(
-        IdOutOfRange, match=rf"sample {sample}, feature 'tags': row {row} is not in \[0, 4\)"
-    ):
-        Store(store.path).read(np.arange(NUM_SAMPLES))
 
 
 def test_bags_that_end_before_they_begin_are_refused_when_the_store_is_opened(store):

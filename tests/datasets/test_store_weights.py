@@ -83,23 +83,6 @@ def test_a_store_says_which_features_have_weights(store):
     assert Store(store.path).fingerprint != before
 
 
-def test_a_weight_that_is_not_finite_is_refused_by_name(store):
-    for value in (np.nan, np.inf):
-        weights = np.memmap(store.path / "bag_weights.bin", "<f4", mode="r+")
-        weights[1] = value  # of sample 0
-        weights.flush()
-        damaged = Store(store.path)
-
-        with pytest.raises(
-            StoreError,
-            match=rf"store .*, sample 0: a weight of feature 'tags' must be a finite number, got "
-            rf"{value}: the store is damaged; prepare it again",
-        ):
-            damaged.read(np.array([2, 0]))
-
-        assert len(damaged.read(np.array([1, 2, 3]))) == 3
-
-
 def test_a_truncated_array_of_weights_is_refused_by_name(store):
     file = store.path / "bag_weights.bin"
     file.write_bytes(file.read_bytes()[:-4])

@@ -253,8 +253,20 @@ DATA = (
         for name, pack in _PACKS.items()
     ),
     Reader("days of Criteo 1TB", _BYTES, make_days, attack_days, ("store",)),
-    Reader("store", f"{_JSON}; bytes of arrays", make_store, attack_store),
-    Reader("table store", f"{_JSON}; bytes of arrays", make_table_store, attack_store),
+    Reader(
+        "store",
+        f"{_JSON}; bytes of arrays",
+        make_store,
+        attack_store,
+        of_all_rows=("is not in [0, ",),
+    ),
+    Reader(
+        "table store",
+        f"{_JSON}; bytes of arrays",
+        make_table_store,
+        attack_store,
+        of_all_rows=("is not in [0, ",),
+    ),
     Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile, is_bounded=False),
     Reader("plan", f"{_NPY}; JSON; bombs", make_plan, attack_plan, is_bounded=False),
     Reader("list of hot samples", _NPY, make_hot, attack_hot, is_bounded=False),
