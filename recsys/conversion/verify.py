@@ -7,9 +7,10 @@ step from the model's present state: forward, gradients and one update.
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from recsys._support.arguments import is_number, is_whole
 from recsys._support.sizes import counted
 from recsys.conversion.accelerate import accelerate
+from recsys.conversion.exchange import holders_of
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.optimizer import shown_optimizer
 from recsys.errors import ConfigError
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.optim import Optimizer
+
+    from recsys.conversion.accelerated import Accelerated
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -145,6 +149,7 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     budget: int | str | None = None,
+    lazy_adam: bool = False,
 ) -> Verification:
     """Train one step of two copies of a model, one of them accelerated, and compare everything.
 
@@ -154,9 +159,6 @@ def verify(
     In float32 plain PyTorch adds the gradients of equal rows to the row one by one and rounds each
     time; recsys adds their sum. If a batch looks a row up hundreds of times, a number near 0 may
     therefore differ by more than `atol`. A run in float64 shows whether that is the only cause.
-
-    To compare `lazy_adam` of `accelerate`, give `torch.optim.SparseAdam`, whose rule it is, for the
-    tables, and Adam for the rest.
 
     A gradient that is zero but for rounding, such as that of a bias before a `BatchNorm`, makes a
     visible step in Adagrad and Adam, which divide it by its own size.
@@ -175,6 +177,8 @@ def verify(
         atol: Absolute tolerance. Default: 1e-9 if all rows are float64, else 1e-7.
         budget: As for `recsys.accelerate`. If it is given, each step is also made at this budget,
             and must be equal to the last bit to that with all rows in fast memory.
+        lazy_adam: As for `recsys.accelerate`. The plain copy then has `torch.optim.SparseAdam` for
+            the tables, whose rule it is, with the settings and the state of Adam.
 
     Returns:
         What was compared, and what differs.
@@ -196,10 +200,15 @@ def verify(
     found = Verification(0, rtol, atol)
     exact = None if budget is None else Verification(0, 0.0, 0.0)
     devices = list({each.device for each in model.parameters() if each.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lazy_adam")  # its rule is what is compared
         for step, batch in enumerate(islice(batches, steps)):
             plain, ours = _Run(model, optimizer), _Run(model, optimizer)
-            accelerate(ours.model, optimizer=ours.optimizers, always=True)
+            taken = accelerate(
+                ours.model, optimizer=ours.optimizers, always=True, lazy_adam=lazy_adam
+            )
+            if lazy_adam:
+                plain.use_sparse_adam(taken)
             expected = plain.numbers_after_step(loss, batch, devices)
             got = ours.numbers_after_step(loss, batch, devices)
             found.compare(step, expected, got)
@@ -207,7 +216,9 @@ def verify(
             del plain, expected  # never keep more than two copies
             if exact is not None:
                 tiered = _Run(model, optimizer)
-                accelerate(tiered.model, optimizer=tiered.optimizers, budget=budget)
+                accelerate(
+                    tiered.model, optimizer=tiered.optimizers, budget=budget, lazy_adam=lazy_adam
+                )
                 at_budget = tiered.numbers_after_step(loss, batch, devices)
                 tiered.sync()
                 exact.compare(step, got, at_budget)
@@ -268,6 +279,26 @@ class _Run:
             # In one call, or the copied optimizers would update the original's parameters.
             self.model, self.optimizers = copy.deepcopy((model, list(optimizer)))
         self.tables = _tables_in(self.model)
+
+    def use_sparse_adam(self, taken: Accelerated) -> None:
+        """Give the tables that were accelerated to SparseAdam where Adam has them."""
+        names = [each.names[0] for each in taken.replacements]
+        holders = chain.from_iterable(holders_of(self.model.get_submodule(name)) for name in names)
+        tables = {cast("nn.Parameter", holder.weight): holder for holder in holders}
+        for adam in [each for each in self.optimizers if isinstance(each, torch.optim.Adam)]:
+            for group in adam.param_groups:
+                rows = [each for each in group["params"] if each in tables]
+                if not rows:
+                    continue
+                group["params"] = [each for each in group["params"] if each not in tables]
+                lr = float(group["lr"])
+                sparse = torch.optim.SparseAdam(rows, lr, group["betas"], group["eps"])
+                for table in rows:
+                    tables[table].__dict__["sparse"] = True
+                    if table in adam.state:
+                        state = adam.state.pop(table)
+                        sparse.state[table] = state | {"step": int(state["step"])}
+                self.optimizers.append(sparse)
 
     def sync(self) -> None:
         """Write rows and state in slots back to the tables."""

@@ -309,6 +309,27 @@ def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
     assert "DIFFERS" in str(report)
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_lazy_adam_is_compared_with_the_rule_of_sparse_adam(sparse, is_trained):
+    model = Tables(sparse=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    for batch in batches_of_tables() if is_trained else ():
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    model.bag.sparse = sparse
+
+    report = recsys.verify(
+        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, lazy_adam=True
+    )
+
+    assert report.ok, str(report)
+    assert report.largest_errors.keys() >= {"row", "state"}
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert not model.embedding.sparse
+
+
 @pytest.mark.parametrize("name", ["rtol", "atol"])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "0"])
 def test_tolerances_that_are_none_are_refused(name, value):
