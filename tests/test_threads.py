@@ -40,7 +40,7 @@ def test_cases_under_random_delays_leave_nothing_open(tmp_path):
 
 
 def test_the_kept_record_is_of_500_cases_that_left_nothing_open(pytestconfig):
-    folder = pytestconfig.rootpath / "docs" / "benchmarks"
+    folder = pytestconfig.rootpath / "benchmarks" / "results"
     found = json.loads((folder / "threads.json").read_text())
 
     assert found["num_cases"] == sum(found["cases"].values()) == 500

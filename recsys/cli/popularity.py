@@ -121,17 +121,19 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from recsys.embeddings.popularity.counts import PopularityProfile
+    from recsys.embeddings.popularity.files import require_profile
 
     config = load_config(options.config, options.set)
     parse_bytes(options.budget, "budget")
-    profile = PopularityProfile.load(options.profile)
+    require_profile(Path(options.profile))
     require_new(options.out)
 
+    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import plan_hot_rows
     from recsys.train.parts.providers import row_optimizer
     from recsys.train.parts.tables import table_configs
 
+    profile = PopularityProfile.load(options.profile)
     plan = plan_hot_rows(
         profile,
         table_configs(

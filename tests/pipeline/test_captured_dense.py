@@ -1,7 +1,5 @@
 """The dense part replayed as CUDA graphs, for which a stand-in runs on the CPU."""
 
-import copy
-import pickle
 import threading
 from contextlib import contextmanager
 
@@ -241,23 +239,6 @@ def test_shared_modules_and_parameters_are_trained(batches, change):
 
     assert pipeline.captured.num_replays == len(batches)
     assert all(map(torch.equal, *losses))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_of_a_pipeline_captures_anew(made, batches, copied):
-    model = make_model()
-    pipeline = TrainPipeline(model, torch.optim.SGD(dense_parameters(model), lr=0.1), capture=True)
-    list(pipeline.steps(batches[:3]))
-    other = copied(pipeline)
-
-    losses = [
-        [loss for loss, _ in each.steps([make_batch(seed) for seed in range(3, 6)])]
-        for each in (pipeline, other)
-    ]
-
-    assert all(map(torch.equal, *losses))
-    assert len(made) == 2
-    assert other.captured.num_replays == 6
 
 
 @pytest.mark.usefixtures("made")

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from recsys.config import load_config
-from recsys.datasets import Store, prepare_criteo_1tb, prepare_criteo_kaggle
+from recsys.datasets import Store, prepare_criteo_kaggle
 from recsys.errors import ConfigError, DatasetFormatError, StoreError
 from recsys.train.parts.build import open_source
 
@@ -19,15 +19,6 @@ def write(folder, name, data):
 
 def prepare(folder, name, data):
     prepare_criteo_kaggle([write(folder, name, data)], folder / "store", show_progress=False)
-
-
-def prepare_days(folder, first, **options):
-    """Prepare two days of which the second is bad, and then again with another first one."""
-    days = [write(folder, "day_0", GOOD * 20), write(folder, "day_1", "bad\n")]
-    with pytest.raises(DatasetFormatError):
-        prepare_criteo_1tb(days, folder / "store", show_progress=False)
-    write(folder, "day_0", first)
-    prepare_criteo_1tb(days, folder / "store", show_progress=False, **options)
 
 
 def inspect(folder, text):
@@ -55,18 +46,6 @@ REFUSALS = [
         lambda folder: prepare(folder, "train.txt.gz", gzip.compress(f"{GOOD}bad\n".encode())),
         DatasetFormatError,
         "train.txt.gz line 2",
-    ),
-    (
-        "a day that was changed since it was prepared",
-        lambda folder: prepare_days(folder, GOOD * 21),
-        ConfigError,
-        "day_0",
-    ),
-    (
-        "another range of ids for the days that are left",
-        lambda folder: prepare_days(folder, GOOD * 20, max_ind_range=5),
-        ConfigError,
-        "max_ind_range",
     ),
     (
         "synthetic data with histories",

@@ -348,6 +348,9 @@ class PopularityProfile:
             source: Is read; its features look up the tables.
             samples: A range of samples with step 1.
 
+        Shape:
+            levels (R,); each result (samples of a block,), the worst level of what each looks up.
+
         Raises:
             ConfigError, ProfileError, IdOutOfRange: see `coverage`.
         """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["read_profile", "write_profile"]
+__all__ = ["read_profile", "require_profile", "write_profile"]
 
 _FORMAT, _VERSION = "recsys-profile", 2
 
@@ -41,12 +41,12 @@ def write_profile(file: Path, about: dict[str, Any], counts: NDArray[Any]) -> No
         np.savez_compressed(stream, meta=meta, counts=counts, sha256=_digest(meta, counts))
 
 
-def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
-    """Read a file of `write_profile`: `about` and the counts.
+def require_profile(file: Path) -> None:
+    """Check that a file is there.
 
     Raises:
         FileNotFoundError: it does not exist.
-        ProfileError: it is damaged, not a profile, or of a version that this library cannot read.
+        ProfileError: it is a folder, such as a store.
     """
     if not file.exists():
         raise FileNotFoundError(
@@ -57,6 +57,16 @@ def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
             f"{file} is not a plain file; if it is a store, count its lookups with "
             f"`recsys profile {as_argument(file)} --out PROFILE.npz`, and name that file"
         )
+
+
+def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
+    """Read a file of `write_profile`: `about` and the counts.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ProfileError: it is damaged, not a profile, or of a version that this library cannot read.
+    """
+    require_profile(file)
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             meta, counts, digest = (archive[name] for name in ("meta", "counts", "sha256"))

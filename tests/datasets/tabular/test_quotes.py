@@ -141,5 +141,5 @@ def test_inspect_takes_files_without_quoting(tmp_path, capsys):
     path = write(tmp_path, '1,"red', "0,blue", '1,"red', "0,blue")
     assert main(["inspect", str(path)]) == 2
     assert 'recsys inspect: --quote ""' in capsys.readouterr().err
-    assert main(["inspect", str(path), "--quote", ""]) == 0
+    assert main(["inspect", str(path), "--quote", "", "--label", "y"]) == 0
     assert 'quote = ""\n' in capsys.readouterr().out

@@ -89,7 +89,7 @@ def test_a_run_is_that_in_memory(optimizer, tmp_path):
     assert tiers["fetched_bytes"] > 0 < tiers["written_back_bytes"]
 
 
-@pytest.mark.parametrize("data_type", ["BF16", "FP16"])
+@pytest.mark.parametrize("data_type", ["BF16"])
 def test_rows_of_16_bits_are_in_files_as_they_are(data_type, tmp_path):
     tables = [
         TableConfig(
