@@ -31,6 +31,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -283,8 +284,10 @@ def ablate(
             for cell in config.cells
         }
         # Speeds are compared, so the first number of threads that is chosen holds for all cells.
-        chosen = [cell["run"]["config"]["num_threads"] for cell in found.values() if cell]
-        num_threads = chosen[0] if chosen else set_num_threads(0).num_threads
+        free = [cell.name for cell in config.cells if not cell.config.num_threads]
+        begun = (_config_of(RunFolder(folder / "cells" / name)) for name in free)
+        num_threads = next((each.num_threads for each in begun if each is not None), 0)
+        num_threads = num_threads or set_num_threads(0).num_threads
         try:
             for number, cell in enumerate(config.cells, 1):
                 if found[cell.name] is not None:
@@ -338,22 +341,24 @@ def _finished(
         {"num_samples": entry["num_samples"], "train_seconds": entry["train_seconds"]}
         | {metric: entry[split][metric] for metric in ("auc", "logloss")}
         for entry in run.read_history()
-        if entry.get(split) and entry[split]["auc"] is not None
+        if entry.get(split)
     ]
     num_samples = record["throughput"]["num_samples"]
     is_whole = bool(curve) and curve[-1]["num_samples"] == num_samples
     if record["status"] == "finished" and (keys.target_auc or keys.late_share) and not is_whole:
         raise ConfigError(
-            f"cell {cell.name} is finished, but {run.history_file} lacks an AUC of the {split} "
-            f"split after its last step; remove {run.path} to run it again"
+            f"cell {cell.name} is finished, but {run.history_file} lacks metrics of the "
+            f"{split} split after its last step; remove {run.path} to run it again"
         )
-    reached = [point for point in curve if point["auc"] >= (keys.target_auc or 2)]
+    reached = [point for point in curve if (point["auc"] or 0) >= (keys.target_auc or 2)]
     # Rounded: (1 - 0.7) * 20 is above 6. The last evaluation of a step counts.
     begin = round((1 - keys.late_share) * num_samples, 6)
     late = {point["num_samples"]: point for point in curve if point["num_samples"] >= begin}
     of_late: dict[str, Any] = {"split": split, "num_evaluations": len(late)}
     for metric in ("auc", "logloss") if late else ():
-        of_late[metric] = fmean(point[metric] for point in late.values())
+        # Labels of one kind have no AUC.
+        known = [point[metric] for point in late.values() if point[metric] is not None]
+        of_late[metric] = fmean(known) if known else None
     return {
         "name": cell.name,
         "variation": cell.variation,
@@ -364,6 +369,14 @@ def _finished(
         "curve": curve,
         "run": record,
     }
+
+
+def _config_of(run: RunFolder) -> TrainConfig | None:
+    """The configuration of a cell that was begun; None if there is none that can be read."""
+    with suppress(ConfigError):
+        if run.config_file.is_file():
+            return run.read_config()
+    return None
 
 
 def _train(
@@ -380,8 +393,7 @@ def _train(
     run = RunFolder(folder / "cells" / name)
     options = {"show_progress": show_progress}
     try:
-        has_config = run.config_file.is_file() and run.read_config() == config
-        if has_config and newest(run.checkpoints_folder) is not None:
+        if _config_of(run) == config and newest(run.checkpoints_folder) is not None:
             options["resume"] = True
         else:
             shutil.rmtree(run.path, ignore_errors=True)

@@ -424,16 +424,17 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     config = record["config"]
     means = {(row["metric"], row["mean"]) for row in record["rows"]}
     num_means = Counter(metric for metric, _ in means)
+    is_alone = len({row["variation"] for row in record["rows"]}) == 1
     titles = {
         metric: column_title(metric, config)
         for metric in METRICS
-        if metric in _ALWAYS or num_means[metric] > 1
+        if metric in _ALWAYS or num_means[metric] > 1 or (is_alone and (metric, None) not in means)
     }
     note = (
         f"{record['status']}: {len(record['cells'])} of {record['num_cells']} cells, seeds "
         f"{', '.join(map(str, config['seeds']))}; mean \N{PLUS-MINUS SIGN} sample standard "
-        "deviation over the seeds. Columns whose means are all equal are left out; table.csv has "
-        "them."
+        "deviation over the seeds. Columns whose means are equal in all variations are left out; "
+        "table.csv has them."
     )
     cells = {(row["variation"], row["metric"]): _cell(row) for row in record["rows"]}
     tables = [(note, _lines(titles, cells))]

@@ -69,7 +69,8 @@ def set_num_threads(num_threads: int) -> Threads:
 
     0 takes what OMP_NUM_THREADS says, at most one per core, and without it one for each core that
     no other process keeps busy, at least one: threads that share a core spin while they wait for
-    each other. Every kernel reads this number from torch (`recsys._support.jit`).
+    each other. Idle cores of the whole machine count, so under a quota busy processes of the same
+    container are not seen. Every kernel reads this number from torch (`recsys._support.jit`).
     """
     import torch
 

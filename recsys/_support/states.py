@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from math import inf
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,14 +128,9 @@ class SavedState:
             raise self.error(key, f"a tensor {shape} of {dtype}")
         return value
 
-    def inner(
-        self, key: str, keys: Collection[str], absent: Mapping[str, Any] = MappingProxyType({})
-    ) -> SavedState:
-        """A state inside this one, with these keys; `absent` has those that older versions lack."""
-        entries = self._entries[key]
-        if isinstance(entries, Mapping):
-            entries = {**absent, **entries}
-        return SavedState(f"{self._place}: {key}", entries, keys)
+    def inner(self, key: str, keys: Collection[str]) -> SavedState:
+        """A state inside this one, with these keys."""
+        return SavedState(f"{self._place}: {key}", self._entries[key], keys)
 
     def require_same(self, owner: str, values: Mapping[str, Any]) -> None:
         """Check entries that must be as the `values` of the state's owner."""

@@ -7,7 +7,6 @@ trained on, do not change the position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +165,6 @@ class BatchLoader(ResumableLoader[int]):
                 it is no state of a loader.
             RuntimeError: an iteration is running.
         """
-        if isinstance(state, Mapping):
-            state = {"permutation_seed": None, **state}  # states of older versions lack the key
         found = SavedState("loader state", state, self.state_dict())
         found.require_same("loader", self._identity())
         epoch = found.whole("epoch")

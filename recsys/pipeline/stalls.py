@@ -93,11 +93,6 @@ class StageClock:
         """All stages except evaluation."""
         return sum(self.seconds.values()) - self.seconds["evaluate"]
 
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds of both stages of waiting for rows."""
-        return self.seconds["prefetch_wait"] + self.seconds["write_back_wait"]
-
     def state_dict(self) -> dict[str, Any]:
         """The seconds measured so far, in JSON types; called between two steps."""
         return {"seconds": dict(self.seconds)}
@@ -116,8 +111,8 @@ _TITLES = {"prefetch_wait": "prefetch wait", "write_back_wait": "write-back wait
 _REMEDIES = {
     "load": "read more mini-batches ahead (prefetch), or put the data on a faster disk",
     "skip": "decide less often (skip.staleness.window, skip.staleness.count_every)",
-    "prefetch_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
-    "write_back_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
+    "prefetch_wait": "use a larger budget, or with files look further ahead (schedule.depth)",
+    "write_back_wait": "use a larger budget, or with files look further ahead (schedule.depth)",
     "checkpoint": "write checkpoints less often (checkpoint.every_seconds, checkpoint.every_steps)",
     "other": "report less often, or do less between two steps",
 }

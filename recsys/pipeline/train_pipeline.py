@@ -8,7 +8,6 @@ current  -> model       forward uses the claims; backward; every row is updated 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from math import isfinite
 from time import perf_counter
@@ -299,8 +298,6 @@ class TrainPipeline:
         Raises:
             ConfigError: `state` is no state of a pipeline.
         """
-        if isinstance(state, Mapping):
-            state = {"skipping": None, **state}  # states of older versions lack the key
         found = SavedState("pipeline state", state, _STATE_KEYS)
         counts = {key: found.whole(key) for key in _COUNTS}
         self.detach()

@@ -348,7 +348,8 @@ def _threads(run: Run, begin: float, waited_before: float | None) -> dict[str, A
     described["share_without_core"] = None
     if waited is not None and waited_before is not None:
         seconds = threads.num_threads * (time.perf_counter() - begin)
-        described["share_without_core"] = min(1.0, (waited - waited_before) / seconds)
+        # Waits of threads that have ended are not in the sum any more.
+        described["share_without_core"] = min(1.0, max(0.0, waited - waited_before) / seconds)
     return described
 
 

@@ -246,8 +246,8 @@ def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest
     assert [line[:20].strip() for line in lines[1 : 1 + len(titles)]] == titles
     assert lines[3].split() == ["prefetch", "wait", "14.00", "63.6%"]
     assert lines[1 + len(titles) :] == [
-        "prefetch wait takes the most time; to shorten it, use a larger budget, or look more "
-        "mini-batches ahead (schedule.depth)",
+        "prefetch wait takes the most time; to shorten it, use a larger budget, or with files look "
+        "further ahead (schedule.depth)",
     ]
     clock.seconds |= {"backward": 90.0, "skip": 0.0}
     table = format_stalls(describe_stalls(clock))

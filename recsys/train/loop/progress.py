@@ -215,9 +215,6 @@ class Progress:
         Raises:
             ConfigError: `state` is no state of a run's progress.
         """
-        if isinstance(state, Mapping):  # states of older versions lack these keys
-            added = {"split": self._split, "num_trained_samples": state.get("num_samples")}
-            state = {**added, **state}
         found = SavedState("progress state", state, _STATE_KEYS)
         evaluation = found["last_evaluation"]
         if evaluation is not None:

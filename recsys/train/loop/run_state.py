@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from recsys._support.files import as_argument
 from recsys._support.states import SavedState
 from recsys.errors import ConfigError
-from recsys.train.callbacks.run_callbacks import RunCallbacks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+    from recsys.train.callbacks.run_callbacks import RunCallbacks
     from recsys.train.loop.progress import Progress
     from recsys.train.run_files.run_folder import RunFolder
 
@@ -97,8 +96,6 @@ class RunState:
         Raises:
             ConfigError: the state was saved with other data, or it is no state of a run.
         """
-        if isinstance(state, Mapping):  # states of older versions lack the key
-            state = {"callbacks": RunCallbacks().state_dict(), **state}
         found = SavedState(f"the run of checkpoint {number}", state, _KEYS)
         resumed = found["resumed"]
         require_fingerprint(self._folder.path, found["data"], self._loader.source)

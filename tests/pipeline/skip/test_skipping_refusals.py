@@ -121,7 +121,6 @@ def test_training_after_close_is_refused_and_evaluation_is_not(skips, name):
 def test_a_state_without_skipping_is_loaded(skips):
     plain = skips.Run(LookAhead(2), None, skips.options_of("host", None)).train(5)
     state = plain.state()
-    del state["pipeline"]["skipping"]  # as older versions saved it
 
     run = skips.Run(LookAhead(2), RandomDrop(0.2), skips.options_of("host", None)).load(state)
 

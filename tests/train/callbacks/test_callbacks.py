@@ -275,28 +275,6 @@ def test_a_dry_run_makes_the_callbacks_too(small_config, tmp_path):
         dry_run(small_config('callbacks=["no_such_module:Mine"]'), tmp_path / "run")
 
 
-def test_a_checkpoint_of_a_version_without_callbacks_can_be_continued(
-    small_config, tmp_path, monkeypatch
-):
-    from recsys.train.loop.run_state import RunState
-
-    state_dict = RunState.state_dict
-
-    def without_callbacks(state):
-        found = state_dict(state)
-        del found["callbacks"]
-        return found
-
-    config = small_config("checkpoint.every_steps=4")
-    with monkeypatch.context() as patch:
-        patch.setattr(RunState, "state_dict", without_callbacks)
-        run(config, tmp_path / "run")
-    notes = Notes()
-    run(small_config("checkpoint.every_steps=4", "epochs=2"), tmp_path / "run", notes, resume=True)
-
-    assert notes.calls[0] == ("start", 1800)
-
-
 @pytest.mark.outside_ci
 def test_no_package_to_log_to_is_imported_unless_a_callback_asks_for_it():
     code = """
