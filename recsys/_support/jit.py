@@ -142,6 +142,7 @@ def _compile(
         compiled = njit(**options, cache=True)(function)
         if isinstance(compiled, CPUDispatcher):  # it is not compiled if NUMBA_DISABLE_JIT is set
             compiled._cache.__class__ = _Cache
+            compiled._cache.stamp_at_import = compiled._cache._cache_file._source_stamp
         return cast("_F", compiled)
     except RuntimeError as error:  # numba found no writable cache folder
         warnings.warn(
@@ -169,18 +170,24 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         key = super()._index_key(sig, codegen)
         signature, machine, (_, closure) = key  # without the bytecode: new code replaces old code
         name = hashlib.sha256(repr((signature, machine, closure)).encode()).hexdigest()[:12]
-        self._cache_file = IndexDataCacheFile(
-            self.cache_path, f"{self._impl.filename_base}-{name}", _stamps_of_parts(self._py_func)
-        )
+        stamps = [self.stamp_at_import, *_stamps_of_parts(self._py_func)]
+        base = f"{self._impl.filename_base}-{name}"
+        self._cache_file = IndexDataCacheFile(self.cache_path, base, stamps)
         return key
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with suppress(Exception):  # unpickling raises many types
+        try:
             return super().load_overload(sig, target_context)
-        return None
+        except Exception:  # unpickling raises many types
+            with suppress(OSError):
+                self._cache_file.flush()  # a damaged index would be read again
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
+            self._index_key(sig, data.codegen)
+            # numba writes the index first. Old code must not be found by it if writing ends there.
+            Path(self._cache_file._index_path).with_suffix(".1.nbc").unlink(missing_ok=True)
             super().save_overload(sig, data)
         except Exception as error:  # as above: the index is read first
             warnings.warn(

@@ -282,12 +282,15 @@ def _find_slower(
     """
     tables = {module: list(tables_of(module, names[0])) for module, names in found.items()}
     of_table: dict[int, str] = {}
+    # Updates by another rule, such as lazy_adam, are wanted at any speed.
+    ruled = {table for spec in specs if spec.rule for table in spec.param_groups}
     for spec in specs:
         updated = [each for of_module in tables.values() for each in of_module]
         of_table |= dict.fromkeys(spec.param_groups, _reason_of(spec, updated))
     reasons = {}
     for module in found:
         is_apart = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.is_cuda
+        is_apart &= not any(id(table.weight) in ruled for table in tables[module])
         of_tables = [of_table.get(id(table.weight), "") for table in tables[module]]
         reasons[module] = _BY_LAUNCHES if is_apart else next(filter(None, of_tables), "")
     # A table that modules share is left in all of them, or in none.

@@ -284,7 +284,9 @@ class _Run:
         """Give the tables that were accelerated to SparseAdam where Adam has them."""
         names = [each.names[0] for each in taken.replacements]
         holders = chain.from_iterable(holders_of(self.model.get_submodule(name)) for name in names)
-        tables = {cast("nn.Parameter", holder.weight): holder for holder in holders}
+        tables: dict[nn.Parameter, list[nn.Module]] = {}
+        for holder in holders:
+            tables.setdefault(cast("nn.Parameter", holder.weight), []).append(holder)
         for adam in [each for each in self.optimizers if isinstance(each, torch.optim.Adam)]:
             for group in adam.param_groups:
                 rows = [each for each in group["params"] if each in tables]
@@ -294,7 +296,8 @@ class _Run:
                 lr = float(group["lr"])
                 sparse = torch.optim.SparseAdam(rows, lr, group["betas"], group["eps"])
                 for table in rows:
-                    tables[table].__dict__["sparse"] = True
+                    for holder in tables[table]:
+                        holder.__dict__["sparse"] = True
                     if table in adam.state:
                         state = adam.state.pop(table)
                         sparse.state[table] = state | {"step": int(state["step"])}

@@ -84,7 +84,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     Raises:
         AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
         ProfileError: the plan is for other tables.
-        ColdTierError: the folder cannot be used or has another table, or the disk is full.
+        ColdTierError: the folder cannot be used, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
             setting.

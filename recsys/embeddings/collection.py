@@ -88,7 +88,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         result (B, sum of dims), columns in table order, then feature order; always float32.
 
     Raises:
-        ColdTierError: the folder cannot be used or has other tables, or the disk is full.
+        ColdTierError: the folder cannot be used, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: names are not distinct, a pooling or data type is unknown, or recsys kernels do
             not support the device.

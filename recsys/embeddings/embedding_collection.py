@@ -99,7 +99,7 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        ColdTierError: the folder cannot be used or has other tables, or the disk is full.
+        ColdTierError: the folder cannot be used, or the disk is full.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: names are not distinct, dims differ, a data type is unknown, or recsys kernels
             do not support the device.
@@ -369,6 +369,8 @@ class HotColdEmbeddingCollection(AbstractTables, AbstractCollection):
             return None
         [spec] = specs
         link, _ = make_updater(spec, [self])
+        if link.marks is not None:
+            link.marks.remove_hooks()
         link.updater.auto_apply = auto_apply
         self.row_optimizer = link.row_optimizer
         return link.updater

@@ -89,7 +89,7 @@ class Link:
     num_modules: int = 0
 
     def cut(self) -> None:
-        """Release the tables, and give state and gradients back to torch."""
+        """Release the tables; their rows and gradients are torch's again."""
         self.updater.release()
         for handle in self.handles:
             handle.remove()

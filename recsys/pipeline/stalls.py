@@ -93,6 +93,11 @@ class StageClock:
         """All stages except evaluation."""
         return sum(self.seconds.values()) - self.seconds["evaluate"]
 
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of both stages of waiting for rows."""
+        return self.seconds["prefetch_wait"] + self.seconds["write_back_wait"]
+
     def state_dict(self) -> dict[str, Any]:
         """The seconds measured so far, in JSON types; called between two steps."""
         return {"seconds": dict(self.seconds)}

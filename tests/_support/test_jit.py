@@ -72,10 +72,11 @@ def test_a_part_of_kernels_is_called_by_kernels_alone(cache_folder):
 GONE = b"cno_such_module\nNoSuchClass\n."  # a pickle of a class that does not exist
 
 
+@pytest.mark.parametrize("kind", ["nbc", "nbi"])
 @pytest.mark.parametrize("content", [GONE, b"", b"\x80", pickle.dumps(7)])
-def test_cached_code_that_cannot_be_read_is_compiled_again(cache_folder, content):
+def test_cached_code_that_cannot_be_read_is_compiled_again(cache_folder, content, kind):
     jit.kernel(_doubled)(21)
-    files = list(cache_folder.rglob("*.nbc"))
+    files = list(cache_folder.rglob(f"*.{kind}"))
     for file in files:
         file.write_bytes(content)
 
@@ -130,6 +131,23 @@ def test_cached_code_is_compiled_again_when_a_part_in_another_file_has_changed(
     (folder / "part.py").write_text(PART.format("n + 100"))
 
     assert [*found, run()] == ["42 0", "42 1", "121 0"]
+
+
+def test_old_code_is_not_run_if_new_code_could_not_be_written(cache_folder, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    jit.kernel(_doubled)(21)
+    monkeypatch.setattr(jit, "_stamps_of_parts", lambda _: ["another source"])
+    with monkeypatch.context() as full:
+        full.setattr(IndexDataCacheFile, "_save_data", fail)
+        with pytest.warns(UserWarning, match="No space left"):
+            jit.kernel(_doubled)(21)
+
+    compiled = jit.kernel(_doubled)
+
+    assert compiled(21) == 42
+    assert sum(compiled.stats.cache_misses.values()) == 1
 
 
 def test_a_kernel_runs_where_the_disk_of_its_cache_is_full_and_says_so(cache_folder, monkeypatch):

@@ -330,6 +330,21 @@ def test_lazy_adam_is_compared_with_the_rule_of_sparse_adam(sparse, is_trained):
     assert not model.embedding.sparse
 
 
+def test_lazy_adam_of_a_table_that_two_modules_share_is_compared():
+    model = nn.ModuleList([nn.Embedding(30, 4), nn.Embedding(30, 4)])
+    model[1].weight = model[0].weight
+
+    report = recsys.verify(
+        model,
+        [torch.arange(6), torch.arange(3, 9)],
+        loss=lambda each, ids: (each[0](ids) * each[1](ids.flip(0))).sum(),
+        optimizer=torch.optim.Adam(model.parameters()),
+        lazy_adam=True,
+    )
+
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("name", ["rtol", "atol"])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "0"])
 def test_tolerances_that_are_none_are_refused(name, value):

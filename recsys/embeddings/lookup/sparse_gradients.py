@@ -170,7 +170,6 @@ def _of_whole_rows(gradient: Tensor) -> Tensor:
 
 def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
     """The sum of a `grad` and a sparse gradient; dense unless both are sparse."""
-    # In the compute dtype, because torch cannot add sparse tensors of float16.
     dtype = compute_dtype(more.dtype)
     if is_sparse and (known is None or known.is_sparse):
         if known is None:

@@ -8,8 +8,7 @@ The row map tells in one step whether a row is in a slot. The budget pays for it
 These bytes do not include memory in proportion to a mini-batch, like its ids and pooled rows. A
 ticket's slot numbers take 4 bytes per lookup and 4 per row, on CUDA 24 per row. A claim takes at
 most 20 bytes per lookup and 60 per row in all, freed before the mini-batch is computed; on CUDA
-torch keeps them for the next claim. On a device without Triton a claim takes more, because each
-torch operation allocates its result. On all devices staging takes at most 16 MiB.
+torch keeps them for the next claim. On all devices staging takes at most 16 MiB.
 """
 
 from __future__ import annotations

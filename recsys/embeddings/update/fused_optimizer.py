@@ -70,7 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             auto_apply: Whether rows are updated at the end of each backward pass; `step` then makes
                 an update that was refused, or one of a `weight.grad` that was set, and is else not
                 needed.
-            stochastic_rounding: For tables of 16 bits: whether to round up or down at random, so
+            stochastic_rounding: For bfloat16 tables: whether to round up or down at random, so
                 that rows are right on average, or to nearest. A setting in `param_groups`.
             rounding_seed: Seed of that rounding. A setting in `param_groups`.
         """

@@ -63,11 +63,13 @@ class InBackward:
                 row_optimizer.state[table] = found
 
     def remove_hooks(self) -> None:
-        """Remove the hooks that step the optimizers."""
+        """Remove the hooks that step the optimizers, and the optimizers from the tables."""
         handles = getattr(sys.modules.get(_HOOKS), "param_to_optim_hook_handle_map", {})
         for table in self.tables:
             for handle in handles.pop(table, []) if table in handles else []:
                 handle.remove()
+            for name in ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers"):
+                table.__dict__.pop(name, None)
 
 
 def read_marks(

@@ -4,7 +4,12 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import recsys
-from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
+from recsys.embeddings import (
+    SGD,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+)
 from recsys.embeddings.optimizer import Adagrad, PartialRowWiseAdam
 from recsys.errors import BudgetTooSmall
 
@@ -84,6 +89,23 @@ def test_accelerate_reads_marks_once_and_restore_leaves_rows_without_an_optimize
     assert type(model[0]) is nn.EmbeddingBag
     assert torch.equal(model[0].weight, before)
     assert model[0].weight.grad is not None
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert recsys.accelerate(model, optimizer=other, always=True).replacements
+
+
+def test_a_marked_collection_without_pooling_is_updated_by_ours_alone():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    table = torchrec.modules.embedding_configs.EmbeddingConfig(
+        name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"]
+    )
+    taken = torchrec.EmbeddingCollection(tables=[table])
+    _apply_optimizer_in_backward(torch.optim.SGD, taken.parameters(), {"lr": 0.5})
+
+    ours = HotColdEmbeddingCollection.from_torchrec(taken)
+    before = ours.embeddings["t"].weight.detach().clone()
+    taken.embeddings["t"].weight.sum().backward()
+
+    assert torch.equal(ours.embeddings["t"].weight, before)
 
 
 def test_a_rate_is_set_in_the_row_optimizer():
