@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from recsys.embeddings.optimizer import Adagrad
-from recsys.errors import ConfigError
-from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.auto import Choice
 
 CANDIDATES = (Sequential(), LookAhead(2), LookAhead(4))
@@ -107,24 +106,6 @@ def test_turns_of_other_candidates_are_ignored():
     assert other.state_dict()["turn_seconds"] == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"turn_seconds": [1.0] * 10},
-        {"turn_seconds": [-1.0]},
-        {"turn_seconds": ["fast"]},
-        {"turn_seconds": [float("nan")]},
-        {"turn_seconds": 3},
-        {"turns": []},
-    ],
-)
-def test_a_malformed_state_of_a_choice_is_refused(change):
-    choice = Choice(Auto())
-
-    with pytest.raises(ConfigError, match="schedule choice state: "):
-        choice.load_state_dict(choice.state_dict() | change)
-
-
 def test_trying_and_choosing_change_no_bit(small):
     optimizer = Adagrad(lr=0.1)
     batches = [small.make_batch(small.tables, seed) for seed in range(60)]
@@ -154,18 +135,3 @@ def test_the_mean_depth_is_that_of_the_current_candidate(small):
         depths.append(pipeline.mean_depth)
 
     assert (depths[7], depths[-1]) == (1, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"candidates": ()}, r"candidates must be Sequential\(\) and LookAhead\(depth\)"),
-        ({"candidates": (Hotline(),)}, "whose numbers are the same, got"),
-        ({"candidates": (Sequential(), Sequential())}, "candidates must be distinct, got"),
-        ({"steps_per_turn": 0}, "steps_per_turn must be a whole number of at least 1, got 0"),
-        ({"num_rounds": 1.0}, "num_rounds must be a whole number of at least 1, got 1.0"),
-    ],
-)
-def test_what_cannot_be_chosen_from_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Auto(**arguments)

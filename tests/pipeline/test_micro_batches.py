@@ -70,19 +70,6 @@ def test_features_of_torchrec_are_taken_apart():
     assert part.weights().tolist() == [0, 4, 3]
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "message"),
-    [
-        (torch.zeros(4), ValueError, r"\(B, ...\) with B = 3 to be split, got \(4,\)"),
-        (torch.tensor(1.0), ValueError, r"got \(\)"),
-        ({"ids": {1, 2, 3}}, TypeError, "set of a mini-batch cannot be split; give it a method"),
-    ],
-)
-def test_what_cannot_be_taken_apart_is_named(batch, error, message):
-    with pytest.raises(error, match=message):
-        select_samples(batch, SAMPLES, 3)
-
-
 def test_every_kind_of_mini_batch_is_joined():
     dense, labels = torch.arange(6.0).view(3, 2), torch.arange(3)
     batch = {
@@ -115,26 +102,6 @@ def test_features_of_torchrec_are_joined():
 
     assert joined.keys() == ["a", "b"]
     assert bags_of(joined) == bags_of(select_samples(whole, torch.cat(PARTS), 3))
-
-
-class Selected:
-    """Can be taken apart, but not joined."""
-
-    def select(self, samples):
-        return self
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "error", "message"),
-    [
-        (Sheet(torch.ones(1), "a"), Sheet(torch.ones(1), "b"), ValueError, "'a' in a mini-batch"),
-        ((torch.ones(1), None), (torch.ones(1), 3), ValueError, "None in a mini-batch must be the"),
-        (Selected(), Selected(), TypeError, r"skip=test: Selected .*concatenate\(parts\)"),
-    ],
-)
-def test_what_cannot_be_joined_is_named(first, second, error, message):
-    with pytest.raises(error, match=message):
-        concatenate([first, second], "skip=test")
 
 
 @pytest.mark.parametrize(
@@ -208,14 +175,6 @@ def test_a_smaller_mini_batch_after_a_whole_one_is_not_warned_of():
     assert share.of(torch.ones(3, 2), None) == 0.5
 
 
-def test_samples_that_cannot_be_counted_are_named():
-    batch = (VALUES, torch.tensor([0, 5, 6, 8]), LABELS)
-
-    with pytest.raises(ValueError, match=r"samples a tuple has .* \[8, 4, 3\]; name the labels"):
-        SampleShare(6).of(batch, None)
-    assert SampleShare(None).of(batch, None) == 1
-
-
 def test_outputs_come_in_the_order_of_the_samples():
     outputs = [
         (torch.tensor(3.0), {"logits": torch.tensor([10.0]), "count": torch.tensor(1)}, [2.0], 5),
@@ -251,15 +210,3 @@ def test_a_loss_that_is_a_sum_is_added_up_wherever_it_is():
     assert found["loss"] == 9
     assert found["mean"].item() == pytest.approx(3.0)
     assert found["as good"].item() == pytest.approx(5.5)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "error", "message"),
-    [
-        ([torch.zeros(4), torch.zeros(4)], ValueError, r"a row for each sample.*got \(4,\) of 1"),
-        ([{1}, {2}], TypeError, "outputs of type set of two parts cannot be joined"),
-    ],
-)
-def test_outputs_that_are_of_no_samples_are_named(outputs, error, message):
-    with pytest.raises(error, match=message):
-        join_outputs(outputs, PARTS)

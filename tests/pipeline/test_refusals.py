@@ -6,7 +6,6 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import SGD
-from recsys.errors import ConfigError
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 
 
@@ -31,20 +30,6 @@ def accelerated():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recsys.accelerate(model, optimizer=optimizer, budget=BUDGET, always=True)
     return model, optimizer
-
-
-@pytest.mark.parametrize("schedule", [LookAhead, "lookahead", 2])
-def test_what_is_no_schedule_is_refused(schedule):
-    with pytest.raises(
-        TypeError, match=r"schedule must be one such as LookAhead\(\), or None, got"
-    ):
-        TrainPipeline(*accelerated(), schedule=schedule)
-
-
-@pytest.mark.parametrize("batch_size", [0, -16, 16.5, "16", True])
-def test_what_is_no_batch_size_is_refused(batch_size):
-    with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1, got"):
-        TrainPipeline(*accelerated(), batch_size=batch_size)
 
 
 class ScheduledSGD(torch.optim.SGD):

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.errors import ConfigError
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.fae.shuffle_scheduler import FAE
 
@@ -144,46 +143,6 @@ def test_a_state_goes_on_with_the_very_next_mini_batch(stop, rate):
         assert taken + take(resumed, left)[0] == whole
 
 
-def test_states_of_other_data_are_refused():
-    loader = make([True, False] * 10)
-    state = loader.state_dict()
-
-    with pytest.raises(ConfigError, match="is_hot is"):
-        make([False, True] * 10).load_state_dict(state)
-    with pytest.raises(ConfigError, match="seed is 0"):
-        make([True, False] * 10, seed=1).load_state_dict(state)
-    with pytest.raises(ConfigError, match="keys must be"):
-        loader.load_state_dict({})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epoch": -1},
-        {"epoch": 1.0},
-        {"num_done": [0]},
-        {"num_done": [0, "1"]},
-        {"num_done": [0, 11]},
-        {"num_done": {"cold": 0, "hot": 0}},
-        {"num_left": [-1, 0]},
-        {"num_left": [11, 0]},
-        {"num_left": [True, 0]},
-        {"wants_loss": 1},
-        {"num_left": [1, 0], "wants_loss": True},
-        {"batch_size": True},
-        {"scheduler": None},
-    ],
-)
-def test_a_malformed_state_is_refused_by_name(change):
-    loader = make([True, False] * 10)
-    before = loader.state_dict()
-
-    with pytest.raises(ConfigError, match=list(change)[-1]):
-        loader.load_state_dict(before | change)
-
-    assert loader.state_dict() == before
-
-
 def test_a_loader_with_numbers_of_numpy_has_the_state_of_one_without():
     of_numpy, of_python = (
         make([True, False] * 9, number(4), number(3)) for number in (np.int64, int)
@@ -193,35 +152,6 @@ def test_a_loader_with_numbers_of_numpy_has_the_state_of_one_without():
 
     assert state == of_python.state_dict()
     of_numpy.load_state_dict(state)
-
-
-def test_arguments_that_do_not_fit_are_named():
-    with pytest.raises(ConfigError, match=r"of the 20 samples of the train split, got \(5,\)"):
-        make([True] * 5, num_train=20)
-    with pytest.raises(ConfigError, match="is_hot must be boolean, got int64; give"):
-        make([1, 0, 1])
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("batch_size", 0, 1),
-        ("batch_size", 2.5, 1),
-        ("batch_size", True, 1),
-        ("prefetch", 0, 1),
-        ("prefetch", 1.5, 1),
-        ("seed", -1, 0),
-        ("seed", 0.5, 0),
-    ],
-)
-def test_what_is_no_count_is_refused(name, value, least):
-    arguments = {"batch_size": 7} | {name: value}
-    is_hot = np.array([True, False])
-
-    with pytest.raises(
-        ConfigError, match=f"{name} must be an integer of at least {least}, got {value}"
-    ):
-        HotColdLoader(Numbered(2), "train", is_hot=is_hot, fae=FAE(), **arguments)
 
 
 def test_a_loss_that_no_turn_waits_for_is_refused():

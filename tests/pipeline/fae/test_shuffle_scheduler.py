@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.errors import ConfigError
 from recsys.pipeline.fae.shuffle_scheduler import FAE, ShuffleScheduler
 
 
@@ -61,56 +60,6 @@ def test_a_state_goes_on_where_it_was_taken():
     for scheduler in (one, other):
         scheduler.observe(5)
         assert (scheduler.rate, scheduler.num_swaps) == (100, 5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rates": 5}, "keys must be"),
-        ({"rate": 0.5}, r"rate must be a finite number in \[1, 100\], got 0.5"),
-        ({"rate": float("nan")}, "rate must be"),
-        ({"rate": 10**400}, "rate must be"),
-        ({"num_swaps": -1}, "num_swaps must be"),
-        ({"num_falls": 4}, r"num_falls must be a whole number in \[0, 3\], got 4"),
-        ({"last_loss": "low"}, "last_loss must be a number or None, got 'low'"),
-    ],
-)
-def test_a_malformed_state_is_refused_by_name(change, message):
-    scheduler = ShuffleScheduler(FAE())
-    before = scheduler.state_dict()
-
-    with pytest.raises(ConfigError, match=f"shuffle scheduler state: {message}"):
-        scheduler.load_state_dict(before | change)
-
-    assert scheduler.state_dict() == before
-
-
-def test_a_state_with_another_rate_than_a_fixed_one_is_refused():
-    state = ShuffleScheduler(FAE(rate=25, is_adaptive=False)).state_dict()
-
-    with pytest.raises(ConfigError, match=r"rate must be 50, which FAE\(is_adaptive=False\) keeps"):
-        ShuffleScheduler(FAE(rate=50, is_adaptive=False)).load_state_dict(state)
-    ShuffleScheduler(FAE(rate=50)).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("constants", "message"),
-    [
-        ({"rate": 0}, "rates are percentages"),
-        ({"rate": 101, "max_rate": 101}, "rates are percentages"),
-        ({"min_rate": 60}, "rates are percentages"),
-        ({"patience": 0}, "patience must be an integer of at least 1, got 0"),
-        ({"factor": 1.0}, "factor must be above 1"),
-        ({"factor": float("inf")}, "factor must be a finite number, got inf"),
-        ({"patience": 2.5}, "patience must be an integer of at least 1, got 2.5"),
-        ({"patience": True}, "patience must be an integer of at least 1, got True"),
-        ({"rate": True}, "rate must be a finite number, got True"),
-        ({"is_adaptive": 1}, "is_adaptive must be True or False, got 1"),
-    ],
-)
-def test_constants_that_mean_nothing_are_refused(constants, message):
-    with pytest.raises(ConfigError, match=message):
-        FAE(**constants)
 
 
 @pytest.mark.parametrize("number", [np.float32, torch.tensor])

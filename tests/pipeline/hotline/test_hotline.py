@@ -468,19 +468,6 @@ def test_hotline_without_tiers_has_no_effect_and_says_so(small):
     assert pipeline.popular_split is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"learning_steps": 0.5}, "learning_steps must be a whole number of at least 0, got 0.5"),
-        ({"pinned_share": 1.5}, r"pinned_share must lie in \[0, 1\], got 1.5"),
-        ({"pinned_share": "0.5"}, r"pinned_share must lie in \[0, 1\], got '0\.5'"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Hotline(**arguments)
-
-
 def test_an_accelerated_model_is_split_too_and_moved_by_the_users_optimizer():
     class Model(nn.Module):
         def __init__(self):

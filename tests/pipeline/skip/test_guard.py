@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from recsys.embeddings.staleness.settings import LEAD
-from recsys.errors import ConfigError
 from recsys.pipeline.skip.guard import Guard, QualityGuard
 from recsys.pipeline.skip.guard_decisions import describe_decision
 from recsys.pipeline.skip.window_quality import MEASURES, WindowQuality
@@ -244,82 +243,6 @@ def test_the_state_is_a_copy():
     stream.window(guard, 0)
 
     assert state == expected
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("factor", 1.5),
-        ("factor", float("nan")),
-        ("num_windows", -1),
-        ("was_outside", 1),
-        ("window", {"all": []}),
-        ("window", {"all": [0.0] * 17, "skipped": [0.0] * 16}),
-        ("estimates", {}),
-        ("decisions", 7),
-        ("decisions", [{"step": 3}]),
-    ],
-)
-def test_a_state_that_is_none_is_refused(key, value):
-    guard = QualityGuard(FEW)
-    state = guard.state_dict()
-
-    with pytest.raises(ConfigError, match="guard"):
-        guard.load_state_dict({**state, key: value})
-    assert guard.state_dict() == state
-
-
-def test_a_decision_that_is_none_is_refused():
-    guard = QualityGuard(FEW)
-    state = guard.state_dict() | {"num_decisions": 1000}
-    decision = {"step": 1, "from_step": 33, "action": "lowered", "factor": 0.5, "reasons": []}
-    decision["paused_until"] = 133
-    for change in (
-        {"action": "went"},
-        {"factor": -1.0},
-        {"from_step": "3"},
-        {"paused_until": None},
-        {"reasons": [{"samples": "all"}]},
-        {"reasons": [{"samples": "x", "measure": "auc", "value": 1.0, "estimate": 1.0}]},
-    ):
-        with pytest.raises(ConfigError, match="guard decision"):
-            guard.load_state_dict({**state, "decisions": [{**decision, **change}]})
-    with pytest.raises(ConfigError, match="from_step"):
-        guard.load_state_dict({**state, "decisions": [decision, decision]})
-    with pytest.raises(ConfigError, match="num_decisions"):
-        guard.load_state_dict({**state, "decisions": [decision], "num_decisions": 0})
-    decisions = [{**decision, "from_step": 33 + 90 * n, "paused_until": 9**9} for n in range(257)]
-    with pytest.raises(ConfigError, match="at most 256"):
-        guard.load_state_dict({**state, "decisions": decisions})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("every", 81),
-        ("every", 1000.0),
-        ("steps", 9),
-        ("steps", True),
-        ("logloss", 0),
-        ("auc", float("nan")),
-        ("calibration", "0.1"),
-        ("standard_errors", 1.9),
-        ("far", 0.5),
-        ("rate", 1.5),
-        ("calm", 0),
-        ("recovery", 2),
-    ],
-)
-def test_settings_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=f"Guard: .*{name}"):
-        Guard(**{name: value})
-
-
-def test_labels_that_are_neither_0_nor_1_are_refused():
-    guard = QualityGuard(FEW)
-
-    with pytest.raises(ConfigError, match=r"guard needs labels 0 or 1: .* got 0\.5"):
-        guard.add(0, torch.zeros(2), torch.tensor([0.5, 1]), torch.zeros(2, dtype=torch.bool))
 
 
 def test_a_step_with_infinite_predictions_is_left_out():

@@ -23,6 +23,7 @@ from recsys.pipeline import (
     LookAhead,
     RandomDrop,
     Sequential,
+    Subsample,
     TrainPipeline,
 )
 from recsys.pipeline.skip.chosen_samples import RawBatch
@@ -356,7 +357,7 @@ class Bag(torch.nn.Module):
         return self.bag(batch[0]).sum(), None
 
 
-@pytest.mark.parametrize("policy", [IMPORTANCE, RandomDrop(weighted=True)])
+@pytest.mark.parametrize("policy", [IMPORTANCE, RandomDrop(weighted=True), Subsample()])
 def test_a_model_that_ignores_weights_is_refused(policy):
     model = Bag()
     recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
@@ -373,11 +374,6 @@ def test_a_mini_batch_without_labels_is_refused():
 
     with pytest.raises(ValueError, match=r"must have an attribute labels .*got none in tuple"):
         pipeline.progress(iter([(torch.zeros(4, 1, dtype=torch.long),)]))
-
-
-def test_a_schedule_that_looks_too_far_ahead_is_refused(skips):
-    with pytest.raises(ValueError, match=r"at most 31 mini-batches ahead, .* got 32"):
-        skips.Run(LookAhead(32), IMPORTANCE, skips.options_of("host", None))
 
 
 def test_a_state_of_another_policy_starts_anew(skips):
@@ -437,32 +433,6 @@ def test_what_is_no_state_is_refused(skips, change):
 
     with pytest.raises(ConfigError, match="importance state"):
         run.pipeline.load_state_dict(state)
-
-
-def test_a_state_with_other_bits_is_refused(skips):
-    state = skips.Run(Sequential(), IMPORTANCE).train(3).pipeline.state_dict()
-
-    with pytest.raises(ConfigError, match="importance state: weights must be float32"):
-        skips.Run(Sequential(), replace(IMPORTANCE, bits=9)).pipeline.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Importance(1.0), "Importance: share must be a number"),
-        (lambda: Importance(0.8, 0.3), "Importance: share must be at most 1 - least = 0.7"),
-        (lambda: Importance(least=0), r"Importance: least must be a number in \(0, 1\), got 0"),
-        (lambda: Importance(bits=30), r"Importance: bits must be a whole number in \[8, 24\]"),
-        (lambda: Importance(lr=0.0), "Importance: lr"),
-        (lambda: Importance(warm_up=-1), "Importance: warm_up"),
-        (lambda: Importance(guard=1), "Importance: guard"),
-        (lambda: RandomDrop(weighted=1), "RandomDrop: weighted must be True or False, got 1"),
-        (lambda: RandomDrop(refill=None), "RandomDrop: refill must be True or False"),
-    ],
-)
-def test_policies_check_their_values(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
 
 
 @pytest.mark.parametrize("guard", [None, Guard(every=64, steps=12)])

@@ -307,18 +307,3 @@ def test_rows_are_followed_by_one_pipeline_at_a_time():
 
     first.skipping.close()
     TrainPipeline(stream.model, None, skip=stream.paper)
-
-
-@pytest.mark.parametrize(
-    ("constants", "rule"),
-    [
-        ({"target": -0.1}, "must lie in"),
-        ({"sample_share": float("nan")}, "must lie in"),
-        ({"first_threshold": 0.1}, "first_threshold < highest_threshold"),
-        ({"first_snapshot": -1}, "at least 0"),
-        ({"max_tries": 0}, "max_tries at least 1"),
-    ],
-)
-def test_constants_out_of_range_are_refused(constants, rule):
-    with pytest.raises(ConfigError, match=rule):
-        Paper(**constants)

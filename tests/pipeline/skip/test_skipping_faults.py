@@ -4,52 +4,15 @@ import copy
 from itertools import islice
 
 import pytest
-import torch
-from torch import nn
 
-import recsys
 from recsys.datasets.loader import BatchLoader
 from recsys.errors import ConfigError
-from recsys.pipeline import DropInput, Importance, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import Importance, LookAhead, Sequential
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
     pytest.mark.filterwarnings("ignore:staleness. a share"),
 ]
-
-
-class Plain(nn.Module):
-    """A model as before `recsys.accelerate`."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, ids):
-        logits = self.layer(self.rows(ids)).squeeze(1)
-        return logits.square().mean(), None
-
-
-@pytest.mark.parametrize("accelerates_again", [False, True])
-def test_a_model_that_was_restored_needs_a_new_pipeline(skips, accelerates_again):
-    model = Plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    pipeline = TrainPipeline(
-        model,
-        optimizer,
-        ids=lambda ids: {"rows": ids},
-        skip=DropInput(0.3, skips.STALENESS, None),
-    )
-    batches = [torch.randint(0, 50, (16, 2)) for _ in range(4)]
-    list(pipeline.steps(batches))
-    recsys.restore(model)
-    if accelerates_again:
-        recsys.accelerate(model, optimizer=optimizer, always=True)
-
-    with pytest.raises(ValueError, match=r"'rows' is another module.*build a new TrainPipeline"):
-        list(pipeline.steps(batches))
 
 
 @pytest.mark.parametrize("name", ["observe", "freeze_rows"])
@@ -66,18 +29,6 @@ def test_two_iterators_in_turn_count_every_step_and_sample(skips, name):
     assert skipping.num_seen == skipping.position.num_kept == 70 * 16
     assert [each["step"] for each in skipping.tracker.report()["windows"]] == [33, 66]
     assert run.loader.state_dict()["next_sample"] == 35 * 16
-
-
-def test_two_iterators_in_turn_are_refused_while_samples_wait(skips):
-    run = skips.Run(Sequential(), skips.POLICIES["random_drop"])
-    other = BatchLoader(skips.Clicks(seed=5), "train", 16, shuffle=False)
-    first, second = iter(run.loader), iter(other)
-    run.pipeline.progress(first)
-    assert run.pipeline.skipping.position.offset > 0
-
-    with pytest.raises(ValueError, match="trains on one iterator at a time"):
-        run.pipeline.progress(second)
-    run.pipeline.progress(first)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from recsys.pipeline import (
     LookAhead,
     RandomDrop,
     Sequential,
-    Subsample,
     TrainPipeline,
 )
 from tests.torch_kernels import BY_TORCH
@@ -166,14 +165,6 @@ def test_samples_of_a_dropped_plain_iterator_are_dropped():
 
     assert pipeline.skipping._refill._positions[0].num_seen > seen
     assert pipeline.skipping.position.num_batches == 2
-
-
-def test_a_model_that_ignores_weights_is_refused():
-    model = Bags()
-    recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
-
-    with pytest.raises(ValueError, match=r"Subsample.*Bags does not say.*uses_sample_weights"):
-        TrainPipeline(model, None, skip=Subsample(), ids=inputs_of)
 
 
 SCRIPT = """

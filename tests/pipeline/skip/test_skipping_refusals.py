@@ -4,20 +4,13 @@ import numpy as np
 import pytest
 
 from recsys.datasets.loader import BatchLoader
-from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline import (
     FAE,
-    DropInput,
-    FreezeRows,
-    Guard,
     HotColdLoader,
     LookAhead,
-    Observe,
-    Paper,
     RandomDrop,
     Sequential,
-    Subsample,
 )
 from recsys.pipeline.skip.refill import Position
 
@@ -92,11 +85,6 @@ def test_a_schedule_that_looks_too_far_ahead_is_refused(skips):
         skips.Run(LookAhead(32), skips.POLICIES["observe"], skips.options_of("host", None))
 
 
-def test_what_is_no_policy_is_refused(skips):
-    with pytest.raises(TypeError, match=r"skip must be a policy such as DropInput.*got str"):
-        skips.Run(Sequential(), "drop_input")
-
-
 def test_a_deleted_pipeline_lets_go_of_the_rows(skips):
     run = skips.Run(
         LookAhead(2), skips.POLICIES["drop_input"], skips.options_of("host", None)
@@ -159,47 +147,3 @@ def test_what_is_no_state_is_refused(skips, change):
 
     with pytest.raises(ConfigError, match=r"state|guard"):
         run.pipeline.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DropInput(1.0), r"DropInput: share must be a number in \(0, 1\), got 1.0"),
-        (lambda: DropInput(0), r"share must be a number in \(0, 1\), got 0; .* use skip=None"),
-        (
-            lambda: FreezeRows(0.3, Staleness(threshold=0.5)),
-            r"FreezeRows: share means nothing with staleness\.threshold.* 0\.3 and threshold 0\.5",
-        ),
-        (
-            lambda: DropInput(staleness=Staleness(threshold=0.5)),
-            r"DropInput: a guard lowers share, which means nothing .* drop the threshold 0\.5",
-        ),
-        (
-            lambda: Subsample(guard=Guard(every=999)),
-            r"Subsample: guard\.every must be at least staleness\.window, .* every 999 and ",
-        ),
-        (
-            lambda: Paper(first_snapshot=1.5),
-            "Paper: first_snapshot must be a whole number, got 1.5",
-        ),
-        (lambda: Paper(target="0.3"), "Paper: target must be a number, got '0.3'"),
-        (
-            lambda: Paper(counts_unseen_rows_as_stale="no"),
-            "Paper: counts_unseen_rows_as_stale must be True or False, got 'no'",
-        ),
-        (lambda: RandomDrop(True), "RandomDrop: share"),
-        (lambda: RandomDrop(10**400), "RandomDrop: share"),
-        (lambda: Guard(far=10**400), "Guard: far must be a number above 0"),
-        (lambda: Observe(0.2, None), "Observe: staleness must be a Staleness, got NoneType"),
-        (
-            lambda: FreezeRows(0.2, Staleness(), 7),
-            "FreezeRows: guard must be a Guard or None, got 7",
-        ),
-        (lambda: Subsample(0.2, 0.0), r"Subsample: keep must be a number in \(0, 1\), got 0.0"),
-        (lambda: Subsample(0.5, 0.6), "Subsample: share must be at most 1 - keep = 0.4"),
-        (lambda: RandomDrop(0.2, -1), "RandomDrop: seed must be a whole number"),
-    ],
-)
-def test_policies_check_their_values(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()

@@ -1,0 +1,344 @@
+"""What schedules, policies and mini-batches refuse: the error, and the name that it gives."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.embeddings.staleness.settings import Staleness
+from recsys.errors import ConfigError
+from recsys.pipeline import (
+    FAE,
+    Auto,
+    DropInput,
+    FreezeRows,
+    Guard,
+    HotColdLoader,
+    Hotline,
+    Importance,
+    LookAhead,
+    Observe,
+    Paper,
+    RandomDrop,
+    Sequential,
+    Subsample,
+    TrainPipeline,
+)
+from recsys.pipeline.auto import Choice
+from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
+from recsys.pipeline.micro_batches import SampleShare, concatenate, join_outputs, select_samples
+from recsys.pipeline.skip.guard import QualityGuard
+from recsys.pipeline.stalls import STAGES, StageClock
+
+SAMPLES = torch.tensor([2, 0])
+PARTS = [torch.tensor([1]), SAMPLES]
+
+
+@dataclass
+class Sheet:
+    features: torch.Tensor
+    name: str
+
+
+class Selected:
+    """Can be taken apart, but not joined."""
+
+    def select(self, samples):
+        return self
+
+
+class Numbered:
+    """A source whose samples are their numbers."""
+
+    num_samples, fingerprint = 210, "numbers"
+
+    def __init__(self, num_train):
+        self.splits = {"train": range(num_train), "test": range(0), "validation": range(0)}
+
+
+def train_by(**settings):
+    TrainPipeline(torch.nn.Linear(1, 1), None, **settings)
+
+
+def load_hot(is_hot, num_train=None, **settings):
+    source = Numbered(len(is_hot) if num_train is None else num_train)
+    return HotColdLoader(
+        source, "train", is_hot=np.array(is_hot), fae=FAE(), **({"batch_size": 7} | settings)
+    )
+
+
+def join(first, second):
+    return concatenate([first, second], "skip=test")
+
+
+def guard_labels():
+    labels = torch.tensor([0.5, 1])
+    QualityGuard(Guard()).add(0, torch.zeros(2), labels, torch.zeros(2, dtype=torch.bool))
+
+
+def count_samples():
+    batch = (torch.arange(8), torch.tensor([0, 5, 6, 8]), torch.zeros(3))
+    SampleShare(6).of(batch, None)
+
+
+REFUSALS = [
+    ("a class as a schedule", lambda: train_by(schedule=LookAhead), TypeError, "schedule"),
+    ("a name as a schedule", lambda: train_by(schedule="lookahead"), TypeError, "schedule"),
+    ("a depth as a schedule", lambda: train_by(schedule=2), TypeError, "schedule"),
+    ("no samples in a batch", lambda: train_by(batch_size=0), ConfigError, "batch_size"),
+    ("a negative batch size", lambda: train_by(batch_size=-16), ConfigError, "batch_size"),
+    ("a broken batch size", lambda: train_by(batch_size=16.5), ConfigError, "batch_size"),
+    ("a text as a batch size", lambda: train_by(batch_size="16"), ConfigError, "batch_size"),
+    ("a truth as a batch size", lambda: train_by(batch_size=True), ConfigError, "batch_size"),
+    ("a name as a policy", lambda: train_by(skip="drop_input"), TypeError, "skip"),
+    ("a depth of 0", lambda: LookAhead(0), ValueError, "depth"),
+    ("a negative depth", lambda: LookAhead(-1), ValueError, "depth"),
+    ("a broken depth", lambda: LookAhead(1.5), ValueError, "depth"),
+    ("a truth as a depth", lambda: LookAhead(True), ValueError, "depth"),
+    ("broken steps", lambda: Hotline(learning_steps=0.5), ValueError, "learning_steps"),
+    ("more than all pinned", lambda: Hotline(pinned_share=1.5), ValueError, "pinned_share"),
+    ("a text of a share", lambda: Hotline(pinned_share="0.5"), ValueError, "pinned_share"),
+    ("no candidates", lambda: Auto(candidates=()), ValueError, "candidates"),
+    ("other numbers", lambda: Auto(candidates=(Hotline(),)), ValueError, "numbers"),
+    ("one twice", lambda: Auto(candidates=(Sequential(),) * 2), ValueError, "candidates"),
+    ("turns of no step", lambda: Auto(steps_per_turn=0), ValueError, "steps_per_turn"),
+    ("broken rounds", lambda: Auto(num_rounds=1.0), ValueError, "num_rounds"),
+    ("a rate of 0", lambda: FAE(rate=0), ConfigError, "rate"),
+    ("a rate of 101", lambda: FAE(rate=101, max_rate=101), ConfigError, "rate"),
+    ("rates in disorder", lambda: FAE(min_rate=60), ConfigError, "rate"),
+    ("no patience", lambda: FAE(patience=0), ConfigError, "patience"),
+    ("a factor of 1", lambda: FAE(factor=1.0), ConfigError, "factor"),
+    ("an endless factor", lambda: FAE(factor=float("inf")), ConfigError, "factor"),
+    ("broken patience", lambda: FAE(patience=2.5), ConfigError, "patience"),
+    ("a truth as patience", lambda: FAE(patience=True), ConfigError, "patience"),
+    ("a truth as a rate", lambda: FAE(rate=True), ConfigError, "rate"),
+    ("adaptive by number", lambda: FAE(is_adaptive=1), ConfigError, "is_adaptive"),
+    ("hot, of other samples", lambda: load_hot([True] * 5, 20), ConfigError, "(5,)"),
+    ("hot by numbers", lambda: load_hot([1, 0, 1]), ConfigError, "is_hot"),
+    ("hot, no batch", lambda: load_hot([True], batch_size=0), ConfigError, "batch_size"),
+    ("hot, 2.5 a batch", lambda: load_hot([True], batch_size=2.5), ConfigError, "batch_size"),
+    ("hot, a truth a batch", lambda: load_hot([True], batch_size=True), ConfigError, "batch_size"),
+    ("hot, none ahead", lambda: load_hot([True], prefetch=0), ConfigError, "prefetch"),
+    ("hot, 1.5 ahead", lambda: load_hot([True], prefetch=1.5), ConfigError, "prefetch"),
+    ("hot, a seed below 0", lambda: load_hot([True], seed=-1), ConfigError, "seed"),
+    ("hot, a broken seed", lambda: load_hot([True], seed=0.5), ConfigError, "seed"),
+    ("a share of 1", lambda: DropInput(1.0), ConfigError, "share"),
+    ("a share of 0", lambda: DropInput(0), ConfigError, "share"),
+    (
+        "a share and a threshold",
+        lambda: FreezeRows(0.3, Staleness(threshold=0.5)),
+        ConfigError,
+        "share",
+    ),
+    (
+        "a guard and a threshold",
+        lambda: DropInput(staleness=Staleness(threshold=0.5)),
+        ConfigError,
+        "threshold",
+    ),
+    (
+        "a guard within a window",
+        lambda: Subsample(guard=Guard(every=999)),
+        ConfigError,
+        "guard.every",
+    ),
+    ("a broken step", lambda: Paper(first_snapshot=1.5), ConfigError, "first_snapshot"),
+    ("a text as a target", lambda: Paper(target="0.3"), ConfigError, "target"),
+    (
+        "a text as a truth",
+        lambda: Paper(counts_unseen_rows_as_stale="no"),
+        ConfigError,
+        "counts_unseen_rows_as_stale",
+    ),
+    ("a negative target", lambda: Paper(target=-0.1), ConfigError, "target"),
+    ("no number", lambda: Paper(sample_share=float("nan")), ConfigError, "sample_share"),
+    ("a first of 0.1", lambda: Paper(first_threshold=0.1), ConfigError, "first_threshold"),
+    ("a step below 0", lambda: Paper(first_snapshot=-1), ConfigError, "first_snapshot"),
+    ("no tries", lambda: Paper(max_tries=0), ConfigError, "max_tries"),
+    ("a truth as a share", lambda: RandomDrop(True), ConfigError, "share"),
+    ("a huge share", lambda: RandomDrop(10**400), ConfigError, "share"),
+    ("a negative seed", lambda: RandomDrop(0.2, -1), ConfigError, "seed"),
+    ("weighted by number", lambda: RandomDrop(weighted=1), ConfigError, "weighted"),
+    ("refill None", lambda: RandomDrop(refill=None), ConfigError, "refill"),
+    ("no staleness", lambda: Observe(0.2, None), ConfigError, "staleness"),
+    ("a number as a guard", lambda: FreezeRows(0.2, Staleness(), 7), ConfigError, "guard"),
+    ("nothing kept", lambda: Subsample(0.2, 0.0), ConfigError, "keep"),
+    ("more than is left", lambda: Subsample(0.5, 0.6), ConfigError, "share"),
+    ("all left out", lambda: Importance(1.0), ConfigError, "share"),
+    ("more than least", lambda: Importance(0.8, 0.3), ConfigError, "share"),
+    ("a least of 0", lambda: Importance(least=0), ConfigError, "least"),
+    ("30 bits", lambda: Importance(bits=30), ConfigError, "bits"),
+    ("a rate of nothing", lambda: Importance(lr=0.0), ConfigError, "lr"),
+    ("negative warm_up", lambda: Importance(warm_up=-1), ConfigError, "warm_up"),
+    ("1 as a guard", lambda: Importance(guard=1), ConfigError, "guard"),
+    ("every 81", lambda: Guard(every=81), ConfigError, "every"),
+    ("every 1000.0", lambda: Guard(every=1000.0), ConfigError, "every"),
+    ("9 steps", lambda: Guard(steps=9), ConfigError, "steps"),
+    ("True steps", lambda: Guard(steps=True), ConfigError, "steps"),
+    ("no logloss", lambda: Guard(logloss=0), ConfigError, "logloss"),
+    ("no auc", lambda: Guard(auc=float("nan")), ConfigError, "auc"),
+    ("calibration by text", lambda: Guard(calibration="0.1"), ConfigError, "calibration"),
+    ("1.9 errors", lambda: Guard(standard_errors=1.9), ConfigError, "standard_errors"),
+    ("half far", lambda: Guard(far=0.5), ConfigError, "far"),
+    ("endlessly far", lambda: Guard(far=10**400), ConfigError, "far"),
+    ("a rate of 1.5", lambda: Guard(rate=1.5), ConfigError, "rate"),
+    ("no calm", lambda: Guard(calm=0), ConfigError, "calm"),
+    ("a recovery of 2", lambda: Guard(recovery=2), ConfigError, "recovery"),
+    ("labels of 0.5", guard_labels, ConfigError, "labels"),
+    (
+        "samples of another number",
+        lambda: select_samples(torch.zeros(4), SAMPLES, 3),
+        ValueError,
+        "(4,)",
+    ),
+    (
+        "samples of a number",
+        lambda: select_samples(torch.tensor(1.0), SAMPLES, 3),
+        ValueError,
+        "()",
+    ),
+    (
+        "samples of a set",
+        lambda: select_samples({"ids": {1, 2, 3}}, SAMPLES, 3),
+        TypeError,
+        "set",
+    ),
+    (
+        "other names to join",
+        lambda: join(Sheet(torch.ones(1), "a"), Sheet(torch.ones(1), "b")),
+        ValueError,
+        "'a'",
+    ),
+    (
+        "nothing and a number to join",
+        lambda: join((torch.ones(1), None), (torch.ones(1), 3)),
+        ValueError,
+        "None",
+    ),
+    ("an object to join", lambda: join(Selected(), Selected()), TypeError, "Selected"),
+    (
+        "outputs of no samples",
+        lambda: join_outputs([torch.zeros(4), torch.zeros(4)], PARTS),
+        ValueError,
+        "(4,)",
+    ),
+    ("sets of outputs", lambda: join_outputs([{1}, {2}], PARTS), TypeError, "set"),
+    ("samples that cannot be counted", count_samples, ValueError, "[8, 4, 3]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "name"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
+)
+def test_it_is_refused_by_name(act, error, name):
+    with pytest.raises(error) as raised:
+        act()
+
+    assert name in str(raised.value)
+
+
+DECISION = {
+    "step": 1,
+    "from_step": 33,
+    "action": "lowered",
+    "factor": 0.5,
+    "reasons": [],
+    "paused_until": 133,
+}
+REASON = {"samples": "x", "measure": "auc", "value": 1.0, "estimate": 1.0}
+MANY = [DECISION | {"from_step": 33 + 90 * n, "paused_until": 9**9} for n in range(257)]
+
+
+def scheduler():
+    return ShuffleScheduler(FAE())
+
+
+def fixed_scheduler():
+    return ShuffleScheduler(FAE(rate=50, is_adaptive=False))
+
+
+def loader():
+    return load_hot([True, False] * 10)
+
+
+def guard():
+    return QualityGuard(Guard(every=100, steps=50))
+
+
+def decided(*decisions, number=1000):
+    """The change of a guard's state that has these decisions."""
+    return {"decisions": list(decisions), "num_decisions": number}
+
+
+def choice():
+    return Choice(Auto())
+
+
+STATES = [
+    (scheduler, {"rates": 5}, "keys"),
+    (scheduler, {"rate": 0.5}, "rate"),
+    (scheduler, {"rate": float("nan")}, "rate"),
+    (scheduler, {"rate": 10**400}, "rate"),
+    (scheduler, {"num_swaps": -1}, "num_swaps"),
+    (scheduler, {"num_falls": 4}, "num_falls"),
+    (scheduler, {"last_loss": "low"}, "last_loss"),
+    (fixed_scheduler, {"rate": 25}, "rate"),
+    (loader, {"more": 1}, "keys"),
+    (loader, {"is_hot": load_hot([False, True] * 10).state_dict()["is_hot"]}, "is_hot"),
+    (loader, {"seed": 1}, "seed"),
+    (loader, {"epoch": -1}, "epoch"),
+    (loader, {"epoch": 1.0}, "epoch"),
+    (loader, {"num_done": [0]}, "num_done"),
+    (loader, {"num_done": [0, "1"]}, "num_done"),
+    (loader, {"num_done": [0, 11]}, "num_done"),
+    (loader, {"num_done": {"cold": 0, "hot": 0}}, "num_done"),
+    (loader, {"num_left": [-1, 0]}, "num_left"),
+    (loader, {"num_left": [11, 0]}, "num_left"),
+    (loader, {"num_left": [True, 0]}, "num_left"),
+    (loader, {"wants_loss": 1}, "wants_loss"),
+    (loader, {"num_left": [1, 0], "wants_loss": True}, "wants_loss"),
+    (loader, {"batch_size": True}, "batch_size"),
+    (loader, {"scheduler": None}, "scheduler"),
+    (guard, {"factor": 1.5}, "factor"),
+    (guard, {"factor": float("nan")}, "factor"),
+    (guard, {"num_windows": -1}, "num_windows"),
+    (guard, {"was_outside": 1}, "was_outside"),
+    (guard, {"window": {"all": []}}, "guard"),
+    (guard, {"window": {"all": [0.0] * 17, "skipped": [0.0] * 16}}, "guard"),
+    (guard, {"estimates": {}}, "guard"),
+    (guard, {"decisions": 7}, "decisions"),
+    (guard, {"decisions": [{"step": 3}]}, "guard"),
+    (guard, decided(DECISION | {"action": "went"}), "guard decision"),
+    (guard, decided(DECISION | {"factor": -1.0}), "guard decision"),
+    (guard, decided(DECISION | {"from_step": "3"}), "guard decision"),
+    (guard, decided(DECISION | {"paused_until": None}), "guard decision"),
+    (guard, decided(DECISION | {"reasons": [{"samples": "all"}]}), "guard decision"),
+    (guard, decided(DECISION | {"reasons": [REASON]}), "guard decision"),
+    (guard, decided(DECISION, DECISION), "from_step"),
+    (guard, decided(DECISION, number=0), "num_decisions"),
+    (guard, decided(*MANY), "256"),
+    (choice, {"turn_seconds": [1.0] * 10}, "schedule choice state"),
+    (choice, {"turn_seconds": [-1.0]}, "schedule choice state"),
+    (choice, {"turn_seconds": ["fast"]}, "schedule choice state"),
+    (choice, {"turn_seconds": [float("nan")]}, "schedule choice state"),
+    (choice, {"turn_seconds": 3}, "schedule choice state"),
+    (choice, {"turns": []}, "schedule choice state"),
+    (StageClock, {"seconds": {}}, "clock state"),
+    (StageClock, {"seconds": dict.fromkeys(STAGES[2:], 1.0)}, "clock state"),
+    (StageClock, {"seconds": dict.fromkeys(STAGES, -1.0)}, "clock state"),
+    (StageClock, {"seconds": [0.0] * len(STAGES)}, "clock state"),
+    (StageClock, {"more": 1}, "clock state"),
+]
+
+
+@pytest.mark.parametrize(("make", "change", "name"), STATES)
+def test_a_malformed_state_is_refused_by_name_and_changes_nothing(make, change, name):
+    owner = make()
+    before = owner.state_dict()
+
+    with pytest.raises(ConfigError) as raised:
+        owner.load_state_dict(before | change)
+
+    assert name in str(raised.value)
+    assert owner.state_dict() == before
