@@ -83,22 +83,30 @@ def test_what_prevents_a_capture_is_told_when_the_pipeline_is_built(made, batche
     assert found.captured.reason.startswith(message)
 
 
-def test_only_a_train_model_of_pooled_vectors_on_a_cuda_device_is_captured(made, monkeypatch):
-    plain = nn.Linear(2, 1)
-    with pytest.warns(UserWarning, match="no effect: Linear is no DLRMTrain"):
-        TrainPipeline(plain, None, capture=True)
-    with pytest.warns(UserWarning, match="no effect: BatchTrain is no DLRMTrain"):
-        TrainPipeline(BatchTrain(plain), None, capture=True)
-    with pytest.warns(UserWarning, match="no effect: Linear is no model of pooled vectors"):
-        TrainPipeline(DLRMTrain(plain), None, capture=True)
+def on_two_devices():
     model = make_model()
     model.model.over_arch.to("meta")
-    with pytest.warns(UserWarning, match="no effect: the dense part is on 2 devices"):
-        TrainPipeline(model, None, capture=True)
-    monkeypatch.undo()
-    with pytest.warns(UserWarning, match="no effect: the dense part is on 'cpu', and only work of"):
-        TrainPipeline(make_model(), None, capture=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.Linear(2, 1), "Linear"),
+        (lambda: BatchTrain(nn.Linear(2, 1)), "BatchTrain"),
+        (lambda: DLRMTrain(nn.Linear(2, 1)), "Linear"),
+        (on_two_devices, "2 devices"),
+    ],
+)
+def test_only_a_train_model_of_pooled_vectors_is_captured(made, make, name):
+    with pytest.warns(UserWarning, match=f"capture=True has no effect: .*{name}"):
+        TrainPipeline(make(), None, capture=True)
     assert not made
+
+
+def test_only_work_on_a_cuda_device_is_captured():
+    with pytest.warns(UserWarning, match="capture=True has no effect: .*'cpu'"):
+        TrainPipeline(make_model(), None, capture=True)
 
 
 def test_a_hook_that_is_newer_than_the_pipeline_prevents_the_capture(made, batches):
@@ -221,33 +229,22 @@ def test_an_optimizer_that_zeroes_gradients_in_place_is_told(made, batches):
         found.append(model.state_dict())
 
     assert len(told) == 1
-    assert "because the gradient of 'model.dense_arch" in str(told[0].message)
-    assert "is kept from one step to the next" in str(told[0].message)
+    assert "'model.dense_arch" in str(told[0].message)
     assert pipeline.captured.num_replays == 1
     assert len(made) == 1
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 @pytest.mark.usefixtures("made")
-def test_mini_batches_of_other_forms_are_told_once(batches):
-    others = [make_batch(seed, 5) for seed in range(3)]
-    expected = train([*batches, *others], capture=False)
+@pytest.mark.parametrize(
+    "make", [lambda seed: make_batch(seed, 5), lambda seed: make_batch(seed, weights=torch.rand(B))]
+)
+def test_mini_batches_of_other_forms_are_told_once(batches, make):
+    others = [*batches, *map(make, range(3))]
+    expected = train(others, capture=False)
 
-    with pytest.warns(UserWarning, match="run op by op now, because they have other") as told:
-        found = train([*batches, *others], capture=True)
-
-    assert len(told) == 1
-    require_equal(found, expected)
-    assert found.captured.num_replays == 6
-
-
-@pytest.mark.usefixtures("made")
-def test_sample_weights_are_told_once(batches):
-    weighted = [make_batch(seed, weights=torch.rand(B)) for seed in range(3)]
-    expected = train([*batches, *weighted], capture=False)
-
-    with pytest.warns(UserWarning, match="because they have sample weights") as told:
-        found = train([*batches, *weighted], capture=True)
+    with pytest.warns(UserWarning, match="op by op now") as told:
+        found = train(others, capture=True)
 
     assert len(told) == 1
     require_equal(found, expected)

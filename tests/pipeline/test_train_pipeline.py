@@ -337,8 +337,7 @@ def test_too_little_room_shrinks_the_depth_and_says_so_once(small, batches):
     with pytest.warns(UserWarning, match="has room for . of 6 mini-batches ahead") as warned:
         losses = small.run(pipeline, iter(batches * 4))
 
-    assert [str(each.message).startswith("schedule=LookAhead") for each in warned] == [True]
-    assert "Give a larger budget, or LookAhead(depth=" in str(warned[0].message)
+    assert len(warned) == 1
     assert 0 < pipeline.mean_depth < 6
     assert losses == small.run_plain(models[0], dense[0], batches * 4)
     small.require_equal(*models)
@@ -390,33 +389,27 @@ def test_a_resumed_pipeline_continues_with_its_depth_and_counts(small, batches):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "of_tiers", "name"),
     [
-        {"depth": "2"},
-        {"num_steps": -1},
-        {"allowed_depth": None},
-        {"tiers": {}},
-        {"tiers": [{}]},
-        {"more": 1},
+        ({"depth": "2"}, {}, "depth"),
+        ({"num_steps": -1}, {}, "num_steps"),
+        ({"allowed_depth": None}, {}, "allowed_depth"),
+        ({"tiers": {}}, {}, "tiers"),
+        ({"tiers": [{}]}, {}, "tiers"),
+        ({"more": 1}, {}, "keys"),
+        ({}, {"counts": [1]}, "counts"),
+        ({}, {"exposed": [1, -1]}, "exposed"),
+        ({}, {"exposed": None}, "exposed"),
     ],
 )
-def test_a_malformed_state_of_a_pipeline_is_refused_by_name(pair, change):
-    models, dense = pair()
-    pipeline = TrainPipeline(models[1], dense[1])
-
-    with pytest.raises(ConfigError, match="pipeline state: "):
-        pipeline.load_state_dict(pipeline.state_dict() | change)
-
-
-@pytest.mark.parametrize("change", [{"counts": [1]}, {"exposed": [1, -1]}, {"exposed": None}])
-def test_a_malformed_state_of_tiers_is_refused_by_name(pair, change):
+def test_a_malformed_state_of_a_pipeline_is_refused_by_name(pair, change, of_tiers, name):
     models, dense = pair()
     pipeline = TrainPipeline(models[1], dense[1])
     state = pipeline.state_dict()
-    state["tiers"][0] |= change
+    state["tiers"][0] |= of_tiers
 
-    with pytest.raises(ConfigError, match=f"pipeline state: tiers: {next(iter(change))} must be"):
-        pipeline.load_state_dict(state)
+    with pytest.raises(ConfigError, match=f"pipeline state: .*{name}"):
+        pipeline.load_state_dict(state | change)
 
 
 def test_a_mini_batch_that_does_not_fit_alone_is_refused_in_its_turn(small, batches):
