@@ -206,15 +206,6 @@ def test_a_restored_model_can_be_accelerated_again():
     assert isinstance(model.a, HotColdEmbeddingBag)
 
 
-def test_there_must_be_something_to_restore():
-    model = Holder(a=nn.Linear(2, 2))
-
-    with pytest.raises(
-        ValueError, match=r"the model must have an nn.EmbeddingBag, an nn.Embedding"
-    ):
-        recsys.restore(model)
-
-
 REFUSED = {
     "momentum": (
         lambda model: sgd(model, momentum=0.9),
@@ -316,28 +307,6 @@ def test_a_collection_without_tables_is_left_alone():
 
     assert type(model.b) is torchrec.EmbeddingBagCollection
     assert "left to PyTorch: b, because b has no tables" in repr(result)
-
-
-def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():
-    model = Holder(a=bag())
-    recsys.accelerate(model)
-
-    with pytest.raises(ValueError, match=r"module 'a' is accelerated already; call recsys.restore"):
-        recsys.accelerate(model)
-
-
-@pytest.mark.parametrize("model", [Holder(dense=nn.Linear(2, 2)), Holder()])
-def test_nothing_to_exchange_is_an_error(model):
-    with pytest.raises(
-        ValueError,
-        match=r"must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec",
-    ):
-        recsys.accelerate(model)
-
-
-def test_a_bare_bag_is_referred_to_from_torch():
-    with pytest.raises(ValueError, match=r"cannot be replaced in place.*from_torch"):
-        recsys.accelerate(bag())
 
 
 def test_a_class_of_its_own_is_left_alone_and_named():
@@ -598,8 +567,3 @@ def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
 
     with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
         recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1), always=True)
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
-        recsys.accelerate("model")

@@ -116,16 +116,6 @@ def test_one_optimizer_of_several_models_moves_the_rows_of_each():
     assert_equal(models[1], plains[1])
 
 
-def test_a_budget_is_not_shared_by_tables_of_several_optimizers():
-    model = Towers()
-    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.tables()]
-
-    with pytest.raises(ValueError, match="budget: tables that share it must have one optimizer"):
-        recsys.accelerate(model, optimizer=optimizers, budget="1KiB")
-
-    assert type(model.users) is nn.EmbeddingBag
-
-
 @pytest.mark.parametrize("budget", [None, 1000])
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
@@ -187,14 +177,6 @@ def test_lazy_adam_moves_rows_as_sparse_adam_and_says_so(kind, sparse):
     recsys.restore(model)
     if not sparse:
         train(model, [ours])  # Adam goes on with the state that it finds
-
-
-def test_lazy_adam_with_weight_decay_is_refused():
-    model = Towers()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    with pytest.raises(ValueError, match=r"AdamW with weight_decay=0.01 updates rows that were"):
-        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True, always=True)
 
 
 class RWSAdagrad(torch.optim.Optimizer):
@@ -437,11 +419,6 @@ def test_gradients_that_were_set_to_zero_move_no_row_by_lazy_adam():
 
     moved = (model.goods.weight != before).any(1).nonzero().flatten().tolist()
     assert moved == [1, 4]
-
-
-def test_no_optimizers_at_all_are_refused():
-    with pytest.raises(TypeError, match="must not be an empty list"):
-        recsys.accelerate(Towers(), optimizer=[], always=True)
 
 
 def test_a_frozen_table_that_the_optimizer_lacks_is_refused_with_a_way_out():

@@ -38,7 +38,6 @@ OPTIMIZERS = [
     Adam(lr=0.1),
     PartialRowWiseAdam(lr=0.1),
 ]
-STATE_COLUMNS = {"SGD": 0, "Adagrad": 1, "Adam": 2}  # times D; the others have numbers per row
 each_optimizer = pytest.mark.parametrize(
     "optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__
 )
@@ -430,42 +429,3 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkey
         recsys.estimate(bags_on("meta"), "20KiB", **options)
     recsys.estimate(bags_on("meta"), "20KiB", optimizer=SGD(lr=0.1), cold_tier="file")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
-        (
-            {"lookups_per_bag": -1},
-            ValueError,
-            "lookups_per_bag must be a number of at least 0, got -1",
-        ),
-        ({"lookups_per_bag": "2"}, ValueError, "must be a number of at least 0, got '2'"),
-        ({"lookups_per_bag": {"t": 1}}, ValueError, r"there is no table 't'; the tables are \['us"),
-        ({"budget": "many"}, ConfigError, "budget must be a number of bytes"),
-        ({"budget": "5000"}, BudgetTooSmall, "the row map of 1250 rows and one row take 5064"),
-        ({"cold_tier": "tape"}, ConfigError, "cold_tier must be one of"),
-        ({"cold_tier": "file"}, ConfigError, "cold_tier='file' needs budget="),
-        ({"cold_path": "rows"}, ConfigError, "cold_path is the folder of cold_tier='file'"),
-        ({"optimizer": torch.optim.SGD}, TypeError, "optimizer must be"),
-    ],
-)
-def test_wrong_arguments_are_refused_as_by_accelerate(options, error, message):
-    with pytest.raises(error, match=message):
-        recsys.estimate(Bags(), **({"optimizer": SGD(lr=0.1)} | options))
-
-
-def test_a_model_that_cannot_be_estimated_is_refused():
-    ours = HotColdEmbeddingBag(700, 8, optimizer=SGD(lr=0.1))
-
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
-        recsys.estimate("model")
-    with pytest.raises(ValueError, match=r"the model must have an nn\.EmbeddingBag"):
-        recsys.estimate(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="the tables are in modules of recsys already"):
-        recsys.estimate(ours, optimizer=SGD(lr=0.1))
-    tiered = HotColdEmbeddingBag(700, 8, optimizer=SGD(lr=0.1), budget="8KiB")
-    for other in (ours, HotColdEmbeddingBag(9, 8)):
-        with pytest.raises(ValueError, match="budget: tables that share it must have one optim"):
-            recsys.estimate(nn.ModuleList([tiered, other]))

@@ -91,16 +91,17 @@ def test_a_bags_budget_comes_before_that_of_its_plan():
     assert len(pinned_rows(bag.tiers()[0])) == 12
 
 
-def test_a_plan_of_other_tables_is_no_bags():
-    two = planned(profile_of({}, {"a": 400, "b": 3}), "1MiB", a=400, b=3)
-    other = planned(profile_of({}, {"a": 300}), "1MiB", a=300)
-
-    with pytest.raises(ProfileError, match=r"the plan of a bag must have one table, got \['a"):
-        HotColdEmbeddingBag(400, 4, optimizer=SGD(lr=0.1), plan=two)
-    with pytest.raises(ProfileError, match=r"\(300, 4\) in the plan and \(400, 4\) here"):
-        HotColdEmbeddingBag(400, 4, optimizer=SGD(lr=0.1), plan=other)
-    with pytest.raises(ValueError, match="give optimizer=, too"):
-        HotColdEmbeddingBag(300, 4, plan=other)
+@pytest.mark.parametrize(
+    ("sizes", "options", "error", "name"),
+    [
+        ({"a": 400, "b": 3}, {"optimizer": SGD(lr=0.1)}, ProfileError, "'a'"),
+        ({"a": 300}, {"optimizer": SGD(lr=0.1)}, ProfileError, r"\(300, 4\)"),
+        ({"a": 400}, {}, ValueError, "optimizer"),
+    ],
+)
+def test_a_plan_of_other_tables_is_no_bags(sizes, options, error, name):
+    with pytest.raises(error, match=name):
+        HotColdEmbeddingBag(400, 4, plan=planned(profile_of({}, sizes), "1MiB", **sizes), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -263,6 +264,11 @@ def profile():
         ),
         (lambda: {"profile": profile()}, ValueError, "profile= needs budget="),
         (
+            lambda: {"plan": planned(profile(), "1MiB", **SIZES), "optimizer": None},
+            ValueError,
+            "optimizer",
+        ),
+        (
             lambda: {"profile": "p.npz", "budget": 9},
             TypeError,
             r"must be a PopularityProfile, got str",
@@ -312,16 +318,9 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(options, kind
     model = bags(*SIZES.values())
 
     with pytest.raises(kind, match=message):
-        recsys.accelerate(model, optimizer=SGD(lr=0.1), **options())
+        recsys.accelerate(model, **({"optimizer": SGD(lr=0.1)} | options()))
 
     assert {type(bag) for bag in model["tables"]} == {nn.EmbeddingBag}
-
-
-def test_a_plan_needs_something_that_moves_rows():
-    model = bags(*SIZES.values())
-
-    with pytest.raises(ValueError, match=r"give optimizer=, too: .* the model's torch optimizer"):
-        recsys.accelerate(model, plan=planned(profile(), "1MiB", **SIZES))
 
 
 def test_a_plan_in_another_order_is_no_collections():

@@ -9,9 +9,8 @@ from torch.nn.functional import mse_loss
 
 import recsys
 from recsys.conversion.verify import Difference
-from recsys.embeddings import SGD
 from recsys.embeddings.kernels.choice import NUMBA
-from recsys.errors import ConfigError, NonFiniteGradient
+from recsys.errors import NonFiniteGradient
 
 
 class Model(nn.Module):
@@ -206,42 +205,6 @@ def test_tolerances_may_be_given():
     assert report.largest_errors["row"] > 0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batches": []}, "batches must have at least one, got none"),
-        ({"loss": lambda model, batch: model(batch[0])}, r"loss must return a scalar, got shape"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(change, message):
-    model, optimizer = build("sgd")
-    arguments = {"batches": batches(), "loss": loss_of, "optimizer": optimizer} | change
-
-    with pytest.raises(ValueError, match=message):
-        recsys.verify(model, **arguments)
-
-
-def test_a_loss_that_returns_nothing_is_named():
-    model, optimizer = build("sgd")
-
-    with pytest.raises(TypeError, match="loss must return a tensor, got NoneType"):
-        recsys.verify(model, batches(), loss=lambda *_: None, optimizer=optimizer)
-
-
-@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1), "sgd", iter([])])
-def test_what_is_no_optimizer_of_torch_is_refused_by_name(optimizer):
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, a list of"):
-        recsys.verify(Model(), batches(), loss=loss_of, optimizer=optimizer)
-
-
-def test_a_model_that_is_accelerated_already_is_refused():
-    model, optimizer = build("sgd")
-    recsys.accelerate(model, optimizer=SGD(lr=0.1))
-
-    with pytest.raises(ValueError, match=r"is accelerated already; call recsys\.restore"):
-        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
-
-
 def test_a_model_with_optimizers_in_backward_is_refused_because_copies_have_none():
     model, optimizer = build("sgd")
     _apply_optimizer_in_backward(torch.optim.SGD, [model.bags[1].weight], {"lr": 0.1})
@@ -343,35 +306,6 @@ def test_lazy_adam_of_a_table_that_two_modules_share_is_compared():
     )
 
     assert report.ok, str(report)
-
-
-@pytest.mark.parametrize("name", ["rtol", "atol"])
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "0"])
-def test_tolerances_that_are_none_are_refused(name, value):
-    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4))
-
-    with pytest.raises(ConfigError, match=f"{name} must be a finite number of at least 0, or None"):
-        recsys.verify(
-            model,
-            [torch.arange(6).reshape(3, 2)],
-            loss=lambda each, ids: each(ids).sum(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            **{name: value},
-        )
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, 2**70])
-def test_steps_that_are_no_number_of_steps_are_refused(steps):
-    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4))
-
-    with pytest.raises(ConfigError, match="verify: steps must be an integer of at least 1, got"):
-        recsys.verify(
-            model,
-            [torch.arange(6).reshape(3, 2)],
-            loss=lambda each, ids: each(ids).sum(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            steps=steps,
-        )
 
 
 @pytest.mark.gpu
