@@ -65,16 +65,6 @@ def test_everything_resident_needs_no_room_for_mini_batches(small_config):
     require_budget(config, open_source(config))
 
 
-def test_rows_in_files_without_a_budget_are_told_of_the_key(small_settings, tmp_path, capsys):
-    command = ["train", "synthetic:criteo-kaggle", *small_settings, "--run", str(tmp_path / "run")]
-
-    assert main([*command, "--set", "cold_tier=file"]) == 2
-
-    assert "cold_tier 'file' needs a budget" in (told := capsys.readouterr().err)
-    assert "give it by --set budget=256MiB" in told
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few steps to skip in
 @pytest.mark.parametrize("more", ["seed=1", "skip.policy=observe"])  # which takes of the budget
 def test_the_command_takes_the_budget_that_its_error_names(small_settings, tmp_path, capsys, more):

@@ -13,11 +13,9 @@ from recsys._support.sizes import parse_bytes
 from recsys.cli import main
 from recsys.conversion import estimate as estimate_module
 from recsys.errors import (
-    AlreadyExists,
     BudgetTooSmall,
     ColdTierError,
     ConfigError,
-    StoreError,
 )
 from recsys.train.dry_run import dry_run
 from recsys.train.parts.budget import MemoryNeeds
@@ -195,26 +193,6 @@ def test_a_terabyte_of_synthetic_tables_is_sized_without_its_memory(
     assert told.tables.fast_bytes <= 9 * 2**30 < told.tables.fast_bytes + 1024
     assert largest.num_bytes < 2**24
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_could_not_start_is_refused_as_by_training(small_config, tmp_path):
-    config = small_config()
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "notes").touch()
-
-    with pytest.raises(AlreadyExists, match=r"run folder .*full is not empty"):
-        dry_run(config, full)
-    with pytest.raises(StoreError, match="full is not a"):
-        dry_run(small_config(data=str(full)), tmp_path / "run")
-    with pytest.raises(ConfigError, match="plan: there is no file"):
-        dry_run(small_config("plan=nosuch", "budget=1MiB"), tmp_path / "run")
-    with pytest.raises(ConfigError, match="a dry run builds tables without memory, which embedd"):
-        dry_run(small_config("embeddings=fbgemm"), tmp_path / "run")
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
-            dry_run(small_config("device=cuda"), tmp_path / "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
 def test_a_machine_without_the_memory_is_refused(small_config, tmp_path, monkeypatch):

@@ -74,10 +74,3 @@ def test_no_samples_have_no_groups():
         "num_groups": 0,
         "num_groups_left_out": 0,
     }
-
-
-def test_groups_of_other_samples_are_refused():
-    zeros = np.zeros(2, np.float32)
-
-    with pytest.raises(ValueError, match=r"groups must all be \(N,\), got \(2,\), \(2,\) and \(3,"):
-        evaluate_groups(zeros, zeros, np.zeros(3, np.int32))

@@ -41,13 +41,6 @@ def test_auc_tells_scores_apart_that_lie_close_together():
     assert auc(scores, np.array([0, 1, 0, 1])) == 1.0
 
 
-def test_auc_refuses_scores_that_are_no_numbers():
-    with pytest.raises(ValueError, match="1 of 2 scores are NaN"):
-        auc(np.array([0.5, np.nan]), np.array([0, 1]))
-    with pytest.raises(ValueError, match=r"must both be \(N,\)"):
-        auc(np.zeros(2), np.zeros(3))
-
-
 def test_the_other_metrics_are_their_definitions():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=1000).astype(np.float32) * 5
@@ -91,30 +84,8 @@ def test_labels_that_agree_leave_open_what_has_no_meaning():
     assert found.logloss == pytest.approx(np.log(2))
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_logits_that_are_not_finite_are_refused(bad):
-    with pytest.raises(ValueError, match="1 of 2 logits are not finite"):
-        evaluate_logits(np.array([bad, 0.0], np.float32), np.array([0.0, 1.0]))
-
-
-def test_no_samples_are_refused():
-    with pytest.raises(ValueError, match="at least one sample"):
-        evaluate_logits(np.zeros(0, np.float32), np.zeros(0))
-
-
 def test_the_area_of_no_samples_is_open():
     assert auc(np.zeros(0), np.zeros(0)) is None
-
-
-@pytest.mark.parametrize("bad", [-1.0, np.nan, 0.5, 2.0])
-def test_labels_that_are_neither_0_nor_1_are_refused(bad):
-    logits, labels = np.zeros(4, np.float32), np.array([0.0, 1.0, bad, bad])
-    message = rf"labels must be 0 or 1, got {bad} at place 2 \(2 of 4 are invalid\)"
-
-    with pytest.raises(ValueError, match=f"metrics: {message}"):
-        evaluate_logits(logits, labels)
-    with pytest.raises(ValueError, match=f"auc: {message}"):
-        auc(logits, labels)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, np.int64, np.bool_])
@@ -122,11 +93,6 @@ def test_labels_may_have_any_dtype(dtype):
     logits, labels = np.array([1.0, -1.0, 0.5], np.float32), np.array([1, 0, 0], dtype)
 
     assert evaluate_logits(logits, labels).auc == auc(logits, labels) == 1.0
-
-
-def test_logits_that_are_not_float32_are_refused():
-    with pytest.raises(ValueError, match=r"must be float32, got float64; round them with ast"):
-        evaluate_logits(np.zeros(4), np.array([0, 1, 0, 1]))
 
 
 def test_the_callers_array_may_be_used_again():

@@ -11,12 +11,10 @@ from torch.nn import functional
 
 from recsys.batch import feature_tables, features_by_table, has_bags
 from recsys.cli import main
-from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
-from recsys.datasets.store_features import Feature
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings import PopularityProfile, plan_hot_rows
-from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.errors import BudgetTooSmall
 from recsys.train.judge.evaluation import evaluate_run
 from recsys.train.parts.build import build_loader, build_model, open_source
 from recsys.train.parts.tables import table_configs
@@ -319,19 +317,3 @@ def test_a_loader_gives_every_sample_its_own_bags(small_config, table_store):
             found.append(str({name: one[name].values().tolist() for name in ids.keys()}))  # noqa: SIM118
 
     assert sorted(found) == expected
-
-
-def test_evaluating_on_data_with_other_features_is_refused(small_config, table_store, tmp_path):
-    run(small_config(*SETTINGS, data=str(table_store())), tmp_path / "run")
-    names = {"user": "user", "tags": "tag", "item": "item", "past": "item"}
-    others = [
-        Feature(name, table, "multi" if name in ("tags", "past") else "one")
-        for name, table in names.items()
-    ]
-    other = table_store("other", features=others)
-
-    with pytest.raises(ConfigError, match=r"other: its features by table must be those of the run"):
-        evaluate_run(tmp_path / "run", str(other))
-
-    same = evaluate_run(tmp_path / "run", str(table_store("same", num_samples=350)))
-    assert same["test"].num_samples == len(classic_splits(350)["test"])

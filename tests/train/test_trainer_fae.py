@@ -9,13 +9,12 @@ from safetensors.torch import load_file
 
 from recsys.config import load_config
 from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
-from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.errors import BudgetTooSmall
 from recsys.pipeline import FAE as Constants  # noqa: N811  # its class
 from recsys.pipeline import HotColdLoader
 from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
 from recsys.train.parts.build import build_loader, build_model, choose_plan, open_source
 from recsys.train.trainer import train
-from recsys.train.verify_tiers import verify_budgets
 
 FAE = ("schedule.name=fae", "budget='5000'", "batch_size=16", "num_threads=1")
 
@@ -93,16 +92,6 @@ def test_which_samples_are_hot_is_kept_in_the_store(kaggle_10k, tmp_path):
     assert len(list(store.glob("hot_samples-*.npy"))) == 1
 
 
-def test_what_it_needs_is_said_before_training(small_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"schedule\.name 'fae' .* give it a size by budget"):
-        run(small_config("schedule.name=fae"), tmp_path / "none")
-    with pytest.raises(BudgetTooSmall):
-        run(small_config(*FAE, "budget='2500'"), tmp_path / "small")
-    with pytest.raises(ConfigError, match=r"schedule\.rate must be in \(0, 100\]"):
-        run(small_config(*FAE, "schedule.rate=200"), tmp_path / "rate")
-    assert not list(tmp_path.iterdir())
-
-
 def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -110,11 +99,6 @@ def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
 
     assert record["schedule"]["hot_sample_share"] == 1
     assert any("all samples are hot" in str(each.message) for each in told)
-
-
-def test_verify_refuses_it(small_config):
-    with pytest.raises(ConfigError, match="changes the order of samples"):
-        verify_budgets(small_config(*FAE))
 
 
 def test_the_least_budget_for_histories_holds_their_rows(table_store, tmp_path):

@@ -3,7 +3,6 @@ import torch
 
 from recsys.cli import main
 from recsys.embeddings import PopularityProfile, plan_hot_rows
-from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train import verify_tiers
 from recsys.train.parts.build import open_source
 from recsys.train.parts.tables import table_configs
@@ -75,38 +74,11 @@ def test_what_differs_is_named_and_the_command_fails(
     assert "DIFFERS: loss of step 1, " in said
 
 
-def test_a_budget_below_the_floor_is_refused_naming_the_floor(small_config):
-    floor = verify_budgets(small_config(TABLES), ["floor"], 3)[0].budget_bytes
-
-    with pytest.raises(BudgetTooSmall, match=str(floor)):
-        verify_budgets(small_config(TABLES), [str(floor - 24)], 3)
-
-
 def test_half_of_tables_that_one_mini_batch_looks_up_whole_is_the_floor(small_config):
     floor, half = verify_budgets(small_config("synthetic.table_sizes=[40]"), ["floor", "half"], 2)
 
     assert half.ok
     assert half.budget_bytes == floor.budget_bytes
-
-
-def test_other_providers_have_no_tiers_to_verify(small_config):
-    with pytest.raises(ConfigError, match="got 'torch'"):
-        verify_budgets(small_config("embeddings=torch"))
-
-
-def test_runs_without_a_step_are_not_verified(small_config):
-    with pytest.raises(ConfigError, match="max_steps must be at least 1, got 0"):
-        verify_budgets(small_config(TABLES), max_steps=0)
-
-
-def test_a_schedule_that_sums_in_another_order_is_refused(small_config):
-    with pytest.raises(ConfigError, match="'hotline' changes the order in which floats are summed"):
-        verify_budgets(small_config(TABLES, "schedule.name=hotline"))
-
-
-def test_runs_that_skip_are_not_verified(small_config):
-    with pytest.raises(ConfigError, match=r"skip\.policy 'random_drop' leaves some out"):
-        verify_budgets(small_config(TABLES, "skip.policy=random_drop"))
 
 
 @pytest.mark.gpu

@@ -1,16 +1,14 @@
 """When the methods of callbacks are called, and what their errors do."""
 
 import json
-import re
 import subprocess
 import sys
 
 import pytest
 
 from recsys.cli import main
-from recsys.errors import CallbackFailed, ConfigError
+from recsys.errors import CallbackFailed
 from recsys.train import Callback, train
-from recsys.train.dry_run import dry_run
 
 
 class Killed(BaseException):
@@ -202,23 +200,6 @@ def test_an_interrupt_at_the_end_comes_after_the_end_of_the_other_callbacks(smal
     assert notes.of("end") == ["finished"]
 
 
-def test_an_object_that_is_given_twice_is_refused_before_a_folder_is_made(small_config, tmp_path):
-    notes = Notes()
-
-    with pytest.raises(ValueError, match="the same object twice"):
-        run(small_config(), tmp_path / "run", notes, notes)
-
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("given", [Notes, print])
-def test_what_is_no_callback_is_refused_before_a_folder_is_made(small_config, tmp_path, given):
-    with pytest.raises(TypeError, match=r"must be objects of recsys.train.Callback, got <"):
-        run(small_config(), tmp_path / "run", given)
-
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_configuration_names_a_class_of_the_current_folder(
     small_settings, tmp_path, monkeypatch, capsys
 ):
@@ -249,30 +230,6 @@ def test_the_configuration_names_a_class_of_the_current_folder(
     assert not (tmp_path / "run").exists()
     assert ended("Writes") == 0
     assert (tmp_path / "run" / "told").read_text() == "own_callback:Writes"
-
-
-@pytest.mark.parametrize("name", ["tensorbord", "folder/my_file.py:Mine", ":Mine", ""])
-def test_an_unknown_name_is_refused_with_the_known_ones(small_config, name):
-    known = re.escape("callbacks must be of 'tensorboard', 'mlflow', 'wandb', or module:Class; got")
-
-    with pytest.raises(ConfigError, match=f"{known} '{re.escape(name)}'"):
-        small_config(f'callbacks=["{name}"]')
-
-
-def test_a_name_that_is_there_twice_is_refused(small_config):
-    with pytest.raises(ConfigError, match="have each name once, got 'tensorboard' twice; drop one"):
-        small_config('callbacks=["tensorboard","own:Mine","tensorboard"]')
-
-
-@pytest.mark.parametrize("value", ['"tensorboard"', "[1]"])
-def test_the_key_is_a_list_of_texts(small_config, value):
-    with pytest.raises(ConfigError, match="callbacks must be a list of texts, got"):
-        small_config(f"callbacks={value}")
-
-
-def test_a_dry_run_makes_the_callbacks_too(small_config, tmp_path):
-    with pytest.raises(ConfigError, match="module no_such_module cannot be imported"):
-        dry_run(small_config('callbacks=["no_such_module:Mine"]'), tmp_path / "run")
 
 
 @pytest.mark.outside_ci

@@ -341,41 +341,6 @@ def test_a_patience_that_no_run_can_use_up_is_warned_of(small_config, tmp_path):
         run(small_config(settings[0]), tmp_path / "object", callbacks=[EarlyStopping(2)])
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("metric=recall", "metric must be one of 'auc', 'gauc', 'accuracy', 'logloss', 'normal"),
-        ("patience=-1", "patience must be at least 0"),
-        ("min_delta=-0.1", "min_delta must be finite and at least 0"),
-    ],
-)
-def test_values_that_mean_nothing_are_refused(small_config, setting, message):
-    with pytest.raises(ConfigError, match=f"early_stopping.{message}"):
-        small_config("early_stopping.patience=1", f"early_stopping.{setting}")
-
-
-@pytest.mark.parametrize("setting", ["metric=logloss", "min_delta=0.1"])
-def test_keys_without_patience_are_refused(small_config, setting):
-    with pytest.raises(ConfigError, match=r"means nothing with patience 0, got .*; set patience"):
-        small_config(f"early_stopping.{setting}")
-
-
-def test_arguments_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="EarlyStopping: patience must be at least 1, got 0"):
-        EarlyStopping(0)
-    with pytest.raises(ConfigError, match="EarlyStopping: metric must be one of 'auc'"):
-        EarlyStopping(1, metric="recall")
-
-
-def test_a_metric_that_the_data_lacks_is_refused_before_a_folder_is_made(small_config, tmp_path):
-    config = small_config("early_stopping.patience=1", "early_stopping.metric=gauc")
-
-    with pytest.raises(ConfigError, match="'gauc' is for data with groups, and the data has none"):
-        run(config, tmp_path / "run")
-
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("metric", ["auc", "gauc", "normalized_entropy"])
 def test_a_metric_that_is_null_for_positives_alone_is_refused(tmp_path, metric):
     store = write_store(tmp_path / "store", is_ranked=True)
