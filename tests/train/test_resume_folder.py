@@ -145,54 +145,39 @@ def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, st
     assert "ending after this step; press Ctrl-C" in capfd.readouterr().err
 
 
-@pytest.mark.in_ci("batch_size", "epochs=1", "schedule.name=fae")
+FAE = CASES["fae"]
+
+
+@pytest.mark.in_ci("batch_size=32", "epochs=1", "schedule.name=fae")
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("before", "after"),
     [
-        ("batch_size=32", "batch_size 32: it was trained with 64"),
-        ("seed=1", "seed 1: it was trained with 0"),
-        ("optimizer.lr=0.2", "optimizer.lr 0.2: it was trained with 0.1"),
-        ("model.over_arch=[4, 1]", r"model.over_arch \(4, 1\): it was trained with \(8, 1\)"),
-        ("lr_schedule.warmup_steps=3", "lr_schedule.warmup_steps 3: it was trained with 0"),
-        ("schedule.permute_within_batch=true", "schedule.permute_within_batch True: it was"),
-        ("synthetic.seed=2", "synthetic.seed 2: it was trained with 0"),
-        ("epochs=1", "epochs 1: it was trained with 2; epochs may only become more"),
-        ("schedule.name=fae", "schedule.name 'fae': it was trained with ''"),
-        ("model.pooling.cat_1=mean", "model.pooling.cat_1 'mean': it was trained with None"),
+        ((), ("batch_size=32",)),
+        ((), ("seed=1",)),
+        ((), ("optimizer.lr=0.2",)),
+        ((), ("model.over_arch=[4, 1]",)),
+        ((), ("lr_schedule.warmup_steps=3",)),
+        ((), ("schedule.permute_within_batch=true",)),
+        ((), ("synthetic.seed=2",)),
+        ((), ("epochs=1",)),
+        ((), ("schedule.name=fae",)),
+        ((), ("model.pooling.cat_1=mean",)),
+        (("model.pooling.cat_1=mean",), ()),
+        (FAE, (*FAE, "budget=24KiB")),
+        (FAE, (*FAE, "eval.max_samples=9")),  # of the loss that sets the rate
     ],
+    ids=lambda settings: settings[-1] if settings else "nothing",
 )
 def test_what_decides_the_numbers_of_a_run_may_not_change(
-    small_config, tmp_path, stop_at, setting, message
+    small_config, tmp_path, stop_at, before, after
 ):
     stop_at((5, None))
     with pytest.raises(Killed):
-        run(small_config(*SETTINGS), tmp_path / "run")
+        run(small_config(*SETTINGS, *before), tmp_path / "run")
 
-    with pytest.raises(ConfigError, match=f"run cannot continue with {message}"):
-        run(small_config(*SETTINGS, setting), tmp_path / "run", resume=True)
-
-
-def test_a_run_does_not_continue_without_the_pooling_that_it_had(small_config, tmp_path, stop_at):
-    stop_at((5, None))
-    with pytest.raises(Killed):
-        run(small_config(*SETTINGS, "model.pooling.cat_1=mean"), tmp_path / "run")
-
-    with pytest.raises(ConfigError, match=r"cat_1 None: it was trained with 'mean'"):
-        run(small_config(*SETTINGS), tmp_path / "run", resume=True)
-
-
-def test_what_decides_faes_order_may_not_change(small_config, tmp_path, stop_at):
-    settings = (*SETTINGS, *CASES["fae"])
-    stop_at((5, None))
-    with pytest.raises(Killed):
-        run(small_config(*settings), tmp_path / "run")
-
-    for key, told in (
-        ("budget=24KiB", "budget '24KiB': .* '20KiB'"),
-        ("eval.max_samples=9", "eval.max_samples 9: .* 50000"),  # of the loss that sets the rate
-    ):
-        with pytest.raises(ConfigError, match=f"with {told} and schedule.name 'fae'"):
-            run(small_config(*settings, key), tmp_path / "run", resume=True)
+    key = (after or before)[-1].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"run cannot continue with {key} "):
+        run(small_config(*SETTINGS, *after), tmp_path / "run", resume=True)
 
 
 @pytest.fixture
@@ -445,8 +430,6 @@ def test_the_stored_configuration_is_the_base_and_settings_change_it(small_confi
     RunFolder.create(tmp_path / "stops", config)
     off = resumed_config(tmp_path / "stops", None, ["early_stopping.patience=0"], None)
     assert off.early_stopping == EarlyStoppingConfig()
-    with pytest.raises(ConfigError, match=r"budjet; did you mean budget\?"):
-        resumed("budjet=1MiB")
     (tmp_path / "more.toml").write_text("checkpoint.every_steps = -1\n")
     with pytest.raises(ConfigError, match=r"more\.toml: checkpoint\.every_steps must be at least"):
         resumed("epochs=3", file=tmp_path / "more.toml")

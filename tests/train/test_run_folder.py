@@ -54,41 +54,42 @@ def test_a_history_and_a_record_are_read_as_written(folder):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("[" * 90_000, r"line 3 is damaged, it is not JSON \(it is nested more than 64"),
-        ("[]", "line 3 is damaged, it is not a JSON object"),
-        ("{}", "line 3 is damaged: it has no num_samples"),
-        ('{"num_samples": -1}', "line 3 is damaged: it has no num_samples"),
-        ('{"num_samples": 1e999}', "line 3 is damaged: it has no num_samples"),
-        ('{"num_samples": 1, "train_seconds": "1"}', "its train_seconds are not a number"),
-        ('{"num_samples": 1, "train_loss": []}', "its train_loss or train_auc is not a number"),
-        ('{"num_samples": 1, "test": 5}', "its test is not an evaluation"),
-        ('{"num_samples": 1, "test": {"auc": 0.5}}', "its test is not an evaluation"),
-        ('{"num_samples": 1, "test": {"auc": {}, "logloss": 1}}', "its test is not an evaluation"),
+        '{"num_samples": ',
+        "[" * 90_000,
+        "[]",
+        "{}",
+        '{"num_samples": -1}',
+        '{"num_samples": 1e999}',
+        '{"num_samples": 1, "train_seconds": "1"}',
+        '{"num_samples": 1, "train_loss": []}',
+        '{"num_samples": 1, "test": 5}',
+        '{"num_samples": 1, "test": {"auc": 0.5}}',
+        '{"num_samples": 1, "test": {"auc": {}, "logloss": 1}}',
     ],
 )
-def test_a_line_of_the_history_of_another_type_is_named(folder, line, message):
+def test_a_line_of_the_history_of_another_type_is_named(folder, line):
     with folder.history_file.open("a") as file:
         file.write(f"{line}\n")
 
-    with pytest.raises(ConfigError, match=rf"history\.jsonl .*{message}.*; remove the line"):
+    with pytest.raises(ConfigError, match=r"history\.jsonl line 3"):
         folder.read_history()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        ({"metrics": {"test": {"auc": "0.5"}, "validation": None}}, "metrics.test has a value"),
-        ({"throughput": {**RECORD["throughput"], "num_steps": []}}, "throughput.num_steps is nei"),
-        ({"data": []}, "its data is not a JSON object"),
-        ({"status": 5}, "it has no status"),
+        ({"metrics": {"test": {"auc": "0.5"}, "validation": None}}, "metrics.test"),
+        ({"throughput": {**RECORD["throughput"], "num_steps": []}}, "throughput.num_steps"),
+        ({"data": []}, "data"),
+        ({"status": 5}, "status"),
     ],
 )
-def test_a_record_of_other_types_is_refused(folder, change, message):
+def test_a_record_of_other_types_is_refused(folder, change, name):
     folder.record_file.write_text(json.dumps(RECORD | change))
 
-    with pytest.raises(ConfigError, match=rf"run\.json is damaged: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"run\.json .*{name}"):
         folder.read_record()
 
 

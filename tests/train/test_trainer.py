@@ -634,9 +634,7 @@ def test_numbers_json_cannot_say_become_null(small_config, tmp_path):
     assert folder.read_history() == [{"num_samples": 1, "a": [None, 1.0], "b": {"c": None}}]
 
 
-def test_a_history_that_was_cut_off_lacks_its_last_line_and_a_damaged_line_is_named(
-    small_config, tmp_path
-):
+def test_a_history_that_was_cut_off_lacks_its_last_line(small_config, tmp_path):
     folder = RunFolder.create(tmp_path / "run", small_config())
     for step in range(3):
         folder.append_history({"num_samples": step})
@@ -647,10 +645,6 @@ def test_a_history_that_was_cut_off_lacks_its_last_line_and_a_damaged_line_is_na
 
     folder.history_file.write_text(whole.removesuffix("\n"))
     assert folder.read_history() == [{"num_samples": 0}, {"num_samples": 1}, {"num_samples": 2}]
-
-    folder.history_file.write_text(whole.replace('{"num_samples": 1}', '{"num_samples": '))
-    with pytest.raises(ConfigError, match=r"history\.jsonl line 2 is damaged, it is not JSON"):
-        folder.read_history()
 
 
 def test_training_learns_what_synthetic_data_plants(small_config, tmp_path):

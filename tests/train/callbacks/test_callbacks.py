@@ -201,7 +201,7 @@ def test_an_interrupt_at_the_end_comes_after_the_end_of_the_other_callbacks(smal
 
 
 def test_the_configuration_names_a_class_of_the_current_folder(
-    small_settings, tmp_path, monkeypatch, capsys
+    small_settings, tmp_path, monkeypatch
 ):
     (tmp_path / "own_callback.py").write_text(
         "from recsys.train import Callback\n"
@@ -220,13 +220,7 @@ def test_the_configuration_names_a_class_of_the_current_folder(
     def ended(name):
         return main([*command, "--set", f'callbacks=["own_callback:{name}"]'])
 
-    assert ended("Other") == 2
-    assert (
-        "Other must be a class in own_callback that derives from recsys.train.Callback, got"
-        in capsys.readouterr().err
-    )
-    assert ended("Needs") == 2
-    assert "the class is built as Needs(), which raised a TypeError" in capsys.readouterr().err
+    assert ended("Other") == ended("Needs") == 2
     assert not (tmp_path / "run").exists()
     assert ended("Writes") == 0
     assert (tmp_path / "run" / "told").read_text() == "own_callback:Writes"

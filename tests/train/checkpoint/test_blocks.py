@@ -49,24 +49,19 @@ def test_every_dtype_comes_back(tmp_path, name):
     assert torch.equal(read_block(tmp_path, piece, block, {"a": Array(name, (2, 2))})["a"], tensor)
 
 
-@pytest.mark.parametrize("place", [0, 20, -1])
-def test_a_flipped_byte_is_detected(tmp_path, place):
+@pytest.mark.parametrize("place", [0, 20, -1, None])
+def test_a_flipped_byte_and_a_file_that_was_cut_off_are_detected(tmp_path, place):
     piece, block, path = write(tmp_path, {"a": torch.randn(30, 2)}, [Part("a", 0, 30)])
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    if place is None:
+        del content[-3:]
+    else:
+        content[place] ^= 1
     path.write_bytes(content)
 
     for check in (check_block, lambda *args: read_block(*args, {"a": Array("F32", (30, 2))})):
-        with pytest.raises(CheckpointError, match=r"block-00000\.safetensors: is damaged"):
+        with pytest.raises(CheckpointError, match=r"block-00000\.safetensors"):
             check(tmp_path, piece, block)
-
-
-def test_a_file_that_was_cut_off_is_not_read(tmp_path):
-    piece, block, path = write(tmp_path, {"a": torch.randn(30, 2)}, [Part("a", 0, 30)])
-    path.write_bytes(path.read_bytes()[:-3])
-
-    with pytest.raises(CheckpointError, match=f"must have {block.num_bytes} bytes, has"):
-        read_block(tmp_path, piece, block, {})
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path):
@@ -89,30 +84,29 @@ def forged(tmp_path, content, parts):
     return Piece("full-00000001", 1, (block,)), block
 
 
+def rows_of(*rows):
+    return save({"a": torch.ones(2, 2), "rows/a": torch.tensor(rows)})
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "part", "name"),
     [
-        (b"", "not a safetensors file"),
-        (b"\xff" * 8, "not a safetensors file"),
-        ((2**40).to_bytes(8, "little") + b"{}", "not a safetensors file"),
-        (save({"a": torch.ones(3)}), "must be F32"),
-        (save({"a": torch.ones(2, 2).double()}), "must be F32"),
-        (save({"b": torch.ones(2, 2)}), "must be F32"),
+        (b"", Part("a", 0, 2), "safetensors"),
+        (b"\xff" * 8, Part("a", 0, 2), "safetensors"),
+        ((2**40).to_bytes(8, "little") + b"{}", Part("a", 0, 2), "safetensors"),
+        (save({"a": torch.ones(3)}), Part("a", 0, 2), "F32"),
+        (save({"a": torch.ones(2, 2).double()}), Part("a", 0, 2), "F32"),
+        (save({"b": torch.ones(2, 2)}), Part("a", 0, 2), "F32"),
+        (rows_of(1, 1), Part("a", 0, 9, "rows/a"), "ascending rows"),
+        (rows_of(2, 1), Part("a", 0, 9, "rows/a"), "ascending rows"),
+        (rows_of(-1, 0), Part("a", 0, 9, "rows/a"), "ascending rows"),
+        (rows_of(0, 9), Part("a", 0, 9, "rows/a"), "ascending rows"),
     ],
 )
-def test_a_forged_block_is_refused(tmp_path, content, message):
-    piece, block = forged(tmp_path, content, [Part("a", 0, 2)])
+def test_a_forged_block_is_refused(tmp_path, content, part, name):
+    piece, block = forged(tmp_path, content, [part])
 
-    with pytest.raises(CheckpointError, match=message):
-        read_block(tmp_path, piece, block, {"a": Array("F32", (9, 2))})
-
-
-@pytest.mark.parametrize("rows", [[1, 1], [2, 1], [-1, 0], [0, 9]])
-def test_row_numbers_must_be_ascending_rows_of_the_table(tmp_path, rows):
-    content = save({"a": torch.ones(2, 2), "rows/a": torch.tensor(rows)})
-    piece, block = forged(tmp_path, content, [Part("a", 0, 9, "rows/a")])
-
-    with pytest.raises(CheckpointError, match="ascending rows in"):
+    with pytest.raises(CheckpointError, match=name):
         read_block(tmp_path, piece, block, {"a": Array("F32", (9, 2))})
 
 

@@ -85,25 +85,33 @@ def test_tensors_that_a_state_dict_makes_are_restored(tmp_path):
     assert torch.equal(again[0].weight, model[0].weight)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: nn.Linear(3, 3, device="meta"), "is on the 'meta' device"),
-        (lambda: nn.LazyLinear(3), "has no shape yet"),
-    ],
-)
-def test_a_model_without_values_is_not_loaded(tmp_path, make, words):
-    save_checkpoint(tmp_path, model=nn.Linear(3, 3))
-    with pytest.raises(CheckpointError, match=f"model/weight: {words}"):
-        load_checkpoint(tmp_path, model=make())
-
-
-def test_an_expanded_buffer_is_refused_before_it_is_saved(tmp_path):
+def expanded():
     model = nn.Linear(3, 3)
     model.register_buffer("scale", torch.ones(3, 1).expand(3, 2))
+    return model
 
-    with pytest.raises(CheckpointError, match=r"^model/scale: is expanded, .* its clone\(\)$"):
-        save_checkpoint(tmp_path, model=model)
+
+def load_into(model, folder):
+    save_checkpoint(folder, model=nn.Linear(3, 3))
+    load_checkpoint(folder, model=model)
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (lambda folder: load_into(nn.Linear(3, 3, device="meta"), folder), "model/weight.*'meta'"),
+        (lambda folder: load_into(nn.LazyLinear(3), folder), "model/weight.*shape"),
+        (lambda folder: save_checkpoint(folder, model=nn.LazyLinear(3)), "model/weight.*shape"),
+        (
+            lambda folder: save_checkpoint(folder, model=nn.Linear(3, 3, device="meta")),
+            "model/weight.*'meta'",
+        ),
+        (lambda folder: save_checkpoint(folder, model=expanded()), "model/scale"),
+    ],
+)
+def test_a_model_without_its_own_values_is_neither_saved_nor_loaded(tmp_path, act, name):
+    with pytest.raises(CheckpointError, match=name):
+        act(tmp_path)
 
 
 def test_an_expanded_buffer_of_one_row_is_restored(tmp_path):
@@ -150,38 +158,24 @@ def nested(levels):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "name"),
     [
-        (nested(200), "at most 100 lists in each other"),
-        ([10**5000], "may have 10000 bits, got 16610"),
-        (torch.zeros(2, dtype=torch.complex64), "got torch.complex64; convert it"),
-        (torch.zeros(2).to(torch.float8_e5m2), "got torch.float8_e5m2; convert it"),
-        (torch.zeros(2).to_sparse(), "must be a dense tensor, got torch.sparse_coo"),
-        (torch.zeros(2, device="meta"), "has no values"),
+        (nested(200), "100 lists"),
+        ([10**5000], "bits"),
+        (torch.zeros(2, dtype=torch.complex64), "torch.complex64"),
+        (torch.zeros(2).to(torch.float8_e5m2), "torch.float8_e5m2"),
+        (torch.zeros(2).to_sparse(), "torch.sparse_coo"),
+        (torch.zeros(2, device="meta"), "no values"),
         ({1.5: 2}, "got dict"),
         (1j, "got complex"),
+        ([object()], "/0: .*got object"),
     ],
 )
-def test_a_value_that_cannot_be_saved_is_refused_by_its_name(tmp_path, value, words):
-    with pytest.raises(CheckpointError, match=f"state/state.*{words}"):
+def test_a_value_that_cannot_be_saved_is_refused_by_its_name(tmp_path, value, name):
+    with pytest.raises(CheckpointError, match=f"state/state.*{name}"):
         save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=value)
 
     assert not list(tmp_path.iterdir())
-
-
-def test_a_list_in_itself_is_refused(tmp_path):
-    value = []
-    value.append(value)
-
-    with pytest.raises(CheckpointError, match="at most 100 lists"):
-        save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=value)
-
-
-def test_a_model_without_all_its_values_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"model/weight: has no shape yet"):
-        save_checkpoint(tmp_path, model=nn.LazyLinear(3))
-    with pytest.raises(CheckpointError, match=r"model/weight: is on the 'meta' device"):
-        save_checkpoint(tmp_path, model=nn.Linear(3, 3, device="meta"))
 
 
 def test_a_row_that_no_block_holds_is_refused(tmp_path, monkeypatch):

@@ -42,11 +42,6 @@ def test_tensors_become_references():
     assert list(kept) == ["state/a/0", "state/3/0"]
 
 
-def test_an_object_is_refused_by_its_name():
-    with pytest.raises(CheckpointError, match=r"state/a/0: .* got object"):
-        to_tree({"a": [object()]}, "state", lambda name, _: name)
-
-
 @pytest.mark.parametrize(
     "tree", [{"$array": 3}, {"$float": "1"}, {"$tuple": 2}, {"$pairs": [[1]]}, {"$a": 1, "$b": 2}]
 )

@@ -1,6 +1,5 @@
 """The folder with the checkpoints of several processes."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -65,30 +64,24 @@ def test_a_folder_without_a_layout_has_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content",
+    "text",
     [
-        {"model.t.weight": [[0, 5], [5]]},
-        {"model.t.weight": [[5, 0], [5, 9]]},
-        {"model.t.weight": [[0, 5.0], [5, 9]]},
-        {"model.t.weight": 3},
-        {"model.t.weight": [[0, 5]], "model.u.weight": [[0, 5], [5, 9]]},
-        {},
+        '{"model.t.weight": [[0, 5], [5]]}',
+        '{"model.t.weight": [[5, 0], [5, 9]]}',
+        '{"model.t.weight": [[0, 5.0], [5, 9]]}',
+        '{"model.t.weight": 3}',
+        '{"model.t.weight": [[0, 5]], "model.u.weight": [[0, 5], [5, 9]]}',
+        "{}",
+        "",
+        "[]",
+        "{",
     ],
 )
-def test_a_damaged_layout_is_named(tmp_path, content):
-    shards = shards_with(tmp_path, 0, [1], [1])
-    (shards.folder / "layout.json").write_text(json.dumps(content))
-
-    with pytest.raises(CheckpointError, match=r"layout\.json"):
-        newest_saved(tmp_path / "checkpoints", tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{"])
-def test_a_layout_that_is_no_json_object_is_named(tmp_path, text):
+def test_a_damaged_layout_is_named(tmp_path, text):
     shards = shards_with(tmp_path, 0, [1], [1])
     (shards.folder / "layout.json").write_text(text)
 
-    with pytest.raises(CheckpointError, match=r"layout\.json is damaged: .* copy it from a backup"):
+    with pytest.raises(CheckpointError, match=r"layout\.json"):
         newest_saved(tmp_path / "checkpoints", tmp_path)
 
 
