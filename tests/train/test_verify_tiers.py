@@ -66,12 +66,8 @@ def test_what_differs_is_named_and_the_command_fails(
     command = ["verify", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
     command += ["--budgets", "half", "--steps", "3"]
 
-    status = main(command)
-
-    assert status == 1
-    said = capsys.readouterr().out
-    assert "3 steps" in said
-    assert "DIFFERS: loss of step 1, " in said
+    assert main(command) == 1
+    assert "loss of step 1" in capsys.readouterr().out
 
 
 def test_half_of_tables_that_one_mini_batch_looks_up_whole_is_the_floor(small_config):

@@ -12,7 +12,6 @@ import torch
 
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.pipeline.skip.guard import Guard, QualityGuard
-from recsys.pipeline.skip.guard_decisions import describe_decision
 from recsys.pipeline.skip.window_quality import MEASURES, WindowQuality
 
 FEW = Guard(every=100, steps=50)
@@ -325,15 +324,3 @@ def test_another_choice_of_samples_of_the_skipped_kind_changes_nothing():
             guard.add(100 * index + step, logits, labels, is_stale)
 
     assert guard.decisions == []
-
-
-def test_a_decision_is_told_in_words():
-    decision = {"from_step": 90, "paused_until": 90, "factor": 0.25, "reasons": []}
-
-    assert describe_decision(decision) == (
-        "from mini-batch 90 on, the run skips 25% of the share that was asked for"
-    )
-    assert describe_decision({**decision, "paused_until": 190}) == (
-        "from mini-batch 90 on, the run skips nothing until mini-batch 190, and then 25% of the "
-        "share that was asked for"
-    )
