@@ -172,15 +172,3 @@ def test_separate_modules_on_cuda_are_left(optimizer):
 
     assert not result.replacements
     assert all("launch for each module" in each.reason for each in result.left_alone)
-
-
-@pytest.mark.parametrize("optimizer", [sgd, adagrad])
-def test_weight_decay_is_refused_with_a_way_that_keeps_that_of_the_dense_part(optimizer):
-    model = Tables(1)
-    made = optimizer(model)
-    made.param_groups[0]["weight_decay"] = 0.01
-
-    with pytest.raises(ValueError, match="param group of the tables alone, and leave") as refused:
-        recsys.accelerate(model, optimizer=made)
-
-    assert "weight_decay=0.0" in str(refused.value)

@@ -1,7 +1,5 @@
 """Which optimizers a pipeline steps, and what it says of one that it was not given."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -72,20 +70,15 @@ class Hidden(Wrapped):
         del self.param_groups
 
 
-@pytest.mark.parametrize("wrap", [lambda each: each, Wrapped, Hidden])
-def test_one_that_is_given_is_not_warned_of_wrapped_or_not(made, wrap):
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("wrap", [lambda each: each, Wrapped, Hidden, None])
+def test_one_that_is_given_or_only_evaluates_is_not_warned_of(made, wrap):
     model, rows, dense = made
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert moves_rows(model, [dense, wrap(rows)])
-
-
-def test_a_pipeline_that_only_evaluates_needs_none(made):
-    model, _, _ = made
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    if wrap is None:
         assert not moves_rows(model.eval(), None)
+    else:
+        assert moves_rows(model, [dense, wrap(rows)])
 
 
 def test_an_optimizer_that_is_listed_twice_is_refused(made):

@@ -11,11 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from recsys._support.sizes import parse_bytes
 from recsys.cli import main
-from recsys.conversion import estimate as estimate_module
 from recsys.errors import (
     BudgetTooSmall,
-    ColdTierError,
-    ConfigError,
 )
 from recsys.train.dry_run import dry_run
 from recsys.train.parts.budget import MemoryNeeds
@@ -193,22 +190,6 @@ def test_a_terabyte_of_synthetic_tables_is_sized_without_its_memory(
     assert told.tables.fast_bytes <= 9 * 2**30 < told.tables.fast_bytes + 1024
     assert largest.num_bytes < 2**24
     assert not list(tmp_path.iterdir())
-
-
-def test_a_machine_without_the_memory_is_refused(small_config, tmp_path, monkeypatch):
-    need = dry_run(small_config(), tmp_path / "run").tables.host_bytes
-    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: need - 1)
-
-    with pytest.raises(ConfigError, match="host memory: tables and dense parameters take"):
-        dry_run(small_config(), tmp_path / "run")
-    dry_run(small_config("budget=8KiB", "cold_tier=file"), tmp_path / "run")
-
-
-def test_a_disk_without_room_is_refused(small_config, tmp_path, monkeypatch):
-    real = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda _: type(real)((*real[:4], 1, *real[5:])))
-    with pytest.raises(ColdTierError, match=rf"{tmp_path}: new tables or .* take 37.5 KiB"):
-        dry_run(small_config(TABLES, "budget=30KiB", "cold_tier=file"), tmp_path / "run")
 
 
 def test_the_command_makes_no_folder_and_is_for_a_new_run_on_one_process(

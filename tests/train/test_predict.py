@@ -387,34 +387,27 @@ def test_a_model_in_two_tiers_predicts_as_a_resident_one(tmp_path):
 
 
 def test_what_cannot_be_predicted_is_refused_and_leaves_no_file(tmp_path, clicks, small_config):
-    out, file = tmp_path / "scores.parquet", tmp_path / "clicks.csv"
-    bad = tmp_path / "bad.csv"
+    file, bad, taken = (tmp_path / name for name in ("clicks.csv", "bad.csv", "taken.parquet"))
     bad.write_text(file.read_text() + "1,expensive,a,1,\n")
-    taken = tmp_path / "taken.parquet"
     taken.touch()
-    files = sorted(tmp_path.iterdir())
-
-    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
-        predict_run(clicks, [file], out, batch_size=0)
-    with pytest.raises(AlreadyExists, match=r"taken\.parquet exists already; choose"):
-        predict_run(clicks, [file], taken)
-    with pytest.raises(FileNotFoundError, match=r"missing\.csv"):
-        predict_run(clicks, [tmp_path / "missing.csv"], out)
-    with pytest.raises(DatasetFormatError, match=r"bad\.csv, line 302.*'price'.*expensive"):
-        predict_run(clicks, [bad], out)
-    with pytest.raises(ConfigError, match=r"\.parquet"):
-        predict_run(clicks, [file], tmp_path / "scores.csv")
-    assert sorted(tmp_path.iterdir()) == files
-
     train(small_config(), tmp_path / "synthetic", show_progress=False)
-    with pytest.raises(ConfigError, match="trained on synthetic:criteo-kaggle, which has no vocab"):
-        predict_run(tmp_path / "synthetic", [file], out)
     store = write_store(tmp_path / "store")
     run(store.path, tmp_path / "of_store")
-    with pytest.raises(StoreError, match="has no schema"):
-        predict_run(tmp_path / "of_store", [file], out)
-    with pytest.raises(ConfigError, match="features by table must be those of the run"):
-        predict_run(clicks, [store.path], out)
+    out, before = tmp_path / "scores.parquet", sorted(tmp_path.iterdir())
+
+    for run_dir, data, file_out, options, error, name in (
+        (clicks, file, out, {"batch_size": 0}, ConfigError, "batch_size"),
+        (clicks, file, taken, {}, AlreadyExists, "taken.parquet"),
+        (clicks, file, tmp_path / "scores.csv", {}, ConfigError, ".parquet"),
+        (clicks, tmp_path / "missing.csv", out, {}, FileNotFoundError, "missing.csv"),
+        (clicks, bad, out, {}, DatasetFormatError, "bad.csv, line 302"),
+        (clicks, store.path, out, {}, ConfigError, "features by table"),
+        (tmp_path / "synthetic", file, out, {}, ConfigError, "synthetic:criteo-kaggle"),
+        (tmp_path / "of_store", file, out, {}, StoreError, "schema"),
+    ):
+        with pytest.raises(error, match=name):
+            predict_run(run_dir, [data], file_out, **options)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_store_that_was_prepared_again_is_refused(tmp_path, clicks):

@@ -407,35 +407,27 @@ def test_a_checkpoint_of_another_model_is_refused(two, tmp_path):
         load_checkpoint(tmp_path, model=make_training().model)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("text")
-    training = make_training()
-
-    with pytest.raises(AlreadyExists, match=r"it has thesis\.tex"):
-        saved(training, tmp_path)
-    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
-        load(training, tmp_path)
-
-
-def test_a_path_that_is_no_folder_of_checkpoints_is_refused_with_the_way_out(tmp_path):
-    training = make_training()
-    folder = tmp_path / "run" / "checkpoints"
+@pytest.mark.parametrize(
+    ("place", "number", "error", "name"),
+    [
+        ("file", None, CheckpointError, "file"),
+        ("file", 1, CheckpointError, "file"),
+        ("run", None, CheckpointError, "checkpoints"),
+        ("empty", None, CheckpointError, "empty"),
+        ("run/checkpoints", "1", TypeError, "number"),
+        ("run/checkpoints", 1.0, TypeError, "number"),
+    ],
+)
+def test_what_is_no_folder_or_number_of_a_checkpoint_is_refused(
+    tmp_path, place, number, error, name
+):
+    training, folder = make_training(), tmp_path / "run" / "checkpoints"
     save_checkpoint(folder, model=training.model, optimizers=training.optimizers)
     (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
 
-    for number in (None, 1):
-        with pytest.raises(
-            CheckpointError, match=r"file: must be a folder .* give the folder that"
-        ):
-            load(training, tmp_path / "file", number=number)
-    with pytest.raises(CheckpointError, match=r"has its checkpoints in .*checkpoints; give that"):
-        load(training, tmp_path / "run")
-
-
-@pytest.mark.parametrize("number", ["1", 1.0])
-def test_a_number_that_is_none_is_refused(tmp_path, number):
-    with pytest.raises(TypeError, match="number must be the whole number of a checkpoint"):
-        load(make_training(), tmp_path, number=number)
+    with pytest.raises(error, match=name):
+        load(training, tmp_path / place, number=number)
 
 
 def test_only_files_of_checkpoints_are_deleted(tmp_path):
