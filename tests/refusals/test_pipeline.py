@@ -28,7 +28,9 @@ from recsys.pipeline import (
 from recsys.pipeline.auto import Choice
 from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
 from recsys.pipeline.micro_batches import SampleShare, concatenate, join_outputs, select_samples
+from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
 from recsys.pipeline.skip.guard import QualityGuard
+from recsys.pipeline.skip.refill import Position, Refill
 from recsys.pipeline.stalls import STAGES, StageClock
 
 SAMPLES = torch.tensor([2, 0])
@@ -75,6 +77,10 @@ def join(first, second):
 def guard_labels():
     labels = torch.tensor([0.5, 1])
     QualityGuard(Guard()).add(0, torch.zeros(2), labels, torch.zeros(2, dtype=torch.bool))
+
+
+def refill(chosen, batch):
+    Refill(lambda _: chosen, Position(), "skip=test").take(iter([batch]), lambda each: each)
 
 
 def count_samples():
@@ -225,6 +231,13 @@ REFUSALS = [
     ),
     ("sets of outputs", lambda: join_outputs([{1}, {2}], PARTS), TypeError, "set"),
     ("samples that cannot be counted", count_samples, ValueError, "[8, 4, 3]"),
+    (
+        "weights of a batch that has none",
+        lambda: refill(Chosen(None, np.ones(2, np.float32)), torch.arange(2)),
+        TypeError,
+        "weights",
+    ),
+    ("a batch of unknown size", lambda: refill(EVERYTHING, "abc"), ValueError, "str"),
 ]
 
 

@@ -66,14 +66,12 @@ def test_a_file_that_cannot_grow_raises_the_error_of_the_system(run, tmp_path, t
 
 
 def test_an_unknown_format_and_a_run_without_a_model_are_refused(run, tmp_path):
-    with pytest.raises(ConfigError, match=r"must be one of .* got 'onnx'"):
+    with pytest.raises(ConfigError, match="'onnx'"):
         export_run(run, "onnx", tmp_path / "file")
-    (tmp_path / "config.toml").touch()
-    with pytest.raises(ConfigError, match="its run has not ended"):
-        export_run(tmp_path, "safetensors", tmp_path / "file")
-    (tmp_path / "run.json").touch()
-    with pytest.raises(ConfigError, match="the run saved no model"):
-        export_run(tmp_path, "safetensors", tmp_path / "file")
+    for file, name in (("config.toml", "has not ended"), ("run.json", "saved no model")):
+        (tmp_path / file).touch()
+        with pytest.raises(ConfigError, match=name):
+            export_run(tmp_path, "safetensors", tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -113,15 +113,6 @@ def test_a_malformed_state_is_refused_by_name(make, key, value):
     assert progress.num_steps == 0
 
 
-def test_the_bar_is_drawn_when_training_starts(tmp_path, small_config, capsys):
-    folder = RunFolder.create(tmp_path / "run", small_config())
-    progress = Progress(folder, StageClock(), 30, "validation", show=True)
-
-    assert capsys.readouterr().err == ""
-    with progress:
-        assert "0.00/30.0 samples" in capsys.readouterr().err
-
-
 def test_warnings_are_printed_above_the_bar(tmp_path, small_config, capsys, monkeypatch):
     def show(message, *_):  # that of pytest prints nothing
         sys.stderr.write(f"warning: {message}\n")

@@ -348,21 +348,6 @@ def test_weights_go_with_their_samples():
     assert made.weights.tolist() == [1, 4, 1]
 
 
-def test_mini_batches_without_weights_are_refused():
-    def choose(raw):
-        return Chosen(None, np.ones(2, np.float32))
-
-    maker = Refill(choose, Position(), "skip=Subsample()")
-    with pytest.raises(TypeError, match=r"Subsample.*field weights, got Tensor"):
-        maker.take(iter([torch.arange(2)]), lambda batch: batch)
-
-
-def test_mini_batches_of_unknown_size_are_refused():
-    maker = Refill(lambda _: EVERYTHING, Position(), "skip=test")
-    with pytest.raises(ValueError, match="number of samples of a mini-batch of type str"):
-        maker.take(iter(["abc"]), lambda batch: batch)
-
-
 @dataclass
 class Weighable:
     """A dataclass that knows nothing of recsys, with weights."""
