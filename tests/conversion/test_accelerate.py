@@ -200,39 +200,26 @@ def test_a_restored_model_can_be_accelerated_again():
 
 
 REFUSED = {
-    "momentum": (
-        lambda model: sgd(model, momentum=0.9),
-        r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 updates rows that were not looked "
-        r"up; set momentum=0\.0 in a param group of the tables alone, and leave the other "
-        r"parameters as they are \(OneCycleLR and CyclicLR need "
-        r"cycle_momentum=False\); or: recsys\.accelerate\(model\) without optimizer=",
-    ),
+    "momentum": (lambda model: sgd(model, momentum=0.9), r"'many\.0': .*momentum=0\.9"),
     "weight decay": (
         lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1),
-        r"torch\.optim\.Adagrad with weight_decay=0\.1 updates rows that were not looked up; set "
-        r"weight_decay=0\.0 in a param group of the tables alone, and leave the other parameters "
-        r"as they are; or",
+        r"weight_decay=0\.1",
     ),
     "dense Adam": (
         lambda model: torch.optim.Adam(model.parameters()),
-        r"table 'many\.0': torch\.optim\.Adam updates rows that were not looked up; lazy_adam=True "
-        r"updates only",
+        r"'many\.0': .*lazy_adam=True",
     ),
     "Adam with weight decay": (
         lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
-        r"table 'many\.0': torch\.optim\.AdamW updates rows that were not looked up; lazy_adam="
-        r"True with weight_decay=0\.0 and amsgrad=False in a param group of the tables alone ",
+        r"'many\.0': .*amsgrad=False",
     ),
     "no table": (
         lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
-        r"table 'many\.0': an optimizer must have it in a param group, and SGD has none of",
+        r"'many\.0': .*SGD has none",
     ),
-    "twice": (
-        lambda model: [sgd(model), sgd(model)],
-        r"table 'many\.0': one optimizer must have it in a param group, and 2 of the given",
-    ),
-    "bad type": (lambda model: "sgd", "optimizer must be a torch.optim.Optimizer, several of"),
-    "bad type in a list": (lambda model: [sgd(model), "sgd"], "several of these, .* got 'sgd'"),
+    "twice": (lambda model: [sgd(model), sgd(model)], r"'many\.0': .*2 of the given"),
+    "bad type": (lambda model: "sgd", "optimizer"),
+    "bad type in a list": (lambda model: [sgd(model), "sgd"], "got 'sgd'"),
 }
 
 
@@ -253,16 +240,10 @@ def test_what_an_optimizer_cannot_do_is_refused_before_anything_is_exchanged(cas
 
 
 UNFIT = {
-    "device": (
-        lambda: bag(device="meta"),
-        r"table 'b': rows must have memory, and are on the meta device; first call to_empty\(",
-    ),
-    "bfloat16": (lambda: bag(dtype=torch.bfloat16), "table 'b': rows must be one of .*bfloat16"),
-    "float16": (lambda: bag(dtype=torch.float16), "table 'b': rows must be one of .*float16"),
-    "strides": (
-        lambda: bag(_weight=torch.rand(2, 5).t()),
-        r"table 'b': rows must be contiguous, got strides \(1, 5\)",
-    ),
+    "device": (lambda: bag(device="meta"), "table 'b': .*meta device"),
+    "bfloat16": (lambda: bag(dtype=torch.bfloat16), "table 'b': .*bfloat16"),
+    "float16": (lambda: bag(dtype=torch.float16), "table 'b': .*float16"),
+    "strides": (lambda: bag(_weight=torch.rand(2, 5).t()), r"table 'b': .*strides \(1, 5\)"),
 }
 
 

