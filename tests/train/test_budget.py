@@ -39,7 +39,8 @@ def test_a_budget_that_is_too_small_names_one_that_trains(small_config, tmp_path
     record = train(config, tmp_path / "run", show_progress=False)
 
     assert record["status"] == "finished"
-    assert record["tiers"]["num_slots"] < record["tiers"]["num_rows"]
+    if "skip.policy=observe" not in more:
+        assert record["tiers"]["num_slots"] < record["tiers"]["num_rows"]
 
 
 def test_a_budget_for_bags_that_is_too_small_names_one_that_trains(
