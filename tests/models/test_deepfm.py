@@ -29,14 +29,3 @@ def test_a_row_is_a_first_order_weight_and_then_its_factors(formulas):
     sparse[0, :2] = torch.tensor([[5.0, 1, 2, 0], [7.0, 3, 4, 0]])
 
     assert model.head(dense, sparse).item() == 5 + 7 + (1 * 3 + 2 * 4)
-
-
-@pytest.mark.parametrize(
-    ("dim", "over_arch", "rule"),
-    [(1, [8, 1], "must end in 2 or more"), (4, [8, 2], r"must end in 1, got \[8, 2\]")],
-)
-def test_sizes_that_do_not_fit_are_refused(dim, over_arch, rule, formulas):
-    tables = TorchEmbeddingBags(formulas.make_tables((dim, dim, dim)))
-
-    with pytest.raises(ValueError, match=rule):
-        DeepFM(tables, 5, [8, dim], over_arch)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from recsys import JaggedIds
-from recsys.embeddings import HotColdEmbeddingBagCollection
 from recsys.models import DIN
 from recsys.models.dlrm import initialize_classic
 from tests.models.sequence_data import (
@@ -13,7 +12,6 @@ from tests.models.sequence_data import (
     Reference,
     make_batch,
     make_collection,
-    make_tables,
     require_equal,
 )
 
@@ -89,11 +87,6 @@ def test_classic_initialisation_leaves_attention_alone():
         assert torch.equal(value, before[name]) == (not name.startswith("over_arch")), name
 
 
-def test_a_collection_that_pools_is_refused():
-    with pytest.raises(TypeError, match="DIN: embedding_collection must look rows up without"):
-        DIN(HotColdEmbeddingBagCollection(make_tables()), NUM_DENSE, HISTORIES, [7, 1])
-
-
 def test_one_history_leaves_the_other_to_be_summed():
     histories = {"category_history": "category"}
     model, batch = make_din(histories=histories), make_batch([2, 0, 5])
@@ -138,22 +131,3 @@ def test_it_runs_over_torchrecs_collection_and_on_its_jagged_tensors():
 
     assert torch.equal(ours(batch.dense_features, kjt), expected)
     assert torch.equal(over_theirs(batch.dense_features, kjt), expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"over_arch_layer_sizes": [7, 2]}, r"DIN: over_arch_layer_sizes must end in 1, got \[7"),
-        (
-            {"over_arch_layer_sizes": [1]},
-            r"over_arch_layer_sizes must be positive sizes, at least 2 of them, got \[1",
-        ),
-        ({"attention_layer_sizes": ()}, "attention_layer_sizes must be positive sizes, at least 1"),
-        ({"histories": {"tags": "user"}}, "DIN: a history and its candidate must look up one"),
-    ],
-)
-def test_sizes_and_histories_that_do_not_fit_are_refused(settings, message):
-    arguments = {"histories": HISTORIES, "over_arch_layer_sizes": [7, 1], **settings}
-
-    with pytest.raises(ValueError, match=message):
-        DIN(make_collection(), NUM_DENSE, **arguments)

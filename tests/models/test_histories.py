@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys import JaggedIds
-from recsys.models.histories import bags_of_rows, feature_roles, look_up, pad_left, sum_of_bags
+from recsys.models.histories import bags_of_rows, feature_roles, pad_left, sum_of_bags
 from tests.models.sequence_data import HISTORIES, make_collection
 
 DTYPES = [torch.int32, torch.int64]
@@ -102,28 +101,3 @@ def test_roles_are_in_the_order_of_the_collection():
     assert roles.candidates == HISTORIES
     assert roles.others == ["user", "tags"]
     assert roles.embedding_dim == 4
-
-
-@pytest.mark.parametrize(
-    ("histories", "message"),
-    [
-        ({}, "DIN: histories must map at least one history to its candidate, got none"),
-        ({"past": "item"}, r"must name features of embedding_collection, .*; got 'past'"),
-        ({"item_history": "next"}, r"must name features of embedding_collection, .*; got 'next'"),
-        (
-            {"item_history": "category"},
-            "'item_history' looks up 't_item', and 'category' looks up 't_category'",
-        ),
-        ({"item": "item"}, "a candidate must not be a history; 'item', the candidate of 'item'"),
-    ],
-)
-def test_histories_that_do_not_fit_are_refused_by_name(histories, message):
-    with pytest.raises(ValueError, match=message):
-        feature_roles("DIN", make_collection(), histories)
-
-
-def test_weights_of_lookups_are_refused():
-    ids = JaggedIds(["user"], torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0.5]))
-
-    with pytest.raises(ValueError, match="TBSM: sparse_features must have no weights"):
-        look_up("TBSM", make_collection(), ids)

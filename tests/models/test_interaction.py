@@ -108,21 +108,6 @@ def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_row
     assert sparse.grad.dtype == dense.grad.dtype == torch.float32
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize(
-    ("num_sparse", "shape", "sparse_shape", "message"),
-    [
-        (3, (2, 4), (2, 5, 4), r"sparse_features must be \(B, 3, D\), got \(2, 5, 4\)"),
-        (40, (2, 4), (2, 2, 4), r"sparse_features must be \(B, 40, D\), got \(2, 2, 4\)"),
-        (3, (1, 4), (2, 3, 4), r"dense_features must be \(2, 4\), .*, got \(1, 4\)"),
-        (3, (2, 1), (2, 3, 4), r"dense_features must be \(2, 4\), .*, got \(2, 1\)"),
-    ],
-)
-def test_other_numbers_of_vectors_or_samples_are_refused(num_sparse, shape, sparse_shape, message):
-    with pytest.raises(ValueError, match=f"InteractionArch: {message}"):
-        InteractionArch(num_sparse)(torch.ones(shape), torch.ones(sparse_shape))
-
-
 def test_tensors_without_memory_pass_through():
     with FakeTensorMode():
         result = InteractionArch(2)(torch.ones(3, 4), torch.ones(3, 2, 4))

@@ -197,22 +197,3 @@ def test_a_compiler_sees_the_whole_of_it(mask):
     compiled = torch.compile(arch, backend="eager", fullgraph=True)
 
     torch.testing.assert_close(compiled(*make_vectors()), arch(*make_vectors()))
-
-
-def test_settings_that_do_not_fit_are_refused():
-    for name in ("num_layers", "num_heads", "feedforward", "kept"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            make_arch(**{name: 0})
-    with pytest.raises(ValueError, match="embedding_dim must be at least 1, got 0"):
-        MaskedTransformerArch(3, 0)
-    with pytest.raises(ValueError, match="num_heads must divide embedding_dim 4, got 3"):
-        make_arch(num_heads=3)
-    with pytest.raises(ValueError, match=r"mask must be one of \('none', .*\), got 'some'"):
-        make_arch("some")
-
-
-def test_vectors_of_another_number_or_dim_are_refused():
-    dense, sparse = make_vectors(dtype=torch.float32)
-
-    with pytest.raises(ValueError, match=r"must be \(B, 3, 4\), got \(5, 2, 4\)"):
-        make_arch()(dense, sparse[:, :2])

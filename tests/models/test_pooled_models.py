@@ -153,11 +153,3 @@ def test_classic_initialisation_draws_projections_too(formulas):
     initialize_classic(model)
 
     assert not torch.equal(model.sparse_arch.projections["t_cat_1"].weight, before)
-
-
-@KINDS
-def test_a_dense_vector_that_is_not_as_wide_as_all_tables_is_refused(kind, formulas):
-    tables = TorchEmbeddingBags(formulas.make_tables((3, 3, 3)))
-
-    with pytest.raises(ValueError, match=r"must end in embedding_dim 3, .* tables, got \[8, 4\]"):
-        make_model(kind, tables)

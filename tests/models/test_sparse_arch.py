@@ -84,11 +84,6 @@ def test_torchrecs_jagged_tensors_and_tables_give_the_same_vectors(formulas):
     assert torch.equal(ours(ids.to_torchrec()), expected)
 
 
-def test_tables_of_different_dims_need_a_width(formulas):
-    with pytest.raises(ValueError, match=r"one embedding_dim, got .*'t_cat_1': 2.* interaction_d"):
-        SparseArch(TorchEmbeddingBags(formulas.make_tables(DIMS)))
-
-
 def test_steps_under_the_smallest_budget_are_the_resident_ones_bit_for_bit(formulas):
     tables = [replace(table, num_embeddings=200) for table in formulas.make_tables(DIMS)]
     batch, optimizer = formulas.make_batch(), SGD(lr=0.1)

@@ -159,27 +159,3 @@ def test_default_sizes_are_upstreams():
     assert shapes["heads.0.mlp.model.0._mlp.1._linear.weight"] == (15, 15)
     assert shapes["heads.0.mlp.model.1.weight"] == (20, 15)
     assert shapes["over_arch.model.0._mlp.0._linear.weight"] == (60, 30)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_steps": 0}, "TBSM: num_steps must be at least 1, got 0"),
-        ({"num_heads": 0}, "TBSM: num_heads must be at least 1, got 0"),
-        ({"dense_arch_layer_sizes": [6, 5]}, r"dense_arch_layer_sizes must end in 4, got \[6, 5\]"),
-        ({"tower_layer_sizes": [5]}, "tower_layer_sizes must be positive sizes, at least 2"),
-        ({"over_arch_layer_sizes": [7, 2]}, r"TBSM: over_arch_layer_sizes must end in 1, got \[7"),
-        ({"histories": {}}, "TBSM: histories must map at least one history"),
-    ],
-)
-def test_sizes_and_histories_that_do_not_fit_are_refused(settings, message):
-    arguments = {
-        "histories": HISTORIES,
-        "num_steps": 3,
-        "dense_arch_layer_sizes": [6, DIM],
-        "over_arch_layer_sizes": [7, 1],
-        **settings,
-    }
-
-    with pytest.raises(ValueError, match=message):
-        TBSM(make_collection(), NUM_DENSE, **arguments)
