@@ -101,35 +101,6 @@ def test_floats_are_read_as_they_are_and_unknown_ids_are_none(foreign_store):
     assert "num_rows=5" in repr(foreign_store)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dense_transform": "log(x+1)"}, r"dtypes must be .*'dense': '<i4'.* got .*'<f4'"),
-        ({"dtypes": {"labels": "<i1"}}, r"dtypes must be .*'<f4'.* got"),
-    ],
-)
-def test_arrays_that_do_not_go_with_their_transform_are_refused(foreign_store, change, message):
-    meta = json.loads((foreign_store.path / "meta.json").read_text()) | change
-    (foreign_store.path / "meta.json").write_text(json.dumps(meta))
-
-    with pytest.raises(StoreError, match=message):
-        Store(foreign_store.path)
-
-
-def test_nothing_appears_when_writing_fails(tmp_path):
-    def fail():
-        with StoreWriter(tmp_path / "store") as writer:
-            writer.append(
-                np.zeros(1, np.int8), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)
-            )
-            raise RuntimeError("disk full")
-
-    with pytest.raises(RuntimeError, match="disk full"):
-        fail()
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path):
     class FullDisk:
         def write(self, data):
@@ -164,45 +135,6 @@ def test_a_folder_that_a_killed_writer_left_is_told(tmp_path):
 
     assert str(found[0].message).endswith(f"and left '{left}'; if none is at work: rm -r '{left}'")
     assert left.is_dir()
-
-
-def test_a_folder_that_is_no_store_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(StoreError, match=r"no meta\.json; prepare a store with `recsys prepare"):
-        Store(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["labels", "dense", "sparse", "ids"])
-def test_a_truncated_array_is_refused_by_name(store, name):
-    file = store.path / f"{name}.bin"
-    file.write_bytes(file.read_bytes()[:-1])
-
-    with pytest.raises(StoreError, match=rf"{name}\.bin must have \d+ bytes, has \d+"):
-        Store(store.path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 99}, "version must be 1 for this version of recsys, got 99"),
-        ({"dense_transform": "log(x+3)"}, r"dense_transform must be 'log\(x\+1\)' or 'none' for"),
-        ({"splits": None}, r"lacks \['splits'\]"),
-    ],
-)
-def test_a_store_that_would_be_read_wrongly_is_refused(store, change, message):
-    meta = json.loads((store.path / "meta.json").read_text()) | change
-    meta = {key: value for key, value in meta.items() if value is not None}
-    (store.path / "meta.json").write_text(json.dumps(meta))
-
-    with pytest.raises(StoreError, match=message):
-        Store(store.path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}"])
-def test_a_meta_file_without_meaning_is_refused(store, text):
-    (store.path / "meta.json").write_text(text)
-
-    with pytest.raises(StoreError, match="prepare the store again"):
-        Store(store.path)
 
 
 @pytest.mark.parametrize(
@@ -280,21 +212,38 @@ def test_the_classic_split_halves_the_last_of_seven_parts(num_samples, sizes):
         ("convention", 5),
         ("max_ind_range", "x"),
         ("version", True),
+        ("version", 99),
         ("dense_transform", []),
+        ("dense_transform", "log(x+3)"),
         ("dtypes", []),
+        ("dtypes", {"labels": "<i1"}),
+        ("dtypes", {"labels": "<i1", "dense": "<f4", "sparse": "<i4"}),
     ],
 )
 def test_a_value_of_another_type_or_range_is_refused_by_name(store, key, value):
     meta = json.loads((store.path / "meta.json").read_text()) | {key: value}
     (store.path / "meta.json").write_text(json.dumps(meta))
 
-    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be .*; prepare the store again"):
+    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be "):
         Store(store.path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "\xff", '{"a":' * 100 + "0" + "}" * 100])
-def test_a_meta_file_that_cannot_be_parsed_is_refused(store, text):
-    (store.path / "meta.json").write_text(text, encoding="latin-1")
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        *[(f"{name}.bin", lambda data: data[:-1]) for name in ("labels", "dense", "sparse", "ids")],
+        ("meta.json", lambda data: data.replace(b'"splits"', b'"parts"')),
+        *[
+            ("meta.json", lambda _, text=text: text)
+            for text in (
+                *(b"", b"[]", b"{}", b"\xff", b"[" * 100_000),
+                b'{"a":' * 100 + b"0" + b"}" * 100,
+            )
+        ],
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(store, file, damage):
+    (store.path / file).write_bytes(damage((store.path / file).read_bytes()))
 
-    with pytest.raises(StoreError, match=r"meta\.json is not JSON .*; prepare the store again"):
+    with pytest.raises(StoreError, match=file):
         Store(store.path)

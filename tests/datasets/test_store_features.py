@@ -9,7 +9,7 @@ from recsys.batch import JaggedIds
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.store_features import Feature
-from recsys.errors import ConfigError, StoreError
+from recsys.errors import StoreError
 
 FEATURES = (
     Feature("user", "user"),
@@ -201,48 +201,6 @@ def test_files_in_folders_of_the_writer_stay_in_the_store(tmp_path, expected):
     assert (tmp_path / "store" / "vocabulary" / "0.arrow").read_bytes() == b"rows"
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({}, r"needs these arrays, got \['labels', 'dense', 'sparse'\].*declare what is appended"),
-        (
-            {"bag_values": [1], "bag_lengths": [[1]], "weights": [1.0]},
-            "needs these arrays, got .*weights",
-        ),
-        (
-            {"bag_values": [1], "bag_lengths": [[2]]},
-            r"bag_lengths must be \(1, 1\).* sum 1 .*sum 2",
-        ),
-        ({"bag_values": [1], "bag_lengths": [1]}, r"bag_lengths must be \(1, 1\), .* got \(1,\)"),
-        ({"bag_values": [], "bag_lengths": [[-1]]}, "not negative"),
-    ],
-)
-def test_arrays_that_do_not_fit_the_declaration_are_refused(tmp_path, arrays, message):
-    arrays = {name: np.array(values) for name, values in arrays.items()}
-    with (
-        StoreWriter(tmp_path / "store", features=[Feature("tags", "tag", "multi")]) as writer,
-        pytest.raises(ValueError, match=message),
-    ):
-        writer.append(
-            np.zeros(1, np.int8), np.zeros((1, 1), np.int32), np.zeros((1, 0), np.int32), **arrays
-        )
-
-
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        ([Feature("geo.city", "geo.city")], "'geo.city': .* must not have a '.', .* as 'geo_city'"),
-        ([Feature("tags", "tag", "bag")], "feature 'tags': kind must be one of .* got 'bag'"),
-        ([Feature("a", "a"), Feature("a", "b")], "feature 'a': names must be distinct"),
-    ],
-)
-def test_features_that_no_store_can_have_are_refused_at_once(tmp_path, features, message):
-    with pytest.raises(ConfigError, match=message):
-        StoreWriter(tmp_path / "store", features=features)
-
-    assert list(tmp_path.iterdir()) == []
-
-
 NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
 
 
@@ -296,66 +254,32 @@ def test_a_description_that_would_be_read_wrongly_is_refused_by_name(store, key,
     meta = json.loads((store.path / "meta.json").read_text()) | {key: value}
     (store.path / "meta.json").write_text(json.dumps(meta))
 
-    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be .*; prepare the store again"):
+    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be "):
         Store(store.path)
-
-
-def test_a_table_that_no_model_can_have_is_refused(tmp_path):
-    with StoreWriter(tmp_path / "store") as writer:
-        writer.append(np.zeros(1, np.int8), np.zeros((1, 0), np.int32), np.zeros((1, 1), np.int32))
-        finish(
-            writer,
-            dense_names=[],
-            table_sizes={"geo.city": 5},
-            about={"convention": "classic", "sources": []},
-            catalog=None,
-        )
-
-    with pytest.raises(StoreError, match=r"features must be .* without a '.' in its name, got"):
-        Store(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
-    "name", ["bag_values", "bag_ends", "weights", "groups", "times", "catalog"]
+    ("name", "place", "value"),
+    [
+        *[
+            (name, None, None)
+            for name in ("bag_values", "bag_ends", "weights", "groups", "times", "catalog")
+        ],
+        *[("bag_ends", *each) for each in ((18, -1), (18, 2**62), (17, 2**40), (18, -(2**63)))],
+        ("bag_ends", -1, -4),
+        ("catalog", 4, 7),
+        ("catalog", 4, -1),
+    ],
 )
-def test_a_truncated_array_is_refused_by_name(store, name):
+def test_a_damaged_array_is_refused_by_name(store, name, place, value):
     file = store.path / f"{name}.bin"
-    file.write_bytes(file.read_bytes()[:-1])
+    array = np.fromfile(file, store.meta["dtypes"][name])
+    if place is not None:
+        array[place] = value
+    file.write_bytes(array.tobytes()[: -1 if place is None else None])
 
-    with pytest.raises(StoreError, match=rf"{name}\.bin must have \d+ bytes, has \d+"):
-        Store(store.path)
-
-
-def change_array(store, name, place, value):
-    array = np.memmap(store.path / f"{name}.bin", store.meta["dtypes"][name], mode="r+")
-    array[place] = value
-    array.flush()
-
-
-@pytest.mark.parametrize(("place", "value"), [(18, -1), (18, 2**62), (17, 2**40), (18, -(2**63))])
-def test_a_bag_that_does_not_lie_in_the_values_is_refused(store, place, value):
-    change_array(store, "bag_ends", place, value)
-    damaged = Store(store.path)
-
-    with pytest.raises(StoreError, match=r"bag_ends\.bin: a bag of samples 3 to 9 must end"):
-        damaged.read(np.array([3, 9, 4]))
-
-    assert len(damaged.read(np.array([3, 4]))) == 2
-
-
-def test_bags_that_end_before_they_begin_are_refused_when_the_store_is_opened(store):
-    change_array(store, "bag_ends", -1, -4)
-
-    with pytest.raises(StoreError, match="the last bag must end at 0 or after it, got -4"):
-        Store(store.path)
-
-
-@pytest.mark.parametrize("row", [7, -1])
-def test_a_row_of_the_catalog_that_no_table_has_is_refused_when_the_store_is_opened(store, row):
-    change_array(store, "catalog", 4, row)
-
-    with pytest.raises(StoreError, match=r"catalog\.bin: feature 'user' has a row outside of"):
-        Store(store.path)
+    with pytest.raises(StoreError, match=rf"{name}\.bin"):
+        Store(store.path).read(np.array([3, 9, 4]))
 
 
 @pytest.mark.parametrize(
@@ -383,10 +307,3 @@ def test_a_store_says_how_its_features_were_made(store):
     (store.path / "meta.json").write_text(json.dumps(meta))
 
     assert Store(store.path).describe()["encoding"] == "a hash"
-
-
-def test_the_way_to_a_store_is_named_for_tables_and_for_criteo(tmp_path):
-    with pytest.raises(
-        StoreError, match=r"prepare table FILES --schema SCHEMA .* or with `recsys prepare criteo-k"
-    ):
-        Store(tmp_path)

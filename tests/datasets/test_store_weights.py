@@ -9,7 +9,7 @@ import torch
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.store_features import Feature
-from recsys.errors import ConfigError, StoreError
+from recsys.errors import StoreError
 
 FEATURES = (
     Feature("tags", "tag", "multi", is_weighted=True),
@@ -83,47 +83,19 @@ def test_a_store_says_which_features_have_weights(store):
     assert Store(store.path).fingerprint != before
 
 
-def test_a_truncated_array_of_weights_is_refused_by_name(store):
-    file = store.path / "bag_weights.bin"
-    file.write_bytes(file.read_bytes()[:-4])
-
-    with pytest.raises(StoreError, match=r"bag_weights\.bin must have 40 bytes, has 36"):
-        Store(store.path)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        (lambda meta: meta["dtypes"].pop("bag_weights"), "dtypes must be with bag_weights if a"),
-        (lambda meta: meta["dtypes"].update(bag_weights="<f8"), "dtypes must be"),
-        (lambda meta: meta["features"][0].pop("is_weighted"), "dtypes must be with bag_weights"),
-        (lambda meta: meta["features"][0].update(is_weighted=1), "features must be"),
-        (lambda meta: meta["features"][0].update(is_weighted=None), "features must be"),
-        (lambda meta: meta["features"][1].update(is_weighted=True), "features must be"),
+        (lambda meta: meta["dtypes"].pop("bag_weights"), "dtypes"),
+        (lambda meta: meta["dtypes"].update(bag_weights="<f8"), "dtypes"),
+        (lambda meta: meta["features"][0].pop("is_weighted"), "dtypes"),
+        (lambda meta: meta["features"][0].update(is_weighted=1), "features"),
+        (lambda meta: meta["features"][0].update(is_weighted=None), "features"),
+        (lambda meta: meta["features"][1].update(is_weighted=True), "features"),
     ],
 )
-def test_a_description_that_does_not_fit_is_refused_by_name(store, change, message):
+def test_a_description_that_does_not_fit_is_refused_by_name(store, change, key):
     change_meta(store, change)
 
-    with pytest.raises(StoreError, match=rf"meta\.json: {message}.*; prepare the store again"):
+    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be "):
         Store(store.path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bag_weights": None}, "needs these arrays, got .*declare what is appended"),
-        ({"bag_weights": np.ones(3)}, r"bag_weights must be \(6,\), as bag_values is, got \(3,\)"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(tmp_path, changes, message):
-    with (
-        StoreWriter(tmp_path / "store", dense_transform="none", features=FEATURES) as writer,
-        pytest.raises(ValueError, match=message),
-    ):
-        append(writer, [0, 1, 2], **changes)
-
-
-def test_a_feature_of_one_row_has_no_weights(tmp_path):
-    with pytest.raises(ConfigError, match="feature 'item': only features of kind multi or seq"):
-        StoreWriter(tmp_path / "store", features=[Feature("item", "item", is_weighted=True)])
