@@ -13,7 +13,6 @@ from recsys.datasets.criteo.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, pop
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic import samples
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.errors import ConfigError
 from recsys.train.metrics.metrics import auc
 
 ODD_SIZES = [1, 2, 3, 7, 64, 1_001]
@@ -349,33 +348,3 @@ def test_description_has_the_best_auc_of_the_test_part_where_there_is_one():
 
     assert enough.describe()["best_auc"] == enough.best_auc()
     assert too_few.describe()["best_auc"] is None
-
-
-@pytest.mark.parametrize("samples", [[-1], [0, 50], [2**40]])
-def test_sample_number_out_of_range_is_an_error(samples):
-    source = SyntheticCriteo(num_samples=50, table_sizes=[1])
-
-    for access in (source.read, source.logit_parts):
-        with pytest.raises(IndexError, match=r"sample -?\d+ is not in \[0, 50\)"):
-            access(np.array(samples))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_samples": 6}, r"synthetic.num_samples must be at least 7.*got 6"),
-        ({"num_samples": 7, "table_sizes": []}, r"table_sizes must have at least one size"),
-        ({"num_samples": 7, "table_sizes": [3, 0]}, r"'cat_1' must be in \[1, .*got 0"),
-        ({"num_samples": 7, "table_sizes": [2**31 + 1]}, r"'cat_0' must be in .*got 2147483649"),
-    ],
-)
-def test_bad_settings_are_config_errors(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        SyntheticCriteo(**arguments)
-
-
-def test_best_auc_of_labels_that_all_agree_is_an_error():
-    source = SyntheticCriteo(num_samples=700, table_sizes=[1])
-
-    with pytest.raises(ValueError, match="got 1 samples with equal labels"):
-        source.best_auc(samples=1)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from recsys.config import load_config
 from recsys.datasets.synthetic.kernel import drift_cycle, occupant
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.errors import ConfigError
 
 SETTINGS = [
     {"drift": 0.5},
@@ -173,22 +172,6 @@ def test_a_configuration_reaches_the_data():
     described = open_source(config).describe()
 
     assert described["drift"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"drift": -1}, r"synthetic\.drift must be in \[0, 1e\+06\], got -1\.0"),
-        ({"test_samples": -1}, r"synthetic\.test_samples must be at least 0, got -1"),
-        (
-            {"test_samples": 500},
-            r"synthetic\.test_samples must be less than half of num_samples 700, got 500",
-        ),
-    ],
-)
-def test_bad_settings_are_config_errors(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        SyntheticCriteo(num_samples=700, **arguments)
 
 
 def test_a_number_of_test_samples_changes_the_parts_and_no_sample():
