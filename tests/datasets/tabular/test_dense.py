@@ -1,8 +1,6 @@
 import numpy as np
-import pytest
 
 from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
-from recsys.errors import DatasetFormatError
 
 
 def moments_of(values, block=3):
@@ -42,8 +40,3 @@ def test_logarithms_take_negative_values_as_zero():
     np.testing.assert_allclose(
         rule.apply(np.array([-3.0, np.nan, np.e - 1])), [0.0, 0.0, 1.0], rtol=1e-7
     )
-
-
-def test_a_mean_of_nothing_is_refused():
-    with pytest.raises(DatasetFormatError, match=r"column 'x': .* has no value .* number"):
-        DenseRule.of("x", "none", "mean", moments_of([np.nan]))

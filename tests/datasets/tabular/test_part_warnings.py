@@ -26,58 +26,41 @@ def prepare(tmp_path):
     return prepare
 
 
+QUARTERS = {"by": "fraction", "test": "1/4", "validation": "1/4"}
+FOLDS = {"by": "column", "column": "fold", "train": ["0", "1", "2"], "test": ["3"]}
+BOTH = [0, 1] * 10
+
+
 @pytest.mark.parametrize(
-    ("split", "expected"),
+    ("split", "labels", "expected"),
     [
-        ({"by": "fraction", "test": 0, "validation": "1/4"}, {"test": "test = 0;"}),
+        ({"by": "fraction", "test": 0, "validation": "1/4"}, BOTH, ["test = 0"]),
         (
             {"by": "random", "test": "1/4", "validation": "1/1000"},
-            {"validation": "validation = '1/1000';"},
+            BOTH,
+            ["validation = '1/1000'"],
         ),
-        (
-            {"by": "timestamp", "test_from": 1000},
-            {"test": "test_from = 1000;", "validation": "test_from = 1000;"},
-        ),
+        ({"by": "timestamp", "test_from": 1000}, BOTH, ["test_from = 1000"] * 2),
         (
             {"by": "timestamp", "test_from": 10, "validation_from": 1000},
-            {"validation": "validation_from = 1000;"},
+            BOTH,
+            ["validation_from = 1000"],
         ),
-        (
-            {"by": "column", "column": "fold", "train": ["0", "1", "2"], "test": ["3"]}
-            | {"validation": ["9"]},
-            {"validation": "validation = ['9'];"},
-        ),
+        (FOLDS | {"validation": ["9"]}, BOTH, ["validation = ['9']"]),
+        (QUARTERS, [0, 1] * 5 + [1] * 5 + [0] * 5, ["5 rows of the test", "the validation"]),
+        (QUARTERS, BOTH, []),
     ],
 )
-def test_an_empty_part_is_told_with_the_key_that_made_it(prepare, split, expected):
-    found = prepare(split, [0, 1] * 10)
+def test_a_part_without_samples_or_with_one_label_is_told(prepare, split, labels, expected):
+    found = prepare(split, labels)
 
-    assert len(found) == len(expected)
-    for warning, (part, key) in zip(found, expected.items(), strict=True):
-        assert warning.startswith(f"the {part} {EMPTY}{key}")
-
-
-def test_a_part_with_one_label_is_told(prepare):
-    split = {"by": "fraction", "test": "1/4", "validation": "1/4"}
-
-    found = prepare(split, [0, 1] * 5 + [1] * 5 + [0] * 5)
-
-    assert [warning.partition(", and")[0] for warning in found] == [
-        "label 'click' is 1 in all 5 rows of the test part",
-        "label 'click' is 0 in all 5 rows of the validation part",
-    ]
-    assert "[split] has test = '1/4'" in found[0]
-
-
-def test_parts_with_both_labels_are_not_told_of(prepare):
-    split = {"by": "fraction", "test": "1/4", "validation": "1/4"}
-
-    assert prepare(split, [0, 1] * 10) == ()
+    for warning, name in zip(found, expected, strict=True):
+        assert name in warning
 
 
 def test_a_label_with_one_value_is_told_once(prepare):
     with pytest.warns(UserWarning, match="rows of the training part") as told:
-        found = prepare({"by": "fraction", "test": "1/4", "validation": "1/4"}, [1] * 20)
+        found = prepare(QUARTERS, [1] * 20)
 
     assert len(told) == 1
     assert found == ()

@@ -1,17 +1,12 @@
-import io
-import json
-from contextlib import redirect_stdout
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from recsys.cli import main
 from recsys.datasets import Store, prepare_table, write_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary
 from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
+from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -97,6 +92,8 @@ def test_negatives_have_the_history_of_their_positive(tmp_path):
     histories = bags_of(store)
     for sample in range(num_train):
         assert histories[sample] == histories[sample - sample % 4]
+    in_history = [store.sparse[each, 1] in histories[each] for each in range(num_train)]
+    assert np.array(in_history).reshape(-1, 4)[:, 1:].any()  # as items come again
 
 
 def pairs_of(store, samples):
@@ -117,15 +114,6 @@ def test_answers_of_test_and_validation_may_be_negatives(tmp_path):
     positives = pairs_of(store, train[store.labels[:num_train] == 1])
     assert not negatives & positives
     assert negatives & (answers - positives)
-
-
-def test_where_items_come_again_negatives_may_be_in_the_history(tmp_path):
-    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
-    store = Store(tmp_path / "store")
-    histories = bags_of(store)
-    in_history = [store.sparse[each, 1] in histories[each] for each in store.splits["train"]]
-    of_negatives = np.array(in_history).reshape(-1, 4)[:, 1:]
-    assert of_negatives.any()
 
 
 @pytest.mark.parametrize(
@@ -271,28 +259,23 @@ def test_rows_like_a_store_may_be_divided_to_train_on(tmp_path, files):
     assert (store.labels == Store(alone.path).labels).all()
 
 
-def test_rows_to_train_on_need_the_column_of_the_split(tmp_path):
+def test_rows_like_a_store_need_the_column_of_its_split_only_to_train_on(tmp_path, files):
     split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
     frame = clicks(10).assign(fold=list("tttttttttv"))
-    write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store")
+    like = write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store").path
+    without = frame.drop(columns="fold")
 
-    report = write_store(frame, None, tmp_path / "new", like=tmp_path / "store", split=True)
+    for name, rows in (
+        ("without", without),
+        ("with", frame.assign(fold="else")),
+        ("empty", frame.assign(fold="")),
+    ):
+        report = prepare_table(files(rows), tmp_path / name, like=like)
+        assert report.splits["test"] == 10
+    report = write_store(frame, None, tmp_path / "new", like=like, split=True)
     assert report.splits["train"] == 9
     with pytest.raises(DatasetFormatError, match="fold"):
-        write_store(
-            frame.drop(columns="fold"), None, tmp_path / "x", like=tmp_path / "store", split=True
-        )
-
-
-def test_a_split_by_moments_leaves_no_later_rows_to_train_on(tmp_path):
-    split = {"by": "timestamp", "test_from": 8, "validation_from": 7}
-    tree = CLICKS | {"timestamp": "ts", "split": split}
-    write_store(clicks(10).assign(ts=range(10)), Schema.from_dict(tree), tmp_path / "store")
-    later = clicks(10).assign(ts=range(10, 20))
-
-    message = r"none of 10 rows, divided by \[split\] of store .*store; prepare that store with"
-    with pytest.raises(DatasetFormatError, match=message):
-        write_store(later, None, tmp_path / "new", like=tmp_path / "store", split=True)
+        write_store(without, None, tmp_path / "x", like=like, split=True)
 
 
 def test_negatives_are_drawn_for_rows_like_a_store(tmp_path):
@@ -345,24 +328,6 @@ def test_text_of_parquet_that_is_not_utf8_is_numbered_by_its_bytes(tmp_path):
         assert Store(tmp_path / name).sparse.ravel().tolist() == [1, 2, 1]
 
 
-def test_rows_like_a_store_need_no_column_of_its_split(tmp_path):
-    split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
-    frame = clicks(10).assign(fold=list("tttttttttv"))
-    write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store")
-    frame["fold"] = "else"
-    for name, rows in (("without", frame.drop(columns="fold")), ("with", frame)):
-        report = write_store(rows, None, tmp_path / name, like=tmp_path / "store")
-        assert report.splits["test"] == 10
-
-
-def test_rows_like_a_store_may_have_an_empty_column_of_its_split(tmp_path, files):
-    split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
-    frame = clicks(10).assign(fold=list("tttttttttv"))
-    write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store")
-    report = prepare_table(files(frame.assign(fold="")), tmp_path / "like", like=tmp_path / "store")
-    assert report.splits["test"] == 10
-
-
 def test_an_encoder_gives_the_samples_of_the_store(tmp_path, files):
     rows = files(clicks(30))
     prepare_table(rows, tmp_path / "store", Schema.from_dict(CLICKS))
@@ -406,12 +371,6 @@ def test_an_encoder_reads_features_and_labels_alone(tmp_path, files):
     assert (encoded.weights, encoded.groups, encoded.times) == (None, None, None)
 
 
-def test_an_encoder_refuses_histories(tmp_path):
-    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
-    with pytest.raises(ConfigError, match=r"make one of rows with `recsys prepare .* --like .*`$"):
-        Encoder(tmp_path / "store")
-
-
 def test_vocabularies_of_a_store_to_be_like_are_read_once(tmp_path, files, monkeypatch):
     prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
     names = []
@@ -453,147 +412,3 @@ def test_stores_have_one_encoding_if_their_features_are_made_alike(tmp_path):
     assert encoding({"weight": "w"}, frame.assign(w=2.0)) == own
     other_tests = pd.concat([frame[:48], clicks(8, seed=9)])
     assert encoding({}, other_tests) == own
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"split": {"by": "random", "test": 0.999999, "validation": 0}},
-            DatasetFormatError,
-            "training",
-        ),
-        ({"categorical": {}, "multi": {}}, ConfigError, "at least one in .categorical."),
-        (
-            {"split": {"by": "column", "column": "fold", "train": ["x"], "test": ["y"]}},
-            DatasetFormatError,
-            r"frame 0, row 2 \(from 0\), column 'fold': must be one of \['x', 'y'\], got z",
-        ),
-        (
-            {"dense": {"huge": {}}},
-            DatasetFormatError,
-            r"frame 1, row 0 \(from 0\), column 'huge': must be a number of float32, got 1e",
-        ),
-    ],
-)
-def test_bad_rows_and_schemas_leave_nothing(tmp_path, change, error, message):
-    frame = clicks(3).assign(fold=list("xyz"), huge=[0.0, 1e300, 0.0])
-    with pytest.raises(error, match=message):
-        write_store(
-            [frame[:1], frame[1:]] if "dense" in change else frame,
-            Schema.from_dict(CLICKS | change),
-            tmp_path / "store",
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bad_value_is_named_by_file_and_line(tmp_path, files):
-    split = {"by": "column", "column": "fold", "train": ["x"], "test": ["y"]}
-    schema = Schema.from_dict(CLICKS | {"split": split})
-    first = files(clicks(3).assign(fold=list("xyx")), "first.csv")
-    second = files(clicks(2).assign(fold=list("xz")), "second.csv")
-    with pytest.raises(DatasetFormatError, match=r"second.csv, line 3, column 'fold': must be one"):
-        prepare_table([*first, *second], tmp_path / "store", schema)
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_table_without_rows_is_refused(tmp_path, files):
-    with pytest.raises(DatasetFormatError, match="at least one row"):
-        prepare_table(files(clicks(0)), tmp_path / "store", Schema.from_dict(CLICKS))
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
-
-
-def test_a_store_that_exists_stays(tmp_path, files):
-    (tmp_path / "store").mkdir()
-    with pytest.raises(AlreadyExists, match="exists already"):
-        prepare_table(files(clicks(3)), tmp_path / "store", Schema.from_dict(CLICKS))
-    assert list((tmp_path / "store").iterdir()) == []
-
-
-def test_groups_of_two_types_are_refused(tmp_path):
-    tree = CLICKS | {"group": "user"}
-    chunks = [clicks(2).assign(user=[1, 2]), clicks(2).assign(user=["1", "2"])]
-    rule = r"frame 1, row 0 .* groups must be of one type, got text here and integers in frame 0, "
-    with pytest.raises(DatasetFormatError, match=rule):
-        write_store(chunks, Schema.from_dict(tree), tmp_path / "store")
-
-
-def test_groups_of_two_kinds_of_files_are_named_with_the_way_out(tmp_path, files):
-    (text,) = files(clicks(2).assign(user=[1, 2]))
-    pq.write_table(pa.Table.from_pandas(clicks(2).assign(user=[1, 2])), tmp_path / "z.parquet")
-    schema = Schema.from_dict(CLICKS | {"group": "user"})
-    rule = (
-        r"z\.parquet, row group 0, row 0, column 'user': groups must be of one type, got integers "
-        r"here and text in .*rows\.csv, line 2; use one kind of file"
-    )
-    with pytest.raises(DatasetFormatError, match=rule):
-        prepare_table([text, tmp_path / "z.parquet"], tmp_path / "store", schema)
-
-
-def test_either_a_schema_or_a_store_is_needed(tmp_path, files):
-    schema = Schema.from_dict(CLICKS)
-    with pytest.raises(ConfigError, match="either a schema or a store"):
-        prepare_table(files(clicks(3)), tmp_path / "store")
-    with pytest.raises(ConfigError, match="either a schema or a store"):
-        write_store(clicks(3), None, tmp_path / "store")
-    write_store(clicks(9), schema, tmp_path / "store")
-    with pytest.raises(ConfigError, match="either a schema or a store"):
-        prepare_table(files(clicks(3)), tmp_path / "new", schema, like=tmp_path / "store")
-    with pytest.raises(ConfigError, match=r"store that is like another.* leave it out"):
-        prepare_table(files(clicks(3)), tmp_path / "new", schema, split=True)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda store: (store / "vocabulary" / "0.arrow").unlink(), "must be a file"),
-        (lambda store: (store / "vocabulary" / "0.arrow").write_bytes(b"x"), "cannot be read"),
-        (lambda store: swap(store, "0", "1"), "values must be"),
-        (lambda store: swap(store, "0", "2"), "table 'site' has 4 rows, its vocabulary"),
-        (lambda store: edit(store, dense_rules=[]), "dense_rules must have the rule"),
-        (lambda store: edit(store, schema={"label": 3}), "schema: label must be text"),
-    ],
-)
-def test_damaged_stores_are_refused(tmp_path, damage, message):
-    frame = clicks(40).assign(tags="x|y|z|q")
-    write_store(frame, Schema.from_dict(CLICKS), tmp_path / "store")
-    damage(tmp_path / "store")
-    with pytest.raises(StoreError, match=message):
-        write_store(frame, None, tmp_path / "new", like=tmp_path / "store")
-    assert not (tmp_path / "new").exists()
-
-
-def swap(store, first, second):
-    names = [store / "vocabulary" / f"{name}.arrow" for name in (first, second)]
-    contents = [name.read_bytes() for name in names]
-    for name, content in zip(names, reversed(contents), strict=True):
-        name.write_bytes(content)
-
-
-def edit(store, **entries):
-    meta = json.loads((store / "meta.json").read_text())
-    (store / "meta.json").write_text(json.dumps(meta | entries))
-
-
-def test_a_store_of_criteo_is_no_model_for_tables(tmp_path, files):
-    write_store(clicks(9), Schema.from_dict(CLICKS), tmp_path / "store")
-    meta = json.loads((tmp_path / "store" / "meta.json").read_text())
-    del meta["schema"]
-    (tmp_path / "store" / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(StoreError, match="has no schema"):
-        prepare_table(files(clicks(3)), tmp_path / "new", like=tmp_path / "store")
-
-
-def test_the_command_prepares_and_tells_unknown_values(tmp_path, files):
-    (tmp_path / "schema.toml").write_text(Schema.from_dict(CLICKS).to_toml())
-    (rows,) = files(clicks(28).assign(site=["a"] * 26 + ["b", "c"]))
-    out = str(tmp_path / "store")
-    with redirect_stdout(io.StringIO()) as printed:
-        schema = ["--schema", str(tmp_path / "schema.toml")]
-        assert main(["prepare", "table", str(rows), *schema, "--out", out]) == 0
-        like = ["--like", out, "--out", str(tmp_path / "like")]
-        assert main(["prepare", "table", str(rows), *like]) == 0
-    text = printed.getvalue()
-    assert "28 rows, 28 samples (train 24, test 2, validation 2)" in text
-    assert "validation: values without a row of their own, which share row 0: site 2" in text
-    assert "28 rows, 28 samples (train 0, test 28, validation 0)" in text

@@ -15,10 +15,6 @@ from recsys.errors import DatasetFormatError
 
 pytest.importorskip("pyarrow")
 
-WAY_OUT = (
-    'double each quote that belongs to a value; or, if quotes enclose no field, set quote = "" in'
-)
-
 
 def schema_of(**keys):
     return Schema.from_dict({"label": "y", "categorical": {"c": {}}, **keys})
@@ -83,24 +79,6 @@ def test_a_field_that_takes_in_other_rows_is_refused(
     place = rf"{path.name}, line 22: a field that begins with a quote must end with one, got 'hat' "
     with pytest.raises(DatasetFormatError, match=f"{place}after the closing quote in line 24;"):
         texts_of(path)
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (['1,"a"b'], "line 2: a field that begins with a quote must end with one, got 'b' after"),
-        (['1,"a" '], "line 2: a field that begins with a quote must end with one, got ' ' after"),
-        (["1,x", '"1"2,x'], "line 3: a field that begins with a quote must end with one, got '2,x"),
-        (['1,"a"b,c,d'], "line 2: a field that begins with a quote must end with one, got 'b,c,d'"),
-        (['1,"a'], "line 2: a quote that begins a field here is never closed"),
-        (["1,x", '"1,x', "1,x"], "line 3: a quote that begins a field here is never closed"),
-    ],
-)
-def test_a_misplaced_quote_is_named_by_its_line_with_the_way_out(tmp_path, lines, words):
-    with pytest.raises(DatasetFormatError) as caught:
-        texts_of(write(tmp_path, *lines))
-    assert f"a.csv, {words}" in str(caught.value)
-    assert WAY_OUT in str(caught.value)
 
 
 def test_a_quote_that_is_not_closed_in_a_block_is_named_by_its_line(tmp_path, monkeypatch):

@@ -1,5 +1,3 @@
-import re
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,7 +5,6 @@ import pytest
 from recsys.datasets import Store, prepare_table, write_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.errors import DatasetFormatError
 
 pytest.importorskip("pyarrow")
 
@@ -60,19 +57,6 @@ def test_rows_to_predict_may_lack_text_labels(tmp_path, kind, bought, expected):
     with Encoder(tmp_path / "store") as encoder:
         (batch,) = encoder.open_files([file]).batches()
         assert encoder.encode(batch).labels.tolist() == expected
-
-
-@pytest.mark.parametrize("values", [[True, False] * 3, [1, 0] * 3, [1.5, 0.0] * 3])
-def test_a_rule_for_text_refuses_other_labels(tmp_path, values):
-    message = "column 'bought': must be text, as positive is '== yes', got "
-    with pytest.raises(DatasetFormatError, match=re.escape(message)):
-        write_store(rows(bought=values), SCHEMA, tmp_path / "store")
-
-
-def test_text_labels_without_a_rule_are_told_of_it(tmp_path):
-    schema = Schema.from_dict({"label": "bought", "categorical": {"c": {}}})
-    with pytest.raises(DatasetFormatError, match=r'got \'yes\'; .* or "== yes" for text'):
-        write_store(rows(), schema, tmp_path / "store")
 
 
 @pytest.mark.parametrize(("positive", "label"), [("== yse", 0), ("== no", 1)])

@@ -221,69 +221,6 @@ def test_negatives_and_the_last_rows_of_groups_keep_their_weights(tmp_path):
         assert (features[name].weights_or_none() == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("tags", "weights", "words"),
-    [
-        ("a|b", "1", "must have as many numbers as 'tags' has values, 2, got '1'; correct it"),
-        ("a|b", "", "must have as many numbers as 'tags' has values, 2, got "),
-        ("", "1|2", "must have as many numbers as 'tags' has values, 0, got '1|2'"),
-        ("a|b", "1|", "must have a number for each value of 'tags', got '1|'"),
-        ("a|b", "1|NA", "must have a number for each value of 'tags', got '1|NA'"),
-        ("a|b", "1|x", "must be numbers, got '1|x'; correct it, or leave the row out"),
-        ("a|b", "nan|1", "weights must be finite in float32, got 'nan|1'"),
-        ("a|b", "1|-inf", "weights must be finite in float32, got '1|-inf'"),
-        ("a|b", "1|1e39", "weights must be finite in float32, got '1|1e39'"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_weights_that_do_not_fit_are_named(tmp_path, tags, weights, words, kind):
-    multi = {"tags": {"split": "|", "weights": "w"}}
-    tree = {"label": "y", "missing_values": ["NA"], "multi": multi}
-    rows = {"y": [1, 0, 0], "tags": ["", "a|b|c", tags], "w": ["", "1|2|3", weights]}
-    if kind == "csv":
-        file, place = tmp_path / "a.csv", "a.csv, line 4, column 'w': "
-        lines = [",".join(map(str, row)) for row in zip(*rows.values(), strict=True)]
-        file.write_text("\n".join(["y,tags,w", *lines]) + "\n")
-    else:
-        file, place = tmp_path / "a.parquet", "a.parquet, row group 0, row 2, column 'w': "
-        pq.write_table(pa.table(rows), file)
-
-    with pytest.raises(DatasetFormatError) as caught:
-        prepare_table([file], tmp_path / "store", Schema.from_dict(tree))
-
-    assert place + words in str(caught.value)
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ([[0.5], [1.0]], "must have as many numbers as 'tags' has values, 2, got [1.0]"),
-        ([[0.5], [1.0, float("nan")]], "row 1 (from 0), column 'w': must have a number for each"),
-        ([[0.5], [1.0, None]], "row 1 (from 0), column 'w': must have a number for each"),
-        ([[0.5], None], "values, 2, got a missing value"),
-        ([0.5, 1.0], "must be text or lists, got double; give it a list for each row, as 'tags'"),
-        (["0.5", "1|2"], "string; set split to the character between the values"),
-    ],
-)
-def test_weights_of_frames_that_do_not_fit_are_named(tmp_path, weights, words):
-    frame = pd.DataFrame({"y": [1, 0], "tags": [["a"], ["a", "b"]], "w": weights})
-    tree = {"label": "y", "multi": {"tags": {"weights": "w"}}}
-
-    with pytest.raises(DatasetFormatError) as caught:
-        write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-
-    assert words in str(caught.value)
-
-
-def test_a_file_without_the_column_of_weights_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("y,tags\n1,a\n")
-    tree = {"label": "y", "multi": {"tags": {"split": "|", "weights": "scores"}}}
-
-    with pytest.raises(DatasetFormatError, match=r"a\.csv must have column 'scores'"):
-        prepare_table([tmp_path / "a.csv"], tmp_path / "store", Schema.from_dict(tree))
-
-
 def test_a_bag_of_one_missing_value_may_have_its_weight(tmp_path):
     rows = ["a|b,1|2", "NA,0.5", "NA,", ",", "NA|b,3|4"] * 4
     lines = ["click,site,tags,scores", *(f"{n % 2},x,{row}" for n, row in enumerate(rows))]

@@ -1,0 +1,238 @@
+"""Tables that cannot be read: what is in a file, and the place or name that the error gives."""
+
+import functools
+import gzip
+import os
+
+import pytest
+
+from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
+from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.schemas.named import find_schema
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.errors import ConfigError, DatasetFormatError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ANY = {"categorical": {"c": {}}}
+
+
+def read(path, keys=ANY, **options):
+    files = TableFiles([path], Schema.from_dict({"label": "y", **keys}), **options)
+    return [batch.to_pylist() for batch in files.batches()]
+
+
+def read_bytes(folder, data, keys=ANY, name="a.csv"):
+    (folder / name).write_bytes(data)
+    read(folder / name, keys)
+
+
+def lines(*lines, keys=ANY, header="y,c"):
+    """Reads a text file of these lines."""
+    data = "\n".join([header, *lines, ""]).encode()
+    return functools.partial(read_bytes, data=data, keys=keys)
+
+
+def parquet(folder, keys=ANY, **columns):
+    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=1)
+    read(folder / "a.parquet", keys)
+
+
+def column(kind, keys, *values):
+    """Reads a column of these values, in a file of a kind."""
+    if kind == "csv":
+        return lines(*(f"1,x,{value}" for value in values), keys=keys, header="y,c,d")
+    columns = {"y": [1] * len(values), "c": ["x"] * len(values), "d": list(values)}
+    return functools.partial(parquet, keys=keys, **columns)
+
+
+def damaged_names(folder):
+    file = folder / "a.parquet"
+    pq.write_table(pa.table({"y": [1], "cafe": ["x"]}), file, store_schema=False)
+    read_bytes(folder, file.read_bytes().replace(b"cafe", b"caf\xff"), name="a.parquet")
+
+
+def pipe_of_a_schema(folder):
+    os.mkfifo(folder / "a.toml")
+    Schema.from_toml(folder / "a.toml")
+
+
+def schema_of(folder, data):
+    (folder / "a.toml").write_bytes(data)
+    Schema.from_toml(folder / "a.toml")
+
+
+def named_twice(folder):
+    (folder / "a.csv").write_text("y,c\n1,x\n")
+    TableFiles([folder / "a.csv"] * 2, Schema.from_dict({"label": "y", **ANY}))
+
+
+def two_files(folder):
+    """The second has a column that the first lacks."""
+    (folder / "a.csv").write_text("c\nx\n")
+    (folder / "b.csv").write_text("c,y\nx,1\n")
+    files = [folder / "a.csv", folder / "b.csv"]
+    TableFiles(files, Schema.from_dict({"label": "y", **ANY}), optional=["y"])
+
+
+def no_mean():
+    DenseRule.of("x", "none", "mean", Moments())
+
+
+WHOLE = gzip.compress(b"y,c\n" + b"".join(b"1,%d\n" % (i * i) for i in range(5000)))
+DENSE = {"dense": {"d": {}}}
+INTEGER = {"categorical": {"d": {"values": "integer"}}}
+TIME = {**ANY, "timestamp": "d"}
+SPLIT = {**ANY, "split": {"by": "column", "column": "c", "train": ["x"], "test": ["z"]}}
+WEIGHTS = {"missing_values": ["NA"], "multi": {"c": {"split": "|", "weights": "w"}}}
+VALUES = [
+    (DENSE, "1", "z", "'z'"),
+    (DENSE, "1", "inf", "inf"),
+    ({"dense": {"d": {"missing": "error"}}}, "1", "", "missing"),
+    ({"categorical": {"d": {"missing": "error"}}}, "2", "", "missing"),
+    (INTEGER, "2", "3.5", "'3.5'"),
+    (INTEGER, "2", "9" * 19, "'9999999999999999999'"),
+    ({"multi": {"d": {"values": "integer", "split": "|"}}}, "1", "1|x", "'1|x'"),
+    ({**ANY, "weight": "d"}, "1", "-1", "-1"),
+    (TIME, "1", "yesterday", "'yesterday'"),
+    (TIME, "1", "1414540800000", "timestamp_format"),
+    ({**TIME, "timestamp_format": "%y%m%d%H"}, "14102100", "1410x", "'1410x'"),
+    ({**ANY, "group": "d"}, "2", "", "group"),
+]
+REFUSALS = [
+    ("a short line", lines("1,x", "1"), "a.csv, line 3"),
+    ("a label", lines("1,x", "", '0,"a\nb"', "7,x"), "a.csv, line 6, column 'y'"),
+    ("no label", lines("1,x", ",x"), "a.csv, line 3, column 'y'"),
+    ("after a very long field", lines(f"1,{'x' * 200_000}", "7,x"), "row 1 (from 0), column 'y'"),
+    ("a group", lines("1,x", "0,", keys={**ANY, "group": "c"}), "line 3, column 'c'"),
+    ("a split", lines("1,x", "0,", keys=SPLIT), "line 3, column 'c'"),
+    ("a quote in the last column", lines("1,a", '1,"a', "1,a"), "line 3: a quote"),
+    ("a quote of another", lines("1,a,b", '1,a,"b', "1,a,b", header="y,c,z"), "never closed"),
+    ("a quote at the end", lines('1,"a'), "a.csv, line 2: a quote"),
+    *[
+        (f"after a quote {line}", lines("1,x", line), "a.csv, line 3: a field")
+        for line in ('1,"a"b', '1,"a" ', '"1"2,x', '1,"a"b,c,d')
+    ],
+    ("an empty file", functools.partial(read_bytes, data=b""), "a.csv"),
+    ("cut", functools.partial(read_bytes, data=WHOLE[:5000], name="b.csv.gz"), "b.csv.gz"),
+    ("no gzip", functools.partial(read_bytes, data=b"y,c\n", name="b.csv.gz"), "b.csv.gz"),
+    ("no UTF-8", functools.partial(read_bytes, data=b"y,c\n1,x\n1,\xff\n"), "column 'c'"),
+    ("names", functools.partial(read_bytes, data=b"y,c,\xff\n1,x,1\n"), "a.csv, line 1"),
+    ("no Parquet", functools.partial(read_bytes, data=b"PAR1 no", name="a.parquet"), "a.parquet"),
+    ("names of Parquet", damaged_names, "a.parquet"),
+    ("another column", lines("1,x", header="y,cc"), "column 'c'"),
+    ("equal names", lines("1,x,x", header="y,c,c"), "'c' 2 times"),
+    ("a column of a later file", two_files, "b.csv has column 'y'"),
+    ("no weights", lines("1,a", keys={"multi": {"c": {"weights": "w", "split": "|"}}}), "'w'"),
+    ("no delimiter", lines("1,a", keys={"multi": {"c": {}}}), "set split"),
+    ("a mean of nothing", lambda _: no_mean(), "column 'x'"),
+    ("truth", functools.partial(parquet, y=[1, 0], c=[True, None]), "bool"),
+    ("lists as labels", functools.partial(parquet, y=[[0], [1]], c=list("ab")), "'y'"),
+    *[
+        (
+            f"times of {kind}",
+            lambda folder, kind=kind: parquet(
+                folder, TIME, y=[1], c=["x"], d=pa.array([1.0], kind)
+            ),
+            "column 'd'",
+        )
+        for kind in ("float32", "float16")
+    ],
+    *[
+        (f"{keys} of {value} in {kind}", column(kind, keys, first, value), place + ", column 'd'")
+        for kind, place in (("csv", "a.csv, line 3"), ("parquet", "row group 1, row 0"))
+        for keys, first, value, _ in VALUES
+    ],
+    *[
+        (f"{keys} names {value}", column("csv", keys, first, value), name)
+        for keys, first, value, name in VALUES
+    ],
+    *[
+        (
+            f"dates as {values} in {kind}",
+            column(kind, TIME, *values),
+            f'timestamp_format to "{form}"',
+        )
+        for kind in ("csv", "parquet")
+        for values, form in (
+            ((20141021, 20141022), "%Y%m%d"),
+            ((2014102100, 2014123123), "%Y%m%d%H"),
+            ((14102100, 14123123), "%y%m%d%H"),
+            ((20141021.0, 20141022.0), "%Y%m%d"),
+        )
+    ],
+    *[
+        (f"the weights {weights} of {values} in {kind}", act, f"{place}, column 'w'")
+        for values, weights in (
+            *(("a|b", "1"), ("a|b", ""), ("", "1|2"), ("a|b", "1|"), ("a|b", "1|NA")),
+            *(("a|b", "1|x"), ("a|b", "nan|1"), ("a|b", "1|-inf"), ("a|b", "1|1e39")),
+        )
+        for kind, act, place in (
+            (
+                "csv",
+                lines("1,,", "0,a|b,1|2", f"0,{values},{weights}", keys=WEIGHTS, header="y,c,w"),
+                "a.csv, line 4",
+            ),
+            (
+                "parquet",
+                functools.partial(
+                    parquet, keys=WEIGHTS, y=[1, 0], c=["a|b", values], w=["1|2", weights]
+                ),
+                "row group 1, row 0",
+            ),
+        )
+    ],
+    *[
+        (
+            f"the time {value} as {form}",
+            column("csv", {**TIME, "timestamp_format": form}, first, value),
+            "line 3, column 'd'",
+        )
+        for form, first, value in (
+            ("%d.%m.%Y %H:%M %Z", "30.03.2025 01:59 UTC", "30.03.2025 01:59 EST"),
+            ("%d.%m.%Y %H:%M %Z", "30.03.2025 01:59 UTC", "30.03.2025 01:59 CET"),
+            ("%m/%d/%Y", "01/16/2025", "1/15/25"),
+            ("%d.%m.%Y", "03.01.2025", "2025-01-03T19:00:00Z"),
+        )
+    ],
+]
+SETTINGS = [
+    ("another suffix", lambda folder: read_bytes(folder, b"y,c\n", name="a.doc"), "a.doc"),
+    ("a file named twice", named_twice, "a.csv"),
+    ("no file", lambda _: TableFiles([], Schema.from_dict({"label": "y", **ANY})), "files"),
+    ("no list", lambda _: TableFiles("a.csv", Schema.from_dict({"label": "y", **ANY})), "files"),
+    ("no schema", lambda folder: Schema.from_toml(folder / "a.toml"), "a.toml"),
+    ("a folder as a schema", Schema.from_toml, "file"),
+    ("a pipe as a schema", pipe_of_a_schema, "a.toml"),
+    *[
+        (f"a schema of {data}", functools.partial(schema_of, data=data), "a.toml")
+        for data in (b"label = ", b'label = "y"', b"label = '\xff'")
+    ],
+    ("a name of no schema", lambda _: find_schema("avasu"), "avazu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "name"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
+)
+def test_a_table_is_refused_by_name(tmp_path, act, name):
+    with pytest.raises(DatasetFormatError) as raised:
+        act(tmp_path)
+
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("act", "name"), [case[1:] for case in SETTINGS], ids=[case[0] for case in SETTINGS]
+)
+def test_files_and_schemas_are_refused_by_name(tmp_path, act, name):
+    with pytest.raises(ConfigError) as raised:
+        act(tmp_path)
+
+    assert name in str(raised.value)
+
+
+def test_a_folder_without_tables_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=tmp_path.name):
+        read(tmp_path)
