@@ -2,7 +2,6 @@ import argparse
 import errno
 import json
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -13,15 +12,12 @@ from itertools import takewhile
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import recsys
-from recsys._support.config_fields import format_keys
 from recsys.cli import commands, main
 from recsys.cli.commands import build_parser
-from recsys.cli.help import EXAMPLES, GROUPS, TRAIN_EXAMPLES
-from recsys.config import TrainConfig, describe_keys, load_config
+from recsys.cli.help import EXAMPLES, TRAIN_EXAMPLES
+from recsys.config import describe_keys, load_config
 from tests import forks
 
 
@@ -39,65 +35,6 @@ def test_python_can_run_the_package_as_a_program(monkeypatch, capsys):
     assert capsys.readouterr().out == f"recsys {recsys.__version__}\n"
 
 
-def test_options_are_these_and_no_others():
-    def options(parser):
-        found = {}
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found |= {name: options(sub) for name, sub in action.choices.items()}
-            elif action.dest != "help":
-                found[action.option_strings[-1] if action.option_strings else action.dest] = None
-        return {key: value or "" for key, value in found.items()}
-
-    assert options(build_parser()) == {
-        "--version": "",
-        "prepare": {
-            "criteo-kaggle": {
-                "raw": "",
-                "--out": "",
-            },
-            "criteo-1tb": {
-                "day": "",
-                "--max-ind-range": "",
-                "--out": "",
-            },
-            "table": {"files": "", "--schema": "", "--like": "", "--split": "", "--out": ""},
-        },
-        "inspect": {"files": "", "--label": "", "--ignore": "", "--quote": ""},
-        "profile": {"store": "", "--out": "", "--samples": ""},
-        "plan": {
-            "profile": "",
-            "--budget": "",
-            "--out": "",
-            "--config": "",
-            "--set": "",
-        },
-        "train": {
-            "data": "",
-            "--config": "",
-            "--set": "",
-            "--run": "",
-            "--dry-run": "",
-            "--resume": "",
-            "--checkpoint": "",
-        },
-        "verify": {"data": "", "--config": "", "--set": "", "--budgets": "", "--steps": ""},
-        "ablate": {"config": "", "--set": "", "--run": ""},
-        "report": {"run": ""},
-        "evaluate": {"run": "", "--data": "", "--json": ""},
-        "predict": {"run": "", "data": "", "--out": "", "--batch-size": "", "--store": ""},
-        "export": {
-            "run": "",
-            "--to": "",
-            "--since": "",
-            "--checkpoint": "",
-            "--quantize": "",
-            "--out": "",
-        },
-        "apply": {"full": "", "deltas": "", "--out": ""},
-    }
-
-
 def test_the_page_of_commands_lists_every_command(pytestconfig):
     def commands(parser, name):
         found = [
@@ -113,37 +50,6 @@ def test_the_page_of_commands_lists_every_command(pytestconfig):
     rows = " ".join(line.split(" | ")[0] for line in lines if line.startswith("| `"))
 
     assert [name for name in commands(build_parser(), "recsys") if f"`{name}" not in rows] == []
-
-
-def test_prepare_train_evaluate(raw_line, tmp_path, small_settings, capsys):
-    raw = tmp_path / "raw.txt"
-    raw.write_text(
-        "\n".join(
-            raw_line(str(line % 3 // 2), [str(line % 5)] * 13, [f"{line % 7:x}"] * 26)
-            for line in range(700)
-        )
-    )
-    store, folder = tmp_path / "store", tmp_path / "run"
-
-    assert run_cli("prepare", "criteo-kaggle", raw, "--out", store) == 0
-    of_model = small_settings[:6]
-    assert run_cli("train", store, *of_model, "--run", folder) == 0
-    printed_by_train = capsys.readouterr().out
-    metrics_file = tmp_path / "new" / "metrics.json"
-    assert run_cli("evaluate", folder, "--data", store, "--json", metrics_file) == 0
-
-    for word in ("auc", "logloss", "samples/s", str(folder)):
-        assert word in printed_by_train
-    record = json.loads((folder / "run.json").read_text())
-    assert json.loads(metrics_file.read_text())["metrics"] == record["metrics"]
-
-
-def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
-    raw = tmp_path / "raw.txt"
-    raw.write_text(f"{raw_line()}\noops\n")
-
-    assert run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "a") == 2
-    assert f"{raw} line 2: expected 40" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,6 +74,13 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             ["export", "nowhere", "--to", "safetensors", "--quantize", "int8", "--out", "f"],
             "--quantize int8 goes with --to torch-export only",
         ),
+        *[
+            (
+                ["export", "nowhere", "--to", to, "--checkpoint", number, "--out", "f"],
+                "--checkpoint",
+            )
+            for to, number in (("torch-export", "1"), ("safetensors", "x"))
+        ],
         (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
         (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
         (
@@ -181,7 +94,11 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["profile", "nowhere", "--out", "f.npz"], "nowhere does not exist; prepare a store with"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "nowhere: there is no such file"),
-        (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
+        (["evaluate", "nowhere", "--json", "."], "--json"),
+        (["train"], "data is missing"),
+        (["train", "--resume"], "--run DIR"),
+        (["train", "data", "--checkpoint", "3"], "--checkpoint"),
+        (["train", "--resume", "--run", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(
@@ -195,22 +112,14 @@ def test_bad_input_ends_with_a_message_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_that_would_lie_under_a_file_is_refused_before_the_work(tmp_path, capsys):
+@pytest.mark.parametrize("place", ["file/new/x.json", "pipe"])
+def test_a_result_never_takes_the_place_of_a_file_a_pipe_or_a_device(tmp_path, capsys, place):
     (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")  # a device of the system would be lost where this fails
 
-    assert run_cli("evaluate", "run", "--json", tmp_path / "file" / "new" / "x.json") == 2
+    assert run_cli("evaluate", tmp_path / "no_run", "--json", tmp_path / place) == 2
 
-    assert f"cannot be written: {tmp_path / 'file'} is not a folder" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_result_never_takes_the_place_of_a_pipe_or_a_device(tmp_path, capsys):
-    # One of our own: a device of the system would be lost where this fails.
-    os.mkfifo(tmp_path / "pipe")
-
-    assert run_cli("evaluate", tmp_path / "no_run", "--json", tmp_path / "pipe") == 2
-
-    assert f"{tmp_path / 'pipe'} is not a plain file" in capsys.readouterr().err
+    assert str(tmp_path / place.partition("/")[0]) in capsys.readouterr().err
 
 
 def test_help_lists_every_configuration_key(capsys):
@@ -221,42 +130,6 @@ def test_help_lists_every_configuration_key(capsys):
     printed = capsys.readouterr().out
     for name, _, _ in describe_keys():
         assert name in printed
-
-
-def test_help_of_a_key_says_its_group_its_meaning_what_it_accepts_and_its_default():
-    lines = format_keys(TrainConfig, width=200).split("\n")
-
-    place = lines.index("lr_schedule: learning rates over the run")
-    found = [" ".join(line.split()) for line in lines[place:]]
-    assert (
-        "lr_schedule.final factor that remains at the end (number in [0, 1]; default 0.0)" in found
-    )
-    assert "lr_schedule.decay how rates fall (one of none, linear, cosine; default none)" in found
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "command"),
-    [
-        ("clicks.csv", "a table", "recsys prepare table {file} --schema schema.toml --out STORE"),
-        ("clicks.csv.gz", "a table", "recsys inspect {file} > schema.toml"),
-        ("clicks.PARQUET", "a table", "recsys prepare table {file} --schema"),
-        ("train.txt", "a file", "recsys prepare criteo-kaggle {file} --out STORE"),
-    ],
-)
-@pytest.mark.parametrize("arguments", [["train"], ["verify"], ["profile", "--out", "f.npz"]])
-def test_a_file_in_place_of_a_store_names_the_command_that_makes_one(
-    arguments, name, kind, command, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / name
-    file.write_text("click,user\n1,2\n")
-
-    assert run_cli(*arguments, file) == 2
-
-    printed = capsys.readouterr().err
-    assert f"{file} is {kind}, and data must be a store" in printed
-    assert f"`{command.format(file=file)}" in printed
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_warnings_of_commands_show_no_source_code(tmp_path, small_settings, monkeypatch, capsys):
@@ -276,19 +149,6 @@ def test_warnings_of_commands_show_no_source_code(tmp_path, small_settings, monk
     assert told.startswith("recsys train: warning: the only evaluation is the one after the last")
     assert "warnings.warn" not in "".join(lines)
     assert warnings.formatwarning is before
-
-
-def test_help_lists_every_command_once_under_a_heading(capsys):
-    with pytest.raises(SystemExit):
-        run_cli("--help")
-
-    printed = capsys.readouterr().out
-    commands, _, examples = printed.partition("options:")
-    listed = re.findall(r"^ {4}(\S+)", commands, re.MULTILINE)
-    (sub,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    assert sorted(listed) == sorted(sub.choices)
-    assert all(f"  {heading}:\n" in commands for heading in GROUPS)
-    assert "recsys train synthetic:criteo-kaggle --set budget=256MiB\n" in examples
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["trian"], []])
@@ -367,42 +227,6 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch, capsys):
     assert "the process of a cell ended" in capsys.readouterr().err
 
 
-def test_words_that_no_option_takes_are_told_by_the_command(capsys):
-    for arguments in (["train", "store", "--epochs", "3"], ["report", "run", "--epochs=3"]):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
-
-    train, _, report = capsys.readouterr().err.partition("usage: recsys report")
-    assert train.startswith("usage: recsys train")
-    assert "unrecognized arguments: --epochs 3; configuration keys are given by --set" in train
-    assert "unrecognized arguments: --epochs=3\n" in report
-
-
-def test_errors_of_the_system_name_the_place(tmp_path, capsys):
-    (tmp_path / "file").touch()
-
-    assert run_cli("report", tmp_path / "file" / "run") == 2
-
-    assert "recsys report: " in capsys.readouterr().err
-
-
-def test_files_in_the_way_are_not_to_be_removed(tmp_path, small_settings, capsys):
-    mine = tmp_path / "clicks.csv"
-    mine.write_text("click,site\n0,a\n1,b\n")
-    schema = tmp_path / "schema.toml"
-    schema.write_text("label = 'click'\n[categorical.site]\n")
-
-    for command in (
-        ["train", "synthetic:criteo-kaggle", *small_settings, "--run", mine],
-        ["prepare", "table", mine, "--schema", schema, "--out", mine],
-    ):
-        assert run_cli(*command) == 2
-        told = capsys.readouterr().err
-        assert f"{mine} is a file; choose " in told
-        assert "remove" not in told
-
-
 @pytest.mark.parametrize("text", [EXAMPLES, TRAIN_EXAMPLES])
 def test_examples_of_the_help_are_commands(text):
     examples = [line.split() for line in text.splitlines() if line.startswith("  recsys ")]
@@ -410,16 +234,6 @@ def test_examples_of_the_help_are_commands(text):
     for _, *arguments in examples:
         options = build_parser().parse_args(list(takewhile(lambda each: each != ">", arguments)))
         load_config(None, getattr(options, "set", ()))
-
-
-def test_meanings_of_keys_stand_in_one_column():
-    lines = format_keys(TrainConfig, width=80).split("\n")
-
-    assert max(map(len, lines)) <= 80
-    for name, _, _ in describe_keys():
-        (line,) = [each for each in lines if re.match(rf"  {name}( |$)", each)]
-        assert line == f"  {name}" or line[2 + len(name) : 34].isspace()
-        assert line[34:35] != " "
 
 
 def test_a_run_is_resumed_without_naming_its_data_again(tmp_path, small_settings, capsys):
@@ -443,27 +257,6 @@ def test_the_data_may_be_named_by_the_configuration(tmp_path, small_settings, ca
     assert run_cli("train", "--config", file, *small_settings, "--run", tmp_path / "run") == 0
 
     assert "test" in capsys.readouterr().out
-    file.write_text("epochs = 1\n")
-    assert run_cli("train", "--config", file, "--run", tmp_path / "other") == 2
-    assert "data is missing; name a store" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "data is missing; name a store, or synthetic:criteo-kaggle"),
-        (["--resume"], "--resume continues the run in a folder; name it by --run DIR"),
-        (["data", "--checkpoint", "3"], "--checkpoint N is for a run to continue; add --resume"),
-        (["--resume", "--run", "nowhere"], "nowhere has no run to continue; name the data"),
-    ],
-)
-def test_what_resuming_needs_is_said(tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-
-    assert run_cli("train", *options) == 2
-
-    assert f"recsys train: {message}" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -510,51 +303,6 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
 
     assert choices("export", "to") == MODEL_FORMATS
     assert choices("export", "quantize") == QUANTIZATIONS
-
-
-def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_settings, capsys):
-    run, files = tmp_path / "run", [str(tmp_path / name) for name in ("full", "delta", "applied")]
-    settings = [*small_settings, "--set", "checkpoint.every_steps=2"]
-
-    assert main(["train", "synthetic:criteo-kaggle", "--run", str(run), *settings]) == 0
-    kept = sorted(path.stem for path in (run / "checkpoints").glob("*.json"))
-    older, last = int(kept[0]), int(kept[1])
-    export = ["export", str(run)]
-    full = ["--to", "safetensors", "--checkpoint", str(older), "--out", files[0]]
-    assert main([*export, *full]) == 0
-    assert main([*export, "--since", str(older), "--out", files[1]]) == 0
-    assert main(["apply", *files[:2], "--out", files[2]]) == 0
-    assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "final")]) == 0
-
-    found, expected = (load_file(name) for name in (files[2], tmp_path / "final"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-    capsys.readouterr()
-    assert main([*export, "--since", str(last), "--out", str(tmp_path / "none")]) == 2
-    assert f"checkpoint {last} is the newest, so nothing has changed" in capsys.readouterr().err
-    assert main([*export, "--to", "torch-export", "--checkpoint", "1", "--out", files[0]]) == 2
-    assert "goes with --to safetensors only" in capsys.readouterr().err
-    assert main([*export, "--to", "safetensors", "--checkpoint", "x", "--out", files[0]]) == 2
-    assert "must be a number or 'last', got 'x'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("number", "way_out"),
-    [
-        (errno.ENOSPC, "; free some space, or name another place"),
-        (errno.EMFILE, "; raise the limit of open files, as by `ulimit -n 4096`"),
-    ],
-)
-def test_a_full_disk_or_table_of_files_is_told_with_what_helps(
-    monkeypatch, tmp_path, capsys, number, way_out
-):
-    def fill(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("recsys.cli.commands.require_place", fill)
-
-    assert main(["evaluate", "run", "--json", str(tmp_path / "rows.json")]) == 2
-    assert capsys.readouterr().err.endswith(f"{way_out}\n")
 
 
 @pytest.mark.parametrize(
