@@ -94,7 +94,7 @@ def test_the_page_of_commands_lists_every_command(pytestconfig):
         (["profile", "nowhere", "--out", "f.npz"], "nowhere does not exist; prepare a store with"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "nowhere: there is no such file"),
-        (["evaluate", "nowhere", "--json", "."], "--json"),
+        (["evaluate", "nowhere", "--json", "."], ". is a folder"),
         (["train"], "data is missing"),
         (["train", "--resume"], "--run DIR"),
         (["train", "data", "--checkpoint", "3"], "--checkpoint"),

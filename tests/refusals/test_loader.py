@@ -10,14 +10,14 @@ from recsys.errors import ConfigError
 
 
 @functools.cache
-def source(num_samples=49):
+def source(num_samples=49, drift=0.0):
     """A source with a validation split of 3 samples; of none, if it has 7."""
-    return SyntheticCriteo(num_samples=num_samples, table_sizes=[1])
+    return SyntheticCriteo(num_samples=num_samples, table_sizes=[1], drift=drift)
 
 
-def make(num_samples=49, **changes):
+def make(num_samples=49, drift=0.0, **changes):
     arguments = {"split": "train", "batch_size": 5, "shuffle": False} | changes
-    return BatchLoader(source(num_samples), **arguments)
+    return BatchLoader(source(num_samples, drift), **arguments)
 
 
 def load(state):
@@ -83,7 +83,7 @@ REFUSALS = [
         )
         for case in [lambda changes=changes: load(make(**changes).state_dict())]
     ],
-    ("a state of other data", lambda: load(make(56).state_dict()), ConfigError, "data"),
+    ("a state of other data", lambda: load(make(drift=0.1).state_dict()), ConfigError, "data is"),
     *[
         (
             f"a malformed state, {changes}",
