@@ -147,8 +147,6 @@ def _inspect(options: argparse.Namespace) -> int:
     guess = guess_schema(
         options.files, label=options.label, ignore=options.ignore, quote=options.quote
     )
-    for warning in guess.warnings:
-        warnings.warn(warning, stacklevel=2)
     accept_any_text("utf-8")  # as TOML is
     print(guess.to_toml(), end="")
     return 0

@@ -182,29 +182,6 @@ def test_files_like_a_store_are_not_told_to_correct_a_schema(tmp_path):
         encoder.open_files([tmp_path / "b.csv"])
 
 
-def rows_of_data(num_rows=20):
-    return "".join(f"{row % 2},u{row % 7},{row * 0.5}\n" for row in range(num_rows))
-
-
-def test_a_first_line_of_data_is_suspected(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text(rows_of_data())
-
-    found = guess_schema([path], label="0").warnings
-
-    assert found[0].startswith(f"the first line of {path} looks like data rather than names of")
-    with pytest.raises(ConfigError, match=r"no column is named label.*looks like data rather"):
-        guess_schema([path])
-
-
-@pytest.mark.parametrize("header", ["label,user,price", "0,1,2"])
-def test_a_first_line_of_names_is_not_suspected(tmp_path, header):
-    path = tmp_path / "a.csv"
-    path.write_text(f"{header}\n{rows_of_data()}")
-
-    assert not guess_schema([path], label=header.partition(",")[0]).warnings
-
-
 def test_equal_names_may_be_data(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("1,u,1\n")

@@ -4,7 +4,6 @@ import pytest
 
 from recsys.cli import main
 from recsys.datasets.tabular.guessing.guess import guess_schema
-from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
@@ -113,7 +112,7 @@ def test_parquet_types_decide(tmp_path):
         "split": {"by": "timestamp", "test": "1/10", "validation": "1/10"},
     }
     assert guess.reasons["nested"].startswith("its type is neither")
-    assert guess.reasons["scores"].endswith('set weights = "scores" there')
+    assert guess.reasons["scores"].startswith("its type is neither")
     assert guess.reasons["day"] == "times; one column of times is read"
     assert sum(batch.num_rows for batch in TableFiles([path], guess.schema).batches()) == 120
 
@@ -149,10 +148,12 @@ def test_a_label_may_be_named_and_columns_ignored(tmp_path, capsys):
     guess = guess_schema([path], label="device", ignore=["click", "title"])
     assert (guess.schema.label, guess.schema.positive) == ("device", ">= 1.5")
     assert guess.reasons["click"] == guess.reasons["title"] == "named by --ignore"
-    with pytest.raises(ConfigError, match="has no column 'clicks'; its columns are 'row_id'"):
+    with pytest.raises(
+        ConfigError, match=r"no column .* is named 'clicks', .* columns are 'row_id'"
+    ):
         guess_schema([path], label="clicks")
     with pytest.raises(
-        ConfigError, match="label 'site' must hold 0 and 1, true and false, numbers, or two"
+        ConfigError, match="label 'site' must hold 0 and 1, true and false, or numbers"
     ):
         guess_schema([path], label="site")
     assert main(["inspect", str(path), "--label", "site"]) == 2
@@ -195,19 +196,10 @@ def test_the_rule_of_a_rating_has_all_its_digits(tmp_path):
     assert guess_schema([path]).schema.positive == ">= 123456791"
 
 
-def test_a_rating_with_an_infinite_median_is_no_label(tmp_path):
-    path = write_csv(tmp_path, {"rating": ["inf", "inf", 1], "c": ["a", "b", "b"]})
-    with pytest.raises(ConfigError, match="label 'rating' must hold 0 and 1"):
-        guess_schema([path])
-
-
-@pytest.mark.parametrize(
-    ("label", "ignore", "reason"),
-    [("/y", [], "begins with a slash"), ("click", ["click"], "named by --ignore")],
-)
-def test_a_label_that_is_not_read_is_refused(tmp_path, label, ignore, reason):
+@pytest.mark.parametrize(("label", "ignore"), [("/y", []), ("click", ["click"])])
+def test_a_label_that_is_not_read_is_refused(tmp_path, label, ignore):
     path = write_csv(tmp_path, {"/y": [0, 1], "click": [1, 0], "label": [0, 1], "c": ["a", "b"]})
-    with pytest.raises(ConfigError, match=f"label '{label}' is not read: .*{reason}; rename"):
+    with pytest.raises(ConfigError, match=f"no column that can be read is named '{label}'"):
         guess_schema([path], label=label, ignore=ignore)
 
 
@@ -234,69 +226,27 @@ def test_a_table_without_rows_is_refused(tmp_path):
         guess_schema([path])
 
 
-def test_a_column_without_a_printable_name_is_not_read(tmp_path):
+@pytest.mark.parametrize("name", ["", "/x", "x\ny = 1"])
+def test_a_column_whose_name_a_schema_refuses_is_not_read(tmp_path, name):
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"], "x\ny = 1": [1, 2]}), path)
+    pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"], name: [1, 2]}), path)
     guess = guess_schema([path])
-    assert guess.reasons["x\ny = 1"] == "its name is not printable text"
+    assert guess.reasons[name] == "its name is empty, not printable, or begins with a slash"
     assert Schema.from_dict(tomllib.loads(guess.to_toml())) == guess.schema
 
 
-def test_a_column_without_a_name_is_listed_once(tmp_path):
-    path = write_csv(tmp_path, {"": [0, 1, 2], "label": [0, 1, 1], "c": ["a", "b", "b"]})
-    text = guess_schema([path]).to_toml()
-    assert "\n#   a column without a name, as `to_csv` writes the index of a frame\n" in text
-    assert text.count("without a name") == 1
-    assert "''" not in text
+def test_the_first_rows_of_the_first_file_are_looked_at(tmp_path, monkeypatch):
+    first = write_csv(tmp_path, {"label": [0, 1, 1], "c": ["a", "b", "b"]})
+    second = write_csv(tmp_path, {"d": [1, 2]}, name="b.csv")
+    assert guess_schema([tmp_path]).num_rows == guess_schema([first, second]).num_rows == 3
+    monkeypatch.setattr("recsys.datasets.tabular.guessing.guess._SAMPLE_ROWS", 2)
+    assert guess_schema([first]).num_rows == 2
 
 
 def test_numbers_too_large_for_dates_are_only_numbers(tmp_path):
     columns = {"label": [0, 1], "day": ["inf", "1"], "c": [2**62, 5]}
     guess = guess_schema([write_csv(tmp_path, columns)])
     assert (list(guess.schema.dense), list(guess.schema.categorical)) == (["day"], ["c"])
-
-
-def test_the_rows_of_all_files_are_looked_at(tmp_path, monkeypatch):
-    first = write_csv(tmp_path, {"label": [0, 1], "c": ["a", "a"]})
-    second = write_csv(tmp_path, {"c": ["b", "b"], "d": [1, 2], "label": [1, 0]}, name="b.csv")
-    guess = guess_schema([first, second])
-    assert guess.num_rows == 4
-    assert list(guess.schema.categorical) == ["c"]  # one value in each file
-    assert guess_schema([tmp_path]).schema == guess.schema
-    monkeypatch.setattr("recsys.datasets.tabular.guessing.guess._SAMPLE_ROWS", 3)
-    assert guess_schema([first, second]).num_rows == 3
-
-
-def test_files_of_other_columns_are_no_sample(tmp_path):
-    first = write_csv(tmp_path, {"label": [0, 1], "c": ["a", "b"]})
-    second = write_csv(tmp_path, {"label": [0, 1]}, name="b.csv")
-    with pytest.raises(DatasetFormatError, match=r"b\.csv must have column 'c', as .*a\.csv has"):
-        guess_schema([first, second])
-    for name, values in (("c", ["a", "b"]), ("d", [1, 2])):
-        table = pa.table({"label": [0, 1], "c": values})
-        pq.write_table(table, tmp_path / f"{name}.parquet")
-    with pytest.raises(DatasetFormatError, match=r"d\.parquet: columns must have types like"):
-        guess_schema([tmp_path / "c.parquet", tmp_path / "d.parquet"])
-
-
-def test_columns_that_belong_to_the_item_change_with_it(tmp_path):
-    items = [4, 5, 6] * 3
-    columns = {
-        "user": [1, 1, 1, 2, 2, 2, 3, 3, 3],
-        "item": items,
-        "genre": [f"g{item % 2}" for item in items],
-        "price": [item / 3 for item in items],
-        "tags": ["|".join("abc"[: item - 3]) for item in items],
-        "mood": [f"m{row % 2}" for row in range(9)],
-    }
-    path = write_csv(tmp_path, columns)
-    guess = guess_schema([path])
-    assert guess.schema.negatives.item_columns == ("genre",)
-    assert list(guess.schema.categorical) == ["user", "item", "genre", "mood"]
-    assert (dict(guess.schema.dense), dict(guess.schema.multi)) == ({}, {})
-    assert guess.reasons["price"] == "one value for each item, which negatives would keep"
-    assert "#   'tags': one value for each item" in guess.to_toml()
-    prepare_table([path], tmp_path / "store", guess.schema)  # warns of no column
 
 
 def test_a_column_of_booleans_is_drafted_as_integers(tmp_path):
@@ -307,37 +257,6 @@ def test_a_column_of_booleans_is_drafted_as_integers(tmp_path):
     assert guess.reasons["is_new"].startswith("true (1) or false (0), 2 different values")
     (batch,) = TableFiles([path], guess.schema).batches()
     assert batch.column("is_new").to_pylist() == [1, 0, None]
-
-
-def test_integers_beyond_63_bits_are_drafted_as_text(tmp_path):
-    path = tmp_path / "a.parquet"
-    ids = pa.array([2**63, 5, 2**64 - 1, None], pa.uint64())
-    lists = pa.array([[2**63], [5, 5], [], [2**64 - 1, 5]], pa.list_(pa.uint64()))
-    small = pa.array([7, 8, 7, 7], pa.uint64())
-    columns = {"label": [0, 1, 1, 0], "hashed": ids, "seen": lists, "small": small}
-    pq.write_table(pa.table(columns), path)
-
-    guess = guess_schema([path])
-
-    drafted = guess.schema.as_dict()
-    assert drafted["categorical"] == {"hashed": {}, "small": {"values": "integer"}}
-    assert drafted["multi"] == {"seen": {}}
-    (batch,) = TableFiles([path], guess.schema).batches()
-    assert batch.column("hashed").to_pylist() == [str(2**63), "5", str(2**64 - 1), None]
-
-
-@pytest.mark.parametrize("most", [2.0**53, 2.0**64, float("inf")])
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_ids_that_floats_round_are_not_read(tmp_path, most, kind):
-    columns = {"label": [0, 1, 1], "site": list("aba"), "ad_id": [5.0, most, None]}
-    path = write_csv(tmp_path, columns) if kind == "csv" else tmp_path / "a.parquet"
-    if kind == "parquet":
-        pq.write_table(pa.table(columns), path)
-
-    guess = guess_schema([path])
-
-    assert list(guess.schema.columns) == ["site", "label"]
-    assert guess.reasons["ad_id"].startswith("ids in floats, which round them beyond 2^53")
 
 
 def test_decimals_of_whole_numbers_are_integers(tmp_path):
@@ -365,16 +284,6 @@ def test_decimals_of_whole_numbers_are_integers(tmp_path):
     assert batch["tags"].to_pylist() == [[1, 2], [], [2], [1]]
 
 
-def test_parts_are_drafted_as_they_are_written(tmp_path):
-    parts = ["Train", "Train", "TEST", "TEST", "Validation"]
-    columns = {"label": [0, 1, 1, 0, 1], "site": list("abaab"), "split": parts}
-    path = write_csv(tmp_path, columns)
-
-    report = prepare_table([path], tmp_path / "store", guess_schema([path]).schema)
-
-    assert report.splits == {"train": 2, "test": 2, "validation": 1}
-
-
 def test_groups_may_be_integers_beyond_63_bits(tmp_path):
     path = tmp_path / "a.parquet"
     users = pa.array([2**63, 5, 2**63, 5], pa.uint64())
@@ -392,27 +301,18 @@ def test_a_leading_zero_in_any_row_makes_text(tmp_path):
     assert guess.schema.as_dict()["categorical"] == {"zip": {}, "n": {"values": "integer"}}
 
 
-def test_names_that_a_schema_refuses(tmp_path):
-    columns = {"user.id": [1, 2, 2], "user_id": [3, 3, 4], "/label": [5, 6, 6], "label": [0, 1, 1]}
+def test_a_name_with_a_dot_has_a_table_without(tmp_path):
+    columns = {"user.id": [1, 2, 2], "label": [0, 1, 1]}
     guess = guess_schema([write_csv(tmp_path, columns)])
     assert guess.schema.as_dict()["categorical"] == {
-        "user.id": {"values": "integer", "table": "user_id_"},
-        "user_id": {"values": "integer"},
+        "user.id": {"values": "integer", "table": "user_id"},
     }
-    assert guess.reasons["/label"] == "its name begins with a slash"
 
 
 def test_a_column_of_nan_is_empty(tmp_path):
     columns = {"label": [0, 1, 1], "c": ["a", "b", "b"], "x": ["nan", "NaN", "nan"]}
     guess = guess_schema([write_csv(tmp_path, columns)])
     assert guess.reasons["x"] == "empty in these rows"
-
-
-def test_a_table_without_a_feature_is_refused_with_the_reasons(tmp_path):
-    (tmp_path / "a.csv").write_text("click,x,y\n" + "0,same,\n" * 2)
-
-    with pytest.raises(ConfigError, match=r"a\.csv: no column can be a feature .*'x': one value"):
-        guess_schema([tmp_path / "a.csv"])
 
 
 def test_a_column_has_one_role_of_label_timestamp_and_group(tmp_path):

@@ -25,8 +25,7 @@ def clicks(**labels):
 
 def test_a_draft_without_a_label_warns_of_it(tmp_path, capsys):
     path = write_csv(tmp_path, **clicks(colour=["red", "blue"] * 6))
-    with pytest.warns(UserWarning, match="no column is known to be the label"):
-        assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# WARNING: no column is known to be the label")
     assert "negatives" in Schema.from_dict(tomllib.loads(printed)).as_dict()
@@ -35,14 +34,13 @@ def test_a_draft_without_a_label_warns_of_it(tmp_path, capsys):
 def test_a_draft_with_a_label_has_no_warning(tmp_path):
     path = write_csv(tmp_path, **clicks(label=[0, 1] * 6, y_flag=[0, 1] * 6))
     guess = guess_schema([path])
-    assert (guess.schema.label, guess.warnings) == ("label", ())
+    assert guess.schema.label == "label"
+    assert "WARNING" not in guess.to_toml()
 
 
 @pytest.mark.parametrize(
     ("values", "rule"),
     [
-        (["No", "Yes", "No"], "== Yes"),
-        (["buy", "not now", "buy"], "== not now"),
         ([0, 0, 3], "> 0"),  # with ">= 0" every row would be a positive
         ([1, 4, 5], ">= 4"),
     ],
@@ -60,15 +58,7 @@ def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
     } == {0, 1}
 
 
-@pytest.mark.parametrize("values", [["a", "b", "c"], ["'a'", "'b'", "'b'"], ["00", "01", "01"]])
-def test_no_rule_is_drafted_for_other_text(tmp_path, values):
-    path = write_csv(tmp_path, **clicks(bought=values * 4))
-    with pytest.raises(ConfigError, match=r'found values .* such as positive = "== yes"'):
-        guess_schema([path], label="bought")
-
-
-def test_a_drafted_rule_keeps_to_one_line(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text('c,bought\nx,no\nx,"y\nes"\ny,no\n')
-    with pytest.raises(ConfigError, match=r"found values no, 'y\\nes'"):
+def test_no_rule_is_drafted_for_text(tmp_path):
+    path = write_csv(tmp_path, **clicks(bought=["no", "yes", "no"] * 4))
+    with pytest.raises(ConfigError, match=r'found text; .* rule for text: positive = "== yes"'):
         guess_schema([path], label="bought")

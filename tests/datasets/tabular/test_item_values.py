@@ -1,10 +1,7 @@
 import numpy as np
-import pytest
 
 from recsys.datasets.tabular.encoding.bags import Bags
-from recsys.datasets.tabular.store_parts.item_values import ItemValues, columns_of_items
-
-pa = pytest.importorskip("pyarrow")
+from recsys.datasets.tabular.store_parts.item_values import ItemValues
 
 
 def found(blocks, num_items=5):
@@ -41,15 +38,3 @@ def test_bags_are_compared_whole():
     columns = {"genres": bags([0], [], [0], [0, 1]), "tags": bags([0], [], [0, 0], [1])}
     values.add(items, columns)
     assert values.found() == ["genres"]
-
-
-def test_columns_of_a_table():
-    table = pa.table(
-        {
-            "item": ["a", "b", None, "a"],
-            "genre": ["x", None, "z", "x"],
-            "tags": [["p"], ["p", "q"], [], ["p"]],
-            "mood": [1, 2, 3, 4],
-        }
-    )
-    assert columns_of_items(table, "item", ["genre", "tags", "mood"]) == ["genre", "tags"]

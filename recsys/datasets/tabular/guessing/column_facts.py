@@ -6,6 +6,7 @@ This module needs pyarrow, so others import it in functions, after `import_pyarr
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.datasets.tabular.reading.columns import plain
-from recsys.datasets.tabular.reading.date_forms import FIRST_SECONDS, date_form, text_form
+from recsys.datasets.tabular.reading.date_forms import (
+    FIRST_SECONDS,
+    are_iso_times,
+    date_form,
+    look_like_times,
+)
 
 __all__ = ["ColumnFacts", "measure_column"]
 
@@ -28,52 +34,30 @@ class ColumnFacts:
 
     Attributes:
         name: The column.
-        kind: "integer", "number", "text", "bool", "time", "list", "empty", "rounded" (ids in floats
-            that do not hold them exactly), or "other".
-        num_rows: Rows of the sample.
-        num_missing: Those without a value.
-        num_distinct: Different values; -1 for lists.
+        kind: "integer", "number", "text", "bool", "time", "list", "empty", "unknown time" (text
+            that looks like times, but is not ISO text), or "other".
+        num_missing: Rows without a value.
+        num_distinct: Different values; 0 for lists.
         least: Lowest number; 0.0 for other kinds.
         median: Median of the numbers.
         most: Highest number.
         few_values: The values as lower-case text if there are at most 10, sorted.
-        few_texts: These values as the sample has them, sorted.
         time_format: Key `timestamp_format` under which all values are times; None for no times.
-        time_doubt: Why text that looks like times has no `time_format`; else "".
         separator: The character that splits most of the text into repeated parts; else "".
-        num_parts: Mean number of values of a list, or of parts of the text.
-        element_kind: For lists and split text: "integer", "number", "text", or "other".
+        element_kind: For lists and split text: "integer" or "text".
     """
 
     name: str
     kind: str
-    num_rows: int
     num_missing: int = 0
     num_distinct: int = 0
     least: float = 0.0
     median: float = 0.0
     most: float = 0.0
     few_values: tuple[str, ...] = ()
-    few_texts: tuple[str, ...] = ()
     time_format: str | None = None
-    time_doubt: str = ""
     separator: str = ""
-    num_parts: float = 0.0
     element_kind: str = ""
-
-    @property
-    def unread_type(self) -> str:
-        """Why the type of the column is none of a feature; "" if it is one."""
-        if self.kind == "other" or self.element_kind == "other":
-            return "its type is neither numbers, text, times nor lists of these"
-        if self.kind == "rounded":
-            return "ids in floats, which round them beyond 2^53: write them as integers or text"
-        if self.kind == "list" and self.element_kind == "number":
-            return (
-                "lists of numbers that are not whole; if they weigh the values of another column, "
-                f'set weights = "{self.name}" there'
-            )
-        return ""
 
 
 def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
@@ -81,82 +65,64 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
 
     Args:
         name: Its name.
-        column: Its values in the sample; text from text files.
+        column: Its values in the sample, at least one row; text from text files.
     """
     types = pa.types
-    array = plain(pa.concat_arrays(column.chunks)) if column.num_chunks else pa.nulls(0)
-    array = _as_text_if_unsigned(array)
-    facts: dict[str, Any] = {"name": name, "num_rows": len(array), "num_missing": array.null_count}
-    array = array.drop_null()
-    text = array if types.is_string(array.type) else None
-    if text is not None:
-        array = _parse_numbers(text)  # without texts that are "nan"
-        facts["num_missing"] += len(text) - len(array)
+    array = given = plain(pa.concat_arrays(column.chunks)).drop_null()
+    if types.is_string(given.type):
+        array = _parse_numbers(given)  # without texts that are "nan"
     if not len(array):
-        return ColumnFacts(kind="empty", **facts)
+        return ColumnFacts(name=name, kind="empty", num_missing=len(column))
     if types.is_floating(array.type) and _is_whole_id(name, array):
-        if pc.max(pc.abs(array)).as_py() >= 2**53:
-            return ColumnFacts(kind="rounded", **facts)
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
-        array = text if text is not None else array.cast(pa.int64())
-        facts["num_missing"] = facts["num_rows"] - len(array)
+        array = given if types.is_string(given.type) else array.cast(pa.int64())
+    facts: dict[str, Any] = {"name": name, "num_missing": len(column) - len(array)}
     kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        parts = _as_text_if_unsigned(plain(array.flatten()).drop_null())
-        facts["num_parts"] = len(parts) / len(array)
-        return ColumnFacts(kind="list", num_distinct=-1, element_kind=_element_kind(parts), **facts)
-    if not (types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)):
+        element = _element_kind(plain(array.flatten()).drop_null())
+        return ColumnFacts(kind="list" if element else "other", element_kind=element, **facts)
+    is_value = types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)
+    if not is_value or types.is_time(kind) or types.is_duration(kind):
         return ColumnFacts(kind="other", **facts)
-    counts = array.value_counts()
-    facts["num_distinct"] = len(counts)
-    if len(counts) <= 10:
-        texts = [str(each) for each in counts.field("values").to_pylist()]
-        facts["few_texts"] = tuple(sorted(texts))
-        facts["few_values"] = tuple(sorted(text.lower() for text in texts))
-    if types.is_time(kind) or types.is_duration(kind):
-        return ColumnFacts(kind="other", **facts)
-    if types.is_temporal(kind):
+    values = array.unique()
+    facts["num_distinct"] = len(values)
+    if len(values) <= 10:
+        facts["few_values"] = tuple(sorted(str(each).lower() for each in values.to_pylist()))
+    if types.is_temporal(kind) or (types.is_string(kind) and are_iso_times(values)):
         return ColumnFacts(kind="time", time_format="", **facts)
     if types.is_boolean(kind):
         return ColumnFacts(kind="bool", **facts)
     if types.is_string(kind):
-        facts["time_format"], facts["time_doubt"] = text_form(array)
-        if facts["time_format"] is None and not facts["time_doubt"]:
-            facts |= _split_facts(array)
-        return ColumnFacts(kind="text", **facts)
+        if look_like_times(values):
+            return ColumnFacts(kind="unknown time", **facts)
+        return ColumnFacts(kind="text", **_split_facts(array), **facts)
     numbers = array.cast(pa.float64(), safe=False)
-    facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
-    facts["median"] = pc.quantile(numbers)[0].as_py()
-    facts["time_format"] = _time_format(array, facts["least"], facts["most"])
-    return ColumnFacts(kind="integer" if types.is_integer(kind) else "number", **facts)
-
-
-def _as_text_if_unsigned(array: pa.Array) -> pa.Array:
-    """Integers beyond 2^63 - 1, such as hashes, as text: `values = "integer"` refuses them."""
-    if pa.types.is_uint64(array.type) and (pc.max(array).as_py() or 0) >= 2**63:
-        return array.cast(pa.string())
-    return array
+    least, median, most = pc.quantile(numbers, [0.0, 0.5, 1.0]).to_pylist()
+    return ColumnFacts(
+        kind="integer" if types.is_integer(kind) else "number",
+        least=least,
+        median=median,
+        most=most,
+        time_format=_time_format(array, least, most),
+        **facts,
+    )
 
 
 def _parse_numbers(array: pa.Array) -> pa.Array:
     """Text that is integers or numbers throughout, as these; else the text."""
+    # Numbers with leading zeros, and integers beyond 64 bits, are names rather than amounts.
+    if pc.any(pc.match_substring_regex(array, "^-?(0[0-9]+|[0-9]{20,})$")).as_py():
+        return array
     for kind in (pa.int64(), pa.float64()):
-        try:
-            numbers = array.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-        # Integers beyond 64 bits, and numbers with leading zeros, are names rather than amounts.
-        too_long = "" if kind == pa.int64() else "|[0-9]{16,}"
-        is_name = pc.match_substring_regex(array, f"^-?(0[0-9]+{too_long})$")
-        if pc.any(is_name).as_py():
-            return array
-        return plain(numbers).drop_null()
+        with suppress(pa.ArrowInvalid):
+            return plain(array.cast(kind)).drop_null()
     return array
 
 
 def _is_whole_id(name: str, array: pa.Array) -> bool:
-    is_id = bool(re.search(r"(^|_|[a-z])(id|Id|ID)$", name))
-    return is_id and bool(pc.all(pc.equal(pc.floor(array), array)).as_py())
+    """Whether numbers are integers, which floats hold exactly, and the name is that of an id."""
+    is_exact = pc.and_(pc.equal(pc.floor(array), array), pc.less(pc.abs(array), 2**53))
+    return bool(re.search(r"(^|_|[a-z])(id|Id|ID)$", name) and pc.all(is_exact).as_py())
 
 
 def _time_format(array: pa.Array, least: float, most: float) -> str | None:
@@ -164,9 +130,7 @@ def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     for form, per_second in (("", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
         if FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
             return form
-    if pa.types.is_integer(array.type):
-        return date_form(array) or None
-    return None
+    return (pa.types.is_integer(array.type) and date_form(array)) or None
 
 
 def _split_facts(array: pa.Array) -> dict[str, Any]:
@@ -178,26 +142,20 @@ def _split_facts(array: pa.Array) -> dict[str, Any]:
     """
     if pc.mean(pc.match_substring_regex(array, _IN_BRACKETS)).as_py() >= 0.9:
         return {}
-    num_distinct = len(array.unique())
     for separator in _SEPARATORS:
-        has_it = pc.match_substring(array, separator)
-        if pc.sum(has_it).as_py() < 0.2 * len(array):
+        if pc.mean(pc.match_substring(array, separator)).as_py() < 0.2:
             continue
         parts = plain(pc.split_pattern(array, pattern=separator).flatten()).drop_null()
-        num_parts = len(parts.unique())
-        if num_parts <= num_distinct and 2 * num_parts < len(parts):
-            return {
-                "separator": separator,
-                "num_parts": len(parts) / len(array),
-                "element_kind": _element_kind(parts),
-            }
+        if len(parts.unique()) < min(len(array.unique()) + 1, len(parts) / 2):
+            return {"separator": separator, "element_kind": _element_kind(parts)}
     return {}
 
 
 def _element_kind(parts: pa.Array) -> str:
-    if pa.types.is_string(parts.type):
-        parts = _parse_numbers(parts) if len(parts) else parts
-        return "integer" if pa.types.is_integer(parts.type) else "text"
+    """The kind of the values of lists; "" if it is none of a feature."""
+    is_text = pa.types.is_string(parts.type)
+    if is_text and len(parts):
+        parts = _parse_numbers(parts)
     if pa.types.is_integer(parts.type):
         return "integer"
-    return "number" if pa.types.is_floating(parts.type) else "other"
+    return "text" if is_text else ""

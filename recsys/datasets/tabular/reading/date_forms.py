@@ -1,6 +1,6 @@
-"""Forms of times: of integers whose digits are dates, such as 20141021, and of text.
+"""Finds integers whose digits are dates, such as 20141021, and text that is times.
 
-Finds them, and finds texts that Arrow reads as another time than they say.
+Also finds texts that Arrow reads as another time than they say.
 
 This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
 """
@@ -8,19 +8,24 @@ This module needs pyarrow, so others import it in functions, after `import_pyarr
 from __future__ import annotations
 
 import re
-import warnings
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["FIRST_SECONDS", "Misread", "TextForm", "date_form", "first_misread", "text_form"]
+__all__ = [
+    "FIRST_SECONDS",
+    "Misread",
+    "are_iso_times",
+    "date_form",
+    "first_misread",
+    "look_like_times",
+]
 
 FIRST_SECONDS: Final = 631_152_000  # 1990: earlier dates are hardly the times of clicks
 
-_LOG_FORM = "%d/%b/%Y:%H:%M:%S %z"  # of Apache and nginx
-_NUM_GUESSED = 20  # texts
 _DATE_OR_CLOCK = (
     r"^\s*([0-9]{4}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ][0-9]{1,2}"
     r"|[0-9]{1,2}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ]([0-9]{4}|[0-9]{2})"
@@ -46,37 +51,19 @@ def date_form(numbers: pa.Array) -> str:
     return ""
 
 
-class TextForm(NamedTuple):
-    """How text writes times.
-
-    Attributes:
-        form: The key `timestamp_format`: "" for ISO text; None if the text is no times, or if there
-            is a doubt.
-        doubt: Why text that looks like times has no form; else "".
-    """
-
-    form: str | None
-    doubt: str = ""
+def are_iso_times(texts: pa.Array) -> bool:
+    """Whether all text is ISO text of times."""
+    for unit in ("us", "ns"):
+        for zone in (None, "UTC"):
+            with suppress(pa.ArrowInvalid):
+                texts.cast(pa.timestamp(unit, zone))
+                return True
+    return False
 
 
-def text_form(texts: pa.Array) -> TextForm:
-    """The form that all text has, if it is times from 1990 on.
-
-    Args:
-        texts: At least one text; no nulls.
-    """
-    if _are_iso(texts):
-        return TextForm("")
-    texts = texts.unique()
-    forms = [form for form in _guessed(texts) if _are_times(texts, form)]
-    if len(forms) == 1:
-        return TextForm(forms[0])
-    if forms:
-        return TextForm(
-            None, f"holds times, but the day or the month may be first: {' or '.join(forms)}"
-        )
-    share = pc.mean(pc.match_substring_regex(texts, _DATE_OR_CLOCK)).as_py()
-    return TextForm(None, "looks like times, but not all of one known form" if share >= 0.9 else "")
+def look_like_times(texts: pa.Array) -> bool:
+    """Whether most text begins like a date or a time of day."""
+    return bool(pc.mean(pc.match_substring_regex(texts, _DATE_OR_CLOCK)).as_py() >= 0.9)
 
 
 class Misread(NamedTuple):
@@ -151,43 +138,7 @@ def _digits(text: pa.Array) -> pa.Array:
     return pc.utf8_trim(pc.replace_substring_regex(numbers, r"\b0+([0-9])", r"\1"), " ")
 
 
-def _guessed(texts: pa.Array) -> list[str]:
-    """Forms of dates that the first texts may have, with the month first and with the day first."""
-    from pandas.tseries.api import guess_datetime_format
-
-    forms = [_LOG_FORM]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about texts in which only one order is possible
-        for text in texts.slice(0, _NUM_GUESSED).to_pylist():
-            for is_day_first in (False, True):
-                form = guess_datetime_format(text, dayfirst=is_day_first)
-                if form and _is_of_days(form) and form not in forms:
-                    forms.append(form)
-    return forms
-
-
-def _is_of_days(form: str) -> bool:
-    """Whether a form has a year and a day, and the month before the day if the year is first."""
-    year, month, day = map(form.find, ("%Y", "%m", "%d"))
-    return min(year, day) >= 0 and not year < day < month
-
-
-def _are_iso(texts: pa.Array) -> bool:
-    for unit in ("us", "ns"):
-        for zone in (None, "UTC"):
-            try:
-                texts.cast(pa.timestamp(unit, zone))
-            except pa.ArrowInvalid:
-                continue
-            return True
-    return False
-
-
 def _are_dates(numbers: pa.Array, form: str) -> bool:
-    return _are_times(numbers.cast(pa.string()), form)
-
-
-def _are_times(text: pa.Array, form: str) -> bool:
-    """Whether all text has a form, as `prepare` reads it, with times from 1990 on."""
-    read = pc.strptime(text, format=form, unit="s", error_is_null=True)
+    """Whether the digits of all integers have a form, as `prepare` reads it, from 1990 on."""
+    read = pc.strptime(numbers.cast(pa.string()), format=form, unit="s", error_is_null=True)
     return bool(read.null_count == 0 and pc.min(read.cast(pa.int64())).as_py() >= FIRST_SECONDS)

@@ -13,15 +13,13 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.datasets.tabular.encoding.bags import Bags
-from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = ["ItemValues", "columns_of_items"]
+__all__ = ["ItemValues"]
 
 
 class ItemValues:
@@ -64,16 +62,6 @@ class ItemValues:
         return [name for name, each in values.items() if (each != each[0]).any()]
 
 
-def columns_of_items(table: pa.Table, item: str, names: Sequence[str]) -> list[str]:
-    """The columns of a table that have one value for each item, of those named."""
-    columns = {name: _encoded(table.column(name)) for name in names}
-    items = _encoded(table.column(item))
-    assert not isinstance(items, Bags)
-    found = ItemValues(names, int(items.max(initial=0)) + 1)
-    found.add(items, columns)
-    return found.found()
-
-
 def _as_numbers(column: NDArray[Any] | Bags) -> NDArray[np.float64]:
     """A number for each row; equal values and equal bags have equal ones."""
     if isinstance(column, Bags):
@@ -84,24 +72,3 @@ def _as_numbers(column: NDArray[Any] | Bags) -> NDArray[np.float64]:
         return of_bags.astype(np.float64)
     numbers = column.astype(np.float64)
     return np.where(np.isnan(numbers), np.inf, numbers)  # nan would differ from itself
-
-
-def _encoded(column: pa.ChunkedArray) -> NDArray[Any] | Bags:
-    """The number of each value, or a bag of numbers for each list; -1 for missing values."""
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
-    from recsys.datasets.tabular.reading.columns import plain
-
-    array = plain(arrow.concat_arrays(column.chunks))
-    if not arrow.types.is_nested(array.type):
-        return _codes(array)
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    return Bags(_codes(plain(array.flatten())), lengths.astype(np.int32))
-
-
-def _codes(array: pa.Array) -> NDArray[Any]:
-    """The number of each value, by first appearance, -1 for null; (n,)."""
-    indices = array.dictionary_encode().indices.fill_null(-1)
-    codes: NDArray[Any] = indices.to_numpy(zero_copy_only=False)
-    return codes
