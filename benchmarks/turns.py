@@ -483,7 +483,7 @@ def compare_checkouts(
         make_turn: A top-level function. It takes a case and whether tables are tiny, and returns
             a function that makes a turn and returns its seconds per step.
         cases: The cases; `str` names them.
-        options: Options of `bench_arguments`: `against`, `pairs` and `quick`.
+        options: Options of `bench_arguments`: `against`, `pairs`, `only` and `quick`.
 
     Yields:
         The times of both, their ratio new/old, and at the end its median over all cases.
@@ -491,6 +491,7 @@ def compare_checkouts(
     Raises:
         SystemExit: after the last row, if a case's interval lies wholly above 1.03.
     """
+    cases = [case for case in cases if options.only in str(case)]
     checkouts = {"new": _THIS_CHECKOUT, "old": options.against.resolve()}
     found: dict[str, dict[str, list[float]]] = {str(case): {"new": [], "old": []} for case in cases}
     with _sides(checkouts, make_turn) as sides:
@@ -608,6 +609,9 @@ def bench_arguments(doc: str | None, *, has_against: bool = False) -> argparse.A
             metavar="PATH",
             help="compare with the checkout of another commit at PATH, in turns, on a subset of "
             "the cases, and fail if an interval of new/old lies wholly above 1.03",
+        )
+        parser.add_argument(
+            "--only", default="", metavar="TEXT", help="cases with TEXT in the name"
         )
         parser.add_argument("--pairs", type=int, default=30, help="with --against; default: 30")
     return parser
