@@ -11,8 +11,7 @@ import torch
 
 from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.choice import HostCopies
-from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
-from recsys.embeddings.kernels.torch.slot_rows import TieredRows
+from recsys.embeddings.kernels.torch.pooled_lookup import TieredRows, pooled_lookup
 from tests.torch_kernels import BY_NUMBA, BY_TRITON
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy knows no bfloat16

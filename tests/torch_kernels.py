@@ -10,10 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from recsys.embeddings.kernels import choice
 from recsys.embeddings.kernels.choice import Kernels
-from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.rounding import (
+    FACTOR1,
+    FACTOR2,
+    GOLDEN,
+    INFINITY,
+    LARGEST_BFLOAT16,
+    TO_NEAREST,
+)
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.cpu.slots import Moves, NoSuchRow, SlotClaim
 from recsys.embeddings.kernels.torch import pooled_lookup as tiered
@@ -25,8 +33,8 @@ from recsys.embeddings.kernels.torch.bags import (
     rows_of,
 )
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, errors_on
+from recsys.embeddings.kernels.torch.pooled_lookup import TieredRows
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace, upload
-from recsys.embeddings.kernels.torch.slot_rows import TieredRows
 from recsys.embeddings.kernels.torch.slots import (
     LOOKED_AT,
     DeviceSlotMap,
@@ -38,15 +46,19 @@ from recsys.embeddings.kernels.torch.slots import (
     rows_first,
     slots_of,
 )
-from recsys.embeddings.optimizer import row_steps
-from recsys.embeddings.rows.rounding import FACTOR1, FACTOR2, GOLDEN, round_by
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 
 NO_SLOT = -2  # in `QueuedClaim.slot_of_value`; the lookup refuses it, as it refuses no padding
 _MOST_USES = 255
 _NO_PLACE = torch.iinfo(torch.int64).max
-_GOLDEN, _FACTOR1, _FACTOR2 = (
-    number - 2**64 if number >= 2**63 else number for number in (GOLDEN, FACTOR1, FACTOR2)
-)
+
+
+def signed(number):
+    """The int64 with the bits of an unsigned number of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+_GOLDEN, _FACTOR1, _FACTOR2 = map(signed, (GOLDEN, FACTOR1, FACTOR2))
 
 
 # -- Lookups.
@@ -73,12 +85,39 @@ def pooled_lookup(space, lookups, bags, result):
     return tiered.pooled_lookup(readable, lookups, bags, result)
 
 
+def pooled_lookup_reference(weights, lookups, values, offsets, bag_weights, batch_size, *, is_mean):
+    """Pooled rows by `torch.nn.functional.embedding_bag`; results side by side, (B, W)."""
+    pooled = []
+    for table, position in zip(lookups.tables, lookups.positions, strict=True):
+        first = int(position) * batch_size
+        bounds = offsets[first : first + batch_size + 1]
+        of_bags = slice(int(bounds[0]), int(bounds[-1]))
+        pooled.append(
+            functional.embedding_bag(
+                values[of_bags],
+                weights[int(table)],
+                bounds - bounds[0],
+                mode="mean" if is_mean else "sum",
+                per_sample_weights=None if bag_weights is None else bag_weights[of_bags],
+                include_last_offset=True,
+            )
+        )
+    return torch.cat(pooled, dim=1)
+
+
+def columns_of(layer, array_BW, dim):
+    """The layer's columns of a (B, W) array as (B * L, D): one row per sample and lookup."""
+    if layer.columns is not None:
+        array_BW = array_BW.index_select(1, layer.columns)
+    return array_BW.reshape(-1, dim)
+
+
 class Located(NamedTuple):
     """The rows that are looked up, and where their gradients come from.
 
     Attributes:
         rows: (N,) int64; R for a value without a row.
-        sources: For each value, its row of `Layer.of_columns`, (N,); 0 for a value without a row.
+        sources: For each value, its row of `columns_of`, (N,); 0 for a value without a row.
         scales: Factor of each value, (N,); None for 1.
     """
 
@@ -122,7 +161,7 @@ def row_gradient_dots(space, lookups, bags, gradient, result):
     unweighted = bags._replace(weights=None)
     for layer in layers_of(space, lookups, bags.num_features)[1]:
         rows_N, sources_N, scales_N = locate(space, layer, unweighted)
-        gradients_ND = layer.of_columns(gradient, space.dim).index_select(0, sources_N)
+        gradients_ND = columns_of(layer, gradient, space.dim).index_select(0, sources_N)
         dots_N = (_Readable(space).read(rows_N) * gradients_ND).sum(1)
         if scales_N is not None:
             dots_N = dots_N * scales_N
@@ -130,6 +169,71 @@ def row_gradient_dots(space, lookups, bags, gradient, result):
 
 
 # -- Updates.
+
+
+def update_reference(optimizer, weight, states, rows, gradients, step=1, key=None):
+    """Update rows in place. A table of bfloat16 is computed in float32 and rounded.
+
+    Args:
+        optimizer: The formula.
+        weight: The table.
+        states: Its state, initially zeros, in the order of `state_sizes`.
+        rows: The row of each gradient; a row may occur several times.
+        gradients: In lookup order.
+        step: Number of the step, from 1.
+        key: `table_key` of a table of bfloat16, to round it stochastically; None to round to
+            nearest.
+
+    Shape:
+        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D). States and
+        gradients have the dtype of the computation.
+    """
+    distinct, inverse = torch.unique(rows, return_inverse=True)
+    summed = gradients.new_zeros(len(distinct), weight.shape[1]).index_add_(0, inverse, gradients)
+    rate, eps = optimizer.rate_and_eps(optimizer.lr, step)
+    change, updated = row_steps(optimizer, [state[distinct] for state in states], summed, rate, eps)
+    for state, values in zip(states, updated, strict=True):
+        state[distinct] = values
+    new = weight[distinct].to(summed.dtype) - change
+    if weight.dtype == torch.bfloat16:
+        new = round_rows(new, None if key is None else fold(signed(key), distinct))
+    weight[distinct] = new
+
+
+def row_steps(optimizer, states, summed, rate, eps):
+    """One step: the numbers to subtract from rows, and their new state.
+
+    Args:
+        optimizer: The formula.
+        states: State of the rows, in the order of `state_sizes`.
+        summed: The sum of each row's gradients.
+        rate: Of `rate_and_eps`.
+        eps: Of `rate_and_eps`.
+
+    Shape:
+        states (U, size) each; summed (U, D); rate and eps numbers, or (U, 1); results: (U, D), and
+        states of the same shapes.
+    """
+    if isinstance(optimizer, SGD):
+        return rate * summed, []
+    squares = summed * summed
+    if isinstance(optimizer, RowWiseAdagrad | PartialRowWiseAdam):
+        squares = squares.mean(1, keepdim=True)
+    if isinstance(optimizer, Adagrad | RowWiseAdagrad):
+        direction = summed
+        updated = [states[0] + squares]
+    else:
+        beta1, beta2 = optimizer.betas
+        direction = states[0] + (1 - beta1) * (summed - states[0])
+        updated = [direction, states[1] + (1 - beta2) * (squares - states[1])]
+    divisor = updated[-1].sqrt() + eps
+    # In the kernel's order, so that both give the same bits.
+    if isinstance(optimizer, Adagrad):
+        return rate * direction / divisor, updated
+    if isinstance(optimizer, Adam):
+        return rate * (direction / divisor), updated
+    rates = rate if isinstance(rate, torch.Tensor) else torch.full_like(divisor, rate)
+    return rates / divisor * direction, updated
 
 
 def fold(key, number):
@@ -154,7 +258,18 @@ def round_rows(values, keys):
     if keys is not None:
         columns = torch.arange(values.shape[1], device=values.device)
         chance = _shifted(fold(keys.unsqueeze(1), columns), 32)
-    return round_by(values, chance)
+    bits = values.contiguous().view(torch.int32).long()
+    magnitude = bits & 0x7FFFFFFF
+    fixed = magnitude << 16
+    if chance is None:
+        chance = 0x7FFFFFFF + ((fixed >> 32) & 1)
+    chance = torch.where(magnitude > LARGEST_BFLOAT16, 1 << 31, chance)
+    stored = (fixed + chance) >> 32
+    stored = torch.where(magnitude > INFINITY, 0x7FC0, stored) | ((bits >> 16) & 0x8000)
+    # Through int16, because some devices do not support uint16.
+    return (
+        torch.where(stored > 0x7FFF, stored - 0x10000, stored).to(torch.int16).view(torch.bfloat16)
+    )
 
 
 def _shifted(number, places):
@@ -293,10 +408,10 @@ def _parts(space, ledger):
             numbers = torch.arange(rows_LB.numel(), device=rows_LB.device)
             sources = numbers % batch_size * num_lookups + numbers // batch_size
             found = Located(rows_LB.reshape(-1), sources, None)
-            yield found, whole.of_columns(gradient.flatten(1), space.dim)
+            yield found, columns_of(whole, gradient.flatten(1), space.dim)
             continue
         for layer in layers:
-            yield locate(space, layer, bags), layer.of_columns(gradient.flatten(1), space.dim)
+            yield locate(space, layer, bags), columns_of(layer, gradient.flatten(1), space.dim)
 
 
 def _joined(space, parts):

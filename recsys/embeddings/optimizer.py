@@ -33,14 +33,8 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-from recsys.embeddings.rows.rounding import fold, round_reference
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "SGD",
@@ -50,9 +44,7 @@ __all__ = [
     "RowOptimizer",
     "RowWiseAdagrad",
     "require_formula",
-    "row_steps",
     "shown_optimizer",
-    "update_reference",
 ]
 
 
@@ -220,92 +212,6 @@ def shown_optimizer(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__} instead of an object of it"
     return repr(value) if isinstance(value, str) else f"an object of type {type(value).__name__}"
-
-
-def update_reference(
-    optimizer: RowOptimizer,
-    weight: Tensor,
-    states: Sequence[Tensor],
-    rows: Tensor,
-    gradients: Tensor,
-    step: int = 1,
-    key: int | None = None,
-) -> None:
-    """Update rows in place, in plain PyTorch.
-
-    A table of bfloat16 is computed in float32 and rounded.
-
-    Args:
-        optimizer: The formula.
-        weight: The table.
-        states: Its state, initially zeros, in the order of `state_sizes`.
-        rows: The row of each gradient; a row may occur several times.
-        gradients: In lookup order.
-        step: Number of the step, from 1.
-        key: `table_key` of a table of bfloat16, to round it stochastically; None to round to
-            nearest.
-
-    Shape:
-        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D). States and
-        gradients have the dtype of the computation.
-    """
-    distinct, inverse = torch.unique(rows, return_inverse=True)
-    summed = gradients.new_zeros(len(distinct), weight.shape[1]).index_add_(0, inverse, gradients)
-    rate, eps = optimizer.rate_and_eps(optimizer.lr, step)
-    change, updated = row_steps(optimizer, [state[distinct] for state in states], summed, rate, eps)
-    for state, values in zip(states, updated, strict=True):
-        state[distinct] = values
-    weight[distinct] = _stored(
-        weight[distinct].to(summed.dtype) - change,
-        weight.dtype,
-        None if key is None else [fold(key, row) for row in distinct.tolist()],
-    )
-
-
-def row_steps(
-    optimizer: RowOptimizer,
-    states: Sequence[Tensor],
-    summed: Tensor,
-    rate: float | Tensor,
-    eps: float | Tensor,
-) -> tuple[Tensor, list[Tensor]]:
-    """One step in plain PyTorch: the numbers to subtract from rows, and their new state.
-
-    Args:
-        optimizer: The formula.
-        states: State of the rows, in the order of `state_sizes`.
-        summed: The sum of each row's gradients.
-        rate: Of `rate_and_eps`.
-        eps: Of `rate_and_eps`.
-
-    Shape:
-        states (U, size) each; summed (U, D); rate and eps numbers, or (U, 1); results: (U, D), and
-        states of the same shapes.
-    """
-    if isinstance(optimizer, SGD):
-        return rate * summed, []
-    squares = summed * summed
-    if isinstance(optimizer, RowWiseAdagrad | PartialRowWiseAdam):
-        squares = squares.mean(1, keepdim=True)
-    if isinstance(optimizer, Adagrad | RowWiseAdagrad):
-        direction = summed
-        updated = [states[0] + squares]
-    else:
-        beta1, beta2 = optimizer.betas
-        direction = states[0] + (1 - beta1) * (summed - states[0])
-        updated = [direction, states[1] + (1 - beta2) * (squares - states[1])]
-    divisor = updated[-1].sqrt() + eps
-    # In the kernel's order, so that both give the same bits.
-    if isinstance(optimizer, Adagrad):
-        return rate * direction / divisor, updated
-    if isinstance(optimizer, Adam):
-        return rate * (direction / divisor), updated
-    rates = rate if isinstance(rate, torch.Tensor) else torch.full_like(divisor, rate)
-    return rates / divisor * direction, updated
-
-
-def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
-    return round_reference(values, keys) if dtype == torch.bfloat16 else values
 
 
 def _correction(betas: tuple[float, float], step: int) -> float:

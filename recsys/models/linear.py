@@ -98,16 +98,13 @@ def _takes_onednn(features: Tensor, weight: Tensor, bias: Tensor) -> bool:
         and features.numel() > 0
         and weight.numel() > 0
         and not torch.is_autocast_enabled("cpu")
+        and bool(torch.backends.mkldnn.enabled)
         and _onednn_is_faster()
     )
 
 
-def _onednn_is_faster() -> bool:
-    return bool(torch.backends.mkldnn.enabled) and _onednn_is_faster_here()
-
-
 @cache
-def _onednn_is_faster_here() -> bool:
+def _onednn_is_faster() -> bool:
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and onednn_linear is not None

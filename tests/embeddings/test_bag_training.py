@@ -10,9 +10,9 @@ from recsys.embeddings.optimizer import (
     Adagrad,
     Adam,
     PartialRowWiseAdam,
-    update_reference,
 )
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+from tests.torch_kernels import update_reference
 
 NUM_ROWS, DIM = 11, 3
 TOLERANCES = {

@@ -9,8 +9,8 @@ from recsys.embeddings.optimizer import (
     Adam,
     PartialRowWiseAdam,
     RowWiseAdagrad,
-    update_reference,
 )
+from tests.torch_kernels import update_reference
 
 STATES = {
     SGD: {},

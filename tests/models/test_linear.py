@@ -112,7 +112,7 @@ def test_a_bias_with_gaps_is_read_with_its_gaps(bias):
 
 
 def test_onednn_is_left_alone_where_the_user_has_switched_it_off(monkeypatch):
-    monkeypatch.setattr(linear, "_onednn_is_faster_here", lambda: True)
+    monkeypatch.setattr(linear, "_onednn_is_faster", lambda: True)
     monkeypatch.setattr(linear, "onednn_product", None)
 
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):

@@ -22,8 +22,8 @@ from recsys.embeddings.kernels.cpu.slot_arrays import (
 from recsys.embeddings.kernels.cpu.slots import Shortage
 from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
 from recsys.embeddings.kernels.torch.bags import layers_of
-from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
-from recsys.embeddings.kernels.torch.slot_rows import SlotRows, TieredRows, number_rows
+from recsys.embeddings.kernels.torch.pooled_lookup import TieredRows, pooled_lookup
+from recsys.embeddings.kernels.torch.row_space import SlotRows, number_rows
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
 from recsys.embeddings.tiers.cold.staging import RowsAlone, Staging, TransferStream
 from recsys.embeddings.tiers.slot_costs import map_bytes, require_numbers, slot_bytes

@@ -15,9 +15,8 @@ from torch.autograd.graph import increment_version
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.torch_compat import DisableTorchFunctionSubclass, plain_grad
-from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.embeddings.rows.ledger import tables_in
-from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.tiers.budget import SpaceSize
 from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.embeddings.tiers.tier_spec import TierSpec

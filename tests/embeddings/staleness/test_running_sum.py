@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from recsys.embeddings import SGD, Adagrad, RowWiseAdagrad
-from recsys.embeddings.optimizer import row_steps
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
+from tests.torch_kernels import row_steps
 
 WINDOW = 40
 

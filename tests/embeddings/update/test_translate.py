@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad, update_reference
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.update.translate import translate
+from tests.torch_kernels import update_reference
 
 TABLE = [("users", 0)]
 

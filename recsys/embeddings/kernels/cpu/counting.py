@@ -17,6 +17,7 @@ import numpy as np
 from numba import prange
 
 from recsys._support.jit import num_parts, parallel_kernel
+from recsys.embeddings.kernels.cpu.pooled_lookup import first_bad
 from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
@@ -169,11 +170,7 @@ def _count_kernel(
                     elif bad[part] < 0 or np.int64(at) < bad[part]:
                         bad[part] = np.int64(at)
                     at += apart
-    lowest = -1
-    for place in bad:
-        if place >= 0 and (lowest < 0 or place < lowest):
-            lowest = place
-    return lowest
+    return first_bad(bad)
 
 
 @parallel_kernel

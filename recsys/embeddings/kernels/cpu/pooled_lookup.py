@@ -11,9 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numba import prange
-from torch.nn import functional
 
 from recsys._support.jit import ParallelKernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
@@ -23,8 +21,6 @@ from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
 from recsys.embeddings.kernels.cpu.rounding import widen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -36,7 +32,6 @@ __all__ = [
     "first_bad",
     "offsets_of",
     "pooled_lookup",
-    "pooled_lookup_reference",
     "row_gradient_dots",
     "samples_of",
 ]
@@ -52,35 +47,6 @@ _AHEAD = np.uint64(8)
 # loop of known length before it vectorises it. At D=16, adding took twice as long, and widening
 # rows of 16 bits up to three times.
 _COMPILED_DIMS = range(8, 257, 8)
-
-
-def pooled_lookup_reference(
-    weights: Sequence[Tensor],
-    lookups: Lookups,
-    values: Tensor,
-    offsets: Tensor,
-    bag_weights: Tensor | None,
-    batch_size: int,
-    *,
-    is_mean: bool,
-) -> Tensor:
-    """`pooled_lookup` by `torch.nn.functional.embedding_bag`; results side by side, (B, W)."""
-    pooled = []
-    for table, position in zip(lookups.tables, lookups.positions, strict=True):
-        first = int(position) * batch_size
-        bounds = offsets[first : first + batch_size + 1]
-        of_bags = slice(int(bounds[0]), int(bounds[-1]))
-        pooled.append(
-            functional.embedding_bag(
-                values[of_bags],
-                weights[int(table)],
-                bounds - bounds[0],
-                mode="mean" if is_mean else "sum",
-                per_sample_weights=None if bag_weights is None else bag_weights[of_bags],
-                include_last_offset=True,
-            )
-        )
-    return torch.cat(pooled, dim=1)
 
 
 def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:

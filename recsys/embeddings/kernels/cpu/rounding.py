@@ -1,8 +1,23 @@
-"""How kernels read and write rows of bfloat16.
+"""Rounding to bfloat16: the rule, and how kernels read and write such rows.
+
+For a number between two such numbers, at a fraction f of the distance,
+
+    stochastic rounding   rounds up with probability f. This is exact on average, so many small
+                          steps add up, while rounding to nearest would lose each of them
+    rounding to nearest   takes the nearer number; if both are equally near, the even one
+
+Numbers that bfloat16 can represent do not change. Above the largest finite number both methods
+round to nearest, so large numbers become infinity. NaN stays NaN.
+
+The random bits are a hash of (seed, step, table, row, column), so a run repeats to the bit for any
+number of threads and any order of rows. The hash is SplitMix64: to fold in a number n, it takes the
+element n + 1 of the sequence that starts at the current key.
 
 numpy has no bfloat16. So a kernel sees these rows as uint16, and distinguishes them by this type.
-It computes in float32: `widen` is exact, `narrow` rounds by the rule of
-`recsys.embeddings.rows.rounding`.
+It computes in float32: `widen` is exact, `narrow` rounds.
+
+References:
+    Steele, Lea, Flood (2014), Fast Splittable Pseudorandom Number Generators, Sec. 4 and Fig. 17.
 """
 
 from __future__ import annotations
@@ -14,25 +29,52 @@ from numba import types
 from numba.extending import overload
 
 from recsys._support.jit import kernel
-from recsys.embeddings.rows.rounding import (
-    FACTOR1,
-    FACTOR2,
-    GOLDEN,
-    INFINITY,
-    LARGEST_BFLOAT16,
-)
 
 __all__ = [
+    "FACTOR1",
+    "FACTOR2",
+    "GOLDEN",
+    "INFINITY",
+    "LARGEST_BFLOAT16",
     "TO_NEAREST",
+    "fold",
     "key_of_row",
     "narrow",
+    "table_key",
     "widen",
 ]
+
+_MASK = 2**64 - 1
+# Constants of SplitMix64.
+GOLDEN, FACTOR1, FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+# Bits of float32 numbers without the sign: infinity, and the largest bfloat16.
+INFINITY = 0x7F800000
+LARGEST_BFLOAT16 = 0x7F7F0000
 
 # The tables' keys for kernels that round to nearest or not at all.
 TO_NEAREST = np.zeros(0, np.bool_)
 
 _GOLDEN, _FACTOR1, _FACTOR2 = np.uint64(GOLDEN), np.uint64(FACTOR1), np.uint64(FACTOR2)
+
+
+def table_key(seed: int, step: int, table: int) -> int:
+    """The hash of (seed, step, table); unsigned, 64 bits.
+
+    Args:
+        seed: Any integer.
+        step: Number of the update.
+        table: Number of the table.
+    """
+    return fold(fold(fold(0, seed), step), table)
+
+
+def fold(key: int, number: int) -> int:
+    """The hash of a key and one more number; unsigned, 64 bits."""
+    mixed = (key + (number + 1) * GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * FACTOR1) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * FACTOR2) & _MASK
+    return mixed ^ (mixed >> 31)
 
 
 def widen(stored: Any) -> Any:

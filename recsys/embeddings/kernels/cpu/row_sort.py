@@ -19,7 +19,6 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN
 from recsys._support.jit import kernel_part
-from recsys.embeddings.kernels.cpu.integers import integer_at
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch
 
 if TYPE_CHECKING:
@@ -29,8 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOOKUPS_AHEAD",
+    "NO_INTEGERS",
     "LookupValues",
     "SortedLookups",
+    "by_width",
+    "integer_at",
     "make_room",
     "number_rows",
     "place_lookups",
@@ -40,12 +42,35 @@ __all__ = [
 # end with as many zeros.
 LOOKUPS_AHEAD = np.uint64(32)
 _ONE = np.uint64(1)
+# A kernel takes two arrays of ids, or of offsets, one of each width; one of them is empty. With one
+# array of any dtype, numba would compile a large kernel for each combination of the dtypes of ids
+# and offsets, for seconds each.
+_NONE_32: NDArray[np.int32] = np.empty(0, np.int32)
+_NONE_64: NDArray[np.int64] = np.empty(0, np.int64)
+NO_INTEGERS = _NONE_32, _NONE_64
+
+
+def by_width(integers: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The array in the place of its width, and an empty one in the other place.
+
+    Args:
+        integers: int32 or int64.
+    """
+    return (integers, _NONE_64) if integers.dtype == np.int32 else (_NONE_32, integers)
+
+
+@kernel_part
+def integer_at(
+    narrow: NDArray[np.int32], wide: NDArray[np.int64], place: np.uint64 | int
+) -> np.uint64:
+    """In a kernel: a number of the array that is not empty; a negative one becomes very large."""
+    return np.uint64(wide[place]) if len(wide) else np.uint64(narrow[place])
 
 
 class LookupValues(NamedTuple):
     """The lookups of all tables: `Bags` with other arrays in place of None."""
 
-    rows32: NDArray[np.int32]  # (N,), or empty: then `rows64` has them; see `integers`
+    rows32: NDArray[np.int32]  # (N,), or empty: then `rows64` has them; see `by_width`
     rows64: NDArray[np.int64]
     offsets32: NDArray[np.int32]
     offsets64: NDArray[np.int64]

@@ -22,7 +22,6 @@ import numpy as np
 from numba import prange
 
 from recsys._support.jit import ParallelKernel, kernel_part, num_parts, parallel_kernel
-from recsys.embeddings.kernels.cpu.integers import NO_INTEGERS, by_width, integer_at
 from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import RUN, add_run, copy_run, is_run_finite
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
@@ -31,8 +30,11 @@ from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, key_of_row, narrow, widen
 from recsys.embeddings.kernels.cpu.row_sort import (
     LOOKUPS_AHEAD,
+    NO_INTEGERS,
     LookupValues,
     SortedLookups,
+    by_width,
+    integer_at,
     make_room,
     number_rows,
     place_lookups,
@@ -81,8 +83,8 @@ def row_update(
 ) -> BadRow | None:
     """Sum the ledger's gradients of each row, in lookup order, and update each row once.
 
-    `update_reference` defines the result, which does not depend on the number of threads. A row
-    whose summed gradient has nan or inf in it is not updated.
+    The result does not depend on the number of threads. A row whose summed gradient has nan or inf
+    in it is not updated.
 
     Args:
         space: The tables.
@@ -426,7 +428,6 @@ def _update_rows(
 def _prefetch_row(
     rows: _Rows, table: np.uint64, row: np.uint64, kind: int, dim: np.uint64, num_lines: np.uint64
 ) -> None:
-    """Prefetch a row and its state."""
     line = np.uint64(LINE_BYTES // rows.first.itemsize)
     for of_line in range(num_lines):
         begin = row * dim + of_line * line

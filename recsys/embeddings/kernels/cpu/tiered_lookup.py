@@ -24,7 +24,6 @@ from recsys.embeddings.kernels.cpu.pooled_lookup import (
     MIN_SHARED_BYTES,
     first_bad,
     offsets_of,
-    pooled_lookup_reference,
     samples_of,
 )
 from recsys.embeddings.kernels.cpu.rounding import widen
@@ -32,44 +31,17 @@ from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.rows.row_space import RowSpace
 
-__all__ = ["tiered_lookup", "tiered_lookup_reference"]
+__all__ = ["tiered_lookup"]
 
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(2**64 - 1)
 # How many lookups before it is read an entry of the row map is prefetched, and a row.
 _MAP_AHEAD, _AHEAD = np.uint64(16), np.uint64(8)
-
-
-def tiered_lookup_reference(
-    weights: Sequence[Tensor],
-    slot_rows: Tensor,
-    slot_of_row: NDArray[np.int32],
-    first_rows: NDArray[np.uint64],
-    lookups: Lookups,
-    values: Tensor,
-    offsets: Tensor,
-    bag_weights: Tensor | None,
-    batch_size: int,
-    *,
-    is_mean: bool,
-) -> Tensor:
-    """`pooled_lookup_reference` on copies of the tables, after the slots were written back."""
-    newest = [weight.clone() for weight in weights]
-    for weight, first_row in zip(newest, first_rows.tolist(), strict=False):
-        for row in range(len(weight)):
-            slot = int(slot_of_row[first_row + row])
-            if 0 <= slot < AWAITED:
-                weight[row] = slot_rows[slot]
-    return pooled_lookup_reference(
-        newest, lookups, values, offsets, bag_weights, batch_size, is_mean=is_mean
-    )
 
 
 def tiered_lookup(

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
-from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, NO_ROW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +35,6 @@ __all__ = [
     "layers_of",
     "lengths_of",
     "locate_one_hot",
-    "note_bad_rows",
-    "note_errors",
     "rows_of",
 ]
 
@@ -168,12 +165,6 @@ class Layer(NamedTuple):
     lookup_of_feature: Tensor
     multiple: int
 
-    def of_columns(self, array_BW: Tensor, dim: int) -> Tensor:
-        """The layer's columns of a (B, W) array as (B * L, D): one row per sample and lookup."""
-        if self.columns is not None:
-            array_BW = array_BW.index_select(1, self.columns)
-        return array_BW.reshape(-1, dim)
-
 
 def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[Layer, list[Layer]]:
     """All lookups as one layer, for one-hot bags; and divided into layers, for other bags.
@@ -218,32 +209,22 @@ def lengths_of(bags: TorchBags) -> Tensor:
     return torch.cat([counting.new_zeros(1), counting])[bounds].diff()
 
 
-def note_bad_rows(space: RowNumbers, layer: Layer, bags: TorchBags, rows_LB: Tensor) -> None:
-    """Record ids of one-hot bags that are out of range; `rows_LB` comes from `locate_one_hot`."""
-    samples = torch.arange(bags.batch_size, device=rows_LB.device)
-    places = layer.positions.unsqueeze(1) * bags.batch_size + samples
-    space.errors.note(NO_ROW, rows_LB == space.num_rows, places)
-
-
-def note_errors(space: RowNumbers, layer: Layer, bags: TorchBags) -> None:
-    """Record ids out of range, invalid offsets, and weights that are nan."""
-    errors = space.errors
-    if bags.offsets is not None:
-        errors.note(BAD_BOUND, bags.bounds() != bags.offsets)
-    if bags.weights is not None:
-        errors.note(BAD_WEIGHT, bags.weights.isnan())
-    errors.note(NO_ROW, rows_of(space, layer, bags)[1])
-
-
 def rows_of(space: RowNumbers, layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor]:
     """The row of every value; and which values are looked up but out of range.
 
     Shape:
         results (N,) int64, R for no row, and (N,) bool.
     """
-    _, lookup_N, is_row = _rows_of_values(layer, bags)
+    places = torch.arange(len(bags.values), device=bags.values.device)
+    bag_N = torch.searchsorted(bags.bounds(), places, right=True) - 1
+    lookup_N = layer.lookup_of_feature[bag_N // max(bags.batch_size, 1)]
+    is_wanted = lookup_N < len(layer.positions)
+    if bags.padding is not None:
+        is_wanted = is_wanted & (bags.values != bags.padding)
+    # The entry for values without a lookup has size 0.
+    is_row = is_wanted & (bags.values >= 0) & (bags.values < layer.sizes[lookup_N])
     rows_N = torch.where(is_row, bags.values.long() + layer.first_rows[lookup_N], space.num_rows)
-    return rows_N, _is_wanted(layer, bags, lookup_N) & ~is_row
+    return rows_N, is_wanted & ~is_row
 
 
 def by_value(
@@ -278,25 +259,6 @@ def by_value(
             rows, gradients = rows[is_kept], gradients[is_kept]
     is_row = (rows >= 0) & (rows < num_rows)
     return torch.where(is_row, rows, 0), torch.where(is_row.unsqueeze(1), gradients, 0)
-
-
-def _rows_of_values(layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor, Tensor]:
-    """For each value: its bag, or F * B; its lookup, or L; whether it is a row, not padding."""
-    places = torch.arange(len(bags.values), device=bags.values.device)
-    bag_N = torch.searchsorted(bags.bounds(), places, right=True) - 1
-    lookup_N = layer.lookup_of_feature[bag_N // max(bags.batch_size, 1)]
-    is_row = (bags.values >= 0) & (bags.values < layer.sizes[lookup_N])
-    if bags.padding is not None:
-        is_row = is_row & (bags.values != bags.padding)
-    return bag_N, lookup_N, is_row
-
-
-def _is_wanted(layer: Layer, bags: TorchBags, lookup_N: Tensor) -> Tensor:
-    """Which values must be rows: those that are looked up and are not padding."""
-    is_wanted = lookup_N < len(layer.positions)
-    if bags.padding is not None:
-        is_wanted = is_wanted & (bags.values != bags.padding)
-    return is_wanted
 
 
 def _make_layer(space: RowNumbers, lookups: Lookups, num_features: int) -> Layer:

@@ -4,7 +4,15 @@ Torch operations index one tensor, not several. So the tables of one row space s
 and each `weight` is a view of it. recsys modules allocate their tables this way. Other tables are
 copied into one allocation once, and stay the same `Parameter` objects.
 
-Letters: T tables, R rows, U requested rows, D dim.
+A tier on a device has other rows than these:
+
+    SlotRows      a slot's number is its row's number; for training
+    ReachedRows   row numbers count over all tables; a row is read from its slot, or, if it has
+                  none, from the host's memory; for evaluation
+
+A device that does not reach the host's memory needs copies; see `pooled_lookup.TieredRows`.
+
+Letters: T tables, R rows, S slots, D dim.
 """
 
 from __future__ import annotations
@@ -31,7 +39,16 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.torch.slots import TorchSlots
     from recsys.embeddings.rows.lookups import Lookups
 
-__all__ = ["RowNumbers", "TableStarts", "TorchRowSpace", "TorchRows", "upload"]
+__all__ = [
+    "ReachedRows",
+    "RowNumbers",
+    "SlotRows",
+    "TableStarts",
+    "TorchRowSpace",
+    "TorchRows",
+    "number_rows",
+    "upload",
+]
 
 
 class TableStarts(NamedTuple):
@@ -108,6 +125,18 @@ class RowNumbers:
         return self._starts
 
 
+def number_rows(sizes: Sequence[int], dim: int, rows: Tensor) -> RowNumbers:
+    """Number the rows of all tables, one table after the other.
+
+    Args:
+        sizes: E of each table.
+        dim: D.
+        rows: A tensor that has the dtype and the device of the rows.
+    """
+    first_rows = [sum(sizes[:table]) for table in range(len(sizes))]
+    return RowNumbers(first_rows, sizes, sum(sizes), dim, rows.dtype, rows.device)
+
+
 class TorchRows(RowNumbers, ABC):
     """One tensor in which kernels read and write rows.
 
@@ -170,6 +199,65 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
         if self._shifts[0] != shifts:
             self._shifts = shifts, upload(np.array(shifts, np.int64), self.device)
         return self._shifts[1]
+
+
+class SlotRows(TorchRows):
+    """Slots as a row space: slot s is row s of every table.
+
+    Args:
+        rows: The rows in the slots, (S, D), or one of their state arrays, (S, size).
+        slots: Which row each slot holds.
+        numbers: Numbers of the rows of all tables.
+
+    Attributes:
+        slots: As given.
+        tables: A list of `rows` alone.
+    """
+
+    def __init__(self, rows: Tensor, slots: TorchSlots, numbers: RowNumbers) -> None:
+        num_slots, dim = rows.shape
+        num_tables = len(numbers.sizes)
+        super().__init__(
+            [0] * num_tables, [num_slots] * num_tables, num_slots, dim, rows.dtype, rows.device
+        )
+        self.rows, self.tables = rows, [rows]
+        self.slots: TorchSlots = slots
+        self._numbers = numbers
+
+    def shifts(self, other: Any, tables: Sequence[int]) -> Tensor | None:
+        """See `TorchRows`; nothing, for the same reason."""
+        return None
+
+    @property
+    def starts(self) -> TableStarts:
+        """Where the tables begin among the rows in the slots."""
+        return self._numbers.starts._replace(row_of_slot=self.slots.row_of_slot)
+
+
+class ReachedRows(RowNumbers):
+    """Rows of all tables, read from slots or, if they have none, from the host's memory.
+
+    Args:
+        numbers: Numbers of the rows of all tables.
+        slots: Which row each slot holds.
+        rows: The rows in the slots, (S, D).
+        host: Where the tables lie in memory that the device reaches; `triton.transfers.HostRows`.
+
+    Attributes:
+        slots: As given, like `rows` and `host`.
+    """
+
+    def __init__(self, numbers: RowNumbers, slots: TorchSlots, rows: Tensor, host: Any) -> None:
+        super().__init__(
+            numbers.first_rows,
+            numbers.sizes,
+            numbers.num_rows,
+            numbers.dim,
+            rows.dtype,
+            rows.device,
+        )
+        self.layers, self.placed = numbers.layers, numbers.placed  # the same
+        self.slots, self.rows, self.host = slots, rows, host
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.torch.bags import clear_if_full
 from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
-from recsys.embeddings.kernels.torch.slot_rows import ReachedRows
+from recsys.embeddings.kernels.torch.row_space import ReachedRows
 
 if TYPE_CHECKING:
     from torch import Tensor

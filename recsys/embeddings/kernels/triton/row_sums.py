@@ -266,7 +266,6 @@ def _join_kernel(
 
 @triton.jit
 def _not_finite(numbers):
-    """Where numbers are nan or inf."""
     return (tl.abs(numbers) < float("inf")) == 0
 
 

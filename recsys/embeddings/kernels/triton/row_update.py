@@ -31,7 +31,14 @@ import triton.language as tl
 from recsys._support.cuda.triton_launches import launched
 from recsys._support.cuda.triton_support import cdiv, next_power_of_2
 from recsys._support.torch_compat import current_stream_number
-from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.rounding import (
+    FACTOR1,
+    FACTOR2,
+    GOLDEN,
+    INFINITY,
+    LARGEST_BFLOAT16,
+    TO_NEAREST,
+)
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY
 from recsys.embeddings.kernels.torch.bags import layers_of
 from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
@@ -53,13 +60,6 @@ from recsys.embeddings.kernels.triton.row_sums import (
 )
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.ledger import tables_in
-from recsys.embeddings.rows.rounding import (
-    FACTOR1,
-    FACTOR2,
-    GOLDEN,
-    INFINITY,
-    LARGEST_BFLOAT16,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,7 +179,6 @@ def _update(
     *,
     is_by_chance: bool,
 ) -> None:
-    """Launch the kernel that updates rows."""
     # Averages of squares are the last state; there may be one of gradients, the momentum, too.
     pairs: list[Any] = [*[(None, None)] * (2 - len(of_states)), *of_states]
     (momentum, momentum_shifts), (averages, average_shifts) = pairs
@@ -355,7 +354,7 @@ def _update_kernel(
         share1 = _setting(of_table + 2, summed.dtype)
         share2 = _setting(of_table + 3, summed.dtype)
 
-        # The formulas and the order of their operations are those of `optimizer.row_steps`.
+        # The formulas and the order of their operations are those of `cpu.row_update`.
         direction = summed
         if momentum is not None:
             at = row if momentum_shifts_T is None else row + tl.load(momentum_shifts_T + table)
@@ -429,7 +428,7 @@ def _widened(numbers, IS_NARROW: tl.constexpr):
 
 @triton.jit
 def _rounded(numbers, chance, IS_BY_CHANCE: tl.constexpr):
-    """Round to bfloat16, as `rows.rounding.round_by` does; the result is int16."""
+    """Round to bfloat16, as `cpu.rounding` describes; the result is int16."""
     bits = numbers.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.int64)
     fixed = magnitude << 16
@@ -442,7 +441,7 @@ def _rounded(numbers, chance, IS_BY_CHANCE: tl.constexpr):
 
 @triton.jit
 def _fold(key, number):
-    """The hash of a key and one more number; see `rows.rounding`."""
+    """The hash of a key and one more number; see `cpu.rounding`."""
     mixed = key + (number + 1) * _GOLDEN
     mixed = (mixed ^ _shifted(mixed, 30)) * _FACTOR1
     mixed = (mixed ^ _shifted(mixed, 27)) * _FACTOR2

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.cuda.page_locks import PageLocks
-from recsys.embeddings.kernels.torch.row_space import upload
-from recsys.embeddings.kernels.torch.slot_rows import ReachedRows
+from recsys.embeddings.kernels.torch.row_space import ReachedRows, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

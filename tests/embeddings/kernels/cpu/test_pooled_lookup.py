@@ -10,11 +10,11 @@ from recsys.embeddings.kernels.cpu import pooled_lookup as module
 from recsys.embeddings.kernels.cpu.pooled_lookup import (
     MIN_SHARED_BYTES,
     pooled_lookup,
-    pooled_lookup_reference,
     row_gradient_dots,
 )
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
+from tests.torch_kernels import pooled_lookup_reference
 
 SIZES = [3, 7, 40]
 

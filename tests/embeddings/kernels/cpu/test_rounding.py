@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, key_of_row, narrow, widen
-from recsys.embeddings.rows.rounding import fold, round_reference, table_key
+from recsys.embeddings.kernels.cpu.rounding import (
+    TO_NEAREST,
+    fold,
+    key_of_row,
+    narrow,
+    table_key,
+    widen,
+)
+from tests.torch_kernels import round_rows, signed
 
 INFINITY = float("inf")
 
@@ -99,7 +106,7 @@ def test_to_nearest_is_as_torch_rounds(seed):
     found = narrowed(values)
 
     assert same(found, values.bfloat16())
-    assert same(round_reference(values.unsqueeze(0), None)[0], found)
+    assert same(round_rows(values, None), found)
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 9), st.integers(0, 2**40))
@@ -109,8 +116,8 @@ def test_chance_is_that_of_the_reference(seed, step, table, row):
 
     found = narrowed(values, keys, table, row)
 
-    expected = round_reference(values.unsqueeze(0), [fold(int(keys[table]), row)])[0]
-    assert same(found, expected)
+    key = torch.tensor([signed(fold(int(keys[table]), row))])
+    assert same(found, round_rows(values.unsqueeze(0), key)[0])
 
 
 def test_chance_takes_one_of_the_two_neighbours():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu import row_update as module
-from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.embeddings.kernels.cpu.row_update import row_update
 from recsys.embeddings.optimizer import (
     SGD,
@@ -15,12 +15,11 @@ from recsys.embeddings.optimizer import (
     Adam,
     PartialRowWiseAdam,
     RowWiseAdagrad,
-    update_reference,
 )
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Bags, Lookups
-from recsys.embeddings.rows.rounding import fold, round_reference, table_key
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
+from tests.torch_kernels import fold, round_rows, signed, update_reference
 
 OPTIMIZERS = [
     SGD(lr=0.5),
@@ -346,9 +345,10 @@ def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
 
     expected = run([table.float() for table in tables], optimizer, [ledger], num_threads)
     for number, table in enumerate(expected[: len(tables)]):
-        key = None if seed is None else table_key(seed, 1, number)
-        keys = None if key is None else [fold(key, row) for row in range(len(table))]
-        expected[number] = round_reference(table, keys)
+        keys = None
+        if seed is not None:
+            keys = fold(signed(table_key(seed, 1, number)), torch.arange(len(table)))
+        expected[number] = round_rows(table, keys)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
-from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup, tiered_lookup_reference
+from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
+from tests.torch_kernels import pooled_lookup_reference
 
 SIZES = (5, 1, 9)
 FIRST_ROWS = np.array([0, 5, 6, 15], np.uint64)
@@ -97,11 +98,8 @@ def test_rows_are_those_of_tables_that_slots_are_written_back_to(case_and_is_mea
     newest = RowSpace(case.newest())
     assert pooled_lookup(newest, case.lookups, case.bags(is_mean), expected) == -1
     assert torch.equal(case.result, expected)
-    reference = tiered_lookup_reference(
-        [table.to(case.result.dtype) for table in case.tables],
-        case.slots.to(case.result.dtype),
-        case.slot_of_row,
-        FIRST_ROWS,
+    reference = pooled_lookup_reference(
+        [table.to(case.result.dtype) for table in case.newest()],
         case.lookups,
         case.values,
         case.offsets,

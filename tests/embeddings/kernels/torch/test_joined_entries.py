@@ -10,7 +10,7 @@ from recsys.embeddings.kernels.torch.joined_entries import join_entries
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
-from tests.torch_kernels import locate
+from tests.torch_kernels import columns_of, locate
 
 SIZES, DIM, NUM_SAMPLES = (5, 7, 6), 2, 4
 LOOKUPS = [Lookups.one(table, DIM) for table in range(3)]
@@ -100,7 +100,7 @@ def test_joined_bags_look_up_the_same_rows_with_the_same_gradients(is_mean, padd
         for lookups, bags, gradient, *_ in entries:
             layer, _ = layers_of(space, lookups, bags.num_features)
             rows, sources, scales = locate(space, layer, bags)
-            of_values = layer.of_columns(gradient, DIM)[sources]
+            of_values = columns_of(layer, gradient, DIM)[sources]
             of_values = of_values if scales is None else of_values * scales.unsqueeze(1)
             is_row = rows < space.num_rows
             found += zip(rows[is_row].tolist(), of_values[is_row].tolist(), strict=True)

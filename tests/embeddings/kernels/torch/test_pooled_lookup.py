@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from recsys.embeddings.kernels.cpu import pooled_lookup as numba
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.errors import errors_on
-from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
-from recsys.embeddings.kernels.torch.slot_rows import TieredRows, number_rows
+from recsys.embeddings.kernels.torch.pooled_lookup import TieredRows
+from recsys.embeddings.kernels.torch.row_space import TorchRowSpace, number_rows
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.errors import MalformedBags

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.row_space import number_rows
 from recsys.embeddings.kernels.torch.slots import most_rows
 from recsys.embeddings.rows.lookups import Lookups
 from tests.torch_kernels import TorchSlotMap, queue_claim

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
-from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.row_space import TorchRowSpace, number_rows
 from tests.torch_kernels import ids_of, table_of, translate
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.row_space import number_rows
 from recsys.embeddings.kernels.triton.slots import TritonSlotMap
 from recsys.embeddings.rows.lookups import Lookups
 

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
-from recsys.embeddings.kernels.torch.slot_rows import ReachedRows, number_rows
+from recsys.embeddings.kernels.torch.row_space import ReachedRows, TorchRowSpace, number_rows
 from recsys.embeddings.kernels.torch.slots import TorchSlots
 from recsys.embeddings.kernels.triton.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.triton.transfers import HostRows

@@ -5,8 +5,7 @@ import torch
 from launches_row_runs import NUM_TABLES, entry, tables
 
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
-from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
-from recsys.embeddings.kernels.torch.slot_rows import SlotRows, number_rows
+from recsys.embeddings.kernels.torch.row_space import SlotRows, TorchRowSpace, number_rows
 from recsys.embeddings.kernels.torch.slots import TorchSlots
 from recsys.embeddings.kernels.triton.row_update import row_update
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad

@@ -5,7 +5,7 @@ import torch
 
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.row_space import number_rows
 from recsys.embeddings.kernels.triton.slots import TritonSlotMap
 from recsys.embeddings.rows.lookups import Lookups
 from tests.torch_kernels import TorchSlotMap

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED, DIRTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.cpu.slots import Shortage, SlotMap
 from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
-from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.row_space import number_rows
 from recsys.embeddings.kernels.torch.slots import (
     TorchSlots,
     Transfer,

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from recsys.embeddings.kernels.cpu.rounding import table_key
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
 from recsys.embeddings.kernels.triton import row_runs, row_update
 from recsys.embeddings.optimizer import Adam
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
-from recsys.embeddings.rows.rounding import table_key
 
 SIZES, DIM, NUM_SAMPLES, OPTIMIZER = (1, 6, 40), 6, 50, Adam(lr=0.1)
 

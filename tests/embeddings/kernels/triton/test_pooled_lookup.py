@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.cpu.slot_arrays import AWAITED
 from recsys.embeddings.kernels.torch.bags import TorchBags, layers_of
-from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
-from recsys.embeddings.kernels.torch.slot_rows import ReachedRows, number_rows
+from recsys.embeddings.kernels.torch.row_space import ReachedRows, TorchRowSpace, number_rows
 from recsys.embeddings.kernels.triton.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.triton.transfers import HostRows
 from recsys.embeddings.rows.lookups import Lookups

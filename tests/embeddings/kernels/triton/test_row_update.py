@@ -9,18 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recsys._support.cuda.replays import replaying
-from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY, NOWHERE, PINNED
 from recsys.embeddings.kernels.torch.bags import TorchBags, lengths_of
 from recsys.embeddings.kernels.torch.errors import NO_ROW, errors_on
-from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRowSpace
-from recsys.embeddings.kernels.torch.slot_rows import SlotRows
+from recsys.embeddings.kernels.torch.row_space import RowNumbers, SlotRows, TorchRowSpace
 from recsys.embeddings.kernels.torch.slots import TorchSlots
 from recsys.embeddings.kernels.triton.row_update import _settings, row_update
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Lookups
-from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.errors import NonFiniteGradient
 from tests.fake_replays import record_on_cpu

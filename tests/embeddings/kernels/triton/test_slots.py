@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from recsys.embeddings.kernels.cpu.slot_arrays import NOWHERE
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow, Shortage
 from recsys.embeddings.kernels.torch.bags import TorchBags
-from recsys.embeddings.kernels.torch.slot_rows import number_rows
+from recsys.embeddings.kernels.torch.row_space import number_rows
 from recsys.embeddings.kernels.triton.claim_kernels import NO_ROW
 from recsys.embeddings.kernels.triton.slots import TritonSlotMap
 from recsys.embeddings.rows.lookups import Lookups
