@@ -11,13 +11,25 @@
 
 These exist only where meta.json names them among the dtypes:
 
-          bag_values.bin  (V,)     int32, rows of the other features; see `store_bags`
+          bag_values.bin  (V,)     int32, rows of the other features
           bag_ends.bin    (N, F2)  int64, where each bag ends in bag_values
           bag_weights.bin (V,)     float32, a weight for each of bag_values
           weights.bin     (N,)     float32, factor of each sample's loss
           groups.bin      (N,)     int32, the group of each sample, such as a user
           times.bin       (N,)     int64, seconds since 1970
           catalog.bin     (E, C)   int32, the rows of an item's further features, by the item's row
+
+Bags of two features, as an example:
+
+    bag_values = [4, 9, 9 | 2 | 7, 0]        sample by sample, in a sample feature by feature
+    bag_ends   = [[2, 3], [3, 4], [6, 6]]    where each bag ends
+
+              sample 0   sample 1   sample 2
+    tags      [4, 9]     []         [7, 0]
+    history   [9]        [2]        []
+
+A bag begins where the one before it ends. `bag_weights`, if a store has them, are numbers for the
+`bag_values`.
 
 `features` in meta.json lists the features in the order of a batch. Without it, every table has one
 feature with its name. Stores made from tables have a hash, `encoding`: where it is equal, features
@@ -35,7 +47,7 @@ import hashlib
 import json
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,13 +55,13 @@ import torch
 from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.splits import SPLITS
-from recsys.datasets.store_bags import Bags, join_features
-from recsys.datasets.store_features import features_of, histories_in
-from recsys.datasets.store_meta import read_meta
+from recsys.datasets.store_meta import features_of, histories_in, read_meta
 from recsys.datasets.store_writer import StoreWriter
 from recsys.errors import StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 __all__ = ["Store", "StoreWriter"]
@@ -58,6 +70,53 @@ _IDS_END = 2**32
 # Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
 _DECIDING = ("features", "schema", "ranking", "encoding")
 _DECIDING_ARRAYS = ("bag_values", "bag_weights", "weights", "groups", "times", "catalog")
+
+
+class Bags(NamedTuple):
+    """The bags of a store.
+
+    Attributes:
+        values: Rows, (V,) int32.
+        ends: Where each bag ends, (N, F2) int64.
+        weights: A weight for each value, (V,) float32; None for 1.
+    """
+
+    values: NDArray[np.int32]
+    ends: NDArray[np.int64]
+    weights: NDArray[np.float32] | None = None
+
+    def gather(
+        self, samples: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The bags of some samples, feature by feature; None if one does not lie in the values.
+
+        Shape:
+            samples (B,) in [0, N); results: rows (v,) and where each bag begins, (F2 * B + 1,).
+        """
+        ends = self.ends.reshape(-1)
+        offsets = np.zeros(self.ends.shape[1] * len(samples) + 1, np.int64)
+        if not _lengths_kernel(ends, len(self.values), samples, self.ends.shape[1], offsets):
+            return None
+        np.cumsum(offsets, out=offsets)
+        rows = np.empty(offsets[-1], np.int64)
+        _rows_kernel(self.values, ends, samples, self.ends.shape[1], offsets, rows)
+        return rows, offsets
+
+    def gather_weights(
+        self, samples: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """The weights of the rows that `gather` found.
+
+        Args:
+            samples: As for `gather`.
+            offsets: Where each bag begins, from `gather`.
+        """
+        assert self.weights is not None
+        # From the place of a bag in the result to its place in the file.
+        moves = self.ends[samples].T.reshape(-1) - offsets[1:]
+        places = np.arange(offsets[-1]) + np.repeat(moves, np.diff(offsets))
+        weights: NDArray[np.float32] = self.weights[places]
+        return weights
 
 
 class Store:
@@ -260,6 +319,41 @@ class Store:
         )
 
 
+def join_features(
+    rows_FB: NDArray[Any],
+    bag_rows: NDArray[Any],
+    bag_offsets: NDArray[np.int64],
+    are_bags: Sequence[bool],
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Values and offsets of all features, in their order.
+
+    Args:
+        rows_FB: Rows, or their weights, of the features with one row for each sample.
+        bag_rows: The same of the features with bags, feature by feature.
+        bag_offsets: Where these bags begin.
+        are_bags: For each feature, whether it has bags.
+
+    Shape:
+        rows_FB (F1, B); bag_rows (v,); bag_offsets (F2 * B + 1,); are_bags (F,); results: values
+        (F1 * B + v,) and offsets (F * B + 1,).
+    """
+    num_samples = rows_FB.shape[1]
+    lengths_FB = np.ones((len(are_bags), num_samples), np.int64)
+    lengths_FB[np.array(are_bags)] = np.diff(bag_offsets).reshape(sum(are_bags), num_samples)
+    offsets = np.zeros(lengths_FB.size + 1, np.int64)
+    np.cumsum(lengths_FB.reshape(-1), out=offsets[1:])
+    parts, one, bag = [], 0, 0
+    for is_bag in are_bags:
+        if is_bag:
+            begin, end = bag_offsets[bag * num_samples], bag_offsets[(bag + 1) * num_samples]
+            parts.append(bag_rows[begin:end])
+            bag += 1
+        else:
+            parts.append(rows_FB[one])
+            one += 1
+    return np.concatenate(parts), offsets
+
+
 @kernel
 def _gather_kernel(
     labels: NDArray[np.int8],
@@ -277,3 +371,40 @@ def _gather_kernel(
             dense_BI[position, column] = dense[sample, column]
         for column in range(sparse.shape[1]):
             rows_FB[column, position] = sparse[sample, column]
+
+
+@kernel
+def _lengths_kernel(
+    ends: NDArray[np.int64],
+    num_values: int,
+    samples: NDArray[np.int64],
+    num_features: int,
+    offsets: NDArray[np.int64],
+) -> bool:
+    """Write the length of bag i to offsets[i + 1]; returns whether all bags lie in the values."""
+    is_good = True
+    for position, sample in enumerate(samples):
+        for feature in range(num_features):
+            place = sample * num_features + feature
+            begin = ends[place - 1] if place else np.int64(0)
+            is_good &= 0 <= begin <= ends[place] <= num_values
+            offsets[feature * len(samples) + position + 1] = ends[place] - begin
+    return is_good
+
+
+@kernel
+def _rows_kernel(
+    values: NDArray[np.int32],
+    ends: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    num_features: int,
+    offsets: NDArray[np.int64],
+    rows: NDArray[np.int64],
+) -> None:
+    for position, sample in enumerate(samples):
+        for feature in range(num_features):
+            end = ends[sample * num_features + feature]
+            begin = offsets[feature * len(samples) + position]
+            length = offsets[feature * len(samples) + position + 1] - begin
+            for number in range(length):
+                rows[begin + number] = values[end - length + number]

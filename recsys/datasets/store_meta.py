@@ -1,20 +1,37 @@
-"""Reads a store's `meta.json`, and checks everything in it that a reader of the store uses."""
+"""A store's `meta.json`: its features, and checks of everything that a reader of the store uses.
+
+A feature of kind "one" looks up exactly one row for each sample. A feature of kind "multi" or
+"sequence" looks up a bag of any number of rows; the rows of a sequence are in the order of time.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.files import as_argument
 from recsys._support.untrusted import is_count, is_int, is_text, parse_json
 from recsys.datasets.splits import SPLITS
-from recsys.datasets.store_features import KINDS
-from recsys.errors import StoreError
+from recsys.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["BAG_ARRAYS", "DENSE_DTYPES", "UNDERSTOOD", "dtypes_of", "is_store", "read_meta"]
+__all__ = [
+    "BAG_ARRAYS",
+    "DENSE_DTYPES",
+    "KINDS",
+    "UNDERSTOOD",
+    "Feature",
+    "dtypes_of",
+    "features_of",
+    "histories_in",
+    "is_store",
+    "read_meta",
+    "require_features",
+]
+
+KINDS = ("one", "multi", "sequence")
 
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4"}
 BAG_ARRAYS = ("bag_values", "bag_ends")
@@ -48,6 +65,80 @@ _KEYS = (
 )
 _ROWS_END = 2**31  # rows are int32
 _TABLE_SUFFIXES = {".csv", ".tsv", ".parquet", ".pq"}
+
+
+class Feature(NamedTuple):
+    """A feature.
+
+    Attributes:
+        name: Its name; distinct in a store.
+        table: The table that it looks up, without a ".": the names of a model's parameters have
+            one. Several features may share a table.
+        kind: One of `KINDS`.
+        is_weighted: Whether the rows of its bags have weights; not for kind "one".
+    """
+
+    name: str
+    table: str
+    kind: str = "one"
+    is_weighted: bool = False
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether a sample may look up any number of rows."""
+        return self.kind != "one"
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON types; `is_weighted` only where it is true, as stores without weights lack it."""
+        found = self._asdict()
+        if not self.is_weighted:
+            del found["is_weighted"]
+        return found
+
+
+def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
+    """The features of a store, given its checked `meta.json`."""
+    if "features" in meta:
+        return tuple(Feature(**each) for each in meta["features"])
+    return tuple(Feature(table, table) for table in meta["num_embeddings"])
+
+
+def histories_in(features: Sequence[Feature]) -> dict[str, str]:
+    """For each sequence that shares its table: the first feature of kind "one" that does so."""
+    ones: dict[str, str] = {}
+    for each in features:
+        if not each.is_bag:
+            ones.setdefault(each.table, each.name)
+    return {
+        each.name: ones[each.table]
+        for each in features
+        if each.kind == "sequence" and each.table in ones
+    }
+
+
+def require_features(features: Sequence[Feature]) -> None:
+    """Check the features of a new store.
+
+    Raises:
+        ConfigError: a name occurs twice, or a table or a kind is not valid.
+    """
+    names: set[str] = set()
+    for name, table, kind, is_weighted in features:
+        if name in names:
+            raise ConfigError(f"feature {name!r}: names must be distinct, got it twice; rename one")
+        names.add(name)
+        if "." in table:
+            raise ConfigError(
+                f"feature {name!r}: the name of its table must not have a '.', got {table!r}; give "
+                f"the feature another table, such as {table.replace('.', '_')!r}"
+            )
+        if kind not in KINDS:
+            raise ConfigError(f"feature {name!r}: kind must be one of {KINDS}, got {kind!r}")
+        if is_weighted and kind == "one":
+            raise ConfigError(
+                f"feature {name!r}: only features of kind multi or sequence have weights, got kind "
+                f"{kind!r}; leave is_weighted out"
+            )
 
 
 def dtypes_of(dense_transform: str, optional: Collection[str] = ()) -> dict[str, str]:
@@ -170,9 +261,7 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
     The values checked by `_require_kinds` are used.
     """
     tables, dtypes, schema = meta["num_embeddings"], meta["dtypes"], meta.get("schema", {})
-    features = meta.get(
-        "features", [{"name": name, "table": name, "kind": "one"} for name in tables]
-    )
+    features = meta.get("features", [{"name": name, "table": name} for name in tables])
     _require(
         file,
         meta,
@@ -197,7 +286,8 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
             ),
         ),
     )
-    ones = [each["name"] for each in features if each["kind"] == "one"]
+    found = features_of(meta)
+    ones = [each.name for each in found if not each.is_bag]
     ranking = meta.get("ranking")
     rules = (
         (
@@ -209,7 +299,7 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
         (
             "dtypes",
             "with bag_weights if a feature is weighted, and without it otherwise",
-            ("bag_weights" in dtypes) == any(each.get("is_weighted") for each in features),
+            ("bag_weights" in dtypes) == any(each.is_weighted for each in found),
         ),
         (
             "ranking",
@@ -224,23 +314,15 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
 
 
 def _are_features(features: Any, tables: dict[str, int]) -> bool:
-    if not isinstance(features, list) or not all(map(_is_feature, features)):
+    try:
+        found = [Feature(**each) for each in features]
+        require_features(found)
+        has_all = {each.table for each in found} == tables.keys()
+    except (TypeError, ConfigError):
         return False
-    names = {each["name"] for each in features}
-    has_all = {each["table"] for each in features} == tables.keys()
-    return len(names) == len(features) and has_all and not any("." in table for table in tables)
-
-
-def _is_feature(feature: Any) -> bool:
-    keys = {"name", "table", "kind"}
-    if not isinstance(feature, dict) or feature.keys() - {"is_weighted"} != keys:
-        return False
-    is_weighted = feature.get("is_weighted", False)
-    return (
-        all(is_text(feature[key]) for key in keys)
-        and feature["kind"] in KINDS
-        and isinstance(is_weighted, bool)
-        and not (is_weighted and feature["kind"] == "one")
+    return has_all and all(
+        is_text(each.name) and is_text(each.table) and isinstance(each.is_weighted, bool)
+        for each in found
     )
 
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from recsys._support.files import as_argument, describe_taken, flush_to_disk, is_taken
-from recsys.datasets.store_features import require_features
-from recsys.datasets.store_meta import BAG_ARRAYS, UNDERSTOOD, dtypes_of
+from recsys.datasets.store_meta import BAG_ARRAYS, UNDERSTOOD, dtypes_of, require_features
 from recsys.errors import AlreadyExists
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.store_features import Feature
+    from recsys.datasets.store_meta import Feature
 
 __all__ = ["StoreWriter"]
 

@@ -5,7 +5,7 @@ import pytest
 
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import StoreWriter
-from recsys.datasets.store_features import Feature
+from recsys.datasets.store_meta import Feature
 
 FEATURES = (
     Feature("user", "user"),

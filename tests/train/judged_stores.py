@@ -3,7 +3,7 @@
 import numpy as np
 
 from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.store_features import Feature
+from recsys.datasets.store_meta import Feature
 
 FEATURES = (
     Feature("user", "user"),

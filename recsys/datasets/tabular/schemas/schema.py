@@ -7,6 +7,7 @@ A schema is read from TOML (`Schema.from_toml`), from a dictionary of JSON types
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 import tomli_w
 
 from recsys._support.untrusted import is_text, parse_toml
-from recsys.datasets.store_features import Feature
+from recsys.datasets.store_meta import Feature
 from recsys.datasets.tabular.schemas.schema_keys import build_from_keys, keys_of, require_table
 from recsys.datasets.tabular.schemas.schema_parts import (
+    TIME_UNITS,
     CategoricalColumn,
     ColumnSplit,
     DenseColumn,
@@ -32,7 +34,6 @@ from recsys.datasets.tabular.schemas.schema_parts import (
     Split,
     TimestampSplit,
     ValueColumn,
-    check_time_form,
     parse_seconds,
 )
 from recsys.errors import ConfigError
@@ -368,7 +369,21 @@ def _check_timestamp_format(schema: Schema) -> None:
         return
     if not schema.timestamp:
         raise ConfigError("timestamp_format needs the key timestamp, a column of times")
-    check_time_form(form)
+    if form not in TIME_UNITS and "%" not in form:
+        raise ConfigError(
+            f"timestamp_format must be one of {', '.join(TIME_UNITS)}, or a form such as "
+            f'"%Y%m%d"; got {form!r}'
+        )
+    if ("%I" in form) != ("%p" in form):
+        raise ConfigError(
+            "timestamp_format must have %I (an hour up to 12) and %p (AM or PM) together, or %H; "
+            f"got {form!r}"
+        )
+    if week := re.search("%[UWVGg]", form):
+        raise ConfigError(
+            f"timestamp_format must not have {week[0]}, as weeks are not read, got {form!r}; write "
+            "dates of days"
+        )
 
 
 def _check_tables(schema: Schema) -> None:

@@ -33,7 +33,6 @@ __all__ = [
     "Split",
     "TimestampSplit",
     "ValueColumn",
-    "check_time_form",
     "parse_seconds",
 ]
 
@@ -353,29 +352,6 @@ class Negatives:
             raise ConfigError(
                 f"item_columns must name each further column once, got {list(self.item_columns)}"
             )
-
-
-def check_time_form(form: str) -> None:
-    """Check the key `timestamp_format`.
-
-    Raises:
-        ConfigError: it is neither a unit nor a form, or a part of the time would not be read.
-    """
-    if form not in TIME_UNITS and "%" not in form:
-        raise ConfigError(
-            f"timestamp_format must be one of {', '.join(TIME_UNITS)}, or a form such as "
-            f'"%Y%m%d"; got {form!r}'
-        )
-    if ("%I" in form) != ("%p" in form):
-        raise ConfigError(
-            "timestamp_format must have %I (an hour up to 12) and %p (AM or PM) together, or %H; "
-            f"got {form!r}"
-        )
-    if week := re.search("%[UWVGg]", form):
-        raise ConfigError(
-            f"timestamp_format must not have {week[0]}, as weeks are not read, got {form!r}; write "
-            "dates of days"
-        )
 
 
 def parse_seconds(name: str, value: Any) -> int:
