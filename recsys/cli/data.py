@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,8 +119,6 @@ def _prepare_table(options: argparse.Namespace) -> int:
         show_progress=True,
     )
     _print_table_report(report)
-    for warning in report.warnings:
-        warnings.warn(warning, stacklevel=2)
     return 0
 
 

@@ -186,7 +186,6 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         """The class of the local tables, and this rank's groups of them by sharding type."""
 
     def _create_lookups(self) -> None:
-        """Make the rows of this rank."""
         kind, groups = self._local_groups()
         tables = kind(
             groups,

@@ -162,7 +162,6 @@ def _finish(
 
 
 def _progress_bar(paths: Sequence[Path], *, show: bool) -> tqdm[None]:
-    """A progress bar over the raw bytes of all files."""
     return tqdm(
         total=sum(path.stat().st_size for path in paths),
         desc="prepare",

@@ -14,7 +14,7 @@ import numpy as np
 
 from recsys.datasets.tabular.encoding.file_encoder import read_schema
 from recsys.datasets.tabular.prepare import columns_for_split, open_like, write_table
-from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
+from recsys.datasets.tabular.reading.paths import import_pyarrow
 from recsys.datasets.tabular.schemas.named import find_schema
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import DatasetFormatError

@@ -15,7 +15,7 @@ import shutil
 import sys
 import warnings
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +27,19 @@ from recsys.datasets.read_ahead import one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.tabular.encoding.file_encoder import (
-    dense_rules_as_json,
     encoding_of,
     read_rules,
     read_schema,
 )
-from recsys.datasets.tabular.encoding.row_encoder import PART, WEIGHT, RowEncoder, new_numbers
+from recsys.datasets.tabular.encoding.row_encoder import (
+    LABEL,
+    PART,
+    WEIGHT,
+    RowEncoder,
+    new_numbers,
+)
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
-from recsys.datasets.tabular.store_parts.part_warnings import only_label, warnings_of_parts
 from recsys.datasets.tabular.store_parts.part_writer import PartWriter
 from recsys.datasets.tabular.store_parts.splits import TRAIN
 from recsys.datasets.tabular.store_parts.spool import Spool
@@ -70,7 +74,6 @@ class TableReport:
             training part has them too rarely or not at all; missing values aside.
         num_lacking: Negatives that could not be drawn: each item of the training part would be a
             positive.
-        warnings: What is wrong with the parts, a sentence each; empty if all rows are for test.
     """
 
     path: Path
@@ -81,7 +84,6 @@ class TableReport:
     num_embeddings: int
     unknown: dict[str, dict[str, int]]
     num_lacking: int
-    warnings: tuple[str, ...] = ()
 
 
 def prepare_table(
@@ -233,7 +235,14 @@ def write_table(
     )
     with (
         encoder,
-        _new_writer(store, schema) as writer,
+        StoreWriter(
+            store,
+            dense_transform="none",
+            features=schema.features,
+            has_weights=bool(schema.weight),
+            has_groups=bool(schema.group),
+            has_times=bool(schema.timestamp),
+        ) as writer,
         Spool(writer.folder, encoder.dtypes, encoder.bags) as spool,
     ):
         _fill(spool, encoder, batches)
@@ -265,17 +274,6 @@ def _fill(spool: Spool, encoder: RowEncoder, batches: Iterator[pa.RecordBatch]) 
     spool.flush()
 
 
-def _new_writer(store: Path, schema: Schema) -> StoreWriter:
-    return StoreWriter(
-        store,
-        dense_transform="none",
-        features=schema.features,
-        has_weights=bool(schema.weight),
-        has_groups=bool(schema.group),
-        has_times=bool(schema.timestamp),
-    )
-
-
 def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
     """Refuse a training part without rows; warn if it has one label, or weights of 0 alone.
 
@@ -292,11 +290,13 @@ def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
             "another [split], such as shares (test, validation), and first train on it again"
         )
     name, weight = rows.schema.label, rows.schema.weight
-    label = only_label(rows, TRAIN) if name else None
-    if label is not None:
+    labels: set[int] = set()
+    for block in rows.blocks(TRAIN, [LABEL]) if name else ():
+        labels.update(np.unique(np.asarray(block.columns[LABEL])).tolist())
+    if len(labels) == 1 and num_rows > 1:
         warnings.warn(
-            f"label {name!r} is {label} in all {num_rows:,} rows of the training part, and a model "
-            "cannot learn from one value; check the column, and the keys positive and split",
+            f"label {name!r} is {labels.pop()} in all {num_rows:,} rows of the training part, and "
+            "a model cannot learn from one value; check the column and the keys positive and split",
             stacklevel=2,
         )
     blocks = rows.blocks(TRAIN, [WEIGHT]) if weight else ()
@@ -333,7 +333,7 @@ def _write(
         "convention": "table",
         "sources": list(sources),
         "schema": schema.as_dict(),
-        "dense_rules": dense_rules_as_json(maker.dense),
+        "dense_rules": [asdict(rule) for rule in maker.dense.values()],
         "encoding": encoding_of(schema, maker.dense, writer.folder),
         "unknown": parts.unknown,
     }
@@ -347,7 +347,6 @@ def _write(
         }
         if others:
             catalog = like.catalog if like is not None else parts.catalog_rows
-    part_warnings = () if rows.are_for_test else tuple(warnings_of_parts(rows, splits))
     rows.spool.remove()  # it lies in the folder that becomes the store
     path = writer.finish(
         dense_names=list(schema.dense),
@@ -365,5 +364,4 @@ def _write(
         num_embeddings=sum(table.num_rows for table in maker.tables.values()),
         unknown=parts.unknown,
         num_lacking=parts.num_lacking,
-        warnings=part_warnings,
     )

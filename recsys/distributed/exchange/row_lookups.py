@@ -71,7 +71,6 @@ class RowLookups:
         return claims
 
     def _ids(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """The ids of each table."""
         return list(features.values().long().split(features.length_per_key()))
 
 

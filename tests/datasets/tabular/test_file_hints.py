@@ -1,5 +1,4 @@
 import gzip
-import random
 
 import pytest
 
@@ -72,20 +71,12 @@ def test_a_latin_1_file_is_told_how_to_become_utf_8(tmp_path, text):
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode("latin1"))
     message = (
-        r"a\.csv, line [13].* UTF-8; convert the file, .* `iconv -f latin1 -t utf-8 OLD > NEW`"
+        r"a\.csv, line [13].* UTF-8; convert the file, by `iconv -f latin1 -t utf-8 OLD > NEW`"
     )
     with pytest.raises(DatasetFormatError, match=message):
         read(path)
     with pytest.raises(DatasetFormatError, match=message):
         guess_schema([path])
-
-
-@pytest.mark.parametrize("name", ["a.xlsx", "A.XLS", "a.ods"])
-def test_a_spreadsheet_is_told_to_become_csv(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(b"PK")
-    with pytest.raises(ConfigError, match=r"not a spreadsheet; save it as CSV$"):
-        read(path)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,7 @@ def test_a_utf_16_file_is_told_how_to_become_utf_8(tmp_path, encoding):
     path = tmp_path / "a.csv"
     path.write_bytes("\ufeffc,y\nu,1\n".encode(encoding))
     for reads in (lambda: read(path), lambda: guess_schema([path])):
-        with pytest.raises(DatasetFormatError, match=r"is UTF-16; .*`iconv -f utf-16 -t utf-8 OLD"):
+        with pytest.raises(DatasetFormatError, match=r"must be UTF-8; .* from utf-16 "):
             reads()
 
 
@@ -133,22 +124,6 @@ def test_a_compressed_file_that_cannot_be_read_has_a_way_out(tmp_path, name, con
     path = tmp_path / name
     path.write_bytes(content(b"c,y\n" + b"u,1\n" * 50))
     with pytest.raises(DatasetFormatError, match=hint):
-        read(path)
-
-
-def test_compressed_data_that_is_cut_late_has_a_way_out(tmp_path):
-    generator = random.Random(0)
-    text = "c,y\n" + "".join(f"{generator.random()},1\n" for _ in range(20_000))
-    path = tmp_path / "a.csv.gz"
-    path.write_bytes(damaged(text.encode()))
-    with pytest.raises(DatasetFormatError, match="the gzip data is damaged or cut short: fetch"):
-        read(path)
-
-
-def test_a_bad_line_of_a_compressed_file_is_to_be_corrected(tmp_path):
-    path = tmp_path / "a.csv.gz"
-    path.write_bytes(gzip.compress(b"c,y\nu,1\nu,1,2\n"))
-    with pytest.raises(DatasetFormatError, match=r"line 3: .*; correct the line$"):
         read(path)
 
 
@@ -180,13 +155,6 @@ def test_files_like_a_store_are_not_told_to_correct_a_schema(tmp_path):
         pytest.raises(DatasetFormatError, match="the model has it as a feature; add it, or"),
     ):
         encoder.open_files([tmp_path / "b.csv"])
-
-
-def test_equal_names_may_be_data(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("1,u,1\n")
-    with pytest.raises(DatasetFormatError, match="add a line of names above if this one is data"):
-        guess_schema([path])
 
 
 def test_a_file_whose_lines_are_not_split_is_told_to_have_tabs(tmp_path):

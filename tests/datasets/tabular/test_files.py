@@ -146,7 +146,7 @@ def test_labels_of_an_optional_column_may_be_missing(tmp_path, keys, lines, labe
 
 
 def test_files_may_be_read_without_their_hashes(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.tabular.reading.hashing_file.hashlib", None)
+    monkeypatch.setattr("recsys.datasets.tabular.reading.paths.hashlib", None)
     write(tmp_path, "y,c", "1,b", name="1.csv")
     pq.write_table(pa.table({"c": ["p"], "y": [1]}), tmp_path / "2.parquet")
     files = TableFiles([tmp_path], simple(), with_hash=False)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.encoding.row_encoder import Bags
 from recsys.datasets.tabular.store_parts.item_values import ItemValues
 
 

@@ -1,6 +1,7 @@
 import gzip
 import io
 import re
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -31,36 +32,26 @@ def write(folder, *lines, end="\n"):
     return path
 
 
-def reference(text):
-    """Offsets of the last quote that begins a field, and of the byte that breaks the rule."""
-    opened, place = -1, 0
-    while place < len(text):
-        if text[place : place + 1] == b'"':
-            opened = place
-            field = re.compile(rb'"(?:[^"]|"")*+"').match(text, place)
-            if field is None:
-                return opened, -1, True
-            place = field.end()
-            if place < len(text) and text[place : place + 1] not in (b",", b"\n", b"\r"):
-                return opened, place, False
-        else:
-            place = re.compile(rb"[^,\r\n]*").match(text, place).end()
-        place += 1
-    return opened, -1, False
+def has_good_quotes(text):
+    """Whether each field that begins with a quote ends with one."""
+    quoted, plain = rb'"(?:[^"]|"")*+"', rb'(?!")[^,\r\n]*+'
+    field = b"(?:" + quoted + b"|" + plain + b")"
+    return re.fullmatch(field + rb"(?:[,\r\n]" + field + b")*+", text) is not None
 
 
 @given(text=st.text('"""a,\r\n', max_size=30), sizes=st.lists(st.integers(1, 9), min_size=30))
 def test_quotes_are_followed_through_blocks_of_any_size(text, sizes):
-    check = QuoteCheck(io.BytesIO(text.encode()), ",", '"')
-    for size in [*sizes, -1, -1, -1]:  # the last one finds the end
-        check.read(size)
-    assert (check.opened, check.fault, check.is_unclosed) == reference(text.encode())
+    check = QuoteCheck(io.BytesIO(text.encode()), "a.csv", ",", '"')
+    is_refused = pytest.raises(DatasetFormatError, match="quote")
+    with nullcontext() if has_good_quotes(text.encode()) else is_refused:
+        for size in [*sizes, -1, -1, -1]:  # the last one finds the end
+            check.read(size)
 
 
 def test_a_byte_order_mark_comes_before_the_first_field():
-    check = QuoteCheck(io.BytesIO('\ufeff"a"b'.encode()), ",", '"')
-    check.read()
-    assert (check.opened, check.fault) == (3, 6)
+    check = QuoteCheck(io.BytesIO('\ufeff"a"b'.encode()), "a.csv", ",", '"')
+    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 1: "):
+        check.read()
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -76,8 +67,7 @@ def test_a_field_that_takes_in_other_rows_is_refused(
         packed = tmp_path / "a.csv.gz"
         packed.write_bytes(gzip.compress(path.read_bytes()))
         path = packed
-    place = rf"{path.name}, line 22: a field that begins with a quote must end with one, got 'hat' "
-    with pytest.raises(DatasetFormatError, match=f"{place}after the closing quote in line 24;"):
+    with pytest.raises(DatasetFormatError, match=rf"{path.name}, line 22: .* in line 24;"):
         texts_of(path)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from recsys.datasets import write_store
 from recsys.datasets.tabular import prepare
-from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.encoding.row_encoder import Bags
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.datasets.tabular.store_parts.spool import Spool
 from recsys.errors import ConfigError

@@ -59,9 +59,7 @@ def test_a_day_that_its_month_does_not_have_is_refused(tmp_path, form, last, aft
     bad = write_times(tmp_path / "bad.csv", [last, after])
 
     assert times_of(good, timestamp_format=form) == [expected.total_seconds()]
-    with pytest.raises(
-        DatasetFormatError, match=r"line 3, column 't': .* a day that its month has"
-    ):
+    with pytest.raises(DatasetFormatError, match=r"line 3, column 't': .* a day of its month"):
         times_of(bad, timestamp_format=form)
 
 
@@ -94,7 +92,7 @@ def test_digits_that_have_lost_a_zero_are_refused(tmp_path, form, good, short):
 
     assert times_of(path, timestamp_format=form) == [since.total_seconds()]
     with pytest.raises(
-        DatasetFormatError, match=f"row 1, .* with all of its digits, got {short}; .* leading zeros"
+        DatasetFormatError, match=f"row 1, .* with all digits .*, got {short}; .* leading zeros"
     ):
         times_of(bad, timestamp_format=form)
 

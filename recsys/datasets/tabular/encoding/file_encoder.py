@@ -10,7 +10,7 @@ import hashlib
 import json
 from copy import copy
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Encoder",
     "StoreRules",
-    "dense_rules_as_json",
     "encoding_of",
     "read_rules",
     "read_schema",
@@ -196,11 +195,6 @@ def read_rules(store: Store) -> StoreRules:
         size = store.table_sizes[table.name]
         tables[table.name] = TableRows(size, _read_rows(store, number, table, numbers[table.name]))
     return StoreRules(schema, numbers, RowMaker(schema, tables, _read_dense_rules(store, schema)))
-
-
-def dense_rules_as_json(rules: Mapping[str, DenseRule]) -> list[dict[str, Any]]:
-    """The entry `dense_rules` of `meta.json`: the rule of each dense column, in order."""
-    return [asdict(rule) for rule in rules.values()]
 
 
 def encoding_of(schema: Schema, dense: Mapping[str, DenseRule], folder: Path) -> str:

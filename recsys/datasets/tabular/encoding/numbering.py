@@ -55,11 +55,6 @@ class Numbers(ABC):
         self._name = name
         self._slots = np.zeros(1 << 12, np.uint64)
 
-    @property
-    @abstractmethod
-    def arrow_type(self) -> pa.DataType:
-        """The type of `values()`."""
-
     @abstractmethod
     def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:
         """The number of each value; `MISSING` for null.
@@ -77,7 +72,7 @@ class Numbers(ABC):
 
     @abstractmethod
     def values(self) -> pa.Array:
-        """All values, by number, (num_values,). The array shares this object's memory."""
+        """All values, by number: int64 or large text. The array shares this object's memory."""
 
     def _reserve_slots(self, num_new: int) -> None:
         num_values = self.num_values + num_new
@@ -102,12 +97,6 @@ class IntegerNumbers(Numbers):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._values = np.empty(1 << 11, np.int64)
-
-    @property
-    def arrow_type(self) -> pa.DataType:  # noqa: D102
-        import pyarrow as pa
-
-        return pa.int64()
 
     def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:  # noqa: D102
         if grow:
@@ -139,12 +128,6 @@ class TextNumbers(Numbers):
         super().__init__(name)
         self._ends = np.zeros(1 << 11, np.int64)
         self._bytes = np.empty(1 << 14, np.uint8)
-
-    @property
-    def arrow_type(self) -> pa.DataType:  # noqa: D102
-        import pyarrow as pa
-
-        return pa.large_string()
 
     def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:  # noqa: D102
         offsets, data = _texts_of(values)

@@ -7,13 +7,12 @@ their rows are known only after the training part was counted. Hashed values get
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 
 from recsys._support.jit import kernel
 from recsys._support.machine import num_cores
-from recsys.datasets.tabular.encoding.bags import Bags, Columns
 from recsys.datasets.tabular.encoding.numbering import (
     HashedRows,
     IntegerNumbers,
@@ -38,6 +37,8 @@ __all__ = [
     "PART",
     "TIME",
     "WEIGHT",
+    "Bags",
+    "Columns",
     "RowEncoder",
     "new_numbers",
     "roles_of",
@@ -56,6 +57,36 @@ _ROLE_DTYPES: dict[str, Any] = {
     PART: np.uint8,
 }
 _MOST = float(np.finfo(np.float32).max)
+
+
+class Bags(NamedTuple):
+    """A bag of values for each of n rows.
+
+    Attributes:
+        values: Row by row: int32, or float32 if they are weights of another column.
+        lengths: How many values each row has.
+        weights: A weight for each value; None for 1.
+
+    Shape:
+        values, weights (v,); lengths (n,), with sum v.
+    """
+
+    values: NDArray[Any]
+    lengths: NDArray[np.int32]
+    weights: NDArray[np.float32] | None = None
+
+    def take(self, rows: NDArray[np.int64]) -> Bags:
+        """The bags of the given rows, in the given order."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        lengths = self.lengths[rows]
+        starts = ends[rows] - lengths
+        first = np.cumsum(lengths, dtype=np.int64) - lengths
+        places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first, lengths)
+        weights = None if self.weights is None else self.weights[places]
+        return Bags(self.values[places], lengths, weights)
+
+
+Columns = dict[str, "NDArray[Any] | Bags"]
 
 
 def new_numbers(table: Table) -> Numbers | HashedRows:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.jit import kernel
-from recsys.datasets.tabular.encoding.bags import Bags
 from recsys.datasets.tabular.encoding.numbering import MISSING
-from recsys.datasets.tabular.encoding.row_encoder import GROUP, LABEL, NO_LABEL, TIME, WEIGHT
+from recsys.datasets.tabular.encoding.row_encoder import GROUP, LABEL, NO_LABEL, TIME, WEIGHT, Bags
 from recsys.datasets.tabular.schemas.schema_parts import CategoricalColumn
 from recsys.errors import DatasetFormatError
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.batch import Batch
-    from recsys.datasets.tabular.encoding.bags import Columns
     from recsys.datasets.tabular.encoding.dense import DenseRule
+    from recsys.datasets.tabular.encoding.row_encoder import Columns
     from recsys.datasets.tabular.schemas.schema import Schema
 
 __all__ = ["RowMaker", "StoreRows", "TableRows"]

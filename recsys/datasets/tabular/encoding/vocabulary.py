@@ -125,7 +125,7 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int) -> int:
     """
     import pyarrow as pa
 
-    again = "prepare the store again"
+    again, kind = "prepare the store again", numbers.values().type
     num_rows = 0
     if not file.is_file():  # a pipe would block
         raise StoreError(f"{file} must be a file, found none; {again}")
@@ -133,10 +133,8 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int) -> int:
         with pa.OSFile(str(file), "rb") as source, pa.ipc.open_file(source) as reader:
             for index in range(reader.num_record_batches):
                 values = reader.get_batch(index).column(0)
-                if values.type != numbers.arrow_type:
-                    raise StoreError(
-                        f"{file}: values must be {numbers.arrow_type}, got {values.type}; {again}"
-                    )
+                if values.type != kind:
+                    raise StoreError(f"{file}: values must be {kind}, got {values.type}; {again}")
                 # The kernels trust offsets. Parquet may hold text that is not UTF-8: bytes are
                 # bytes.
                 is_text = values.type == pa.large_string()

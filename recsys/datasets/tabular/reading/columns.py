@@ -23,7 +23,7 @@ This module needs pyarrow, so others import it in functions, after `import_pyarr
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -416,9 +416,9 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
             rule = "the zone of a time must be UTC or GMT, as names of others are not read"
             way_out = "write offsets such as +01:00, with %z"
             _require(pc.match_substring_regex(text, _UTC), rule, way_out)
-        if wrong := first_misread(text, read, form):
-            row, rule, way_out = wrong
-            raise _Fault(row, f"a time must have the form {form!r}, {rule}", way_out)
+        if (row := first_misread(text, read, form)) >= 0:
+            rule = f"a time must have the form {form!r}, with all digits and a day of its month"
+            raise _Fault(row, rule, "correct it; write times as text: integers lose leading zeros")
         return read.cast(pa.int64())
     if types.is_string(array.type):
         array = _parse_times(array)
@@ -459,20 +459,11 @@ def _parse_times(array: pa.Array) -> pa.Array:
         pa.timestamp("ns"),
         pa.timestamp("ns", "UTC"),
     ]
+    likely = None
     for kind in kinds:
-        try:
+        with suppress(pa.ArrowInvalid):
+            array[:1].cast(kind)
+            likely = likely or kind
             return array.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-    first = array[0].as_py()
-    likely = next((kind for kind in kinds if _can_cast(first, kind)), kinds[2])
     rule = "a time must be seconds since 1970 or ISO text, all in one form"
-    return _cast(array, likely, rule, "correct it, or set timestamp_format")
-
-
-def _can_cast(text: str, kind: pa.DataType) -> bool:
-    try:
-        pa.scalar(text).cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
+    return _cast(array, likely or kinds[2], rule, "correct it, or set timestamp_format")

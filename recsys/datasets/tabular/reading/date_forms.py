@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 
 __all__ = [
     "FIRST_SECONDS",
-    "Misread",
     "are_iso_times",
     "date_form",
     "first_misread",
@@ -66,25 +65,12 @@ def look_like_times(texts: pa.Array) -> bool:
     return bool(pc.mean(pc.match_substring_regex(texts, _DATE_OR_CLOCK)).as_py() >= 0.9)
 
 
-class Misread(NamedTuple):
-    """A text that Arrow reads as another time than it says.
-
-    Attributes:
-        row: Its place among the texts.
-        rule: What a text of the form must have.
-        way_out: What to do.
-    """
-
-    row: int
-    rule: str
-    way_out: str
-
-
-def first_misread(texts: pa.Array, read: pa.Array, form: str) -> Misread | None:
-    """The first text that Arrow reads as another time than it says; None if there is none.
+def first_misread(texts: pa.Array, read: pa.Array, form: str) -> int:
+    """The first text that Arrow reads as another time than it says; -1 if there is none.
 
     Arrow reads "1152025" under %m%d%Y as November 5, 25 under %Y as the year 25, and February 31 as
-    March 3. The day is checked in forms whose parts Arrow can write again.
+    March 3. Except for years, this is found in forms whose parts Arrow can write again: texts that
+    may be such ones must have the numbers of their times.
 
     Args:
         texts: They have the form; no nulls.
@@ -92,44 +78,21 @@ def first_misread(texts: pa.Array, read: pa.Array, form: str) -> Misread | None:
         form: The form.
     """
     parts, written = set(re.findall("%(.)", form)), form.replace("%Z", "")
-    if re.search(_TOUCHING, form) and parts <= _WRITTEN and len(texts):
-        width = len(pc.strftime(read[:1], format=written)[0].as_py())
-        are_odd = pc.not_equal(pc.utf8_length(texts), width)
-        if (row := _first_differing(texts, read, written, are_odd)) >= 0:
-            way_out = "write times as text, as integers lose leading zeros"
-            return Misread(row, "with all of its digits", way_out)
+    row = -1
     if parts & set("YF"):
         has_year = pc.match_substring_regex(texts, "[0-9]{4}")
-        are_early = pc.and_not(pc.less(pc.year(read), 1000), has_year)
-        if (row := pc.index(are_early, True).as_py()) >= 0:
-            return Misread(row, "with a year of four digits", "correct it, or write %y in the form")
-    if parts & set("deDF") and parts <= _WRITTEN:
-        are_first = pc.less_equal(pc.day(read), 3)
-        if (row := _first_differing(texts, read, written, are_first, "29|30|31")) >= 0:
-            return Misread(row, "with a day that its month has", "correct it")
-    return None
-
-
-def _first_differing(
-    texts: pa.Array, read: pa.Array, form: str, are_wanted: pa.Array, pattern: str = ""
-) -> int:
-    """The first wanted text that has other numbers than its time has in this form; else -1.
-
-    Args:
-        texts: All texts.
-        read: Their times.
-        form: The form.
-        are_wanted: Which texts are compared.
-        pattern: Only texts that have it are compared.
-    """
-    rows = np.flatnonzero(are_wanted.to_numpy(zero_copy_only=False))
-    if pattern:
-        has_it = pc.match_substring_regex(texts.take(pa.array(rows)), pattern)
-        rows = rows[has_it.to_numpy(zero_copy_only=False)]
-    taken = pa.array(rows)
-    again = pc.strftime(read.take(taken), format=form)
-    row = pc.index(pc.equal(_digits(texts.take(taken)), _digits(again)), False).as_py()
-    return -1 if row < 0 else int(rows[row])
+        row = pc.index(pc.and_not(pc.less(pc.year(read), 1000), has_year), True).as_py()
+    if row >= 0 or not parts <= _WRITTEN or not len(texts):
+        return int(row)
+    is_late = pc.match_substring_regex(texts, "29|30|31")
+    are_odd = pc.and_(pc.less_equal(pc.day(read), 3), is_late)
+    if re.search(_TOUCHING, form):
+        width = len(pc.strftime(read[:1], format=written)[0].as_py())
+        are_odd = pc.or_(are_odd, pc.not_equal(pc.utf8_length(texts), width))
+    rows = pa.array(np.flatnonzero(are_odd.to_numpy(zero_copy_only=False)))
+    again = pc.strftime(read.take(rows), format=written)
+    found = pc.index(pc.equal(_digits(texts.take(rows)), _digits(again)), False).as_py()
+    return -1 if found < 0 else rows[found].as_py()
 
 
 def _digits(text: pa.Array) -> pa.Array:

@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys.datasets.tabular.reading.hashing_file import HashingFile
-from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
-from recsys.datasets.tabular.reading.paths import find_files, kind_of
+from recsys.datasets.tabular.reading.paths import HashingFile, find_files, import_pyarrow, kind_of
 from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.errors import ConfigError, DatasetFormatError
 

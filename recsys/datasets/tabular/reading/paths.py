@@ -1,21 +1,24 @@
-"""Which files hold tables, and of which kind: by their names alone."""
+"""Which files hold tables, by their names alone; and what reading one needs: pyarrow, a hash."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import listed_files, require_files
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["find_files", "kind_of"]
+__all__ = ["HashingFile", "find_files", "import_pyarrow", "kind_of"]
 
 _TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
+_CHUNK_BYTES = 4 << 20
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -65,6 +68,72 @@ def kind_of(path: Path) -> str:
     if suffixes and suffixes[-1] in _COMPRESSED_SUFFIXES:
         suffixes.pop()
     return "text" if suffixes and suffixes[-1] in _TEXT_SUFFIXES else ""
+
+
+def import_pyarrow() -> Any:
+    """The package pyarrow.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise MissingDependency(
+            "tables need pyarrow, which is not installed; pip install pyarrow"
+        ) from error
+    return pyarrow
+
+
+class HashingFile:
+    """A file that is read once, from its start, by anything that takes a Python file.
+
+    Args:
+        path: The file.
+        with_hash: Whether to compute the hash.
+
+    Attributes:
+        num_bytes: Bytes read so far; the size of the file after `finish`.
+    """
+
+    def __init__(self, path: Path, *, with_hash: bool = True) -> None:
+        self._file = path.open("rb")
+        self._hash = hashlib.sha256() if with_hash else None
+        self.num_bytes = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._file.closed
+
+    def read(self, size: int = -1) -> bytes:
+        """Read the next bytes; fewer than `size` only at the end of the file."""
+        data = self._file.read(size)
+        if self._hash is not None:
+            self._hash.update(data)
+        self.num_bytes += len(data)
+        return data
+
+    def close(self) -> None:
+        """Do nothing, for readers that close what they were given: `finish` closes the file."""
+
+    def finish(self) -> str:
+        """Close the file; returns the hash of its whole content, in hex, or "" without a hash.
+
+        With a hash, what is left of the file is read before.
+        """
+        if self._hash is None:
+            self.num_bytes = os.fstat(self._file.fileno()).st_size
+            self._file.close()
+            return ""
+        while self.read(_CHUNK_BYTES):
+            pass
+        self._file.close()
+        return self._hash.hexdigest()
+
+    def abandon(self) -> None:
+        """Close the file before its end."""
+        self._file.close()
 
 
 def _is_hidden(path: Path) -> bool:

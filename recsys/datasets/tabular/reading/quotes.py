@@ -1,4 +1,4 @@
-"""Follows the quotes of a text file while it is read, and finds the first one that is misplaced.
+"""Follows the quotes of a text file while it is read, and refuses one that is misplaced.
 
 A field that begins with a quote ends with one, before a delimiter, a line break or the end of the
 text; a quote between them is doubled. In other fields quotes are text. Arrow's reader accepts more:
@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.jit import kernel
+from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
-__all__ = ["QuoteCheck"]
+__all__ = ["QUOTES_WAY_OUT", "QuoteCheck"]
 
+QUOTES_WAY_OUT = (
+    'double each quote that belongs to a value; or, if quotes enclose no field, set quote = "" in '
+    'the schema (recsys inspect: --quote "")'
+)
 # The place in the text after a byte; after a closing quote, the next byte may double it.
 _FIELD_START, _PLAIN, _QUOTED, _AFTER_QUOTE = range(4)
 
@@ -26,30 +33,26 @@ _FIELD_START, _PLAIN, _QUOTED, _AFTER_QUOTE = range(4)
 class QuoteCheck:
     """A stream of text that checks the quotes of what is read from it.
 
-    Reading goes on after a fault. A block of the text without a quote is only searched for one.
+    A block of the text without a quote is only searched for one.
 
     Args:
         stream: The text, decompressed; it has `read` and `close`.
+        path: Its file, for messages.
         delimiter: Character between fields.
-        quote: Character around fields; empty for none: nothing is checked.
+        quote: Character around fields.
 
     Attributes:
-        opened: Offset in bytes of the quote that began the last quoted field; -1 before the first.
-        fault: Offset of the byte that must not follow the closing quote of that field; -1 if there
-            is no fault so far.
+        line: The line, from 1, of the quote that began the last quoted field.
     """
 
     closed = False
 
-    def __init__(self, stream: Any, delimiter: str, quote: str) -> None:
-        self.opened = -1
-        self.fault = -1
-        self._stream = stream
-        self._delimiter = delimiter.encode()
-        self._quote = quote.encode()
+    def __init__(self, stream: Any, path: Path, delimiter: str, quote: str) -> None:
+        self.line = self._next_line = 1
+        self._stream, self._path = stream, path
+        self._delimiter, self._quote = delimiter.encode(), quote.encode()
         self._state = _FIELD_START
-        self._num_bytes = 0
-        self._is_ended = False
+        self._is_begun = False
         self._held = b""
 
     @property
@@ -57,55 +60,57 @@ class QuoteCheck:
         """Whether what was read ends inside a quoted field."""
         return self._state == _QUOTED
 
-    @property
-    def is_unclosed(self) -> bool:
-        """Whether the text has ended inside a quoted field."""
-        return self._is_ended and self.is_open
-
     def read(self, size: int = -1) -> bytes:
         """Read the next bytes, and check them.
 
         A carriage return that would end them waits for the next call, unless it is alone: Arrow
         drops a line feed that begins a block after one, also from a value in quotes.
+
+        Raises:
+            DatasetFormatError: a quoted field does not end as it must.
         """
         held, self._held = self._held, b""
         data: bytes = held + self._stream.read(size - len(held) if size > 0 else size)
         if data.endswith(b"\r") and len(data) > 1:
             data, self._held = data[:-1], b"\r"
-        if data and self._quote and self.fault < 0:
-            self._follow(data)
-        self._num_bytes += len(data)
-        self._is_ended = not data
+        if not data and self.is_open:
+            raise self._error("a quote that begins a field here is never closed")
+        text = data if self._is_begun else data.removeprefix(codecs.BOM_UTF8)
+        self._is_begun = True
+        if text:
+            self._follow(text)
         return data
-
-    def readable(self) -> bool:
-        """True: it is open for reading."""
-        return True
 
     def close(self) -> None:
         """Close the stream."""
         self._stream.close()
 
-    def _follow(self, data: bytes) -> None:
-        start = 0
-        if not self._num_bytes and data.startswith(codecs.BOM_UTF8):
-            start = len(codecs.BOM_UTF8)
-        if self._quote not in data and self._state != _AFTER_QUOTE:
-            if self._state != _QUOTED:
-                ends_field = data[-1:] in (self._delimiter, b"\n", b"\r") or start == len(data)
-                self._state = _FIELD_START if ends_field else _PLAIN
-            return
-        self._state, opened, fault = _follow_kernel(
-            np.frombuffer(data, np.uint8, offset=start),
-            self._state,
-            ord(self._delimiter),
-            ord(self._quote),
-        )
-        start += self._num_bytes
-        if opened >= 0:
-            self.opened = start + opened
-        if fault >= 0:
-            self.fault = start + fault
+    def _follow(self, text: bytes) -> None:
+        codes = np.frombuffer(text, np.uint8)
+        if self._quote in text or self._state == _AFTER_QUOTE:
+            self._state, opened, fault = _follow_kernel(
+                codes, self._state, ord(self._delimiter), ord(self._quote)
+            )
+            if opened >= 0:
+                self.line = self._next_line + _num_line_breaks(codes[:opened])
+            if fault >= 0:
+                end = self._next_line + _num_line_breaks(codes[:fault])
+                raise self._error(
+                    "a field that begins with a quote must end with one, got text after the "
+                    f"closing quote in line {end}"
+                )
+        elif self._state != _QUOTED:
+            ends_field = text[-1:] in (self._delimiter, b"\n", b"\r")
+            self._state = _FIELD_START if ends_field else _PLAIN
+        self._next_line += _num_line_breaks(codes)
+
+    def _error(self, rule: str) -> DatasetFormatError:
+        return DatasetFormatError(f"{self._path}, line {self.line}: {rule}; {QUOTES_WAY_OUT}")
+
+
+def _num_line_breaks(codes: NDArray[np.uint8]) -> int:
+    """Line feeds; or carriage returns, in text that has none."""
+    return int(np.count_nonzero(codes == 10) or np.count_nonzero(codes == 13))
 
 
 @kernel

@@ -8,8 +8,8 @@ import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from recsys.datasets.tabular.reading.optional_pyarrow import import_pyarrow
-from recsys.datasets.tabular.reading.quotes import QuoteCheck
+from recsys.datasets.tabular.reading.paths import import_pyarrow
+from recsys.datasets.tabular.reading.quotes import QUOTES_WAY_OUT, QuoteCheck
 from recsys.datasets.tabular.schemas.schema_parts import DenseColumn, ValueColumn
 from recsys.errors import DatasetFormatError
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from recsys.datasets.tabular.reading.hashing_file import HashingFile
+    from recsys.datasets.tabular.reading.paths import HashingFile
     from recsys.datasets.tabular.schemas.schema import Schema
 
 __all__ = ["DELIMITERS", "TextFile"]
 
 DELIMITERS = ("\t", ";", "|", ",")  # that files commonly have
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _COMPRESSIONS = {  # and the bytes that such files begin with
     ".gz": ("gzip", b"\x1f\x8b"),
     ".zst": ("zstd", b"\x28\xb5\x2f\xfd"),
@@ -34,11 +33,10 @@ _BLOCK_BYTES = 8 << 20
 _ROW = re.compile(r"Row #(\d+): ?(.*)", re.DOTALL)
 _CONVERSION = re.compile(r"In CSV column #(\d+): (.*)", re.DOTALL)
 _VALUE = re.compile(r"conversion error to (double|int64): invalid value '(.*)'", re.DOTALL)
-_QUOTES_WAY_OUT = (
-    'double each quote that belongs to a value; or, if quotes enclose no field, set quote = "" in '
-    'the schema (recsys inspect: --quote "")'
+_UTF8_WAY_OUT = (
+    "convert the file, by `iconv -f latin1 -t utf-8 OLD > NEW` if it is Latin-1, from utf-16 if "
+    "a spreadsheet wrote it so"
 )
-_UTF8_WAY_OUT = "convert the file, such as by `iconv -f latin1 -t utf-8 OLD > NEW` if it is Latin-1"
 
 
 class TextFile:
@@ -61,10 +59,16 @@ class TextFile:
         self.quote = quote
         suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
         self.delimiter = delimiter or ("\t" if ".tsv" in suffixes else ",")
-        with self._reading_faults():
-            self._require_utf8()
+        try:
             with self._records() as records:
                 header = next(filter(None, records), None)  # empty lines are left out
+        except csv.Error as error:
+            raise DatasetFormatError(f"{path} cannot be read: {error}") from error
+        except OSError as error:
+            if error.strerror:
+                raise
+            way_out = self._compression_way_out()
+            raise DatasetFormatError(f"{path} cannot be read: {error}{way_out}") from error
         if not header:
             raise DatasetFormatError(f"{path} must begin with a line of column names, is empty")
         try:
@@ -81,20 +85,6 @@ class TextFile:
                 "this one is data"
             )
         self.column_names = tuple(header)
-
-    def _require_utf8(self) -> None:
-        """Check that the file does not begin with the mark of UTF-16.
-
-        Raises:
-            DatasetFormatError: it does.
-        """
-        with self.path.open("rb") as raw:
-            start = self._decompressed(raw).read(2)
-        if start in _UTF16_MARKS:
-            raise DatasetFormatError(
-                f"{self.path} must be UTF-8, is UTF-16; convert it by `iconv -f utf-16 -t utf-8 "
-                "OLD > NEW`"
-            )
 
     def place(self, row: int) -> str:
         """Words for a row of data, by its number from 0: the file and the line it begins on.
@@ -155,26 +145,24 @@ class TextFile:
         self, types: dict[str, Any], missing_values: Sequence[str], raw: Any
     ) -> Iterator[pa.RecordBatch]:
         arrow = import_pyarrow()
-        quotes = self._checked_quotes(raw)
+        text = self._text(raw)
         try:
-            for batch in self._parse(types, missing_values, quotes, use_threads=True):
-                if quotes.fault >= 0:  # rows of this batch may be wrong
-                    break
-                yield batch
+            yield from self._parse(types, missing_values, text, use_threads=True)
         except (arrow.ArrowInvalid, arrow.ArrowKeyError, OSError) as error:
             if getattr(error, "errno", None):  # of the disk, not of the data
                 raise
-            is_of_quotes = quotes.fault >= 0 or quotes.is_unclosed
-            if isinstance(error, OSError) or not is_of_quotes:
-                raise self._explain(error, types, missing_values, quotes) from None
-        if quotes.fault >= 0 or quotes.is_open:
-            raise self._quote_error(quotes)
+            raise self._explain(error, types, missing_values, text) from None
+
+    def _text(self, raw: Any) -> Any:
+        """The decompressed text, whose quotes are checked while it is read."""
+        text = self._decompressed(raw)
+        return QuoteCheck(text, self.path, self.delimiter, self.quote) if self.quote else text
 
     def _parse(
         self,
         types: dict[str, Any],
         missing_values: Sequence[str],
-        text: QuoteCheck,
+        text: Any,
         *,
         use_threads: bool,
     ) -> Iterator[pa.RecordBatch]:
@@ -211,24 +199,25 @@ class TextFile:
         error: Exception,
         types: dict[str, Any],
         missing_values: Sequence[str],
-        quotes: QuoteCheck,
+        read: Any,
     ) -> DatasetFormatError:
         """Find the line of a fault: one thread reads the file again and counts rows."""
         arrow = import_pyarrow()
         if isinstance(error, arrow.ArrowInvalid):
             try:
                 with self.path.open("rb") as raw:
-                    again = self._checked_quotes(raw)
+                    again = self._text(raw)
                     for _ in self._parse(types, missing_values, again, use_threads=False):
                         pass
             except (arrow.ArrowInvalid, OSError) as found:
                 error = found
         text = str(error)
         if "straddl" in text:
-            line = f", line {self._text_at(quotes.opened)[0]}" if quotes.is_open else ""
+            is_open = isinstance(read, QuoteCheck) and read.is_open
+            line = f", line {read.line}" if is_open else ""
             return DatasetFormatError(
                 f"{self.path}{line}: a row must be shorter than {_BLOCK_BYTES >> 20} MiB; a quote "
-                f"is probably never closed; {_QUOTES_WAY_OUT}"
+                f"is probably never closed; {QUOTES_WAY_OUT}"
             )
         place, column = str(self.path), ""
         conversion = _CONVERSION.search(text)
@@ -256,34 +245,6 @@ class TextFile:
             way_out = "" if is_of_line else self._compression_way_out()
             text = f"{text[:200]}{way_out or '; correct the line'}"
         return DatasetFormatError(f"{place}{column}: {text}")
-
-    def _quote_error(self, quotes: QuoteCheck) -> DatasetFormatError:
-        """The error for a quoted field that does not end as it must."""
-        line, _ = self._text_at(quotes.opened)
-        if quotes.fault < 0:
-            rule = "a quote that begins a field here is never closed"
-        else:
-            end, text = self._text_at(quotes.fault)
-            rule = (
-                "a field that begins with a quote must end with one, got "
-                f"{text!r} after the closing quote in line {end}"
-            )
-        return DatasetFormatError(f"{self.path}, line {line}: {rule}; {_QUOTES_WAY_OUT}")
-
-    def _text_at(self, offset: int) -> tuple[int, str]:
-        """The line of a byte of the decompressed text, from 1, and what follows in that line."""
-        line, line_breaks = 1, io.IncrementalNewlineDecoder(None, translate=True)
-        with self.path.open("rb") as raw:
-            stream = self._decompressed(raw)
-            while offset and (data := stream.read(min(offset, _BLOCK_BYTES))):
-                offset -= len(data)
-                before = line_breaks.decode(data.decode("latin-1"), final=not offset)
-                line += before.count("\n")
-            text = stream.read(30).decode("utf-8", "replace")
-        return line, text.splitlines()[0] if text else ""
-
-    def _checked_quotes(self, raw: Any) -> QuoteCheck:
-        return QuoteCheck(self._decompressed(raw), self.delimiter, self.quote)
 
     def _decompressed(self, raw: Any) -> Any:
         suffix = self.path.suffix.lower()
@@ -317,20 +278,6 @@ class TextFile:
                 quotechar=self.quote or None,
                 quoting=csv.QUOTE_MINIMAL if self.quote else csv.QUOTE_NONE,
             )
-
-    @contextmanager
-    def _reading_faults(self) -> Iterator[None]:
-        """Name the file in faults of reading its first line."""
-        try:
-            yield
-        except csv.Error as error:
-            raise DatasetFormatError(f"{self.path} cannot be read: {error}") from error
-        except OSError as error:
-            if error.strerror:
-                raise
-            raise DatasetFormatError(
-                f"{self.path} cannot be read: {error}{self._compression_way_out()}"
-            ) from error
 
 
 def _arrow_type(name: str, schema: Schema) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.encoding.row_encoder import Bags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

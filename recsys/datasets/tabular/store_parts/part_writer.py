@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.datasets.store_writer import StoreWriter
-    from recsys.datasets.tabular.encoding.bags import Bags
+    from recsys.datasets.tabular.encoding.row_encoder import Bags
     from recsys.datasets.tabular.encoding.store_rows import RowMaker, StoreRows
     from recsys.datasets.tabular.schemas.schema import Schema
     from recsys.datasets.tabular.store_parts.spool import Block

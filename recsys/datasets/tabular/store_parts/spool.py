@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.encoding.row_encoder import Bags
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.encoding.bags import Columns
+    from recsys.datasets.tabular.encoding.row_encoder import Columns
 
 __all__ = ["BLOCK_ROWS", "Block", "Spool"]
 

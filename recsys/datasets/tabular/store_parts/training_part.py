@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recsys.datasets.tabular.encoding.bags import Bags
 from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
 from recsys.datasets.tabular.encoding.numbering import Numbers
+from recsys.datasets.tabular.encoding.row_encoder import Bags
 from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows
 from recsys.datasets.tabular.encoding.vocabulary import (
     ValueCounts,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.encoding.bags import Columns
     from recsys.datasets.tabular.encoding.numbering import HashedRows
+    from recsys.datasets.tabular.encoding.row_encoder import Columns
     from recsys.datasets.tabular.schemas.schema import Table
     from recsys.datasets.tabular.store_parts.spooled_rows import SpooledRows
 
