@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from numbers import Number
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.arguments import listed
@@ -118,8 +115,6 @@ def load_checkpoint(
         if target is not None and found[name] is None:
             raise CheckpointError(f"{folder}: the checkpoint was saved without {name}=")
     of_schedulers = listed(schedulers)
-    if not isinstance(found["schedulers"], list):
-        raise CheckpointError(f"{folder}: the schedulers of the checkpoint are damaged")
     if of_schedulers and len(of_schedulers) != len(found["schedulers"]):
         raise CheckpointError(
             f"{folder}: the checkpoint has {len(found['schedulers'])} schedulers, and "
@@ -130,7 +125,11 @@ def load_checkpoint(
             if target is not None:
                 target.load_state_dict(found[name])
         for scheduler, each in zip(of_schedulers, found["schedulers"], strict=False):
-            _load_scheduler(scheduler, each)
+            own = scheduler.state_dict()
+            for key, value in each.items():
+                if isinstance(own.get(key), Counter):  # such as the milestones of `MultiStepLR`
+                    each[key] = Counter(value)
+            scheduler.load_state_dict(each)
     given["schedulers"] = of_schedulers or None
     left_out = [name for name, target in given.items() if target is None and found[name]]
     if left_out:
@@ -171,31 +170,3 @@ def _require_folder(folder: Path) -> None:
     inner = folder / "checkpoints"
     if inner.is_dir():
         raise CheckpointError(f"{folder}: has its checkpoints in {inner}; give that folder")
-
-
-def _load_scheduler(scheduler: Any, state: Any) -> None:
-    """Load the state of a scheduler.
-
-    Most schedulers of torch copy a state into their attributes unchecked, so a damaged one would
-    raise much later.
-
-    Raises:
-        TypeError, AttributeError: it is not a state of such a scheduler.
-    """
-    own = scheduler.state_dict()
-    for key, value in state.items():
-        if callable(getattr(type(scheduler), key, None)) or not _are_alike(own.get(key), value):
-            raise TypeError(f"{type(scheduler).__name__}: {key} cannot be {str(value)[:50]}")
-        if isinstance(own.get(key), Counter):  # such as the milestones of `MultiStepLR`
-            state[key] = Counter(value)
-    scheduler.load_state_dict(state)
-
-
-def _are_alike(own: Any, saved: Any) -> bool:
-    """Whether both are numbers, or texts, and so on; either may be None."""
-    kinds: tuple[Any, ...] = Number, str, dict, (list, tuple), Tensor
-    return (
-        own is None
-        or saved is None
-        or any(isinstance(own, kind) and isinstance(saved, kind) for kind in kinds)
-    )

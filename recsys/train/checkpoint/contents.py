@@ -22,13 +22,9 @@ from recsys.embeddings.update.changed_rows import rows_of
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.blocks import row_ranges
-from recsys.train.checkpoint.manifest import MOST_ROW_BYTES, Array, Part, dtype_name
+from recsys.train.checkpoint.manifest import Array, Part, dtype_name
 from recsys.train.checkpoint.optimizer_states import check_optimizer_state
-from recsys.train.checkpoint.random_states import (
-    check_random_states,
-    random_states,
-    set_random_states,
-)
+from recsys.train.checkpoint.random_states import random_states, set_random_states
 from recsys.train.checkpoint.tree import from_tree, to_tree
 from recsys.train.run_files.saved_state import is_expanded
 
@@ -231,7 +227,6 @@ class Contents:
             tables = {id(table.weight) for table in self.tables.tables}
             for optimizer, each in zip(own, optimizers, strict=True):
                 check_optimizer_state(optimizer, each, tables)
-            check_random_states(generators)
             for optimizer, each in zip(own, optimizers, strict=True):
                 optimizer.load_state_dict(each)
             if extra:
@@ -248,8 +243,6 @@ class Contents:
         with errors_of_state():
             saved = [each["kind"] for each in tree["optimizers"]]
             extra = sorted(tree["extra"])
-            for key in ("pipeline", "loader", "schedulers", "state"):
-                tree["state"][key]
         own = [type(each).__name__ for each in self._optimizers]
         own_extra = sorted(
             key for key, value in self._model_state().items() if not _is_tensor(key, value)
@@ -400,10 +393,4 @@ def _array_of(tensor: Tensor, name: str) -> Array:
         fault = f"must be a dense tensor, got {tensor.layout} in {tensor.dtype}; convert it"
     if fault:
         raise CheckpointError(f"{name}: {fault}")
-    array = Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))
-    if array.row_bytes > MOST_ROW_BYTES:
-        raise CheckpointError(
-            f"{name}: a row may have {MOST_ROW_BYTES} bytes, got {array.row_bytes}; reshape it, "
-            "so that its first dimension is longer"
-        )
-    return array
+    return Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))

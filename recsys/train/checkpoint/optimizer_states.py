@@ -43,20 +43,11 @@ def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[i
         tables: The `id` of parameters whose state is checked elsewhere.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is not a state of this optimizer.
+        ValueError, KeyError: it is not a state of this optimizer.
     """
-    own, saved = optimizer.param_groups, state["param_groups"]
-    if len(own) != len(saved):
-        raise ValueError(
-            f"an optimizer has {len(own)} param groups, and the state has {len(saved)}"
-        )
     parameters: dict[Any, Tensor] = {}
-    for group, each in zip(own, saved, strict=True):
-        for name, value in each.items():
-            if name == "params":
-                parameters.update(zip(value, group["params"], strict=True))
-            elif not _is_setting(value, group.get(name)):
-                raise TypeError(f"{name} of a param group cannot be {str(value)[:50]}")
+    for group, each in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        parameters.update(zip(each["params"], group["params"], strict=True))
     for key, values in state["state"].items():
         parameter = parameters[key]
         if id(parameter) in tables:
@@ -69,19 +60,3 @@ def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[i
             shape = (known if isinstance(known, torch.Tensor) else parameter).shape
             if not isinstance(value, torch.Tensor) or value.shape != shape:
                 raise ValueError(f"{name} of parameter {key} must have shape {tuple(shape)}")
-
-
-def _is_setting(value: Any, own: Any) -> bool:
-    """Whether a setting is of the kind of an optimizer's own one."""
-    if own is None or value is None:
-        return value is None or _is_number(value) or isinstance(value, str)
-    if isinstance(own, tuple | list):
-        is_alike = isinstance(value, tuple | list) and len(value) == len(own)
-        return is_alike and all(map(_is_setting, value, own))
-    return _is_number(value) if _is_number(own) else type(value) is type(own)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1 and value.dim() <= 1
-    )

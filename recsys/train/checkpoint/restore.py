@@ -79,7 +79,7 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
                 others.tensors[array_name] = made
         for piece in manifest.pieces:
             for block in piece.blocks:
-                tensors = read_block(folder, piece, block, manifest.arrays)
+                tensors = read_block(folder, piece, block)
                 for part in block.parts:
                     if part.array not in names:
                         others.write(part, tensors)
@@ -94,25 +94,14 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
 
 
 def require_whole(folder: Path, manifest: Manifest) -> None:
-    """Check the length and the checksum of every file, and that no row is missing.
+    """Check the length and the checksum of every file.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or rows of an array are in no file.
+        CheckpointError: a file is missing or damaged.
     """
-    states = {name for names in manifest.tables.values() for name in names[1:]}
-    covered: dict[str, int] = dict.fromkeys(manifest.arrays, 0)
     for piece in manifest.pieces:
         for block in piece.blocks:
             check_block(folder, piece, block)
-            for part in block.parts:  # ranges are written in order
-                if not part.rows and part.begin <= covered[part.array]:
-                    covered[part.array] = max(covered[part.array], part.end)
-    for name, array in manifest.arrays.items():
-        # State of rows that were never updated is zeros, and is in no file.
-        if name not in states and covered[name] < array.num_rows:
-            raise CheckpointError(
-                f"{name}: the files have its rows up to {covered[name]} of {array.num_rows}"
-            )
 
 
 def whole_other(folders: Sequence[Path], numbers: Sequence[int], number: int) -> str:
@@ -187,8 +176,6 @@ def names_in_tables(manifest: Manifest) -> dict[str, tuple[str, str]]:
 class OtherArrays:
     """The arrays besides those of tables: the model's are written in place, and others are made.
 
-    Their size is known to be in the files, so a damaged manifest cannot make them huge.
-
     Args:
         manifest: The checkpoint.
         contents: The model.
@@ -217,15 +204,9 @@ class OtherArrays:
             rows.detach()[part.begin : part.end].copy_(tensors[part.array])
 
     def array(self, name: str) -> Tensor:
-        """An array, such as one that the tree refers to.
-
-        Raises:
-            CheckpointError: the checkpoint has no such array.
-        """
+        """An array, such as one that the tree refers to."""
         if name not in self.tensors:
-            array = self._arrays.get(name)
-            if array is None:
-                raise CheckpointError(f"its state names an array {name!r} that it does not have")
+            array = self._arrays[name]
             self.tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
         return self.tensors[name]
 

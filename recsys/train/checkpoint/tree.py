@@ -85,8 +85,6 @@ def from_tree(tree: Any, array: Callable[[str], Tensor]) -> Any:
         tree: A result of `to_tree`.
         array: Returns the array of a name.
 
-    Raises:
-        CheckpointError: the tree is damaged.
     """
     if isinstance(tree, list):
         return [from_tree(each, array) for each in tree]
@@ -96,17 +94,10 @@ def from_tree(tree: Any, array: Callable[[str], Tensor]) -> Any:
     if not marks:
         return {key: from_tree(each, array) for key, each in tree.items()}
     mark, content = marks[0], tree[marks[0]]
-    if len(tree) == 1:
-        if mark == _ARRAY and isinstance(content, str):
-            return array(content)
-        if mark == _FLOAT and content in ("nan", "inf", "-inf"):
-            return float(content)
-        if mark == _TUPLE and isinstance(content, list):
-            return tuple(from_tree(each, array) for each in content)
-        if mark == _PAIRS and isinstance(content, list) and all(map(_is_pair, content)):
-            return {key: from_tree(each, array) for key, each in content}
-    raise CheckpointError(f"the state of the checkpoint is damaged: it has {sorted(tree)[:5]}")
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | int)
+    if mark == _ARRAY:
+        return array(content)
+    if mark == _FLOAT:
+        return float(content)
+    if mark == _TUPLE:
+        return tuple(from_tree(each, array) for each in content)
+    return {key: from_tree(each, array) for key, each in content}

@@ -343,7 +343,7 @@ def _rows_of(folder: Path, manifest: Manifest, key: str) -> Iterator[tuple[int, 
                 if part.array == name:
                     if part.begin != num_done:
                         break
-                    values = read_block(folder, piece, block, manifest.arrays)[name]
+                    values = read_block(folder, piece, block)[name]
                     for delta in changes:
                         delta.write_to({name: values}, part.begin, part.end)
                     yield part.begin, values
@@ -365,7 +365,7 @@ def _is_changed(folder: Path, manifest: Manifest, key: str, since: int) -> NDArr
     for block in full.blocks:
         for part in block.parts:
             if part.array == name:
-                numbers = read_block(folder, full, block, manifest.arrays)[name]
+                numbers = read_block(folder, full, block)[name]
                 is_changed[part.begin : part.end] = (numbers > since).numpy()
     for delta in delta_rows(folder, manifest, key, after=since):
         is_changed[delta.rows()] = True

@@ -93,7 +93,7 @@ def restore_shards(
             names = names_in_tables(manifest)
             for piece in manifest.pieces:
                 for block in piece.blocks:
-                    tensors = read_block(folder, piece, block, manifest.arrays)
+                    tensors = read_block(folder, piece, block)
                     for part in block.parts:
                         if part.array in names:
                             key, name = names[part.array]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,11 +15,6 @@ from recsys.embeddings import Adam, HotColdEmbeddingBag
 from recsys.errors import CheckpointError, ConfigError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from recsys.train.checkpoint.optimizer_states import check_optimizer_state
-from recsys.train.checkpoint.random_states import (
-    check_random_states,
-    random_states,
-    set_random_states,
-)
 
 
 class WithExtraState(nn.Module):
@@ -184,14 +177,6 @@ def test_a_value_that_cannot_be_saved_is_refused_by_its_name(tmp_path, value, na
     assert not list(tmp_path.iterdir())
 
 
-def test_a_row_that_no_block_holds_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.contents.MOST_ROW_BYTES", 16)
-    save_checkpoint(tmp_path, model=nn.Linear(4, 3))
-
-    with pytest.raises(CheckpointError, match="a row may have 16 bytes, got 20; reshape it"):
-        save_checkpoint(tmp_path, model=nn.Linear(5, 3))
-
-
 def make_optimizers(model):
     return [
         torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), amsgrad=True),
@@ -295,54 +280,6 @@ def test_a_grad_scaler_in_the_state(tmp_path):
     assert again.get_scale() == 8.0
 
 
-def damaged_random_states():
-    def change(*path, value):
-        def apply(states):
-            for key in path[:-1]:
-                states = states[key]
-            states[path[-1]] = value
-
-        return apply
-
-    return [
-        change("numpy", "state", "pos", value=10**6),  # numpy would read out of bounds
-        change("numpy", "state", "pos", value=-1),
-        change("numpy", "state", "key", value=[1] * 10),
-        change("numpy", "state", "key", value=[-1] * 624),
-        change("numpy", "has_gauss", value=5),
-        change("numpy", "gauss", value="text"),
-        change("numpy", "bit_generator", value="PCG64"),
-        change("python", value=(3, (1,) * 624 + (700,), None)),
-        change("python", value=(2, (1,) * 625, None)),
-        change("python", value=(3, (1,) * 625, "text")),
-        change("torch", value=torch.zeros(5056, dtype=torch.uint8)),
-        change("torch", value=torch.full((5056,), 255, dtype=torch.uint8)),
-        change("torch", value=torch.zeros(10, dtype=torch.uint8)),
-        change("torch", value=torch.zeros(5056)),
-    ]
-
-
-@pytest.mark.parametrize("damage", damaged_random_states())
-def test_a_damaged_random_state_is_refused(damage):
-    states = random_states()
-    damage(states)
-
-    def check_and_set():
-        check_random_states(states)
-        set_random_states(states)
-
-    with pytest.raises((ValueError, TypeError, RuntimeError)):
-        check_and_set()
-
-
-def test_random_states_at_every_place_are_accepted():
-    for _ in range(1300):
-        torch.rand(1)
-        random.random()
-        np.random.rand()  # noqa: NPY002
-        check_random_states(random_states())
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -351,15 +288,10 @@ def test_random_states_at_every_place_are_accepted():
         lambda state: state["state"][0].update(exp_avg=3.0),
         lambda state: state["state"].update({9: {}}),
         lambda state: state["param_groups"].clear(),
-        lambda state: state["param_groups"][0].update(lr="fast"),
-        lambda state: state["param_groups"][0].update(betas=(0.9,)),
-        lambda state: state["param_groups"][0].update(betas=(0.9, "x")),
         lambda state: state["param_groups"][0].update(params=[0]),
-        lambda state: state["param_groups"][0].update(more=[]),
-        lambda state: state.pop("state"),
     ],
 )
-def test_a_damaged_state_of_an_optimizer_is_refused(change):
+def test_a_state_of_another_optimizer_is_refused(change):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train(model, [optimizer])
@@ -367,7 +299,7 @@ def test_a_damaged_state_of_an_optimizer_is_refused(change):
     check_optimizer_state(optimizer, state, ())
     change(state)
 
-    with pytest.raises((ValueError, TypeError, KeyError)):
+    with pytest.raises((ValueError, KeyError)):
         check_optimizer_state(optimizer, state, ())
 
 
