@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys.errors import CheckpointError
-from recsys.train.checkpoint.arguments import listed
-from recsys.train.checkpoint.checkpoints import Checkpoints
+from recsys.train.checkpoint.checkpoints import Checkpoints, listed
 from recsys.train.checkpoint.contents import errors_of_state
 from recsys.train.checkpoint.restore import restore
 

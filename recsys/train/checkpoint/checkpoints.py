@@ -23,7 +23,6 @@ from weakref import finalize
 from recsys._support.files import alone_with, make_folders
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
-from recsys.train.checkpoint.arguments import listed, require_trained_position, state_of
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
 from recsys.train.checkpoint.manifest import (
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from recsys.train.checkpoint.contents import TableArrays
     from recsys.train.checkpoint.manifest import Array, Piece
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "listed"]
 
 # Errors that do not end the training. Others are faults of the program.
 _EXPECTED = OSError, CheckpointError, MemoryError
@@ -193,13 +192,13 @@ class Checkpoints:
                 f"{self._folder}: checkpoint {number} must have a higher number than "
                 f"{self._number}, which the folder has already; begin a new folder"
             )
-        require_trained_position(pipeline, loader)
+        _require_trained_position(pipeline, loader)
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
-                "pipeline": state_of("pipeline", pipeline),
-                "loader": state_of("loader", loader),
-                "schedulers": [state_of("schedulers", each) for each in listed(schedulers)],
+                "pipeline": _state_of("pipeline", pipeline),
+                "loader": _state_of("loader", loader),
+                "schedulers": [_state_of("schedulers", each) for each in listed(schedulers)],
                 "state": state,
             }
         )
@@ -487,3 +486,40 @@ def _require_only_checkpoints(folder: Path) -> None:
         raise AlreadyExists(
             f"{folder} is not a folder of checkpoints: it has {names[0]}; choose another"
         )
+
+
+def _state_of(argument: str, value: Any) -> Any:
+    """The `state_dict` of an argument; None for None.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if value is None:
+        return None
+    if not hasattr(value, "state_dict"):
+        raise ConfigError(
+            f"{argument} must have state_dict and load_state_dict, got {type(value).__name__}; "
+            "save what it needs as state"
+        )
+    return value.state_dict()
+
+
+def _require_trained_position(pipeline: Any, loader: Any) -> None:
+    """Check that the loader's position does not count mini-batches that wait in the pipeline.
+
+    Raises:
+        ConfigError: it counts some; a run that is resumed would leave them out.
+    """
+    num_untold = 0 if loader is None else getattr(pipeline, "num_untold", 0)
+    if num_untold:
+        raise ConfigError(
+            f"loader: the {type(loader).__name__} may count {num_untold} mini-batches as used "
+            "that wait in the pipeline, because the iterator that was trained on has no "
+            "num_waiting; train on a BatchLoader itself, give the iterator num_waiting "
+            "(docs/python.md), or, if nothing is skipped, use schedule=Sequential()"
+        )
+
+
+def listed(value: Any) -> list[Any]:
+    """One value or several, as a list."""
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -23,13 +23,12 @@ from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import Array, Part, dtype_name
-from recsys.train.checkpoint.optimizer_states import check_optimizer_state
 from recsys.train.checkpoint.random_states import random_states, set_random_states
 from recsys.train.checkpoint.tree import from_tree, to_tree
 from recsys.train.run_files.saved_state import is_expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -39,9 +38,31 @@ if TYPE_CHECKING:
     from recsys.embeddings.saved_tables import SavedTable
     from recsys.train.checkpoint.blocks import BlockBuilder
 
-__all__ = ["Contents", "Small", "TableArrays", "add_arrays", "errors_of_state"]
+__all__ = [
+    "Contents",
+    "Small",
+    "TableArrays",
+    "add_arrays",
+    "check_optimizer_state",
+    "errors_of_state",
+]
 
 _LISTED_WORDS = 2**14  # a million rows: their numbers take 8 MiB
+# Arrays of torch's optimizers that have one number for each number of the parameter.
+_OF_PARAMETER = {
+    "acc_delta",
+    "ax",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "grad_avg",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "prev",
+    "square_avg",
+    "step_size",
+    "sum",
+}
 
 
 class TableArrays(NamedTuple):
@@ -337,6 +358,36 @@ def _with_row_optimizers(optimizers: Sequence[Optimizer], tables: SavedTables) -
             )
         found.append(optimizer)
     return found
+
+
+def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[int]) -> None:
+    """Check the shapes in a state before an optimizer takes it.
+
+    torch accepts any shapes. If an array is too small, a fused kernel then writes out of bounds.
+
+    Args:
+        optimizer: Will take it.
+        state: As `optimizer.state_dict()` returns it.
+        tables: The `id` of parameters whose state is checked elsewhere.
+
+    Raises:
+        ValueError, KeyError: it is not a state of this optimizer.
+    """
+    parameters: dict[Any, Tensor] = {}
+    for group, each in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        parameters.update(zip(each["params"], group["params"], strict=True))
+    for key, values in state["state"].items():
+        parameter = parameters[key]
+        if id(parameter) in tables:
+            continue
+        for name, value in values.items():
+            if name not in _OF_PARAMETER or value is None:
+                continue
+            # Known from the start is the state of TorchRec's RowWiseAdagrad, (E, 1).
+            known = optimizer.state.get(parameter, {}).get(name)
+            shape = (known if isinstance(known, torch.Tensor) else parameter).shape
+            if not isinstance(value, torch.Tensor) or value.shape != shape:
+                raise ValueError(f"{name} of parameter {key} must have shape {tuple(shape)}")
 
 
 def add_arrays(builder: BlockBuilder, arrays: Mapping[str, Tensor]) -> dict[str, Array]:

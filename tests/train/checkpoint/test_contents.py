@@ -14,7 +14,7 @@ import recsys
 from recsys.embeddings import Adam, HotColdEmbeddingBag
 from recsys.errors import CheckpointError, ConfigError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from recsys.train.checkpoint.optimizer_states import check_optimizer_state
+from recsys.train.checkpoint.contents import check_optimizer_state
 
 
 class WithExtraState(nn.Module):
