@@ -15,12 +15,13 @@ from recsys.batch import features_by_table
 from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
 from recsys.errors import ConfigError
 from recsys.train.callbacks.run_callbacks import callbacks_of
-from recsys.train.loop.first_model import open_first_model, require_fitting
 from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch, require_budget
 from recsys.train.parts.build import (
+    INIT_FROM_NEEDS,
     build_model,
     choose_plan,
     cold_folder,
+    open_first_model,
     open_source,
     tables_budget,
 )
@@ -91,7 +92,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     RunFolder.require_place(run_dir)
     tables, model = _size_tables(config, source, cold_folder(config, run_dir))
     if first_model is not None:
-        require_fitting(first_model, model)
+        first_model.require_fitting_model(model, INIT_FROM_NEEDS)
     require_machine(tables)
     has_plan = bool(config.plan) or config.schedule.name == "fae"
     return DryRun(

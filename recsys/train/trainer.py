@@ -28,11 +28,9 @@ from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
-from recsys.train.loop.first_model import load_first_model, open_first_model
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import Progress
-from recsys.train.loop.run_state import RunState
 from recsys.train.loop.settings_warnings import (
     warn_of_no_effect,
     warn_of_other_rates,
@@ -40,20 +38,22 @@ from recsys.train.loop.settings_warnings import (
 )
 from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import (
+    INIT_FROM_NEEDS,
     autocast,
+    build_loader,
     build_pipeline,
     choose_plan,
     cold_folder,
     compile_kernels,
     describe_schedule,
     describe_source,
+    open_first_model,
     open_source,
 )
-from recsys.train.parts.learning_rates import build_schedulers, continue_at
 from recsys.train.ranks.launched import processes_of
 from recsys.train.run_files.curves import plot_curves
 from recsys.train.run_files.run_folder import RunFolder
-from recsys.train.training_loop import Run, fit, num_seen_by
+from recsys.train.training_loop import Run, build_schedulers, continue_at, fit, num_seen_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from recsys.train.callbacks.callback import Callback
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
-    from recsys.train.ranks.processes import AbstractProcesses
+    from recsys.train.ranks.processes import Processes
 
 __all__ = ["train"]
 
@@ -147,7 +147,7 @@ def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
         "data": describe_source(run.loader.source),
         "metrics": metrics,
         "throughput": progress.throughput(),
-        "resumed": run.state.resumed,
+        "resumed": run.resumed,
     }
     stack.push(lambda _, error, __: callbacks.end(record, error))
     try:
@@ -214,7 +214,7 @@ def _write_record(run: Run, record: dict[str, Any]) -> None:
 
 def _prepare(
     config: TrainConfig,
-    processes: AbstractProcesses,
+    processes: Processes,
     earlier: Reopened | None,
     stack: ExitStack,
     given: Sequence[Callback],
@@ -236,10 +236,10 @@ def _prepare(
     threads = set_num_threads(processes.num_threads(config))
     tune_allocator()
     plan = choose_plan(config, source)
-    loader = processes.train_loader(config, source, plan)
+    loader = build_loader(config, source, plan, processes.rank, processes.num_ranks)
     built = processes.build_model(replace(config, cold_path=cold_path), source, plan)
     if first_model is not None:
-        load_first_model(first_model, built.saved)
+        first_model.load_model(built.saved, INIT_FROM_NEEDS)
     full_steps = FullSteps(loader, config.epochs)
     compile_kernels(config, source)
     folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
@@ -272,20 +272,20 @@ def _prepare(
         full_steps=full_steps,
         num_samples=num_samples,
         progress=progress,
-        state=RunState(folder, loader, pipeline, progress, callbacks, threads),
         callbacks=callbacks,
+        threads=threads,
     )
     if earlier is not None:
         _continue(run, earlier)
     if show_progress:
-        tqdm.write(run.state.threads.describe(), file=sys.stderr)
-    checkpoints = processes.checkpoints(config, folder, built, earlier)
-    return replace(run, checkpoints=checkpoints)
+        tqdm.write(run.threads.describe(), file=sys.stderr)
+    run.checkpoints = processes.checkpoints(config, folder, built, earlier)
+    return run
 
 
 def _checked(
     config: TrainConfig,
-    processes: AbstractProcesses,
+    processes: Processes,
     earlier: Reopened | None,
     given: Sequence[Callback],
 ) -> tuple[RunCallbacks, SampleSource, RunFolder | None]:
@@ -304,7 +304,7 @@ def _checked(
     return callbacks, source, first_model
 
 
-def _new_folder(config: TrainConfig, processes: AbstractProcesses, stack: ExitStack) -> RunFolder:
+def _new_folder(config: TrainConfig, processes: Processes, stack: ExitStack) -> RunFolder:
     """Make the folder of a new run, and lock it until the stack is closed."""
     RunFolder.require_place(processes.own_dir)
     make_folders(processes.own_dir)
@@ -317,7 +317,7 @@ def _continue(run: Run, earlier: Reopened) -> None:
     history_bytes = 0
     if earlier.saved is not None:
         of_run = run.processes.restore(run.folder, earlier, run.built)
-        history_bytes = run.state.load_state_dict(of_run, earlier.saved.number)
+        history_bytes = run.load_state_dict(of_run, earlier.saved.number)
         step = run.full_steps.advance(run.progress.num_steps, num_seen_by(run.pipeline))
         continue_at(run.schedulers, step)
         with run.processes.warnings_once():
@@ -343,7 +343,7 @@ def _measured(run: Run) -> dict[str, Any]:
 
 def _threads(run: Run, begin: float, waited_before: float | None) -> dict[str, Any]:
     """Threads of training, and the share of their time for which they had no core."""
-    threads, waited = run.state.threads, seconds_without_core()
+    threads, waited = run.threads, seconds_without_core()
     described: dict[str, Any] = threads._asdict()
     described["share_without_core"] = None
     if waited is not None and waited_before is not None:

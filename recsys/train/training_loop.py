@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from recsys._support.sizes import round_up_bytes
+from recsys._support.states import SavedState
+from recsys.errors import BudgetTooSmall, TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.train.judge.evaluation import evaluate_split
-from recsys.train.loop.steps import steps_of
+from recsys.train.loop.progress import LOWER_LR
+from recsys.train.parts.budget import enough_bytes
 from recsys.train.parts.build import autocast
-from recsys.train.parts.learning_rates import continue_at
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch.optim.lr_scheduler import LambdaLR
+    from torch import Tensor
+    from torch.optim import Optimizer
 
-    from recsys.config import TrainConfig
+    from recsys._support.machine import Threads
+    from recsys.config import LearningRateConfig, TrainConfig
     from recsys.datasets.loader import BatchLoader
     from recsys.pipeline import TrainPipeline
     from recsys.train.callbacks.run_callbacks import RunCallbacks
     from recsys.train.loop.full_steps import FullSteps
     from recsys.train.loop.progress import Progress
     from recsys.train.loop.run_checkpoints import RunCheckpoints
-    from recsys.train.loop.run_state import RunState
     from recsys.train.metrics.metrics import Metrics
-    from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
+    from recsys.train.ranks.processes import BuiltModel, Processes
     from recsys.train.run_files.run_folder import RunFolder
 
-__all__ = ["Run", "fit", "num_seen_by"]
+__all__ = ["Run", "build_schedulers", "continue_at", "fit", "num_seen_by"]
 
 _REPORTS_PER_RUN = 100
+_STATE_KEYS = (
+    "data",
+    "resumed",
+    "history_bytes",
+    "loader",
+    "pipeline",
+    "progress",
+    "clock",
+    "callbacks",
+    "num_threads",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Run:
-    """The parts of a run that trains."""
+    """The parts of a run that trains.
+
+    Attributes:
+        threads: The threads that compute. A resumed run keeps a number that was chosen for it:
+            floats of the dense part may be summed in another order by another number.
+        resumed: For each time that the run was continued from a checkpoint: the `step` it continued
+            after, and the number of the `checkpoint`.
+    """
 
     config: TrainConfig
-    processes: AbstractProcesses
+    processes: Processes
     folder: RunFolder
     loader: BatchLoader | HotColdLoader
     built: BuiltModel
@@ -48,9 +73,10 @@ class Run:
     full_steps: FullSteps
     num_samples: int
     progress: Progress
-    state: RunState
     callbacks: RunCallbacks
+    threads: Threads
     checkpoints: RunCheckpoints | None = None
+    resumed: list[dict[str, int]] = field(default_factory=list)
 
     @property
     def has_saved(self) -> bool:
@@ -79,8 +105,51 @@ class Run:
         if self.checkpoints is not None:
             self.pipeline.clock.mark("other")
             self.progress.require_finite()
-            self.checkpoints.save(self.state.state_dict())
+            self.checkpoints.save(self.state_dict())
             self.pipeline.clock.mark("checkpoint")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps, apart from the model and its optimizers."""
+        return {
+            "data": self.loader.source.fingerprint,
+            "resumed": list(self.resumed),
+            "history_bytes": self.folder.history_bytes(),
+            "loader": self.loader.state_dict(),
+            "pipeline": self.pipeline.state_dict(),
+            "progress": self.progress.state_dict(),
+            "clock": self.pipeline.clock.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
+            "num_threads": self.threads.num_threads,
+        }
+
+    def load_state_dict(self, state: Any, number: int) -> int:
+        """Continue where `state` was saved; the model and its optimizers are restored already.
+
+        Args:
+            state: The state.
+            number: The number of its checkpoint.
+
+        Returns:
+            The length in bytes that the history had.
+
+        Raises:
+            ConfigError: it is no state of a run.
+        """
+        found = SavedState(f"the run of checkpoint {number}", state, _STATE_KEYS)
+        self.loader.load_state_dict(found["loader"])
+        self.pipeline.load_state_dict(found["pipeline"])
+        self.progress.load_state_dict(found["progress"])
+        self.pipeline.clock.load_state_dict(found["clock"])
+        self.callbacks.load_state_dict(found["callbacks"])
+        if self.threads.chosen_by == "free cores":
+            num_threads = min(found["num_threads"], self.threads.num_cores)
+            torch.set_num_threads(num_threads)
+            self.threads = self.threads._replace(
+                num_threads=num_threads, chosen_by="the run so far"
+            )
+        continued = {"step": self.progress.num_steps, "checkpoint": number}
+        self.resumed = [*found["resumed"], continued]
+        return found.whole("history_bytes")
 
 
 def fit(run: Run, interrupted: threading.Event) -> None:
@@ -99,7 +168,7 @@ def fit(run: Run, interrupted: threading.Event) -> None:
     if run.checkpoints is not None:
         run.checkpoints.start()
     for epoch in range(loader.epoch, config.epochs):
-        for _, (loss, logits, labels) in steps_of(pipeline, loader, progress, config):
+        for _, (loss, logits, labels) in _steps(run):
             num_seen = num_seen_by(pipeline)
             full_step = run.full_steps.advance(progress.num_steps + 1, num_seen)
             for scheduler in run.schedulers:
@@ -121,6 +190,21 @@ def fit(run: Run, interrupted: threading.Event) -> None:
         progress.end(config.epochs - 1, pipeline.skipping.num_seen)
     if run.has_saved:
         run.save_checkpoint()
+
+
+def _steps(run: Run) -> Iterator[tuple[Tensor, Any]]:
+    """Steps over the rest of an epoch; their errors name the step, or a budget that suffices."""
+    config = run.config
+    try:
+        yield from run.pipeline.steps(run.loader)
+    except BudgetTooSmall as error:
+        if config.plan or config.schedule.name == "fae":
+            raise
+        enough = round_up_bytes(enough_bytes(config, run.loader.source))
+        raise BudgetTooSmall(f"{error}; budget={enough} holds every mini-batch") from None
+    except TrainingDiverged as error:
+        advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
+        raise TrainingDiverged(f"step {run.progress.num_steps + 1}: {advice}") from error
 
 
 def _evaluate_if_due(run: Run, *, is_last: bool) -> None:
@@ -167,3 +251,34 @@ def _is_over(run: Run, epoch: int, interrupted: threading.Event, *, is_last: boo
 def num_seen_by(pipeline: TrainPipeline) -> int | None:
     """Samples that a run has seen, skipped ones included; None for a run without skipping."""
     return None if pipeline.skipping is None else pipeline.skipping.num_seen
+
+
+def build_schedulers(
+    config: LearningRateConfig, optimizers: Sequence[Optimizer], num_steps: int
+) -> list[LambdaLR]:
+    """Schedulers that are stepped after every training step; none if rates are constant.
+
+    Args:
+        config: The schedule, the same for the dense part and the rows.
+        optimizers: New optimizers, whose rates are the full ones.
+        num_steps: Steps of the run.
+    """
+    if config.is_constant:
+        return []
+    return [
+        LambdaLR(optimizer, lambda step: config.factor(step, num_steps)) for optimizer in optimizers
+    ]
+
+
+def continue_at(schedulers: Sequence[LambdaLR], step: int) -> None:
+    """Set schedulers, and the rates of their optimizers, to the state after `step` steps.
+
+    Rates are a function of the step, so nothing of them needs to be saved.
+    """
+    for scheduler in schedulers:
+        scheduler.last_epoch = step
+        groups = scheduler.optimizer.param_groups
+        for group, rate, factor in zip(
+            groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = rate * factor(step)

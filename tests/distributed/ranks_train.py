@@ -21,7 +21,7 @@ from recsys.train import Callback
 from recsys.train.checkpoint import writer
 from recsys.train.loop.progress import Progress
 from recsys.train.loop.run_checkpoints import RunCheckpoints
-from recsys.train.ranks.dense_gradients import average_in_order
+from recsys.train.ranks.rank_model import average_in_order
 from recsys.train.trainer import train
 
 SETTINGS = (

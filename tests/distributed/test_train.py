@@ -20,8 +20,7 @@ from recsys.models import DLRMTrain  # noqa: E402
 from recsys.train.judge.evaluation import evaluate_run  # noqa: E402
 from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
-from recsys.train.ranks.ranks import Ranks  # noqa: E402
-from recsys.train.ranks.rules import require_supported  # noqa: E402
+from recsys.train.ranks.ranks import Ranks, require_supported  # noqa: E402
 from tests.train.judged_stores import SMALL_MODEL, write_store  # noqa: E402
 
 SAVES = ("checkpoint.every_steps=9",)

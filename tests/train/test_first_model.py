@@ -15,6 +15,7 @@ from recsys.datasets import Schema, write_store
 from recsys.datasets.store import Store
 from recsys.errors import ConfigError
 from recsys.train.dry_run import dry_run
+from recsys.train.run_files.run_folder import RunFolder
 from tests.train.resumed_runs import (
     SETTINGS,
     require_same,
@@ -84,18 +85,18 @@ def test_a_resumed_run_needs_the_first_one_no_more(tmp_path, first, stop_at):  #
     run(config, tmp_path / "whole")
     copied = replace(config, init_from=str(shutil.copytree(first, tmp_path / "copied")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recsys.train.trainer.load_first_model", once_only(tmp_path / "copied"))
+        patch.setattr(RunFolder, "load_model", once_only(tmp_path / "copied"))
         run_and_resume(copied, tmp_path / "resumed", [(11, None)], stop_at)
 
     require_same_run(config, tmp_path / "resumed", tmp_path / "whole")
 
 
 def once_only(folder):
-    """`load_first_model`, after which the folder is gone."""
-    from recsys.train.loop.first_model import load_first_model
+    """`load_model`, after which the folder is gone."""
+    load_model = RunFolder.load_model
 
     def load_and_remove(*arguments):
-        load_first_model(*arguments)
+        load_model(*arguments)
         shutil.rmtree(folder)
 
     return load_and_remove

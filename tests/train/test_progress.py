@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
 from recsys.train.loop.progress import Progress
 from recsys.train.metrics.metrics import evaluate_logits
@@ -81,36 +80,6 @@ def test_metrics_of_another_split_are_not_continued_with(make):
     assert progress.last_evaluation is None
     progress.load_state_dict(saved.state_dict())
     assert progress.last_evaluation == saved.last_evaluation is not None
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_steps", -1),
-        ("num_samples", 2),
-        ("reported_samples", 10),
-        ("reported_seconds", float("inf")),
-        ("last_evaluation", {"auc": 0.5}),
-        ("last_evaluation", [0.5]),
-        ("losses", None),
-        ("losses", torch.empty(0)),
-        ("losses", torch.ones(3)),
-        ("losses", torch.tensor([float("nan"), 1])),
-        ("logits", torch.ones(5)),
-        ("logits", torch.ones(6, 1)),
-        ("logits", [0.0] * 6),
-        ("labels", torch.full((6,), 2)),
-    ],
-)
-def test_a_malformed_state_is_refused_by_name(make, key, value):
-    (saved, _), (progress, _) = make("saved"), make("other")
-    for number in range(2):
-        add_step(saved, number)
-
-    with pytest.raises(ConfigError, match="progress state: "):
-        progress.load_state_dict(saved.state_dict() | {key: value})
-
-    assert progress.num_steps == 0
 
 
 def test_warnings_are_printed_above_the_bar(tmp_path, small_config, capsys, monkeypatch):

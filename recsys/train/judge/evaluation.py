@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch, SampleSource
     from recsys.config import EvalConfig, TrainConfig
-    from recsys.train.ranks.processes import AbstractProcesses
+    from recsys.train.ranks.processes import Processes
 
 __all__ = [
     "SavedModel",
@@ -71,7 +71,7 @@ def evaluate_split(
     split: str,
     batch_size: int,
     max_samples: int | None = None,
-    processes: AbstractProcesses | None = None,
+    processes: Processes | None = None,
 ) -> Metrics:
     """Metrics over a split, without a ranking.
 
@@ -89,10 +89,8 @@ def evaluate_split(
         TrainingDiverged: a logit is not finite.
     """
     accumulator = MetricsAccumulator()
-    if processes is None:
-        loader = BatchLoader(source, split, batch_size, shuffle=False)
-    else:
-        loader = processes.eval_loader(source, split, batch_size)
+    rank, num_ranks = (0, 1) if processes is None else (processes.rank, processes.num_ranks)
+    loader = BatchLoader(source, split, batch_size, shuffle=False, rank=rank, num_ranks=num_ranks)
     groups = source.groups if isinstance(source, Store) else None
     may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
     with _evaluating(model):
@@ -100,7 +98,8 @@ def evaluate_split(
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
             scores, labels = scores_of(model, batch)
             if processes is not None:
-                scores, labels = processes.gather_scores(scores, labels)
+                most = -(-batch_size // num_ranks)
+                scores, labels = processes.gather_scores(most, scores, labels)
             num_bad = int((~np.isfinite(scores)).sum())
             if num_bad:
                 raise TrainingDiverged(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,10 +11,9 @@ import torch
 from tqdm import tqdm
 
 from recsys._support.machine import peak_memory_bytes
-from recsys._support.states import SavedState
 from recsys.errors import TrainingDiverged
 from recsys.train.callbacks.run_callbacks import RunCallbacks
-from recsys.train.metrics.metrics import auc, keys_of_evaluation
+from recsys.train.metrics.metrics import auc
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,19 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["LOWER_LR", "Progress"]
 
 LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
-
-_STATE_KEYS = (
-    "num_steps",
-    "num_samples",
-    "num_trained_samples",
-    "split",
-    "last_evaluation",
-    "reported_samples",
-    "reported_seconds",
-    "losses",
-    "logits",
-    "labels",
-)
 
 
 class Progress:
@@ -211,38 +196,16 @@ class Progress:
         """Continue after the steps of `state`, before the first step of this run.
 
         An evaluation on another split is forgotten: its metrics are not those of this run's split.
-
-        Raises:
-            ConfigError: `state` is no state of a run's progress.
         """
-        found = SavedState("progress state", state, _STATE_KEYS)
-        evaluation = found["last_evaluation"]
-        if evaluation is not None:
-            has_groups = isinstance(evaluation, Mapping) and "gauc" in evaluation
-            metrics = found.inner("last_evaluation", keys_of_evaluation(has_groups))
-            for key, value in evaluation.items():
-                if value is not None:
-                    metrics.number(key)
-        num_steps, num_samples = found.whole("num_steps"), found.whole("num_samples")
-        num_trained_samples = found.whole("num_trained_samples", most=num_samples)
-        reported_samples = found.whole("reported_samples", most=num_samples)
-        reported_seconds = found.number("reported_seconds")
-        losses, logits, labels = map(found.tensor, ("losses", "logits", "labels"))
-        most = num_samples - reported_samples
-        least = 0 if num_trained_samples < num_samples else most
-        if not (len(logits) == len(labels) and least <= len(logits) <= most):
-            raise found.error("logits", "as many as samples since the last report")
-        if not bool(((labels == 0) | (labels == 1)).all()):
-            raise found.error("labels", "0 or 1")
-        if bool(len(losses)) != bool(len(logits)) or len(losses) > min(num_steps, len(logits)):
-            raise found.error("losses", "one for each step since the last report")
-        self.num_steps, self.num_samples = num_steps, num_samples
-        self.last_evaluation = evaluation if found["split"] == self._split else None
-        self.num_trained_samples = num_trained_samples
-        self._reported = (reported_samples, reported_seconds)
-        self._losses = list(losses.unbind())
+        self.num_steps, self.num_samples = state["num_steps"], state["num_samples"]
+        self.num_trained_samples = state["num_trained_samples"]
+        self.last_evaluation = state["last_evaluation"] if state["split"] == self._split else None
+        self._reported = (state["reported_samples"], state["reported_seconds"])
+        self._losses = list(state["losses"].unbind())
+        logits, labels = state["logits"], state["labels"]
         self._logits, self._labels = ([logits], [labels]) if len(logits) else ([], [])
-        self._bar.initial = self._bar.n = reported_samples  # the rate is that of this process
+        # The rate is that of this process.
+        self._bar.initial = self._bar.n = state["reported_samples"]
 
     def _diverged(self, loss: float | str) -> TrainingDiverged:
         return TrainingDiverged(f"by step {self.num_steps} the loss is {loss}; {LOWER_LR}")

@@ -196,22 +196,26 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
         )
 
 
-def _require_same_data(folder: RunFolder, known: str | None, config: TrainConfig) -> None:
+def _require_same_data(folder: RunFolder, known: Any, config: TrainConfig) -> None:
     """Check that the data of a configuration is that of a run.
 
     Args:
         folder: The folder of the run.
-        known: The fingerprint of its data; None in older records.
+        known: The fingerprint of its data.
         config: The configuration.
 
     Raises:
         ConfigError: the fingerprint differs.
     """
-    from recsys.train.loop.run_state import require_fingerprint  # imports PyTorch
-    from recsys.train.parts.build import open_source
+    from recsys.train.parts.build import open_source  # imports PyTorch
 
-    if known is not None:
-        require_fingerprint(folder.path, known, open_source(config))
+    found = open_source(config).fingerprint
+    if found != known:
+        raise ConfigError(
+            f"{folder.path} was trained on other data: the fingerprint was {known!r} then and is "
+            f"{found!r} now; name the data of the run, or go on with other data in a new run by "
+            f"--set {as_argument(f'init_from={folder.path}')}"
+        )
 
 
 def _fingerprint_of(folder: RunFolder, saved: Saved) -> Any:

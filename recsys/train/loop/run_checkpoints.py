@@ -114,7 +114,7 @@ class RunCheckpoints:
         If the folder cannot be made, this warns, and training goes on.
 
         Args:
-            state: The state of everything but the model and its optimizers, as of `RunState`.
+            state: The state of everything but the model and its optimizers, as of `Run`.
         """
         begin = perf_counter()
         self.wait_for_all()

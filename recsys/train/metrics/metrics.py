@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from recsys.train.metrics.ranking_metrics import RankingMetrics
 
-__all__ = ["Metrics", "MetricsAccumulator", "auc", "evaluate_logits", "keys_of_evaluation"]
+__all__ = ["Metrics", "MetricsAccumulator", "auc", "evaluate_logits"]
 
 _PARTS = ("groups", "ranking")  # fields of `Metrics` that only some data has
 
@@ -66,7 +66,8 @@ class Metrics:
 
         Those of `groups` and `ranking` stand beside the others; those that are None are left out.
         """
-        found = {name: getattr(self, name) for name in _field_names(Metrics) if name not in _PARTS}
+        names = [each.name for each in fields(self) if each.name not in _PARTS]
+        found = {name: getattr(self, name) for name in names}
         if self.groups is not None:
             found |= asdict(self.groups)
         if self.ranking is not None:
@@ -157,16 +158,6 @@ def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metric
     accumulator = MetricsAccumulator()
     accumulator.add(logits, labels)
     return accumulator.result()
-
-
-def keys_of_evaluation(has_groups: bool) -> list[str]:
-    """The keys that `Metrics.as_dict` gives an evaluation during training."""
-    of_groups = _field_names(GroupMetrics) if has_groups else []
-    return [name for name in _field_names(Metrics) if name not in _PARTS] + of_groups
-
-
-def _field_names(kind: type[Metrics | GroupMetrics]) -> list[str]:
-    return [each.name for each in fields(kind)]
 
 
 def _standard_error(positives: NDArray[np.float32], negatives: NDArray[np.float32]) -> float | None:

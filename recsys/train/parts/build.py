@@ -42,6 +42,7 @@ from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
 from recsys.train.parts.skip_policy import skip_policy
 from recsys.train.parts.tables import tables_of
+from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,9 +57,10 @@ if TYPE_CHECKING:
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
-    from recsys.train.ranks.processes import AbstractProcesses
+    from recsys.train.ranks.processes import Processes
 
 __all__ = [
+    "INIT_FROM_NEEDS",
     "autocast",
     "build_loader",
     "build_model",
@@ -69,10 +71,15 @@ __all__ = [
     "dense_optimizer",
     "describe_schedule",
     "describe_source",
+    "open_first_model",
     "open_source",
     "require_features_of",
     "tables_budget",
 ]
+
+INIT_FROM_NEEDS = (
+    "init_from needs a run with the same model.* keys, and data prepared --like its store"
+)
 
 
 def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
@@ -159,6 +166,35 @@ def _require_encoding_of(data: Mapping[str, Any], store: Store) -> None:
         f"prepare the files with `recsys prepare table FILES --like {as_argument(name)} --out "
         f"STORE`, or train again if {name} was prepared again since"
     )
+
+
+def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | None:
+    """The run that `init_from` names; None without one. Warns if that run did not finish.
+
+    The first values of a new run are those of the model that this run has saved. Optimizers, the
+    order of samples and schedules of learning rates begin anew.
+
+    Args:
+        config: The configuration of the new run.
+        source: Its data.
+
+    Raises:
+        ConfigError: the folder is not of a run that ended and saved its model, or the data has
+            other features, or encodes values in another way, than that of the run.
+    """
+    if not config.init_from:
+        return None
+    folder = RunFolder.open(config.init_from)
+    folder.require_model()
+    record = folder.read_record()
+    require_features_of(record, source)
+    if record["status"] != "finished":
+        warnings.warn(
+            f"init_from: the status of {folder.path} is {record['status']!r}, not 'finished', and "
+            "this run begins with the model that it saved when it stopped",
+            stacklevel=2,
+        )
+    return folder
 
 
 def describe_source(source: SampleSource) -> dict[str, Any]:
@@ -365,7 +401,7 @@ def build_pipeline(
     config: TrainConfig,
     clock: StageClock,
     num_steps: int,
-    processes: AbstractProcesses | None = None,
+    processes: Processes | None = None,
 ) -> TrainPipeline:
     """Build the pipeline that makes the steps of a run.
 
@@ -377,11 +413,14 @@ def build_pipeline(
         num_steps: Steps of the run.
         processes: Those that divide each mini-batch; None for this one alone.
     """
+    batch_size = config.batch_size // (1 if processes is None else processes.num_ranks)
 
     def forward(batch: Batch) -> tuple[Tensor, Any]:
         with autocast(config):
             loss, output = model(batch)
-        return loss, output if processes is None else processes.gather_step(batch, *output)
+        if processes is not None:
+            output = processes.gather_step(batch_size, batch, *output)
+        return loss, output
 
     return TrainPipeline(
         model,
@@ -391,7 +430,7 @@ def build_pipeline(
         skip=skip_policy(config),
         custom_model_fwd=forward,
         clock=clock,
-        batch_size=config.batch_size // (1 if processes is None else processes.num_ranks),
+        batch_size=batch_size,
         # Parts of mini-batches, of which `Hotline` makes two, are not replayed.
         capture=config.capture and config.schedule.name != "hotline" and may_capture(model),
     )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from recsys.train.ranks.processes import AbstractProcesses
+    from recsys.train.ranks.processes import Processes
 
 __all__ = ["is_launched", "processes_of"]
 
@@ -22,7 +22,7 @@ def is_launched() -> bool:
 
 
 @contextmanager
-def processes_of(run_dir: Path) -> Iterator[AbstractProcesses]:
+def processes_of(run_dir: Path) -> Iterator[Processes]:
     """The processes that train a run: those of the default process group, or this one alone.
 
     Under `torchrun`, the group is made here if the program has made none.
@@ -35,13 +35,13 @@ def processes_of(run_dir: Path) -> Iterator[AbstractProcesses]:
     """
     from torch import distributed
 
-    from recsys.train.ranks.processes import OneProcess
+    from recsys.train.ranks.processes import Processes
 
     is_joined = distributed.is_available() and distributed.is_initialized()
     if not (distributed.get_world_size() > 1 if is_joined else is_launched()):
         if not is_joined:
             _warn_of_other_launchers()
-        yield OneProcess(run_dir)
+        yield Processes(run_dir)
         return
     from recsys.train.ranks.ranks import joined  # TorchRec is imported only where it is needed
 

@@ -1,4 +1,4 @@
-"""The processes that train a run together: `OneProcess`, or `Ranks` under `torchrun`.
+"""The processes that train a run together: `Processes` for one, or `Ranks` under `torchrun`.
 
 The trainer is the same for both. What differs is here: who reads which samples, who has which rows,
 whose files are the run's, and what the processes tell each other after a step.
@@ -7,16 +7,14 @@ whose files are the run's, and what the processes tell each other after a step.
 from __future__ import annotations
 
 import shutil
-from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys.datasets.loader import BatchLoader
 from recsys.train.checkpoint import load_checkpoint, newest
 from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.parts.budget import require_budget
-from recsys.train.parts.build import build_loader, build_model
+from recsys.train.parts.build import build_model
 from recsys.train.shards.folder import remove_older
 from recsys.train.shards.restore import restore_shards
 
@@ -33,11 +31,10 @@ if TYPE_CHECKING:
     from recsys.batch import Batch, SampleSource
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
     from recsys.train.loop.resume import Reopened
     from recsys.train.run_files.run_folder import RunFolder
 
-__all__ = ["AbstractProcesses", "BuiltModel", "OneProcess"]
+__all__ = ["BuiltModel", "Processes"]
 
 
 class BuiltModel(NamedTuple):
@@ -55,10 +52,13 @@ class BuiltModel(NamedTuple):
     optimizers: list[Optimizer]
 
 
-class AbstractProcesses(ABC):
-    """The processes of one run, seen by one of them.
+class Processes:
+    """The processes of one run, seen by one of them: here this one alone, in `Ranks` several.
 
     Some methods are collectives: every process must call them, in the same order.
+
+    Args:
+        run_dir: The folder of the run.
 
     Attributes:
         num_ranks: How many there are.
@@ -67,12 +67,11 @@ class AbstractProcesses(ABC):
         own_dir: Where this process writes its files: the run folder, or one that is deleted.
     """
 
-    num_ranks: int
-    rank: int
-    run_dir: Path
-    own_dir: Path
+    num_ranks, rank = 1, 0
 
-    @abstractmethod
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = self.own_dir = run_dir
+
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Check that all processes were given the same. A collective.
 
@@ -83,47 +82,37 @@ class AbstractProcesses(ABC):
             ConfigError: a value differs; all raise.
         """
 
-    @abstractmethod
     def warnings_once(self) -> AbstractContextManager[None]:
         """Warnings in the `with` block are the same on all processes: only the first warns."""
+        return nullcontext()
 
-    @abstractmethod
     def num_threads(self, config: TrainConfig) -> int:
         """The threads of this process; 0 as in `set_num_threads`."""
+        return config.num_threads
 
-    @abstractmethod
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check that the configuration can be trained by these processes.
 
         Raises:
             BudgetTooSmall, ConfigError: it cannot.
         """
+        require_budget(config, source)
 
-    @abstractmethod
     def reopened(
         self, config: TrainConfig, number: int | None
     ) -> AbstractContextManager[Reopened | None]:
         """Open the run to continue; see `reopened` of `recsys.train.loop.resume`. A collective."""
+        return reopened(config, self.own_dir, number)
 
-    @abstractmethod
-    def train_loader(
-        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
-    ) -> BatchLoader | HotColdLoader:
-        """The loader of the training split, for the samples of this process."""
-
-    @abstractmethod
-    def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
-        """A loader for an evaluation, for the samples of this process."""
-
-    @abstractmethod
     def build_model(
         self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
     ) -> BuiltModel:
         """Build the model. A collective; errors as for `recsys.train.parts.build.build_model`."""
+        model, optimizers = build_model(config, source, plan)
+        return BuiltModel(model, model.model, optimizers)
 
-    @abstractmethod
     def restore(self, folder: RunFolder, earlier: Reopened, model: BuiltModel) -> Any:
-        """Restore the model from the checkpoint of a run to continue.
+        """Restore the rows of this process from the checkpoint of a run to continue.
 
         Returns:
             The state of the run.
@@ -131,112 +120,6 @@ class AbstractProcesses(ABC):
         Raises:
             CheckpointError: the checkpoint is damaged, or of another model.
         """
-
-    @abstractmethod
-    def checkpoints(
-        self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
-    ) -> RunCheckpoints | None:
-        """What writes the checkpoints of the run; None if it writes none. A collective."""
-
-    @abstractmethod
-    def gather_step(
-        self, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of a mini-batch of all processes, and its samples. A collective.
-
-        Args:
-            batch: This process's part.
-            loss: The mean over its samples, detached, as are the others.
-            logits: Predictions of its samples.
-            labels: Labels of its samples.
-
-        Shape:
-            loss (); logits (b,); labels (b,). Results the same with B, the samples of all
-            processes, process after process.
-
-        Raises:
-            TrainingDiverged: the loss of one of several processes is not finite; all raise.
-        """
-
-    @abstractmethod
-    def gather_scores(
-        self, scores: NDArray[np.float32], labels: NDArray[Any]
-    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """The scores and labels of a mini-batch of all processes. A collective.
-
-        Shape:
-            scores (b,); labels (b,); results (B,).
-        """
-
-    @abstractmethod
-    def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag, whether a process has set it. A collective."""
-
-    @abstractmethod
-    def save_model(self, folder: RunFolder, model: BuiltModel) -> None:
-        """Write the file of the model with all of its rows. A collective.
-
-        Raises:
-            OSError: the disk is full, or the folder no longer exists.
-        """
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any] | None:
-        """For the run record; None for one process."""
-
-
-class OneProcess(AbstractProcesses):
-    """A run on one process.
-
-    Args:
-        run_dir: The folder of the run.
-    """
-
-    num_ranks, rank = 1, 0
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = self.own_dir = run_dir
-
-    def require_same(self, given: Mapping[str, Any]) -> None:
-        """Nothing to compare."""
-
-    def warnings_once(self) -> AbstractContextManager[None]:
-        """This process warns."""
-        return nullcontext()
-
-    def num_threads(self, config: TrainConfig) -> int:
-        """Those of the configuration."""
-        return config.num_threads
-
-    def require(self, config: TrainConfig, source: SampleSource) -> None:
-        """Check the budget."""
-        require_budget(config, source)
-
-    def reopened(
-        self, config: TrainConfig, number: int | None
-    ) -> AbstractContextManager[Reopened | None]:
-        """Open the run to continue."""
-        return reopened(config, self.own_dir, number)
-
-    def train_loader(
-        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
-    ) -> BatchLoader | HotColdLoader:
-        """All samples of the training split."""
-        return build_loader(config, source, plan)
-
-    def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
-        """All samples of a split."""
-        return BatchLoader(source, split, batch_size, shuffle=False)
-
-    def build_model(
-        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
-    ) -> BuiltModel:
-        """Build the model with all rows."""
-        model, optimizers = build_model(config, source, plan)
-        return BuiltModel(model, model.model, optimizers)
-
-    def restore(self, folder: RunFolder, earlier: Reopened, model: BuiltModel) -> Any:
-        """Restore all rows."""
         assert earlier.saved is not None
         number, shards = earlier.saved
         if shards is not None:
@@ -251,7 +134,7 @@ class OneProcess(AbstractProcesses):
     def checkpoints(
         self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
     ) -> RunCheckpoints | None:
-        """All rows, in the folder `checkpoints`."""
+        """What writes the checkpoints of the run; None if it writes none. A collective."""
         if not writes_checkpoints(config):
             return None
         after, numbers_after = None, 0
@@ -276,25 +159,53 @@ class OneProcess(AbstractProcesses):
         )
 
     def gather_step(
-        self, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
+        self, most: int, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments."""
+        """The loss of a mini-batch of all processes, and its samples. A collective.
+
+        Args:
+            most: The most samples that a process has; the same on all.
+            batch: This process's part.
+            loss: The mean over its samples, detached, as are the others.
+            logits: Predictions of its samples.
+            labels: Labels of its samples.
+
+        Shape:
+            loss (); logits (b,); labels (b,). Results the same with B, the samples of all
+            processes, process after process.
+
+        Raises:
+            TrainingDiverged: the loss of one of several processes is not finite; all raise.
+        """
         return loss, logits, labels
 
     def gather_scores(
-        self, scores: NDArray[np.float32], labels: NDArray[Any]
+        self, most: int, scores: NDArray[np.float32], labels: NDArray[Any]
     ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """The arguments."""
+        """The scores and labels of a mini-batch of all processes. A collective.
+
+        Args:
+            most: The most samples that a process has; the same on all.
+            scores: Scores of this process's samples.
+            labels: Their labels.
+
+        Shape:
+            scores (b,); labels (b,); results (B,).
+        """
         return scores, labels
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """The flags."""
+        """For each flag, whether a process has set it. A collective."""
         return flags
 
     def save_model(self, folder: RunFolder, model: BuiltModel) -> None:
-        """Write the model."""
+        """Write the file of the model with all of its rows. A collective.
+
+        Raises:
+            OSError: the disk is full, or the folder no longer exists.
+        """
         folder.save_model(model.saved)
 
     def describe(self) -> dict[str, Any] | None:
-        """None."""
+        """For the run record; None for one process."""
         return None

@@ -1,7 +1,12 @@
 """The model of a run, with its tables divided among processes by TorchRec.
 
 `rank_model` builds the model of the configuration around TorchRec's collection, and lets
-`DistributedModelParallel` divide the tables, each process with its rows in two tiers.
+`DistributedModelParallel` divide the tables, each process with its rows in two tiers. Around the
+collection is `RankTables`, which may look ahead:
+
+begin of a step          ids of the last mini-batch in the window start to travel
+begin of the next one    they have arrived; slots for their rows are claimed, if there is room
+its own step             the lookup finds its ids and rows
 """
 
 from __future__ import annotations
@@ -11,48 +16,61 @@ import warnings
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import (  # type: ignore[attr-defined]
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import NoWait, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
 from recsys.batch import has_weighted_bags
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.distributed.placement import TableCost, place_tables
+from recsys.embeddings.table import output_names
+from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.embeddings.tiers.slot_costs import row_bytes
 from recsys.errors import ConfigError
+from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.train.parts.build import dense_optimizer
 from recsys.train.parts.models import build_network
 from recsys.train.parts.providers import row_optimizer
 from recsys.train.parts.tables import tables_of
-from recsys.train.ranks.dense_gradients import average_in_order
 from recsys.train.ranks.processes import BuiltModel
-from recsys.train.ranks.rank_tables import RankTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed import GradBucket  # type: ignore[attr-defined]
+    from torchrec.distributed.types import Awaitable
 
-    from recsys.batch import SampleSource
+    from recsys.batch import JaggedIds, SampleSource
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
+    from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.train.shards.folder import Layout
 
-__all__ = ["RankModel", "rank_model"]
+__all__ = ["RankModel", "average_in_order", "rank_model"]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -231,3 +249,133 @@ def _layout(keys: Mapping[str, str], local: Sequence[Any]) -> Layout:
     of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
     return {key: [of_rank.get(name, (0, 0)) for of_rank in of_ranks] for name, key in keys.items()}
+
+
+class RankTables(AbstractDividedTables):
+    """The tables of a run on several processes.
+
+    Args:
+        collection: TorchRec's. `DistributedModelParallel` replaces it by the sharded one.
+
+    Shape:
+        input: ids of this process's B samples; result: their pooled vectors, a `KeyedTensor`, in
+        the order of the tables.
+    """
+
+    def __init__(self, collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection: Any = collection
+        self._output_keys = output_names(collection.embedding_bag_configs())
+        # Of each mini-batch whose ids were sent: TorchRec's context, and the ids of all processes
+        # for the rows of this one.
+        self._sent: WeakKeyDictionary[JaggedIds, tuple[Any, Awaitable[Any]]] = WeakKeyDictionary()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables."""
+        found: list[EmbeddingBagConfig] = self.collection.embedding_bag_configs()
+        return found
+
+    def output_keys(self) -> list[str]:
+        """The feature of each pooled vector, in column order."""
+        return self._output_keys
+
+    def agree_on_tiers(self) -> None:
+        """Find out whether any process has rows in two tiers, after sharding. A collective."""
+        found = torch.tensor(len(self.tiers()))
+        dist.all_reduce(found)
+        self.has_tiers = bool(found)
+
+    def forward(self, ids: JaggedIds) -> KeyedTensor:
+        """Look up; ids that were not sent before are sent now. A collective."""
+        sent = self._sent.pop(ids, None)
+        if sent is None:
+            return self._in_order(self.collection(_keyed(ids)))
+        context, arriving = sent
+        found = self.collection.compute_and_output_dist(context, arriving.wait())
+        return self._in_order(found)
+
+    def _in_order(self, pooled: Any) -> KeyedTensor:
+        """Vectors with their columns in the order of the tables, on any number of processes."""
+        columns = pooled.to_dict()
+        found = [columns[name] for name in self._output_keys]
+        return KeyedTensor(
+            self._output_keys, [each.shape[1] for each in found], torch.cat(found, 1)
+        )
+
+    def tiers(self) -> list[Tiers]:
+        """The tiers of this process's rows; empty if all are in fast memory."""
+        found: list[Tiers] = self.collection.tiers()
+        return found
+
+    def send(self, features: JaggedIds) -> None:
+        """Start to send ids; returns when all processes know how many they will get."""
+        context = self.collection.create_context()
+        self._sent[features] = context, self.collection.input_dist(context, _keyed(features)).wait()
+
+    def prefetch(self, features: JaggedIds) -> Prefetched:
+        """Wait for ids that were sent, and start to fetch this process's rows."""
+        context, arriving = self._sent[features]
+        ids = arriving.wait()
+        self._sent[features] = context, NoWait(ids)
+        return self.collection.local_tables.prefetch(ids) or Prefetched(())
+
+    def settle(self) -> None:
+        """End all pending work of this process's tiers, and drop ids that were sent."""
+        self._sent.clear()
+        if self.collection.local_tables.collection is not None:
+            self.collection.local_tables.collection.settle()
+
+
+def _keyed(ids: JaggedIds) -> KeyedJaggedTensor:
+    """The ids as TorchRec takes them."""
+    return KeyedJaggedTensor(
+        ids.keys(),
+        ids.values(),
+        weights=ids.weights_or_none(),
+        lengths=ids.lengths(),
+        offsets=ids.offsets(),
+    )
+
+
+def average_in_order(parallel: nn.Module) -> None:
+    """Average the gradients of the dense part in the order of the processes, from now on.
+
+    `DistributedDataParallel` puts gradients into buckets, and arranges them anew after the first
+    steps of a process. gloo's all_reduce adds the parts of a bucket in different orders. So with
+    three processes or more, the first steps after a run is resumed would round sums differently.
+    Here every process adds its share of a bucket, in the order of the processes:
+
+        bucket of each process    -- all_to_all -->    its share of all buckets
+        the share's mean          -- all_gather -->    the mean of all buckets
+
+    Both send as many bytes as an all_reduce.
+
+    Args:
+        parallel: The model with its tables divided. With fewer than three processes it stays as it
+            is, because the sum of two numbers has one order.
+    """
+    if dist.get_world_size() < 3:
+        return
+    for module in parallel.modules():
+        if isinstance(module, DistributedDataParallel):
+            # PyTorch refuses a function with annotations in strings, such as those of this file.
+            module.register_comm_hook(None, lambda _, bucket: _average(bucket))
+
+
+def _average(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket over all processes. A collective."""
+    gradients, num_ranks = bucket.buffer(), dist.get_world_size()
+    if gradients.is_sparse:  # of a table of the user's own; gloo adds these in order
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None stands for all
+    padding = -len(gradients) % num_ranks
+    shares = torch.nn.functional.pad(gradients, (0, padding)).view(num_ranks, -1)
+    received = torch.empty_like(shares)
+    dist.all_to_all_single(received, shares)
+    total = received[0]
+    for each in received[1:]:
+        total += each
+    dist.all_gather(list(shares), total / num_ranks)
+    gradients.copy_(shares.view(-1)[: len(gradients)])
+    found: torch.futures.Future[Tensor] = torch.futures.Future()
+    found.set_result(gradients)
+    return found

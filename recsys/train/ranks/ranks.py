@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from recsys._support.machine import num_cores
-from recsys.datasets.loader import BatchLoader
 from recsys.distributed.agreement import OtherRankFailed, require_same
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import ConfigError, RecsysError, TrainingDiverged
@@ -36,10 +35,9 @@ from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
 from recsys.train.loop.resume import Reopened, reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
-from recsys.train.parts.build import build_loader
-from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
+from recsys.train.parts.models import needs_rows
+from recsys.train.ranks.processes import BuiltModel, Processes
 from recsys.train.ranks.rank_model import RankModel, rank_model
-from recsys.train.ranks.rules import require_supported
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.run_files.saved_state import tied_names
 from recsys.train.shards.folder import Shards, remove_older, whole
@@ -55,9 +53,10 @@ if TYPE_CHECKING:
     from recsys.batch import Batch, SampleSource
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 
-__all__ = ["Ranks", "joined"]
+__all__ = ["Ranks", "joined", "require_supported"]
+
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 @contextmanager
@@ -116,8 +115,8 @@ def _make_group() -> None:
     dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=num_ranks)
 
 
-class Ranks(AbstractProcesses):
-    """The processes of a run, seen by one of them.
+class Ranks(Processes):
+    """Several processes of a run, seen by one of them.
 
     Args:
         run_dir: The folder of the run.
@@ -133,7 +132,6 @@ class Ranks(AbstractProcesses):
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.run_dir, self.own_dir, self._folder = run_dir, own_dir, RunFolder(run_dir)
         self._built: RankModel | None = None
-        self._most_trained = self._most_evaluated = 0  # samples of a process in a mini-batch
 
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Compare what the processes were given."""
@@ -172,20 +170,6 @@ class Ranks(AbstractProcesses):
             earlier = stack.enter_context(reopened(config, self._folder.path, number))
             dist.broadcast_object_list([None if earlier is None else tuple(earlier)[1:]])
             yield earlier
-
-    def train_loader(
-        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
-    ) -> BatchLoader | HotColdLoader:
-        """This process's part of every mini-batch."""
-        self._most_trained = config.batch_size // self.num_ranks
-        return build_loader(config, source, plan, rank=self.rank, num_ranks=self.num_ranks)
-
-    def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
-        """This process's part of every mini-batch."""
-        self._most_evaluated = -(-batch_size // self.num_ranks)
-        return BatchLoader(
-            source, split, batch_size, shuffle=False, rank=self.rank, num_ranks=self.num_ranks
-        )
 
     def build_model(
         self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
@@ -236,11 +220,11 @@ class Ranks(AbstractProcesses):
         )
 
     def gather_step(
-        self, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
+        self, most: int, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss and the samples of all processes."""
         own_sum = loss.reshape(1) * len(labels)
-        sums, all_logits, all_labels = self._gather(self._most_trained, own_sum, logits, labels)
+        sums, all_logits, all_labels = self._gather(most, own_sum, logits, labels)
         if not sums.isfinite().all():
             own = None if own_sum.isfinite() else explain_loss(loss.item(), batch)
             messages: list[str | None] = [None] * self.num_ranks
@@ -252,11 +236,11 @@ class Ranks(AbstractProcesses):
         return sums.sum() / len(all_labels), all_logits, all_labels
 
     def gather_scores(
-        self, scores: NDArray[np.float32], labels: NDArray[Any]
+        self, most: int, scores: NDArray[np.float32], labels: NDArray[Any]
     ) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """The scores and labels of all processes."""
         all_scores, all_labels = self._gather(
-            self._most_evaluated, torch.from_numpy(scores), torch.from_numpy(labels)
+            most, torch.from_numpy(scores), torch.from_numpy(labels)
         )
         return all_scores.numpy(), all_labels.numpy()
 
@@ -347,3 +331,51 @@ class Ranks(AbstractProcesses):
         if not self.rank:
             folder = self._folder
             remove_older(folder.checkpoints_folder, folder.shards_folder, shards)
+
+
+def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int) -> None:
+    """Check that several processes can train a configuration.
+
+    Args:
+        config: The configuration.
+        source: The data.
+        num_ranks: W, the number of processes.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    rules = [
+        ("embeddings", config.embeddings, ("recsys",)),
+        ("device", config.device, ("cpu",)),
+        ("init_from", config.init_from, ("",)),
+        ("optimizer.name", config.optimizer.name, _OPTIMIZERS),
+        ("schedule.name", config.schedule.name, ("", "sequential", "lookahead")),
+        ("skip.policy", config.skip.policy, ("none",)),
+    ]
+    for key, value, allowed in rules:
+        if value not in allowed:
+            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {allowed}"
+            raise ConfigError(
+                f"{key} must be {wanted} on {num_ranks} processes, got {value!r}; change it, or "
+                "train on one process"
+            )
+    if needs_rows(config.model, source):
+        raise ConfigError(
+            f"model.name {config.model.name!r} looks rows up without pooling, which {num_ranks} "
+            "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
+            "process"
+        )
+    if config.batch_size % num_ranks:
+        size = config.batch_size
+        raise ConfigError(
+            f"batch_size must be a multiple of the number of processes, {num_ranks}, got {size}; "
+            f"start a number that divides {size}, or, for a new run, set it to "
+            f"{-(-size // num_ranks) * num_ranks}"
+        )
+    last = len(source.splits["train"]) % config.batch_size
+    if 0 < last < num_ranks:
+        raise ConfigError(
+            f"the last mini-batch of an epoch has {last} samples, fewer than the {num_ranks} "
+            f"processes, with batch_size {config.batch_size}; start fewer processes, or, for a new "
+            "run, choose another batch_size"
+        )

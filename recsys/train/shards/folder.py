@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from recsys._support.untrusted import is_count, parse_json
+from recsys._support.untrusted import parse_json
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.manifest import manifest_numbers, newest
 from recsys.train.run_files.run_folder import write_json
@@ -209,32 +209,11 @@ def _parse(file: Path) -> Layout:
     Raises:
         CheckpointError: it is damaged.
     """
-    way_out = "copy it from a backup, or train from the start in another folder"
     try:
-        content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8", errors="replace"))
-        items = content.items()
-    except (AttributeError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}; {way_out}") from error
-    layout: Layout = {}
-    for key, ranges in items:
-        if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
-            raise CheckpointError(
-                f"{file}: {key!r} must have the first row of each process and the row after its "
-                f"last one, got {str(ranges)[:100]}; {way_out}"
-            )
-        layout[key] = [(begin, end) for begin, end in ranges]
-    if len({len(ranges) for ranges in layout.values()}) != 1:
+        content = parse_json(file.read_text(encoding="utf-8", errors="replace"))
+        return {key: [(begin, end) for begin, end in ranges] for key, ranges in content.items()}
+    except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: every table must have as many ranges of rows as there are processes; "
-            f"{way_out}"
-        )
-    return layout
-
-
-def _is_range(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(map(is_count, value))
-        and value[0] <= value[1]
-    )
+            f"{file} is damaged: {error}; copy it from a backup, or train from the start in "
+            "another folder"
+        ) from error
