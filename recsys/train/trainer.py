@@ -36,7 +36,6 @@ from recsys.train.loop.settings_warnings import (
     warn_of_other_rates,
     warn_of_threads,
 )
-from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.build import (
     INIT_FROM_NEEDS,
     autocast,
@@ -47,6 +46,7 @@ from recsys.train.parts.build import (
     compile_kernels,
     describe_schedule,
     describe_source,
+    describe_tiers,
     open_first_model,
     open_source,
 )

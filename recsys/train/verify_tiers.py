@@ -20,13 +20,13 @@ from recsys.config import ScheduleConfig
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
-from recsys.train.loop.tier_report import describe_tiers
 from recsys.train.parts.budget import MemoryNeeds
 from recsys.train.parts.build import (
     build_loader,
     build_model,
     build_pipeline,
     compile_kernels,
+    describe_tiers,
     open_source,
 )
 

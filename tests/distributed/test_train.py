@@ -459,19 +459,19 @@ def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):
     assert seconds < 30
 
 
-@pytest.mark.parametrize("name", ["hotline", "fae", "auto"])
-def test_other_schedules_are_refused_by_name(name):
-    settings = [*SETTINGS, f"schedule.name={name}"]
-    config = load_config(None, settings, data="synthetic:criteo-kaggle")
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("schedule.name=hotline", "schedule.name must be one of .* got 'hotline'"),
+        ("schedule.name=fae", "schedule.name must be one of .* got 'fae'"),
+        ("schedule.name=auto", "schedule.name must be one of .* got 'auto'"),
+        ("init_from=run", "init_from must be '' on 2 processes, got 'run'"),
+    ],
+)
+def test_what_one_process_alone_can_do_is_refused_by_name(setting, name):
+    config = load_config(None, [*SETTINGS, setting], data="synthetic:criteo-kaggle")
 
-    with pytest.raises(ConfigError, match=rf"schedule.name must be one of .* got '{name}'"):
-        require_supported(config, open_source(config), 2)
-
-
-def test_a_run_that_begins_with_another_model_is_refused():
-    config = load_config(None, [*SETTINGS, "init_from=run"], data="synthetic:criteo-kaggle")
-
-    with pytest.raises(ConfigError, match="init_from must be '' on 2 processes, got 'run'"):
+    with pytest.raises(ConfigError, match=name):
         require_supported(config, open_source(config), 2)
 
 

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.states import SavedState
 from recsys._support.user_classes import current_folder_last, import_class
 from recsys.errors import CallbackFailed, ConfigError
 from recsys.train.callbacks.callback import Callback
@@ -203,20 +202,10 @@ class RunCallbacks:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue; `start` gives callbacks their states. Those without one begin anew.
-
-        Raises:
-            ConfigError: `state` is no state of callbacks.
-        """
-        found = SavedState("state of callbacks", state, ("stopped", "epochs", "states"))
-        stopped, epochs, states = found["stopped"], found.whole("epochs"), found["states"]
-        if not (stopped is None or isinstance(stopped, dict)):
-            raise found.error("stopped", "a mapping or null")
-        if not isinstance(states, dict):
-            raise found.error("states", "a mapping")
+        """Continue; `start` gives callbacks their states. Those without one begin anew."""
         # Not the epochs in config.toml, which are the new ones once a run was continued.
-        self.stopped = None if self._epochs > epochs else stopped
-        self._states = states
+        self.stopped = None if self._epochs > state["epochs"] else state["stopped"]
+        self._states = state["states"]
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of a callback.

@@ -9,9 +9,11 @@ Names of arrays: `model/KEY`, `optimizers/NUMBER/...`, `table-state/KEY/NAME`, `
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+import random
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -23,14 +25,12 @@ from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import Array, Part, dtype_name
-from recsys.train.checkpoint.random_states import random_states, set_random_states
 from recsys.train.checkpoint.tree import from_tree, to_tree
 from recsys.train.run_files.saved_state import is_expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -193,7 +193,7 @@ class Contents:
                 {"kind": type(each).__name__, "state": each.state_dict()}
                 for each in self._optimizers
             ],
-            "random": random_states(),
+            "random": _random_states(),
             "state": state,
         }
         encoded = {key: to_tree(each, key, refer) for key, each in tree.items()}
@@ -252,7 +252,7 @@ class Contents:
                 optimizer.load_state_dict(each)
             if extra:
                 self._model.load_state_dict(extra, strict=False)
-            set_random_states(generators)
+            _set_random_states(generators)
         return state
 
     def require_tree(self, tree: Any) -> None:
@@ -445,3 +445,29 @@ def _array_of(tensor: Tensor, name: str) -> Array:
     if fault:
         raise CheckpointError(f"{name}: {fault}")
     return Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the random generators that a training loop may use."""
+    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    legacy["state"]["key"] = legacy["state"]["key"].tolist()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": legacy,
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    """Set states as `_random_states` returns them."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        with suppress(IndexError):  # saved on a machine with more devices
+            torch.cuda.set_rng_state_all(states["cuda"])
+    random.setstate(states["python"])
+    legacy = states["numpy"]
+    key = np.array(legacy["state"]["key"], np.uint32)
+    np.random.set_state(legacy | {"state": legacy["state"] | {"key": key}})  # noqa: NPY002

@@ -52,14 +52,12 @@ class MemoryNeeds:
         self._states = {dim: optimizer.state_sizes(dim) for dim in self._dims.values()}
 
     @property
-    def rows(self) -> int:
-        """Bytes of all rows."""
-        return self._bytes({})
-
-    @property
     def everything(self) -> int:
         """Bytes of all rows and their state."""
-        return self._bytes(self._states)
+        return sum(
+            self._sizes[table] * row_bytes(dim, torch.float32, self._states[dim])
+            for table, dim in self._dims.items()
+        )
 
     def slots(self, num_distinct: Mapping[str, int]) -> dict[int, int]:
         """Slots by embedding_dim, given the distinct rows that are needed of each table."""
@@ -76,13 +74,6 @@ class MemoryNeeds:
                 (count, slot_bytes(dim, torch.float32, self._states[dim]))
                 for dim, count in slots.items()
             ],
-        )
-
-    def _bytes(self, states: Mapping[int, Mapping[str, int]]) -> int:
-        """Bytes of all rows with these sizes of state, by embedding_dim."""
-        return sum(
-            num_rows * row_bytes(dim, torch.float32, states.get(dim, {}))
-            for num_rows, dim in ((self._sizes[table], dim) for table, dim in self._dims.items())
         )
 
     def num_distinct(self, batch: Batch) -> dict[str, int]:

@@ -19,8 +19,10 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.tiers.counts import HitRates
 from recsys.embeddings.tiers.slot_costs import slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.models.interaction import InteractionArch
@@ -71,6 +73,7 @@ __all__ = [
     "dense_optimizer",
     "describe_schedule",
     "describe_source",
+    "describe_tiers",
     "open_first_model",
     "open_source",
     "require_features_of",
@@ -474,6 +477,35 @@ def describe_schedule(
     if pipeline.popular_split is not None:
         return {"name": "hotline", **pipeline.popular_split.describe()}
     return {"name": "sequential"}
+
+
+def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
+    """Hit rates since the tiers were made, bytes moved, memory; None where all rows are resident.
+
+    A lookup hits if its row was in fast memory when its mini-batch claimed slots;
+    `unique_hit_rate` counts each row once per mini-batch. `exposed_fetch_seconds` is the time spent
+    waiting for transfers, of rows fetched and of rows written back.
+    """
+    tiers = tiers_of(model)
+    if not tiers:
+        return None
+    rates = HitRates.of(each.residency.counts for each in tiers)
+    return {
+        "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
+        "hot_bytes": sum(each.hot.num_bytes for each in tiers),
+        "num_slots": sum(each.hot.num_slots for each in tiers),
+        "num_rows": sum(sum(each.sizes) for each in tiers),
+        "num_lookups": sum(each.residency.counts.num_lookups for each in tiers),
+        "lookup_hit_rate": rates.lookups,
+        "unique_hit_rate": rates.distinct_rows,
+        "fetched_bytes": sum(
+            each.residency.counts.num_fetched * each.hot.row_bytes for each in tiers
+        ),
+        "written_back_bytes": sum(
+            each.residency.counts.num_written_back * each.hot.row_bytes for each in tiers
+        ),
+        "exposed_fetch_seconds": sum(each.residency.times.exposed.total for each in tiers),
+    }
 
 
 def cold_folder(config: TrainConfig, run_dir: Path) -> str:

@@ -40,7 +40,7 @@ from recsys.train.ranks.processes import BuiltModel, Processes
 from recsys.train.ranks.rank_model import RankModel, rank_model
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.run_files.saved_state import tied_names
-from recsys.train.shards.folder import Shards, remove_older, whole
+from recsys.train.shards.folder import Shards, remove_older
 from recsys.train.shards.restore import restore_shards
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class Ranks(Processes):
         number, shards = earlier.saved
         layout = self._built.layout
         if shards is None:
-            sizes = {key: max(end for _, end in ranges) for key, ranges in layout.items()}
-            shards = whole(self._folder.checkpoints_folder, sizes)
+            whole = {key: [(0, max(end for _, end in ranges))] for key, ranges in layout.items()}
+            shards = Shards([self._folder.checkpoints_folder], whole)
         own = {key: ranges[self.rank] for key, ranges in layout.items() if any(ranges[self.rank])}
         random_of = self.rank if len(shards.folders) == self.num_ranks else 0
         found = restore_shards(shards, number, model.saved, model.optimizers, own, random_of)

@@ -22,10 +22,10 @@ from recsys.train.checkpoint.manifest import manifest_numbers, newest
 from recsys.train.run_files.run_folder import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Layout", "Saved", "Shards", "find_saved", "newest_saved", "remove_older", "whole"]
+__all__ = ["Layout", "Saved", "Shards", "find_saved", "newest_saved", "remove_older"]
 
 # For each table, by its key in the model's `state_dict`: the first row of each process, and the row
 # after its last one. Both are 0 for a process without rows of the table.
@@ -178,16 +178,6 @@ def remove_older(checkpoints: Path, root: Path, kept: Shards | None) -> None:
     for folder in _folders(root):
         if folder != kept.folder:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def whole(folder: Path, sizes: Mapping[str, int]) -> Shards:
-    """The folder of a run on one process, which has all rows.
-
-    Args:
-        folder: Its folder of checkpoints.
-        sizes: Rows of each table, by its key.
-    """
-    return Shards([folder], {key: [(0, num_rows)] for key, num_rows in sizes.items()})
 
 
 def _folders(root: Path) -> Sequence[Path]:

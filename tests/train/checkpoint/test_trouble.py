@@ -474,29 +474,6 @@ def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
     require_only_needed_files(tmp_path)
 
 
-@pytest.mark.parametrize("tier", ["host", "file"])
-def test_the_writing_thread_writes_no_rows_of_slots_back(tier, tmp_path, monkeypatch):
-    training = make_training(tier, tmp_path / "cold")
-    [tiers] = training.model.tables.tiers()
-    threads, expose = set(), type(tiers).expose
-
-    def record(self, *args, **more):
-        threads.add(threading.current_thread())
-        expose(self, *args, **more)
-
-    monkeypatch.setattr(type(tiers), "expose", record)
-    checkpoints = saved(training, tmp_path / "saved")
-    training.step(0)
-    checkpoints.prepare()
-    for number in range(1, 4):
-        checkpoints.save()
-        checkpoints.wait()
-        training.step(number)
-    checkpoints.close()
-
-    assert threads <= {threading.main_thread()}
-
-
 def test_tables_of_the_same_size_are_merged(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
     monkeypatch.setitem(TRAININGS.make_training.__globals__, "SIZES", (40, 40, 40))

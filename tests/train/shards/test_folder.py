@@ -11,7 +11,6 @@ from recsys.train.shards.folder import (
     find_saved,
     newest_saved,
     remove_older,
-    whole,
 )
 from recsys.train.shards.restore import _require_one_moment
 
@@ -103,7 +102,3 @@ def test_processes_that_saved_after_different_steps_are_refused():
     _require_one_moment(manifests[:2])
     with pytest.raises(CheckpointError, match=r"checkpoint 3: .* different steps, \[7, 7, 9\]"):
         _require_one_moment(manifests)
-
-
-def test_a_run_on_one_process_has_all_rows(tmp_path):
-    assert whole(tmp_path, {"t": 9}) == Shards([tmp_path], {"t": [(0, 9)]})

@@ -28,7 +28,7 @@ from recsys.errors import (
     ConfigError,
     TiersFailed,
 )
-from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.build import describe_tiers
 from tests.scratch_files import scratch_bytes, scratch_files
 
 TABLES = [
