@@ -88,7 +88,7 @@ def export_delta(folder: Path, file: str | Path, since: int) -> Path:
                 )
             raise CheckpointError(
                 f"{folder}: checkpoint {manifest.number} does not continue from checkpoint "
-                f"{since}; it continues from {_ranges(list(ids)) or 'none'}"
+                f"{since}; the last of those that it continues from are {list(ids)[-5:]}"
             )
         metadata = {
             "since": str(since),
@@ -269,17 +269,6 @@ class _Exported(NamedTuple):
         return np.memmap(self.path, np.uint8, "r", each.begin, (each.num_bytes,))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, such as "1-7, 9"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
-
-
 def _write(
     folder: Path,
     manifest: Manifest,
@@ -336,23 +325,14 @@ def _rows_of(folder: Path, manifest: Manifest, key: str) -> Iterator[tuple[int, 
     # Whole arrays are in the last delta; a merge without deltas has them in the full piece.
     pieces = manifest.pieces[:1] if is_table else manifest.pieces[-1:]
     changes = delta_rows(folder, manifest, key) if is_table else []
-    num_done = 0
     for piece in pieces:
         for block in piece.blocks:
             for part in block.parts:
                 if part.array == name:
-                    if part.begin != num_done:
-                        break
                     values = read_block(folder, piece, block)[name]
                     for delta in changes:
                         delta.write_to({name: values}, part.begin, part.end)
                     yield part.begin, values
-                    num_done = part.end
-    if num_done != manifest.arrays[name].num_rows:
-        raise CheckpointError(
-            f"{folder / pieces[0].folder}: rows of {name} must be in order, and those after "
-            f"{num_done} are missing"
-        )
 
 
 def _is_changed(folder: Path, manifest: Manifest, key: str, since: int) -> NDArray[np.bool_]:
