@@ -10,6 +10,16 @@ collection looks up all of the rank's tables, so that they share one budget.
 
 A rank without tables has no collection. A rank with no row of a row-wise table (5 rows on 4 ranks
 are 2, 2, 1 and 0) has one row that no id leads to, and an empty Parameter for it.
+
+TorchRec's settings of an optimizer (`fused_params`) are read as a recsys formula:
+
+    EmbOptimType.SGD, EXACT_SGD                           SGD
+    EmbOptimType.EXACT_ADAGRAD                            Adagrad
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD, ROWWISE_ADAGRAD   RowWiseAdagrad
+
+TorchRec stores there what `apply_optimizer_in_backward` was called with. Settings that are left out
+have FBGEMM's defaults, as they do with TorchRec's own sharders: lr=0.01 and eps=1e-8. The defaults
+of `torch.optim` differ (eps=1e-10 for Adagrad).
 """
 
 from __future__ import annotations
@@ -26,9 +36,9 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
 from recsys.batch import JaggedIds
 from recsys.distributed.exchange.row_lookups import RowLookups, make_room, without_tables
-from recsys.distributed.formula import common_formula
 from recsys.distributed.row_state import RowStateOptimizer, make_state
 from recsys.embeddings import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.tiers.ahead import Prefetched
 
 if TYPE_CHECKING:
@@ -40,9 +50,21 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
     from torchrec.optim.fused import FusedOptimizer
 
+    from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.tiers.table_tiers import Tiers
 
 __all__ = ["AbstractLocalTables", "LocalBags", "LocalEmbeddings"]
+
+_FORMULAS: dict[str, type[SGD | Adagrad | RowWiseAdagrad]] = {
+    "sgd": SGD,
+    "exact_sgd": SGD,
+    "exact_adagrad": Adagrad,
+    "exact_row_wise_adagrad": RowWiseAdagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+}
+# FBGEMM's cache has the first. Rows of 32 bits are never rounded. The others are read below.
+_ALLOWED = {"prefetch_pipeline", "stochastic_rounding", "optimizer", "learning_rate", "eps"}
+_PRECISIONS = {"cache_precision", "output_dtype", "weights_precision"}
 
 
 class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc]  # untyped
@@ -102,7 +124,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
             tiers["plan"] = tiers["plan"].of_rows(rows, tiers.get("budget"))
         self.collection = self._collection_of(
             [_local(table, configs[table.name], given.get(table.name)) for table in self.tables],
-            optimizer=common_formula(
+            optimizer=_common_formula(
                 {table.name: table.fused_params or {} for table in self.tables}
             ),
             **tiers,
@@ -398,3 +420,53 @@ def _local(
 
 def _copy_rows(rows: Tensor, weight: Tensor) -> None:
     weight[: len(rows)].copy_(rows)
+
+
+def _common_formula(fused_params: Mapping[str, Mapping[str, Any]]) -> RowOptimizer:
+    """The update rule of all tables.
+
+    Args:
+        fused_params: TorchRec's settings of each table, by name; at least one table.
+
+    Raises:
+        ValueError: there is no optimizer, it or one of its settings is not supported, or tables
+            have different ones.
+    """
+    formulas = {table: _formula_of(table, settings) for table, settings in fused_params.items()}
+    first, formula = next(iter(formulas.items()))
+    for table, other in formulas.items():
+        if other != formula:
+            raise ValueError(
+                f"tables {first!r} and {table!r}: all tables of a collection must have the same "
+                f"optimizer, got {formula} and {other}; apply one to both, or put the tables into "
+                "two collections"
+            )
+    return formula
+
+
+def _formula_of(table: str, settings: Mapping[str, Any]) -> RowOptimizer:
+    optimizer = settings.get("optimizer")
+    if optimizer is None:
+        raise ValueError(
+            f"table {table!r}: rows need an optimizer, got none; call "
+            "torchrec.optim.apply_optimizer_in_backward before DistributedModelParallel, or set "
+            "fused_params={'optimizer': EmbOptimType...., 'learning_rate': ...} of the sharder"
+        )
+    kind = str(getattr(optimizer, "value", optimizer))
+    formula = _FORMULAS.get(kind)
+    if formula is None:
+        raise ValueError(
+            f"table {table!r}: the optimizer must be one of {sorted(_FORMULAS)}, got {kind!r}; use "
+            "SGD, Adagrad or RowWiseAdagrad, or TorchRec's own sharder"
+        )
+    for name, value in settings.items():
+        is_fp32 = str(getattr(value, "value", value)).lower() == "fp32"
+        if name not in _ALLOWED and value and not (name in _PRECISIONS and is_fp32):
+            raise ValueError(
+                f"table {table!r}: fused_params has {name}={value!r}, which recsys does not "
+                "support; leave it out, or use TorchRec's own sharder"
+            )
+    read = {"lr": float(settings.get("learning_rate", 0.01))}
+    if formula is not SGD:
+        read["eps"] = float(settings.get("eps", 1e-8))
+    return formula(**read)

@@ -41,9 +41,8 @@ from recsys.datasets.tabular.encoding.row_encoder import (
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
 from recsys.datasets.tabular.store_parts.part_writer import PartWriter
-from recsys.datasets.tabular.store_parts.splits import TRAIN
 from recsys.datasets.tabular.store_parts.spool import Spool
-from recsys.datasets.tabular.store_parts.spooled_rows import SpooledRows
+from recsys.datasets.tabular.store_parts.spooled_rows import TRAIN, SpooledRows
 from recsys.datasets.tabular.store_parts.training_part import learn_rows
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
 

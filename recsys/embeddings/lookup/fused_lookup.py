@@ -19,7 +19,7 @@ from recsys._support.torch_compat import (
     plain_apply,
     version_of,
 )
-from recsys.embeddings.kernels.cpu.row_gradients import row_gradients
+from recsys.embeddings.kernels.cpu.pooled_lookup import row_gradients
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.result_memory import empty_result
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients

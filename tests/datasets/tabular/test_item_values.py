@@ -1,7 +1,7 @@
 import numpy as np
 
 from recsys.datasets.tabular.encoding.row_encoder import Bags
-from recsys.datasets.tabular.store_parts.item_values import ItemValues
+from recsys.datasets.tabular.store_parts.part_writer import ItemValues
 
 
 def found(blocks, num_items=5):

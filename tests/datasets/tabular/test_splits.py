@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recsys.datasets.splits import classic_splits
-from recsys.datasets.tabular.store_parts.splits import (
+from recsys.datasets.tabular.store_parts.spooled_rows import (
     TEST,
     TRAIN,
     VALIDATION,

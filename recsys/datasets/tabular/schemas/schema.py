@@ -7,17 +7,18 @@ A schema is read from TOML (`Schema.from_toml`), from a dictionary of JSON types
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import tomli_w
 
-from recsys._support.untrusted import is_text, parse_toml
+from recsys._support.untrusted import is_int, is_text, parse_toml
 from recsys.datasets.store_meta import Feature
-from recsys.datasets.tabular.schemas.schema_keys import build_from_keys, keys_of, require_table
 from recsys.datasets.tabular.schemas.schema_parts import (
     TIME_UNITS,
     CategoricalColumn,
@@ -54,6 +55,7 @@ _COLUMN_KINDS: dict[str, type] = {
     "sequence": SequenceColumn,
     "history": HistoryColumn,
 }
+_T = TypeVar("_T")
 # What all columns of one table must say alike.
 _TABLE_KEYS = ("values", "numbering", "num_rows", "min_count", "max_rows")
 
@@ -180,18 +182,18 @@ class Schema:
         built: dict[str, Any] = {}
         for name, value in tree.items():
             if name in _COLUMN_KINDS:
-                columns = require_table(name, value)
+                columns = _require_table(name, value)
                 built[name] = {
-                    column: build_from_keys(_COLUMN_KINDS[name], keys, f"{name}.{column}")
+                    column: _build_from_keys(_COLUMN_KINDS[name], keys, f"{name}.{column}")
                     for column, keys in columns.items()
                 }
             elif name == "split":
                 built[name] = _build_split(value)
             elif name == "negatives":
-                built[name] = build_from_keys(Negatives, value, name)
+                built[name] = _build_from_keys(Negatives, value, name)
             else:
                 built[name] = value
-        return build_from_keys(cls, built, "")
+        return _build_from_keys(cls, built, "")
 
     def as_dict(self) -> dict[str, Any]:
         """The schema in JSON types; keys that have their default are left out."""
@@ -200,13 +202,13 @@ class Schema:
             value = getattr(self, entry.name)
             if entry.name in _COLUMN_KINDS:
                 if value:
-                    tree[entry.name] = {name: keys_of(column) for name, column in value.items()}
+                    tree[entry.name] = {name: _keys_of(column) for name, column in value.items()}
             elif entry.name == "split":
                 by = next(by for by, kind in _SPLITS.items() if type(value) is kind)
-                tree["split"] = {"by": by, **keys_of(value)}
+                tree["split"] = {"by": by, **_keys_of(value)}
             elif entry.name == "negatives":
                 if value is not None:
-                    tree["negatives"] = keys_of(value)
+                    tree["negatives"] = _keys_of(value)
             elif value != entry.default:
                 tree[entry.name] = list(value) if isinstance(value, tuple) else value
         return tree
@@ -464,11 +466,75 @@ def _check_last_one_out(schema: Schema) -> None:
 
 
 def _build_split(value: Any) -> Split:
-    keys = dict(require_table("split", value))
+    keys = dict(_require_table("split", value))
     by = keys.pop("by", "fraction")
     if not isinstance(by, str) or by not in _SPLITS:
         raise ConfigError(f"split.by must be one of {', '.join(_SPLITS)}; got {by!r}")
     for name in ("test_from", "validation_from"):
         if by == "timestamp" and name in keys:
             keys[name] = parse_seconds(f"split.{name}", keys[name])
-    return build_from_keys(_SPLITS[by], keys, "split")
+    return _build_from_keys(_SPLITS[by], keys, "split")
+
+
+def _require_table(place: str, value: Any) -> Mapping[str, Any]:
+    """The value, which must be a table of keys; `place` names it in messages."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place} must be a table of keys, got {str(value)[:40]!r}")
+    return value
+
+
+def _build_from_keys(kind: type[_T], value: Any, place: str) -> _T:
+    """Build one of the classes from its keys; `place` names it in messages, "" for the schema."""
+    keys, types = _require_table(place, value), get_type_hints(kind)
+    prefix = f"{place}." if place else ""
+    built: dict[str, Any] = {}
+    for name, given in keys.items():
+        if name not in types:
+            close = difflib.get_close_matches(name, types, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"keys are {list(types)}"
+            raise ConfigError(f"unknown key {prefix}{name}; {hint}")
+        built[name] = _checked(prefix + name, given, types[name])
+    try:
+        return kind(**built)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}" if place else str(error)) from None
+
+
+def _checked(place: str, value: Any, kind: Any) -> Any:
+    """Check the type of one value; a list becomes a tuple of text."""
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(text, str) and not _is_unicode(text):
+            raise ConfigError(f"{place} must be text that UTF-8 can hold, got {text[:40]!r}")
+    if kind is str and not isinstance(value, str):
+        raise ConfigError(f"{place} must be text, got {str(value)[:40]!r}")
+    if kind is int and not is_int(value):
+        raise ConfigError(f"{place} must be an integer of 64 bits, got {str(value)[:40]!r}")
+    if kind == tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{place} must be a list, got {str(value)[:40]!r}")
+        for each in value:
+            if not (isinstance(each, str | bool | date) or is_int(each)):
+                raise ConfigError(f"{place} must list text or integers, got {str(each)[:40]!r}")
+        return tuple(str(each).lower() if isinstance(each, bool) else str(each) for each in value)
+    if kind == float | str and type(value) not in (str, int, float):
+        raise ConfigError(f"{place} must be a number or text, got {str(value)[:40]!r}")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether text has no surrogates, which JSON allows and UTF-8 does not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _keys_of(part: Any) -> dict[str, Any]:
+    """Keys of one class that do not have their default, in JSON types."""
+    keys = {}
+    for entry in fields(part):
+        value = getattr(part, entry.name)
+        if value != entry.default:
+            keys[entry.name] = list(value) if isinstance(value, tuple) else value
+    return keys

@@ -16,7 +16,7 @@ from recsys.datasets.tabular.encoding.vocabulary import (
     vocabulary_file,
     write_vocabulary,
 )
-from recsys.datasets.tabular.store_parts.splits import TRAIN
+from recsys.datasets.tabular.store_parts.spooled_rows import TRAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.embeddings.kernels.cpu.row_gradients import row_gradients
+from recsys.embeddings.kernels.cpu.pooled_lookup import row_gradients
 from recsys.embeddings.rows.lookups import Bags, Lookups
 
 DIM = 5
