@@ -142,38 +142,6 @@ def test_weights_go_with_their_lookups():
     assert ids["b"].weights_or_none().tolist() == [4.0]
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "offsets", "message"),
-    [
-        ([], [1], [0, 1], "at least one feature"),
-        (["a", "a"], [1, 2], [0, 1, 2], "distinct"),
-        (["a"], [[1]], [0, 1], r"values must be \(N,\) int32 or int64"),
-        (["a"], [1.0], [0, 1], r"values must be \(N,\) int32 or int64"),
-        (["a", "b"], [1, 2], [0, 2], r"F \* B \+ 1 entries with F = 2, got 2"),
-        (["a"], [1, 2], [0, 1], "end at N = 2, got 0 and 1"),
-        (["a"], [1, 2], [1, 2], "start at 0"),
-        (["a", "b"], [1, 2], [0, 2, 1, 1, 2], "got 2 then 1 at feature 'a', sample 1"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(keys, values, offsets, message):
-    with pytest.raises(ValueError, match=message):
-        JaggedIds(keys, torch.tensor(values), torch.tensor(offsets))
-
-
-def test_offsets_have_the_dtype_of_values_and_weights_their_shape():
-    values, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
-
-    with pytest.raises(ValueError, match="int64 like values"):
-        JaggedIds(["a"], values, offsets.int())
-    with pytest.raises(ValueError, match="one entry per lookup"):
-        JaggedIds(["a"], values, offsets, torch.ones(3))
-
-
-def test_an_unknown_feature_is_named_with_the_known_ones():
-    with pytest.raises(KeyError, match=r"no feature 'c'; it has \['a'\]"):
-        jagged({"a": [[1]]})["c"]
-
-
 def test_torchrec_sees_the_same_bags_in_the_same_memory():
     pytest.importorskip("torchrec", exc_type=ImportError)
     ids = jagged({"a": [[1], [2, 3]], "b": [[], [4]]}, weights=torch.rand(4))
@@ -203,18 +171,6 @@ def test_pooled_embeddings_are_found_by_name():
         pooled["c"]
 
 
-def test_pooled_embeddings_of_another_width_are_refused():
-    with pytest.raises(ValueError, match=r"values must be \(B, 5\), got \(2, 4\)"):
-        PooledEmbeddings(["a", "b"], [2, 3], torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="one entry per key"):
-        PooledEmbeddings(["a", "b"], [5], torch.zeros(2, 5))
-
-
-def test_pooled_embeddings_of_one_name_twice_are_refused():
-    with pytest.raises(ValueError, match=r"keys must be distinct, got \['a', 'a'\]"):
-        PooledEmbeddings(["a", "a"], [1, 1], torch.zeros(2, 2))
-
-
 def test_a_batch_moves_as_a_whole():
     batch = Batch(torch.zeros(2, 3), jagged({"a": [[1], [2]]}), torch.ones(2))
 
@@ -240,6 +196,11 @@ def test_samples_are_chosen_in_any_order():
 
 IDS = torch.tensor([1, 2])
 OFFSETS = torch.tensor([0, 1, 2])
+ONE = JaggedIds(["a"], IDS, OFFSETS)
+
+
+def lay_out(keys, values, offsets):
+    JaggedIds(keys, torch.tensor(values), torch.tensor(offsets))
 
 
 @pytest.mark.parametrize(
@@ -259,11 +220,11 @@ OFFSETS = torch.tensor([0, 1, 2])
             r"keys must be distinct, got \['a', 'a'\]",
         ),
         (
-            lambda: Batch(torch.ones(3, 1), JaggedIds(["a"], IDS, OFFSETS), torch.ones(2)),
+            lambda: Batch(torch.ones(3, 1), ONE, torch.ones(2)),
             r"dense_features must be a tensor of 2 samples, as sparse_features has, got \(3, 1\)",
         ),
         (
-            lambda: Batch(torch.ones(2, 1), JaggedIds(["a"], IDS, OFFSETS), None),
+            lambda: Batch(torch.ones(2, 1), ONE, None),
             "labels must be a tensor of 2 samples",
         ),
         (
@@ -272,6 +233,31 @@ OFFSETS = torch.tensor([0, 1, 2])
         ),
         (lambda: JaggedIds.concatenate([]), "give at least one input, got none"),
         (lambda: Batch.concatenate([]), "give at least one mini-batch, got none"),
+        (lambda: lay_out([], [1], [0, 1]), "at least one feature"),
+        (lambda: lay_out(["a", "a"], [1, 2], [0, 1, 2]), "distinct"),
+        (lambda: lay_out(["a"], [[1]], [0, 1]), r"values must be \(N,\) int32 or int64"),
+        (lambda: lay_out(["a"], [1.0], [0, 1]), r"values must be \(N,\) int32 or int64"),
+        (lambda: lay_out(["a", "b"], [1, 2], [0, 2]), r"F \* B \+ 1 entries with F = 2, got 2"),
+        (lambda: lay_out(["a"], [1, 2], [0, 1]), "end at N = 2, got 0 and 1"),
+        (lambda: lay_out(["a"], [1, 2], [1, 2]), "start at 0"),
+        (lambda: lay_out(["a", "b"], [1, 2], [0, 2, 1, 1, 2]), "at feature 'a', sample 1"),
+        (lambda: JaggedIds(["a"], IDS, OFFSETS.int()), "int64 like values"),
+        (lambda: JaggedIds(["a"], IDS, OFFSETS, torch.ones(3)), "one entry per lookup"),
+        *[
+            (
+                lambda dtype=dtype: JaggedIds.from_one_hot(["a"], torch.ones(1, 2, dtype=dtype)),
+                f"got {dtype}",
+            )
+            for dtype in (torch.float32, torch.bool, torch.uint8, torch.int16)
+        ],
+        (
+            lambda: JaggedIds.concatenate([ONE, JaggedIds(["b"], IDS, OFFSETS)]),
+            "keys must be the same",
+        ),
+        (
+            lambda: JaggedIds.concatenate([ONE, JaggedIds(["a"], IDS, OFFSETS, torch.ones(2))]),
+            "only some of the inputs have weights",
+        ),
         (
             lambda: JaggedIds.from_one_hot([], torch.ones(0, 2, dtype=torch.int64)),
             "keys must name at least one feature, got none",
@@ -283,10 +269,18 @@ def test_arguments_of_other_types_or_sizes_are_refused_by_name(make, message):
         make()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16])
-def test_one_hot_rows_of_other_dtypes_are_refused(dtype):
-    with pytest.raises(MalformedBags, match=rf"must be int32 or int64, got {dtype}; convert"):
-        JaggedIds.from_one_hot(["a"], torch.ones(1, 2, dtype=dtype))
+@pytest.mark.parametrize(
+    ("make", "error", "name"),
+    [
+        (lambda: PooledEmbeddings(["a", "b"], [2, 3], torch.zeros(2, 4)), ValueError, "values"),
+        (lambda: PooledEmbeddings(["a", "b"], [5], torch.zeros(2, 5)), ValueError, "per key"),
+        (lambda: PooledEmbeddings(["a", "a"], [1, 1], torch.zeros(2, 2)), ValueError, "keys"),
+        (lambda: ONE["c"], KeyError, "'c'"),
+    ],
+)
+def test_pooled_features_are_refused_by_name(make, error, name):
+    with pytest.raises(error, match=name):
+        make()
 
 
 @pytest.mark.parametrize("samples", [torch.tensor([False, True]), torch.tensor(1), IDS.double()])
@@ -321,16 +315,6 @@ def test_joined_samples_are_those_of_the_parts():
     ]
     mixed = JaggedIds.concatenate([one_hot, JaggedIds(["a", "b"], values, offsets)])
     assert mixed.values().tolist() == [1, 2, 3, 4, 9, 9, 4, 5, 6, 0, 2]
-
-
-def test_features_that_do_not_fit_are_not_joined():
-    ids = JaggedIds.from_one_hot(["a"], torch.tensor([[1, 2]]))
-    weighted = JaggedIds(["a"], ids.values(), ids.offsets(), torch.ones(2))
-
-    with pytest.raises(MalformedBags, match="keys must be the same"):
-        JaggedIds.concatenate([ids, JaggedIds.from_one_hot(["b"], torch.tensor([[1]]))])
-    with pytest.raises(MalformedBags, match="only some of the inputs have weights"):
-        JaggedIds.concatenate([ids, weighted])
 
 
 def test_weights_of_samples_go_with_them():

@@ -196,13 +196,6 @@ def test_rows_that_kernels_do_not_know_are_refused_with_an_optimizer():
         HotColdEmbeddingBag(NUM_ROWS, 3, dtype=torch.complex64, optimizer=SGD(lr=1.0))
 
 
-def test_a_table_on_another_device_is_refused_with_an_optimizer():
-    empty = HotColdEmbeddingBag(NUM_ROWS, 3, device="meta", optimizer=SGD(lr=1.0))
-
-    with pytest.raises(ValueError, match="on meta"):
-        empty(torch.tensor([[1]]))
-
-
 def test_an_attached_bag_hands_its_gradient_over_and_a_detached_one_keeps_it():
     owner = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False)
     follower = HotColdEmbeddingBag(5, 3, mode="sum", sparse=True)

@@ -16,7 +16,7 @@ import recsys
 from recsys.embeddings import SGD, Adagrad, Adam, HotColdEmbedding
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.tiers.residency import Residency
-from recsys.errors import BudgetTooSmall, IdOutOfRange, MalformedBags
+from recsys.errors import BudgetTooSmall, IdOutOfRange
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 from tests.torch_kernels import BY_NUMBA, BY_TORCH
 
@@ -283,13 +283,6 @@ def test_an_id_that_is_no_row_is_named_with_its_place(optimizer, ids, place, pad
 
     with pytest.raises(IdOutOfRange, match=place):
         module(ids)
-
-
-def test_input_of_another_kind_is_refused_with_the_way_out():
-    module = HotColdEmbedding(NUM_ROWS, 3, optimizer=SGD(lr=1.0))
-
-    with pytest.raises(MalformedBags, match=r"must be int64 or int32, got torch\.float32; convert"):
-        module(torch.ones(2))
 
 
 def test_ids_changed_in_place_between_lookup_and_backward_are_noticed():

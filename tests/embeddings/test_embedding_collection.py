@@ -12,7 +12,7 @@ from torch import nn
 import recsys
 from recsys import JaggedIds
 from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingCollection, TableConfig
-from recsys.errors import IdOutOfRange, MalformedBags
+from recsys.errors import IdOutOfRange
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 
 SIZES = {"users": 40, "goods": 30}
@@ -137,31 +137,6 @@ def test_a_value_that_is_no_row_is_named_by_feature_and_sample(budget):
     if budget is not None:
         with pytest.raises(IdOutOfRange, match=place):
             own.prefetch(ids)
-
-
-def test_an_input_without_features_names_those_that_are_missing():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-
-    with pytest.raises(KeyError, match=r"features \['user', 'friend', 'item'\] are missing"):
-        HotColdEmbeddingCollection(configs())(torchrec.KeyedJaggedTensor.empty())
-
-
-def test_bad_tables_and_features_are_refused_by_name():
-    own = HotColdEmbeddingCollection(configs())
-    with pytest.raises(KeyError, match=r"features \['friend', 'item'\] are missing"):
-        own(JaggedIds(["user"], torch.tensor([1]), torch.tensor([0, 1])))
-    with pytest.raises(ValueError, match=r"names must be distinct, got \['users', 'users'\]"):
-        HotColdEmbeddingCollection([configs()[0]] * 2)
-    with pytest.raises(ValueError, match=r"one embedding_dim, got {'users': 4, 'goods': 8}"):
-        HotColdEmbeddingCollection([configs()[0], configs(8)[1]])
-    with pytest.raises(ValueError, match="at least one table"):
-        HotColdEmbeddingCollection([])
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    short = torchrec.KeyedJaggedTensor(
-        ["item", "user", "friend"], torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 9])
-    )
-    with pytest.raises(MalformedBags, match="must not exceed the input's length 1"):
-        own(short)
 
 
 def test_rows_in_files_are_trained_as_those_in_memory(tmp_path):

@@ -41,26 +41,6 @@ def test_state_arrays_have_torchrecs_names(kind, sizes):
     assert kind(lr=0.1).state_sizes(8) == sizes
 
 
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("lr", [-0.1, math.inf, math.nan])
-def test_a_learning_rate_that_is_none_is_refused(kind, lr):
-    with pytest.raises(ValueError, match=r"lr must be finite and at least 0, got (-0.1|inf|nan)"):
-        kind(lr=lr)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in STATES if kind is not SGD])
-def test_a_negative_eps_is_refused(kind):
-    with pytest.raises(ValueError, match=r"eps must be finite and at least 0, got -1"):
-        kind(lr=0.1, eps=-1)
-
-
-@pytest.mark.parametrize("kind", [Adam, PartialRowWiseAdam])
-@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (0.9,)])
-def test_betas_outside_their_range_are_refused(kind, betas):
-    with pytest.raises(ValueError, match=r"betas must be two numbers in \[0, 1\), got \("):
-        kind(lr=0.1, betas=betas)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

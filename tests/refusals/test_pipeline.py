@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from recsys.batch import Batch, JaggedIds
+from recsys.config import load_config
+from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline import (
@@ -88,7 +91,38 @@ def count_samples():
     SampleShare(6).of(batch, None)
 
 
+class LossOfEachSample(torch.nn.Module):
+    """A model of one bag, whose loss has a number for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        table = TableConfig(
+            name="users", num_embeddings=99, embedding_dim=4, feature_names=("user",)
+        )
+        self.users = HotColdEmbeddingBagCollection([table], optimizer=SGD(lr=1.0), budget=700)
+
+    def forward(self, batch):
+        loss = self.users(batch.sparse_features).values().sum(1)
+        return loss, loss.detach()
+
+
+def train_by_hotline():
+    """Train on mini-batches of which half of the samples look up new rows."""
+    pipeline = TrainPipeline(LossOfEachSample(), None, schedule=Hotline(learning_steps=0))
+    for rows in ([0, 1, 2, 3], [0, 1, 8, 9]):
+        ids = JaggedIds.from_one_hot(["user"], torch.tensor([rows]))
+        pipeline.progress(iter([Batch(torch.zeros(4, 0), ids, torch.zeros(4))]))
+
+
 REFUSALS = [
+    ("hotline, a loss of each sample", train_by_hotline, ValueError, "loss"),
+    ("hotline with a depth", lambda: Hotline(depth=2), TypeError, "depth"),
+    (
+        "hotline with a depth, by its key",
+        lambda: load_config(None, ["schedule.name=hotline", "schedule.depth=2"], data="store"),
+        ConfigError,
+        "depth",
+    ),
     ("a class as a schedule", lambda: train_by(schedule=LookAhead), TypeError, "schedule"),
     ("a name as a schedule", lambda: train_by(schedule="lookahead"), TypeError, "schedule"),
     ("a depth as a schedule", lambda: train_by(schedule=2), TypeError, "schedule"),

@@ -9,31 +9,12 @@ from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.lookup.abstract_tables import device_of
 from recsys.embeddings.lookup.table_group import TableGroup
-from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.optimizer import SGD
 
 TABLES = [TableConfig(name="a", num_embeddings=5, embedding_dim=4)]
 IDS = JaggedIds.from_one_hot(["a"], torch.tensor([[1, 2]]))
 BAG_IDS = torch.tensor([[1], [2]])
 each_optimizer = pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1)], ids=["torch's", "ours"])
-each_device = pytest.mark.parametrize("device", ["mps", "xpu:1", torch.device("mps", 0)], ids=str)
-
-
-@each_device
-def test_a_bag_whose_rows_we_move_names_the_devices_it_may_be_on(device):
-    with pytest.raises(
-        ValueError,
-        match=rf"device must be 'cpu', 'cuda' or 'meta' .*, got '{device}'; .* optimizer=",
-    ):
-        HotColdEmbeddingBag(10, 4, device=device, optimizer=Adagrad(lr=0.1))
-
-
-@each_device
-@each_optimizer
-def test_a_collection_names_the_devices_it_may_be_on(device, optimizer):
-    with pytest.raises(
-        ValueError, match=rf"device must be 'cpu', 'cuda' or 'meta' .*, got '{device}'"
-    ):
-        HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
@@ -133,14 +114,6 @@ def test_rows_without_memory_that_fit_the_budget_get_it_later():
     module.to_empty(device="cpu").reset_parameters()
 
     assert {weight.device.type for weight in module.parameters()} == {"cpu"}
-
-
-@each_module
-def test_a_lookup_without_memory_says_how_to_get_some(make, ids):
-    module = make(SGD(lr=0.1), torch.device("meta"))
-
-    with pytest.raises(ValueError, match=r"got torch\.float32 on meta; .*to_empty\(device='cpu'\)"):
-        module(ids)
 
 
 def test_a_model_computes_where_its_slots_are():

@@ -65,11 +65,6 @@ def test_what_is_left_over_is_less_than_a_slot_of_each(sizes, budget_bytes):
     assert budget_bytes - used < sum(size.slot_bytes for size in sizes)
 
 
-def test_a_budget_below_the_row_map_names_the_floor():
-    with pytest.raises(BudgetTooSmall, match="424"):
-        divide_budget(399, [space(100, 4)], [1])
-
-
 def test_every_table_gets_as_many_slots_or_one_for_each_row():
     sizes = [SpaceSize([10_000, 5], 4, torch.float32, {}), space(3, 8), space(400, 4)]
 
@@ -140,15 +135,6 @@ def test_what_one_mini_batch_needed_is_not_kept_from_the_next_one():
     with pytest.raises(BudgetTooSmall, match="300 of embedding_dim 4, 1 of embedding_dim 8"):
         look_up(300, 1)
     look_up(40, 5)
-
-
-def test_a_budget_below_one_row_says_what_each_row_of_a_mini_batch_takes():
-    with pytest.raises(
-        BudgetTooSmall,
-        match=r"row map of 30 rows and one row take 144 bytes, .* looks up takes 24 "
-        r"\(embedding_dim 4\) bytes more, so raise it to 144 \(1KiB\) plus the bytes of these rows",
-    ):
-        divide_budget(10, [space(30, 4)], [1])
 
 
 def test_rows_that_earlier_losses_hold_are_named_as_what_takes_the_budget():

@@ -71,23 +71,29 @@ def test_state_has_torchrecs_names(optimizer, shapes):
     assert found == {f"users.{name}": shape for name, shape in shapes.items()}
 
 
-def test_state_of_other_tables_is_refused():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda known: known.update(strangers=known.pop("embedding_bags.users.weight")),
+            r"\['embedding_bags.users.weight'\] are missing",
+        ),
+        (
+            lambda known: known["embedding_bags.users.weight"].update(
+                {"users.momentum1": torch.zeros(8, 4)}
+            ),
+            "users.momentum1: must have 9 rows, got 8",
+        ),
+    ],
+    ids=["tables", "rows"],
+)
+def test_state_of_other_tables_or_of_another_size_is_refused(change, message):
     module, other = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
     step(module)
     state = module.row_optimizer.state_dict()
-    state["state"]["strangers"] = state["state"].pop("embedding_bags.users.weight")
+    change(state["state"])
 
-    with pytest.raises(ValueError, match=r"\['embedding_bags.users.weight'\] are missing"):
-        other.row_optimizer.load_state_dict(state)
-
-
-def test_state_of_another_size_is_refused():
-    module, other = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
-    step(module)
-    state = module.row_optimizer.state_dict()
-    state["state"]["embedding_bags.users.weight"]["users.momentum1"] = torch.zeros(8, 4)
-
-    with pytest.raises(ValueError, match=r"users.momentum1: must have 9 rows, got 8"):
+    with pytest.raises(ValueError, match=message):
         other.row_optimizer.load_state_dict(state)
 
 
@@ -290,23 +296,28 @@ def test_state_of_another_formula_is_refused_and_changes_nothing(other, message)
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
-def test_state_that_was_put_into_the_optimizer_is_refused_before_it_is_written_to():
+def put_rows_of_one_number(module, users):
+    module.row_optimizer.state[users]["momentum1"] = torch.zeros(9)
+
+
+def let_the_table_grow(module, users):
+    users.data = torch.zeros(20, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "shapes"),
+    [
+        (put_rows_of_one_number, r"\(9, 4\), got \(9,\)"),
+        (let_the_table_grow, r"\(20, 4\), got \(9, 4\)"),
+    ],
+)
+def test_state_of_another_shape_is_refused_before_it_is_written_to(change, shapes):
     module = build(Adagrad(lr=0.1))
     step(module)
-    module.row_optimizer.state[module.table_weights()[0]]["momentum1"] = torch.zeros(9)
+    change(module, module.table_weights()[0])
     module(IDS).values().sum().backward()
 
-    with pytest.raises(ValueError, match=r"'momentum1' .* must be \(9, 4\), got \(9,\)"):
-        module.row_optimizer.step()
-
-
-def test_state_of_a_table_that_has_grown_is_refused():
-    module = build(Adagrad(lr=0.1))
-    step(module)
-    module.embedding_bags["users"].weight.data = torch.zeros(20, 4)
-    module(IDS).values().sum().backward()
-
-    with pytest.raises(ValueError, match=r"must be \(20, 4\), got \(9, 4\)"):
+    with pytest.raises(ValueError, match=rf"'momentum1' .*must be {shapes}"):
         module.row_optimizer.step()
 
 
@@ -389,30 +400,22 @@ def test_a_profiler_is_told_of_each_step():
     assert "Optimizer.step#FusedOptimizer.step" in names
 
 
-def test_state_that_another_array_has_taken_the_place_of_is_used():
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_state_that_has_taken_the_place_of_another_is_used(is_whole):
     module = build(RowWiseAdagrad(lr=0.1))
     step(module)
     users = module.table_weights()[0]
-    state = module.row_optimizer.state[users]
-    state["momentum1"] = torch.full_like(state["momentum1"], 1e6)
+    large = {"momentum1": torch.full((9,), 1e6)}
+    if is_whole:
+        module.row_optimizer.state[users] = large
+    else:
+        module.row_optimizer.state[users] |= large
 
     before = users.detach().clone()
     step(module)
 
     assert torch.allclose(users, before, atol=1e-3)
-    assert (state["momentum1"] > 1e6).any()
-
-
-def test_a_whole_state_that_has_taken_the_place_of_another_is_used():
-    module = build(RowWiseAdagrad(lr=0.1))
-    step(module)
-    users = module.table_weights()[0]
-    module.row_optimizer.state[users] = {"momentum1": torch.full((9,), 1e6)}
-
-    before = users.detach().clone()
-    step(module)
-
-    assert torch.allclose(users, before, atol=1e-3)
+    assert (module.row_optimizer.state[users]["momentum1"] > 1e6).any()
 
 
 def test_a_rate_that_a_tensor_holds_may_be_changed_in_place():
@@ -445,11 +448,6 @@ def test_a_table_frozen_at_lookup_or_at_backward_stays_as_it_is(is_frozen_first)
 
     assert torch.equal(users, before[0])
     assert torch.equal(goods[2], before[1][2] - 0.5)
-
-
-def test_there_is_one_param_group():
-    with pytest.raises(ValueError, match="give the parameters to another optimizer"):
-        build(SGD(lr=1.0)).row_optimizer.add_param_group({"params": [torch.nn.Parameter()]})
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": 4000}], ids=["resident", "budget"])
