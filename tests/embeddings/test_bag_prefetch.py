@@ -42,9 +42,11 @@ def test_rows_of_16_bits_looked_up_with_weights_are_fetched_ahead(asks_gradient)
     assert bag.tiers()[0].residency.counts.num_fetched == 10
 
 
+@pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_rows_of_16_bits_are_fetched_ahead_in_every_mode(mode):
-    bag = tiered(torch.bfloat16, mode=mode)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_fetched_ahead_in_every_mode(dtype, mode, padding_idx):
+    bag = tiered(dtype, mode=mode, padding_idx=padding_idx)
     ids, offsets = torch.arange(10), torch.tensor([0, 4, 4])
 
     claim = bag.prefetch(ids, offsets)

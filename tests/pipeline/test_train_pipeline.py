@@ -126,37 +126,6 @@ def test_evaluation_between_steps_sees_the_newest_rows_and_takes_no_claims(small
     small.require_equal(*models)
 
 
-def test_looking_at_writing_to_and_loading_tables_between_steps_is_heeded(small, pair, batches):
-    models, dense = pair()
-    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
-    iterator, losses = iter(batches), ([], [])
-
-    for number, batch in enumerate(batches):
-        losses[0].extend(small.run_plain(models[0], dense[0], [batch]))
-        losses[1].append(pipeline.progress(iterator)[0].item())
-        weights = [model.embeddings.table_weights()[number % 3] for model in models]
-        if number % 4 == 0:
-            assert torch.equal(*weights)
-        elif number % 4 == 1:
-            with torch.no_grad():
-                for weight in weights:
-                    weight.mul_(0.5)
-        elif number % 4 == 2:
-            for model in models:
-                halved = {name: each * 0.5 for name, each in model.state_dict().items()}
-                model.load_state_dict(halved)
-                if number % 8 == 2:
-                    for weight in model.embeddings.table_weights():
-                        weight.data = weight.data.clone()
-        else:
-            for model in models:
-                row_optimizer = model.embeddings.row_optimizer
-                row_optimizer.load_state_dict(row_optimizer.state_dict())
-
-    assert losses[0] == losses[1]
-    small.require_equal(*models)
-
-
 def test_detach_leaves_nothing_under_way_and_progress_goes_on_after_it(small, pair, batches):
     models, dense = pair()
     pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
@@ -429,40 +398,6 @@ def test_a_mini_batch_that_does_not_fit_alone_is_refused_in_its_turn(small, batc
         losses += small.run(pipeline, iterator)
 
     assert losses == small.run_plain(models[0], dense[0], batches)
-    small.require_equal(*models)
-
-
-def test_rows_in_files_come_ahead_too(small, batches, tmp_path):
-    optimizer = Adagrad(lr=0.1)
-    in_files = {"budget": BUDGET, "cold_tier": "file", "cold_path": tmp_path / "rows"}
-    models = [small.Model(small.tables, optimizer, **each) for each in ({}, in_files)]
-    models[1].load_state_dict(models[0].state_dict())
-    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
-    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(4))
-
-    losses = small.run(pipeline, iter(batches * 3))
-
-    assert losses == small.run_plain(models[0], dense[0], batches * 3)
-    assert pipeline.mean_depth > 0
-    small.require_equal(*models)
-    models[1].embeddings.sync()
-
-
-def test_without_training_only_the_loss_is_computed(small, pair, batches):
-    models, dense = pair()
-    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(2))
-    iterator = iter(batches)
-    pipeline.progress(iterator)
-    small.run_plain(models[0], dense[0], batches[:1])
-    for model in models:
-        model.eval()
-
-    with torch.no_grad():
-        losses = small.run(pipeline, iterator)
-        expected = [models[0](batch)[0].item() for batch in batches[1:]]
-
-    assert losses == expected
-    assert small.num_claimed(models[1]) == 0
     small.require_equal(*models)
 
 

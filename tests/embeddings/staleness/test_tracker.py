@@ -9,7 +9,7 @@ import torch
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
+from recsys.embeddings import SGD, HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.lookup.fused_lookup import Part
 from recsys.embeddings.rows.lookups import Bags, Lookups
@@ -17,7 +17,7 @@ from recsys.embeddings.staleness.drift import NEEDS_EARLIER
 from recsys.embeddings.staleness.sampled_inputs import InputRows
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.errors import ConfigError
+from tests.embeddings.staleness.test_tracker_state import assert_equal_states
 from tests.torch_kernels import BY_NUMBA, BY_TORCH
 
 WINDOW = 50
@@ -253,21 +253,6 @@ def test_patience_trials_and_limits_are_as_recomputed(small, seed):
 TRAITS = {"window": WINDOW, "threshold": 0.5, "min_updates": 3, "count_every": 1, "max_rows": 60}
 
 
-def tensors_in(state):
-    """All leaves of a state."""
-    if isinstance(state, dict):
-        return [leaf for key in sorted(state) for leaf in tensors_in(state[key])]
-    if isinstance(state, list):
-        return [leaf for each in state for leaf in tensors_in(each)]
-    return [state]
-
-
-def assert_equal_states(found, expected):
-    pairs = zip(tensors_in(found), tensors_in(expected), strict=True)
-    for a, b in pairs:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 @pytest.mark.in_ci("host-None-False", "file-0.5-True")
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, None])
@@ -448,6 +433,23 @@ def test_an_input_is_stale_if_its_rows_are_in_every_group():
     assert tracker.all_stale(parts_of(batch), batch_size).tolist() == expected
 
 
+def make_bag():
+    return HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
+
+
+IDS = torch.arange(8)[:, None]
+QUICK = {"window": WINDOW, "min_updates": 1, "count_every": 1, "patience": 1}
+
+
+def train_bags(tracker, bags, num_steps, gradient_of=lambda _: 0.0, **freezes):
+    """Steps in which each row moves by -`gradient_of` the mini-batch, times its learning rate."""
+    for number in range(num_steps):
+        gradient = gradient_of(number)
+        tracker.begin_step(number, **{name: each(number) for name, each in freezes.items()})
+        sum((gradient * bag(IDS)).sum() for bag in bags).backward()
+        tracker.end_step(8 * number + 8)
+
+
 @pytest.mark.in_ci("40", "64")
 @pytest.mark.parametrize("window", [40, 64, 200])
 def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
@@ -481,16 +483,11 @@ def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
 @pytest.mark.parametrize("periods", [{"first_period": 0}, {"period_cut": 0.0}])
 def test_a_row_that_passed_a_trial_is_marked_as_stale(periods, freezes):
     """Also with a first period of 0, and after a cut to 0."""
-    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
-    traits = {"window": WINDOW, "min_updates": 1, "count_every": 1, "patience": 1}
-    settings = Staleness(**traits, **periods, period_step=0, threshold=1.0)
+    bag = make_bag()
+    settings = Staleness(**QUICK, **periods, period_step=0, threshold=1.0)
     tracker = StalenessTracker(bag, settings, freezes_rows=freezes)
-    ids = torch.arange(8)[:, None]
-    for number in range(14 * WINDOW):
-        tracker.begin_step(number)
-        moves = 4 * WINDOW <= number < 7 * WINDOW  # so they thaw
-        (bag(ids) if moves else 0 * bag(ids)).sum().backward()
-        tracker.end_step(8 * number + 8)
+    moves = range(4 * WINDOW, 7 * WINDOW)  # so they thaw
+    train_bags(tracker, [bag], 14 * WINDOW, lambda number: float(number in moves))
     assert sum(each["num_thawed"] for each in tracker.report()["windows"]) == 8
     is_marked = []
     for window in range(14, 16):
@@ -502,25 +499,15 @@ def test_a_row_that_passed_a_trial_is_marked_as_stale(periods, freezes):
 @pytest.mark.parametrize("measure", ["mean_change", "signal_to_noise"])
 def test_stale_rows_are_judged_in_windows_in_which_none_is_frozen(measure):
     """As after a guard stopped: nothing is frozen from window 6 on, and all rows move far."""
-    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
-    settings = Staleness(
-        window=WINDOW,
-        measure=measure,
-        min_updates=1,
-        patience=1,
-        count_every=1,
-        threshold=0.5,
-        first_period=20,
-    )
+    bag = make_bag()
+    settings = Staleness(**QUICK, measure=measure, threshold=0.5, first_period=20)
     tracker = StalenessTracker(bag, settings, freezes_rows=True)
-    ids = torch.arange(8)[:, None]
-    for number in range(9 * WINDOW):
-        is_stopped = number >= 6 * WINDOW
-        tracker.begin_step(number, freezes=not is_stopped)
+
+    def gradient_of(number):
         # Until then, rows move little, and in opposite directions in windows that follow.
-        gradient = 1.0 if is_stopped else 0.001 * (-1) ** (number // WINDOW)
-        (gradient * bag(ids)).sum().backward()
-        tracker.end_step(8 * number + 8)
+        return 1.0 if number >= 6 * WINDOW else 0.001 * (-1) ** (number // WINDOW)
+
+    train_bags(tracker, [bag], 9 * WINDOW, gradient_of, freezes=lambda number: number < 6 * WINDOW)
     windows = tracker.report()["windows"]
     found = [(each["num_judged"], each["stale_rows"]["weight"]) for each in windows[4:]]
     resting = [(0, 8), (0, 8)]
@@ -592,14 +579,9 @@ def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():
 
 
 def test_all_of_several_modules_are_followed():
-    bags = [HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0)) for _ in range(2)]
-    settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
-    tracker = StalenessTracker(bags, settings)
-    ids = torch.arange(8)[:, None]
-    for number in range(2 * WINDOW):
-        tracker.begin_step(number)
-        sum((0 * bag(ids)).sum() for bag in bags).backward()
-        tracker.end_step(8 * number + 8)
+    bags = [make_bag(), make_bag()]
+    tracker = StalenessTracker(bags, Staleness(**QUICK, threshold=1.0))
+    train_bags(tracker, bags, 2 * WINDOW)
     tracker.use_flags_of(2 * WINDOW + LEAD)
 
     stale = {name: rows.tolist() for name, rows in tracker.stale_rows().items()}
@@ -607,20 +589,15 @@ def test_all_of_several_modules_are_followed():
 
 
 def test_a_closed_tracker_says_nothing_of_the_rows_of_the_next_one():
-    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
-    settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
+    bag, settings = make_bag(), Staleness(**QUICK, threshold=1.0)
     closed = StalenessTracker(bag, settings)
     closed.close()
     tracker = StalenessTracker(bag, settings)
-    ids = torch.arange(8)[:, None]
-    for number in range(2 * WINDOW):
-        tracker.begin_step(number)
-        (0 * bag(ids)).sum().backward()
-        tracker.end_step(8 * number + 8)
+    train_bags(tracker, [bag], 2 * WINDOW)
     tracker.use_flags_of(2 * WINDOW + LEAD)
 
-    assert tracker.all_stale(bag.parts(ids), 8).all()
-    assert not closed.all_stale(bag.parts(ids), 8).any()
+    assert tracker.all_stale(bag.parts(IDS), 8).all()
+    assert not closed.all_stale(bag.parts(IDS), 8).any()
 
 
 def test_the_level_of_an_input_without_rows_is_infinite(small):
@@ -631,24 +608,6 @@ def test_the_level_of_an_input_without_rows_is_infinite(small):
     followed.history["row"] = [0, 1]
     followed.levels = np.array([0.0, 2.0])
     assert tracker._levels_of(inputs).tolist() == [0.0, np.inf, 2.0]
-
-
-def test_a_model_without_a_recsys_optimizer_is_refused(small):
-    with pytest.raises(ValueError, match="no module of recsys"):
-        StalenessTracker(torch.nn.Linear(2, 2))
-    tables = [TableConfig(name="t", embedding_dim=4, num_embeddings=3, feature_names=["f"])]
-    plain = torch.nn.ModuleDict({"own": HotColdEmbeddingBagCollection(tables=tables)})
-    with pytest.raises(ValueError, match="module 'own': its rows are updated by a torch optimizer"):
-        StalenessTracker(plain)
-
-
-def test_a_table_that_is_not_trained_is_refused_by_name(small):
-    fixed = HotColdEmbeddingBag(9, 4, mode="sum")
-    fixed.weight.requires_grad_(False)
-    model = torch.nn.ModuleDict({"own": small.make_model(), "fixed": fixed})
-    with pytest.raises(ValueError, match=r"table 'fixed' is not trained \(requires_grad is False"):
-        StalenessTracker(model)
-    StalenessTracker(model["own"])
 
 
 def test_rows_of_modules_that_are_not_given_are_not_frozen():
@@ -670,12 +629,6 @@ def test_rows_have_one_tracker(small):
     tracker.close()
     tracker.close()
     StalenessTracker(model)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), True, "0.2"])
-def test_a_share_out_of_range_is_refused(small, share):
-    with pytest.raises(ConfigError, match="share must be a number in"):
-        StalenessTracker(small.make_model(), share=share)
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,42 +16,23 @@ from hypothesis import strategies as st
 
 import recsys.embeddings
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.table import TableConfig
-from recsys.errors import BudgetTooSmall, IdOutOfRange, TiersFailed
+from recsys.errors import BudgetTooSmall, TiersFailed
+from tests.embeddings.tiers import twins
+from tests.embeddings.tiers.twins import (
+    FEATURES,
+    OPTIMIZERS,
+    TABLES,
+    build,
+    require_equal,
+    state_bytes,
+)
 
-OPTIMIZERS = [
-    SGD(lr=0.5),
-    Adagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1),
-    Adam(lr=0.1),
-    PartialRowWiseAdam(lr=0.1),
-]
-TABLES = [
-    TableConfig(name="users", num_embeddings=300, embedding_dim=4),
-    TableConfig(name="goods", num_embeddings=260, embedding_dim=4, feature_names=("goods", "seen")),
-    TableConfig(name="pages", num_embeddings=270, embedding_dim=8, feature_names=("seen",)),
-    TableConfig(name="likes", num_embeddings=250, embedding_dim=4, feature_names=("seen",)),
-]
-FEATURES = ["users", "goods", "seen"]
-
-
-def build(optimizer, budget=None, tables=TABLES, **options):
-    torch.manual_seed(0)
-    return HotColdEmbeddingBagCollection(tables, optimizer=optimizer, budget=budget, **options)
-
-
-def state_bytes(optimizer):
-    return {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}.get(type(optimizer), 2000)
-
-
-def pair(optimizer, budget=14_000, **options):
-    """The same module twice: resident, and tiered."""
-    return build(optimizer, **options), build(optimizer, budget + state_bytes(optimizer), **options)
+pair = partial(twins.pair, budget=14_000)
 
 
 def some_ids(seed, num_samples=4):
@@ -75,15 +56,6 @@ def num_claimed(module):
 
 def num_fetched(module):
     return [tiers.residency.counts.num_fetched for tiers in module.tiers()]
-
-
-def require_equal(resident, tiered):
-    for expected, found in zip(resident.table_weights(), tiered.table_weights(), strict=True):
-        assert torch.equal(found, expected)
-    states = [module.row_optimizer.state_dict()["state"] for module in (resident, tiered)]
-    for table, expected in states[0].items():
-        for name, value in expected.items():
-            assert torch.equal(torch.as_tensor(states[1][table][name]), torch.as_tensor(value))
 
 
 def test_a_lookup_takes_the_claim_of_its_ids_and_fetches_nothing():
@@ -129,20 +101,6 @@ def test_a_lookup_of_other_ids_leaves_the_claim_alone():
     require_equal(*modules)
 
 
-def test_evaluation_leaves_claims_alone_and_reads_the_newest_rows():
-    modules = pair(SGD(lr=0.5))
-    ids = some_ids(1)
-    for module in modules:
-        step(module, ids)
-    claim = modules[1].prefetch(ids)
-
-    with torch.no_grad():
-        found = [module(ids).values() for module in modules]
-
-    assert torch.equal(*found)
-    assert claim.is_held
-
-
 def test_ids_that_were_overwritten_after_they_were_claimed_are_other_ids():
     modules = pair(SGD(lr=0.5))
     ids = some_ids(1)
@@ -172,102 +130,6 @@ def test_the_same_values_in_other_bags_or_of_other_features_are_other_ids():
     assert claim.is_held
     tiered(one_hot)
     assert not claim.is_held
-
-
-WHAT = [
-    "train",
-    "prefetch",
-    "prefetch",
-    "cancel",
-    "accumulate",
-    "evaluate",
-    "drop",
-    "write",
-    "write unseen",
-    "write unseen later",
-    "look",
-    "zero",
-    "fail",
-    "reload",
-    "exchange memory",
-    "reload state",
-]
-
-
-def halve_in_other_memory(module):
-    for weight in module.table_weights():
-        weight.data = weight.detach() * 0.5
-
-
-@given(st.data(), st.sampled_from(OPTIMIZERS))
-def test_whatever_is_done_while_claims_are_held_the_two_stay_equal(data, optimizer):
-    modules = list(pair(optimizer, auto_apply=False))
-    coming, handed_out, num_kept = [], None, 0
-
-    def both(act):
-        return [act(module) for module in modules]
-
-    for number in range(data.draw(st.integers(1, 14))):
-        what = data.draw(st.sampled_from(WHAT))
-        if what == "accumulate" and num_kept == 2:
-            what = "train"
-        num_kept = {"accumulate": num_kept + 1, "train": 0, "zero": 0}.get(what, num_kept)
-        seed = 100 * number
-        if coming and what in ("train", "accumulate", "evaluate") and data.draw(st.booleans()):
-            seed = coming.pop(0)
-        ids = some_ids(seed)
-        if what == "prefetch":
-            coming.append(data.draw(st.sampled_from([seed, *coming])))
-            modules[1].prefetch(some_ids(coming[-1]))
-        elif what == "cancel":
-            modules[1].prefetch(ids).cancel()
-        elif what in ("train", "accumulate"):
-            losses = both(lambda module, ids=ids: step(module, ids))
-            assert losses[0] == losses[1]
-            if what == "train":
-                both(lambda module: module.row_optimizer.step())
-        elif what == "evaluate":
-            with torch.no_grad():
-                assert torch.equal(*both(lambda module, ids=ids: module(ids).values()))
-        elif what == "drop":
-            both(lambda module, ids=ids: module(ids))
-        elif what == "write":
-            with torch.no_grad():
-                both(lambda module: module.table_weights()[0].mul_(0.5))
-        elif what == "write unseen":
-            both(lambda module: module.table_weights()[1].detach().numpy().__imul__(0.5))
-        elif what == "write unseen later":  # after a claim, and before any lookup
-            handed_out = both(lambda module: module.table_weights()[1].detach().numpy())
-            modules[1].prefetch(ids)
-            for table in handed_out:
-                table.__imul__(0.5)
-        elif what == "look":
-            assert torch.equal(*both(lambda module: module.table_weights()[2][7]))
-        elif what == "zero":
-            both(lambda module: module.row_optimizer.zero_grad())
-        elif what == "fail":
-            outside = JaggedIds.from_one_hot(FEATURES, torch.full((3, 2), 10_000))
-            with pytest.raises(IdOutOfRange, match="feature 'users', sample 0: id 10000"):
-                modules[1].prefetch(outside)
-        elif what == "reload":
-            both(
-                lambda module: module.load_state_dict(
-                    {name: table * 0.5 for name, table in module.state_dict().items()}
-                )
-            )
-        elif what == "exchange memory":
-            both(halve_in_other_memory)
-        elif what == "reload state":
-            both(
-                lambda module: module.row_optimizer.load_state_dict(
-                    copy.deepcopy(module.row_optimizer.state_dict())
-                )
-            )
-    both(lambda module: module.row_optimizer.step())
-    require_equal(*modules)
-    for tiers in modules[1].tiers():
-        tiers.settle()
-    assert num_claimed(modules[1]) == 0
 
 
 class GatedStore:
@@ -447,6 +309,8 @@ def test_a_mini_batch_that_does_not_fit_alone_is_refused_when_its_lookup_comes()
     with pytest.raises(BudgetTooSmall, match="take 1864 bytes, and the budget is 1840"):
         module(ids)
 
+    module(of_users(*range(10)))
+
 
 def test_claims_give_way_where_the_budget_has_to_be_shared_again():
     tables = [
@@ -466,42 +330,6 @@ def test_claims_give_way_where_the_budget_has_to_be_shared_again():
     assert losses[0] == losses[1]
     assert claim.is_given_up
     require_equal(*modules)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "sum"}, {"mode": "mean", "padding_idx": 3}],
-    ids=str,
-)
-def test_a_bag_takes_its_claim_whatever_its_mode(options):
-    bags = []
-    for budget in (None, 4 * 300 + 24 * 60):
-        torch.manual_seed(0)
-        bags.append(HotColdEmbeddingBag(300, 4, optimizer=SGD(lr=0.5), budget=budget, **options))
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randint(0, 300, (8, 2), generator=generator) for _ in range(20)]
-
-    for ids, coming in pairwise(inputs):
-        claim = bags[1].prefetch(coming)
-        for bag in bags:
-            bag(ids).square().sum().backward()
-        assert claim.is_held
-    for bag in bags:
-        bag(inputs[-1]).square().sum().backward()
-
-    assert not claim.is_held
-    assert not claim.is_given_up
-    assert num_claimed(bags[1]) == 0
-    assert torch.equal(*(bag.weight for bag in bags))
-
-
-def test_a_value_that_is_no_row_is_named_as_by_a_lookup():
-    module = HotColdEmbeddingBag(300, 4, optimizer=SGD(lr=0.5), budget=4 * 300 + 24 * 60)
-
-    with pytest.raises(IdOutOfRange, match=r"sample 1: id 300 is not in \[0, 300\)"):
-        module.prefetch(torch.tensor([[1], [300]]))
-
-    assert num_claimed(module) == 0
 
 
 def test_nothing_is_claimed_of_resident_rows_or_of_frozen_ones():

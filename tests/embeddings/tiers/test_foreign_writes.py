@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -80,47 +81,6 @@ def test_a_kept_tensor_written_to_while_slots_are_newer_is_an_error(keep, when):
         tiered(torch.tensor([[0]]))
 
 
-@each_kept
-def test_a_kept_tensor_written_to_while_no_slot_is_newer_counts(keep):
-    modules = bags()
-    kept = [keep(module) for module in modules]
-    for module in modules:
-        train(module)
-        module.state_dict()  # writes rows back
-
-    for each in kept:
-        each.mul_(0.5)
-
-    for module in modules:
-        train(module, seed=1)
-    assert torch.equal(modules[0].weight, modules[1].weight)
-
-
-def test_a_write_between_lookup_and_backward_counts():
-    modules = bags()
-    for module in modules:
-        kept = module.weight.detach()
-        loss = module(torch.tensor([[3, 5], [5, 7]])).square().sum()
-        kept.mul_(0.5)
-        loss.backward()
-
-    assert torch.equal(modules[0].weight, modules[1].weight)
-
-
-def test_a_write_through_the_module_counts_at_any_time():
-    modules = bags()
-    for module in modules:
-        for seed in range(3):
-            train(module, seed=seed)
-            with torch.no_grad():
-                module.weight.clamp_(-1, 1)
-            module.weight.detach().add_(0.25)
-            module.weight.data.mul_(0.5)
-            module.weight.detach().numpy()[7] = 2
-
-    assert torch.equal(modules[0].weight, modules[1].weight)
-
-
 @pytest.mark.parametrize("name", ["set_", "data"])
 def test_a_table_that_gets_other_memory_between_steps_trains_on_from_it(name):
     modules = bags()
@@ -136,27 +96,6 @@ def test_a_table_that_gets_other_memory_between_steps_trains_on_from_it(name):
 
     resident, tiered = modules
     assert torch.equal(tiered.weight, resident.weight)
-
-
-def test_after_a_conflict_a_checkpoint_is_loaded_into_the_same_module():
-    modules = bags(Adagrad(lr=0.1))
-    saved = []
-    for module in modules:
-        train(module)
-        saved.append(copy.deepcopy(module.state_dict()))
-        kept = module.weight.detach()
-        train(module, seed=1)
-        kept.zero_()
-    with pytest.raises(ConflictingWrite):
-        train(modules[1], seed=2)
-
-    for module, state in zip(modules, saved, strict=True):
-        module.load_state_dict(state)
-        train(module, seed=3)
-
-    assert torch.equal(modules[0].weight, modules[1].weight)
-    states = [module.row_optimizer.state_dict()["state"]["weight"] for module in modules]
-    assert torch.equal(states[0]["momentum1"], states[1]["momentum1"])
 
 
 def test_a_shorter_copy_does_not_overwrite_a_table():
@@ -386,20 +325,6 @@ def test_a_write_before_the_optimizers_state_is_loaded_counts():
     assert torch.equal(models[0]["users"].weight, models[1]["users"].weight)
 
 
-def test_a_table_that_is_a_part_of_a_larger_tensor_is_refused_with_a_budget():
-    whole = torch.zeros(2 * NUM_ROWS, DIM)
-    model = nn.ModuleDict(
-        {"users": nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True, _weight=whole[:NUM_ROWS])}
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    with pytest.raises(ValueError, match=r"^table 'users': with a budget .* give it a clone"):
-        recsys.accelerate(model, optimizer=optimizer, budget=6000)
-
-    assert type(model["users"]) is nn.EmbeddingBag
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-
-
 @pytest.mark.parametrize("moved", ["rows", "state"])
 def test_a_storage_that_moves_in_place_keeps_what_is_written_back(moved):
     resident, tiered = bags(Adagrad(lr=0.1))
@@ -416,27 +341,6 @@ def test_a_storage_that_moves_in_place_keeps_what_is_written_back(moved):
         train(module, 5, seed=2)
 
     assert torch.equal(resident.weight, tiered.weight)
-
-
-@pytest.mark.parametrize("tier", ["host", "file"])
-def test_two_parameters_on_one_memory_are_refused_with_a_budget(tier, tmp_path):
-    rows = torch.randn(NUM_ROWS, DIM)
-    model = nn.ModuleList(
-        nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", sparse=True)
-        for _ in range(2)
-    )
-
-    with pytest.raises(ValueError, match=r"'0' and '1' are two Parameters on one memory.*b.weight"):
-        recsys.accelerate(
-            model,
-            optimizer=SGD(lr=0.5),
-            budget=6000,
-            cold_tier=tier,
-            cold_path=tmp_path / "rows" if tier == "file" else None,
-        )
-
-    assert type(model[0]) is nn.EmbeddingBag
-    assert not list(tmp_path.iterdir())
 
 
 TAKE = {
@@ -470,8 +374,8 @@ class Another(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.items = nn.Embedding(NUM_ROWS, DIM, sparse=True)
-        rows = self.items.weight.detach()
+        self.table = nn.Embedding(NUM_ROWS, DIM, sparse=True)
+        rows = self.table.weight.detach()
         if kind == "frozen":
             self.other = nn.Embedding.from_pretrained(rows)
         elif kind == "parameter":
@@ -482,18 +386,43 @@ class Another(nn.Module):
         self.lazy = nn.LazyLinear(2)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "parameter", "buffer"])
-def test_another_tensor_of_the_model_on_a_tables_memory_is_refused_with_a_budget(kind, tmp_path):
-    model = Another(kind)
-    optimizer = torch.optim.SGD(model.items.parameters(), lr=0.5)
+def part_of_a_larger_tensor():
+    whole = torch.zeros(2 * NUM_ROWS, DIM)
+    return nn.ModuleDict({"table": nn.EmbeddingBag(NUM_ROWS, DIM, _weight=whole[:NUM_ROWS])})
+
+
+def two_parameters():
+    rows = torch.randn(NUM_ROWS, DIM)
+    return nn.ModuleDict(
+        {name: nn.Embedding.from_pretrained(rows, freeze=False) for name in ("table", "other")}
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (part_of_a_larger_tensor, r"^table 'table': with a budget .* give it a clone"),
+        (two_parameters, r"'table' and 'other' are two Parameters on one memory.*b.weight"),
+        *(
+            (partial(Another, kind), r"^table 'table': with a budget .*'other.* a clone$")
+            for kind in ("frozen", "parameter", "buffer")
+        ),
+    ],
+)
+def test_memory_that_is_not_a_tables_alone_is_refused_with_a_budget(make, message, tmp_path):
+    model = make()
+    rows = [
+        each.weight for each in model.children() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    ]
+    optimizer = torch.optim.SGD([each for each in rows if each.requires_grad], lr=0.5)
+    kind = type(model.get_submodule("table"))
 
     for more in ({}, {"cold_tier": "file", "cold_path": tmp_path / "rows"}):
-        with pytest.raises(ValueError, match=r"^table 'items': with a budget .*'other.* a clone$"):
+        with pytest.raises(ValueError, match=message):
             recsys.accelerate(model, optimizer=optimizer, budget=6000, **more)
 
-    assert type(model.items) is nn.Embedding
+    assert type(model.get_submodule("table")) is kind
     assert not (tmp_path / "rows").exists()
-    recsys.accelerate(model, optimizer=optimizer, always=True)
 
 
 def test_accelerating_a_model_leaves_tables_that_have_tiers_already_as_they_are():

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.choice import HostCopies
-from recsys.embeddings.kernels.cpu.slot_arrays import DIRTY, PINNED, POPULAR
+from recsys.embeddings.kernels.cpu.slot_arrays import PINNED, POPULAR
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.kernels.torch.bags import TorchBags
 from recsys.embeddings.rows.lookups import Bags, Lookups
@@ -506,28 +506,6 @@ def test_a_flush_that_fails_is_a_failed_transfer():
             world.residency.flush()
 
 
-def test_rows_that_were_updated_are_read_from_their_slots_and_stay_there():
-    world = World(num_slots=4, pinned=[4, 12])  # of which one has come
-    updated(world, [(0, 0), (0, 12), (2, 1)])
-
-    world.require_readable()
-
-    assert world.residency.counts.num_written_back == 0
-    assert (world.residency.hot.map.flags & DIRTY).sum() == 3 * DIRTY
-    assert world.tables[0][0].tolist() != [world.expected[0, 0]] * DIM
-
-
-def test_reading_waits_for_rows_under_way():
-    world = World(num_slots=4)
-    updated(world, [(0, 0), (0, 1), (0, 2), (0, 3)])
-    world.store.gate.clear()
-    coming, wanted = world.claim([(0, 4), (0, 5)], in_background=True)
-
-    world.require_readable()
-
-    world.require_here(coming, wanted)
-
-
 def test_with_too_few_slots_nothing_is_claimed_and_what_would_do_is_told():
     world = World(num_slots=3)
     kept, wanted = world.claim([(0, 0), (0, 1)])
@@ -610,15 +588,6 @@ def test_rows_used_often_stay_without_a_plan():
         world.claim([(0, 0), (0, 1), (0, int(rng.integers(2, 13)))])
 
     assert world.residency.counts.num_fetched < 300 * 9 / 11
-
-
-def test_slots_of_a_ticket_that_was_dropped_are_free():
-    world = World(num_slots=2)
-    ticket, _ = world.claim([(0, 0), (0, 1)])
-
-    del ticket
-
-    world.require_here(*world.claim([(0, 5), (0, 6)]))
 
 
 def test_claiming_takes_what_was_said_beside_the_slots():

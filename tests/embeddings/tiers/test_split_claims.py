@@ -6,15 +6,7 @@ import torch
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import Adagrad
-from recsys.embeddings.table import TableConfig
-
-TABLES = [
-    TableConfig(name="users", num_embeddings=300, embedding_dim=4),
-    TableConfig(name="goods", num_embeddings=260, embedding_dim=4, feature_names=("goods", "seen")),
-    TableConfig(name="pages", num_embeddings=270, embedding_dim=8, feature_names=("seen",)),
-    TableConfig(name="likes", num_embeddings=250, embedding_dim=4, feature_names=("seen",)),
-]
-FEATURES = ["users", "goods", "seen"]
+from tests.embeddings.tiers.twins import FEATURES, TABLES
 
 
 def build(device=None, **options):

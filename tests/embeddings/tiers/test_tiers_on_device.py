@@ -19,24 +19,14 @@ from recsys._support.cuda.replays import replaying
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels.torch.slots import DeviceSlotMap
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.tiers.cold.staging import Staging
 from recsys.errors import BudgetTooSmall, IdOutOfRange
+from tests.embeddings.tiers.twins import BUDGET, FEATURES, TABLES, state_bytes
 from tests.fake_replays import record_on_cpu
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
-
-# A feature looked up in three tables, a table by two features; two dims.
-TABLES = [
-    TableConfig(name="users", num_embeddings=300, embedding_dim=4),
-    TableConfig(name="goods", num_embeddings=260, embedding_dim=4, feature_names=("goods", "seen")),
-    TableConfig(name="pages", num_embeddings=270, embedding_dim=8, feature_names=("seen",)),
-    TableConfig(name="likes", num_embeddings=250, embedding_dim=4, feature_names=("seen",)),
-]
-FEATURES = ["users", "goods", "seen"]
-BUDGET = 12_000  # of 21 KiB of rows, without state
-STATE_BYTES = {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["staged", "reached"])
@@ -48,7 +38,7 @@ def is_reached(request, monkeypatch, device):
 
 def pair(device, optimizer, tables=TABLES, budget=BUDGET, **options):
     """The same module on the device, resident and tiered."""
-    budget += STATE_BYTES.get(type(optimizer), 2000)
+    budget += state_bytes(optimizer)
     modules = [
         HotColdEmbeddingBagCollection(
             tables, device=device, optimizer=optimizer, budget=each, **options

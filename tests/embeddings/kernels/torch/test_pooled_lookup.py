@@ -10,7 +10,6 @@ from recsys.embeddings.kernels.torch.pooled_lookup import TieredRows
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace, number_rows
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import RowSpace
-from recsys.errors import MalformedBags
 from tests.torch_kernels import TorchSlotMap, pooled_lookup, row_gradient_dots
 
 CPU = torch.device("cpu")
@@ -61,48 +60,6 @@ def test_gradients_of_weights_are_those_of_the_kernel_for_the_cpu(make_case, **o
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["sum", "mean"])
-def test_a_row_that_is_padding_counts_for_nothing(make_case, how):
-    case = make_case(3, 4, 6, 5, how)
-    space = TorchRowSpace(case.copies())
-    found = torch.zeros(6, case.lookups.width, dtype=torch.float64)
-    first = slice(int(case.offsets[6]), int(case.offsets[12]))
-    bounds = case.offsets[6:13] - case.offsets[6]
-
-    pooled_lookup(space, case.lookups, case.bags(padding=1), found)
-
-    expected = torch.nn.functional.embedding_bag(
-        case.values[first],
-        case.tables[0],
-        bounds,
-        mode=how,
-        include_last_offset=True,
-        padding_idx=1,
-    )
-    torch.testing.assert_close(found[:, :4], expected)
-
-
-@pytest.mark.parametrize("longest", [None, 3])
-@pytest.mark.parametrize("bad", [-1, 40])
-def test_the_first_value_that_is_no_row_is_told_later(make_case, longest, bad):
-    case = make_case(5, 4, 6, longest)
-    values = case.values.clone()
-    place = len(values) - 1 if longest is None else int(case.offsets[18]) - 1
-    in_table = 17 if longest is None else place
-    values[[2, in_table]] = bad
-    case = case._replace(values=values)
-    space = TorchRowSpace(case.copies())
-    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
-
-    pooled_lookup(space, case.lookups, case.bags(), result)
-    space.errors.report(KeyError)
-
-    with pytest.raises(KeyError) as error:
-        space.errors.poll()
-    assert error.value.args == (2,)
-    space.errors.check()  # and only once
-
-
 @pytest.mark.parametrize("kind", ["rows", "slots and copies"])
 @pytest.mark.parametrize("offsets", [None, torch.arange(5)], ids=["one-hot", "jagged"])
 def test_an_id_that_is_no_row_adds_zeros_whatever_is_in_memory(offsets, kind):
@@ -121,43 +78,4 @@ def test_an_id_that_is_no_row_adds_zeros_whatever_is_in_memory(offsets, kind):
     assert found.tolist() == [[5] * 3, [0] * 3, [0] * 3, [5] * 3]
     space.errors.report(KeyError)
     with pytest.raises(KeyError):
-        space.errors.check()
-
-
-def test_values_of_features_that_are_not_looked_up_may_be_anything(make_case):
-    case = make_case(5, 4, 6, None)
-    case.values[18:] = -9
-    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
-    space = TorchRowSpace(case.copies())
-
-    pooled_lookup(space, case.lookups, case.bags(), result)
-    space.errors.report(KeyError)
-
-    space.errors.check()
-
-
-@pytest.mark.parametrize(("place", "bound"), [(0, 1), (7, -3), (7, 10**9), (24, 10**9)], ids=str)
-def test_offsets_that_make_no_bags_read_nothing_beside_the_input(make_case, place, bound):
-    case = make_case(5, 4, 6, 3)
-    case.offsets[place] = bound
-    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
-    space = TorchRowSpace(case.copies())
-
-    pooled_lookup(space, case.lookups, case.bags(), result)
-    space.errors.report(KeyError)
-
-    with pytest.raises(MalformedBags, match=f"offsets must begin at 0.* number {place} does not"):
-        space.errors.check()
-
-
-def test_a_weight_that_is_no_number_is_told_later(make_case):
-    case = make_case(5, 4, 6, 3, "weighted")
-    case.weights[4] = torch.nan
-    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
-    space = TorchRowSpace(case.copies())
-
-    pooled_lookup(space, case.lookups, case.bags(), result)
-    space.errors.report(KeyError)
-
-    with pytest.raises(ValueError, match="must be numbers, got nan at position 4"):
         space.errors.check()

@@ -3,7 +3,6 @@ import torch
 from torch import nn
 
 from recsys.embeddings.kernels.torch.row_space import TorchRowSpace, number_rows
-from tests.torch_kernels import ids_of, table_of, translate
 
 
 def test_tables_from_anywhere_are_brought_into_one_allocation_and_stay_what_they_are():
@@ -47,26 +46,6 @@ def test_tables_that_share_memory_are_not_torn_apart():
 
     with pytest.raises(ValueError, match="must not overlap in memory"):
         TorchRowSpace([rows[:4], rows[2:6], other])
-
-
-def test_rows_know_their_table_and_their_number_in_it():
-    rows = torch.randn(10, 3)
-    space = TorchRowSpace([rows[6:8], rows[:0], rows[1:4]])
-
-    numbers = torch.tensor([5, 0, 6, 2])
-
-    assert table_of(space, numbers).tolist() == [0, 2, 0, 2]
-    assert ids_of(space, numbers).tolist() == [0, 0, 1, 2]
-
-
-def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_order():
-    rows, state = torch.randn(10, 3), torch.arange(10.0)
-    space = TorchRowSpace([rows[6:8], rows[1:4]])
-    states = TorchRowSpace([state[:2], state[2:5]])
-
-    found = translate(states, torch.tensor([5, 0, 6, 2]), space, [0, 1])
-
-    assert states.rows[found].flatten().tolist() == [0, 2, 1, 4]
 
 
 def test_numbers_that_are_kept_have_arrived_before_another_stream_may_read_them(monkeypatch):

@@ -1,7 +1,4 @@
-"""Slots on a device against those of the kernels for the CPU, and against a dictionary of rows.
-
-Triton kernels claim.
-"""
+"""Slots that Triton kernels claim against those of the kernels for the CPU."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -32,7 +29,6 @@ batches = st.lists(
     st.tuples(
         st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=7),
         st.booleans(),  # whether its rows are updated
-        st.integers(0, 2),  # how many later batches it is held for
     ),
     max_size=12,
 )
@@ -73,13 +69,13 @@ class ByTriton:
         self.release = self._map.release
         _, [self._layer] = layers_of(numbers, Lookups.one(0, 1), 1)
 
-    def claim(self, rows, num_looked_at=None, first_slot=0):
+    def claim(self, rows, first_slot=0):
         values = torch.as_tensor(rows, device=self.slots.flags.device)
         bags = TorchBags(values, None, None, len(values), is_mean=False)
         num_places = 16 * (1 + len(values) // 16)
         with mock.patch.multiple(self._claims, **self._sizes) if self._sizes else nullcontext():
             started = self._claims.claim(
-                self.slots, self._layer, bags, num_places, num_looked_at, first_slot=first_slot
+                self.slots, self._layer, bags, num_places, None, first_slot=first_slot
             )
         return Claimed(started.rows.long(), started.held, started.slot_of_value, started.transfer)
 
@@ -157,7 +153,7 @@ def require_slots_of_the_cpu(ours, batches, pinned):
     both = BothSlots(ours, pinned)
     held = []
 
-    for rows, is_updated, _ in batches:
+    for rows, is_updated in batches:
         _, slot_U, _, transfer = both.claim(rows)
         both.require_same()
         held.append(slot_U)
@@ -171,54 +167,8 @@ def require_slots_of_the_cpu(ours, batches, pinned):
         both.require_same()
 
 
-def copy(target, source, targets, sources):
-    """As a transfer says."""
-    target[listed(targets)] = source[listed(sources)]
-
-
-def require_newest_values(ours, batches, num_looked_at):
-    """Every row has its newest value in its slot or in the cold store."""
-    slots, num_slots = ours.slots, ours.slots.num_slots
-    cold = torch.arange(NUM_ROWS, dtype=torch.float64).view(-1, 1)
-    hot = torch.full((num_slots, 1), torch.nan, dtype=torch.float64)
-    expected, held, places = dict(enumerate(cold.flatten().tolist())), [], []
-
-    for number, (rows, is_updated, length) in enumerate(batches):
-        for end, slot_U in [each for each in held if each[0] <= number]:
-            held.remove((end, slot_U))
-            ours.release(slot_U)
-        before = [each.clone() for each in slots]
-        rows_U, slot_U, _, transfer = ours.claim(rows, num_looked_at)
-        if not transfer.is_enough:
-            is_all = num_looked_at is None or num_looked_at >= num_slots
-            assert all(map(torch.equal, slots, before))
-            too_many = num_needed(slots, rows_U) > num_slots
-            assert too_many or not is_all
-            assert too_many == (
-                len(set(rows) | {r for _, s in held for r in slots.row_of_slot[s[s >= 0]].tolist()})
-                > num_slots
-            )
-            continue
-        held.append((number + 1 + length, slot_U))
-        copy(cold, hot, transfer.written_rows, transfer.written_slots)
-        copy(hot, cold, transfer.fetched_slots, transfer.fetched_rows)
-        places = dict(zip(rows_U.tolist(), slot_U.tolist(), strict=True))
-        for row in set(rows):
-            assert hot[places[row]].item() == expected[row]
-            if is_updated:
-                expected[row] += 100
-                hot[places[row]] += 100
-        if is_updated:
-            ours.mark_dirty(slot_U)
-
-    for row, value in expected.items():
-        slot = int(slots.slot_of_row[row])
-        assert (cold[row] if slot == NOWHERE else hot[slot]).item() == value
-
-
 CASES = {"batches": batches, "num_slots": st.integers(1, 10)}
 PINNED_SLOTS = st.sampled_from([range(0), range(2), range(3), range(1, 2), range(2, 5)])
-WINDOWS = st.one_of(st.none(), st.integers(1, 12))
 SLOW = settings(max_examples=settings().max_examples // 4)  # kernels may be interpreted
 
 
@@ -226,14 +176,6 @@ SLOW = settings(max_examples=settings().max_examples // 4)  # kernels may be int
 @given(**CASES, pinned=PINNED_SLOTS, is_split=st.booleans())
 def test_triton_takes_slots_as_the_kernels_for_the_cpu(batches, num_slots, pinned, is_split):
     require_slots_of_the_cpu(ByTriton(num_slots, is_split=is_split), batches, pinned)
-
-
-@SLOW
-@given(**CASES, num_looked_at=WINDOWS, is_split=st.booleans())
-def test_every_row_that_triton_moves_has_its_newest_value(
-    batches, num_slots, num_looked_at, is_split
-):
-    require_newest_values(ByTriton(num_slots, is_split=is_split), batches, num_looked_at)
 
 
 @pytest.mark.parametrize(

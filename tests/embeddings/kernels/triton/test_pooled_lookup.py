@@ -207,17 +207,6 @@ def test_the_first_invalid_offset_is_recorded_and_nothing_is_read_out_of_bounds(
         space.errors.check()
 
 
-def test_a_weight_that_is_nan_is_recorded(triton_device, make_case):
-    case = make_case(5, 4, 6, 3, "weighted")
-    case.weights[[4, 9]] = torch.nan
-    space, case = on(case, triton_device)
-
-    pooled(pooled_lookup, space, case)
-
-    with pytest.raises(ValueError, match="must be numbers, got nan at position 4"):
-        space.errors.check()
-
-
 @pytest.mark.in_ci("cuda", "weights")
 @pytest.mark.parametrize("place", [("weights", 899), ("offsets", 290)], ids=str)
 def test_errors_far_into_an_input_are_recorded(triton_device, place):

@@ -22,13 +22,9 @@ from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.cold import cold_files
 from recsys.embeddings.tiers.transfers import TransferQueue
 from recsys.embeddings.update import fused_optimizer
-from recsys.errors import (
-    BudgetTooSmall,
-    ColdTierError,
-    ConfigError,
-    TiersFailed,
-)
+from recsys.errors import BudgetTooSmall, ColdTierError, TiersFailed
 from recsys.train.parts.build import describe_tiers
+from tests.embeddings.tiers.twins import require_equal
 from tests.scratch_files import scratch_bytes, scratch_files
 
 TABLES = [
@@ -66,15 +62,6 @@ def train(modules, num_steps, seed=0):
         assert len({loss.item() for loss in losses}) == 1
         for loss in losses:
             loss.backward()
-
-
-def require_equal(expected, found):
-    for own, other in zip(expected.table_weights(), found.table_weights(), strict=True):
-        assert torch.equal(own, other)
-    states = [module.row_optimizer.state_dict()["state"] for module in (expected, found)]
-    for table, known in states[0].items():
-        for name, value in known.items():
-            assert torch.equal(torch.as_tensor(states[1][table][name]), torch.as_tensor(value))
 
 
 def test_a_run_is_that_in_memory(optimizer, tmp_path):
@@ -250,8 +237,8 @@ def test_an_accelerated_model_moves_into_files_and_stays_what_it_was(make, tmp_p
 def refuse(**options):
     """Build a bag that cannot be, and let go of the error."""
     try:
-        HotColdEmbeddingBag(NUM_ROWS, DIM, optimizer=SGD(lr=1.0), cold_tier="file", **options)
-    except (AssertionError, ValueError, RuntimeError) as error:
+        HotColdEmbeddingBag(NUM_ROWS, DIM, cold_tier="file", **{"optimizer": SGD(lr=1.0)} | options)
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         return str(error)
     raise AssertionError("nothing was refused")
 
@@ -263,6 +250,7 @@ def refuse(**options):
         ({"_weight": torch.zeros(3, 3)}, "must have the shape"),
         ({"device": "meta"}, "is for device 'cpu' or 'cuda', got 'meta'"),
         ({"budget": 10}, "budget"),
+        ({"optimizer": "sgd"}, "'sgd'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -443,20 +431,6 @@ def test_a_table_exchanged_for_one_in_memory_is_refused(tmp_path):
 
     bag.weight.data = in_file  # no transfer has failed
     bag(torch.tensor([[1]])).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cold_tier": "disk"}, r"cold_tier must be one of \('host', 'file'\), got 'disk'"),
-        ({"cold_path": "rows"}, "cold_path is the folder of cold_tier='file'"),
-        ({"cold_tier": "file", "budget": 100}, "needs cold_path="),
-        ({"cold_tier": "file", "cold_path": "rows"}, "needs budget="),
-    ],
-)
-def test_arguments_that_do_not_go_together_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        HotColdEmbeddingBag(10, 4, optimizer=SGD(lr=1.0), **options)
 
 
 def test_mini_batches_of_many_rows_are_moved_by_several_threads(tmp_path):
