@@ -108,9 +108,14 @@ class QuoteCheck:
         return DatasetFormatError(f"{self._path}, line {self.line}: {rule}; {QUOTES_WAY_OUT}")
 
 
-def _num_line_breaks(codes: NDArray[np.uint8]) -> int:
+@kernel
+def _num_line_breaks(text: NDArray[np.uint8]) -> int:
     """Line feeds; or carriage returns, in text that has none."""
-    return int(np.count_nonzero(codes == 10) or np.count_nonzero(codes == 13))
+    num_feeds, num_returns = 0, 0
+    for byte in text:
+        num_feeds += byte == 10
+        num_returns += byte == 13
+    return num_feeds if num_feeds else num_returns
 
 
 @kernel
