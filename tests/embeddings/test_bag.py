@@ -1,5 +1,3 @@
-import inspect
-
 import pytest
 import torch
 from hypothesis import given
@@ -61,43 +59,6 @@ def backward(module, ids, offsets, weights):
     result = module(ids, offsets, weights)
     (result * WAVE[: result.numel()].view_as(result)).sum().backward()
     return result.detach()
-
-
-@pytest.mark.parametrize("name", ["__init__", "forward", "from_pretrained"])
-def test_arguments_are_torchs_in_its_order_and_ours_behind_them_by_name(name):
-    theirs, ours = (
-        list(inspect.signature(getattr(kind, name)).parameters.values())
-        for kind in (nn.EmbeddingBag, HotColdEmbeddingBag)
-    )
-
-    shared, own = ours[: len(theirs)], ours[len(theirs) :]
-
-    assert [(p.name, p.default, p.kind) for p in shared] == [
-        (p.name, p.default, p.kind) for p in theirs
-    ]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own)
-
-
-@pytest.mark.parametrize("optimizer", [None, SGD(lr=1.0)])
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_the_same_rows_are_drawn_from_the_same_seed(dtype, optimizer):
-    torch.manual_seed(0)
-    plain = nn.EmbeddingBag(NUM_ROWS, 3, padding_idx=2, dtype=dtype)
-    torch.manual_seed(0)
-    own = HotColdEmbeddingBag(NUM_ROWS, 3, padding_idx=2, dtype=dtype, optimizer=optimizer)
-
-    assert torch.equal(own.weight, plain.weight)
-    assert own.weight.dtype == plain.weight.dtype
-
-
-def test_it_is_an_embedding_bag_that_says_so():
-    settings = {"mode": "sum", "padding_idx": -1}
-
-    module = HotColdEmbeddingBag(5, 3, **settings, optimizer=SGD(lr=0.1))
-
-    assert isinstance(module, nn.EmbeddingBag)
-    assert repr(module) == "HotCold" + repr(nn.EmbeddingBag(5, 3, **settings))
-    assert list(module.state_dict()) == ["weight"]
 
 
 @given(lookups(), settings_of_modules(), st.booleans(), st.booleans())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import recsys
-from recsys.embeddings import SGD, Adagrad, Adam, HotColdEmbedding
+from recsys.embeddings import SGD, Adagrad, Adam, HotColdEmbedding, HotColdEmbeddingBag
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import BudgetTooSmall, IdOutOfRange
@@ -71,11 +71,18 @@ def backward(module, ids):
     return result.detach()
 
 
+each_kind = pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(nn.Embedding, HotColdEmbedding), (nn.EmbeddingBag, HotColdEmbeddingBag)],
+    ids=["embedding", "bag"],
+)
+
+
+@each_kind
 @pytest.mark.parametrize("name", ["__init__", "forward", "from_pretrained"])
-def test_arguments_are_torchs_in_its_order_and_ours_behind_them_by_name(name):
+def test_arguments_are_torchs_in_its_order_and_ours_behind_them_by_name(theirs, ours, name):
     theirs, ours = (
-        list(inspect.signature(getattr(kind, name)).parameters.values())
-        for kind in (nn.Embedding, HotColdEmbedding)
+        list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in (theirs, ours)
     )
 
     shared, own = ours[: len(theirs)], ours[len(theirs) :]
@@ -86,26 +93,28 @@ def test_arguments_are_torchs_in_its_order_and_ours_behind_them_by_name(name):
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own)
 
 
+@each_kind
 @pytest.mark.parametrize("optimizer", [None, SGD(lr=1.0)])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_the_same_rows_are_drawn_from_the_same_seed(dtype, optimizer):
+def test_the_same_rows_are_drawn_from_the_same_seed(theirs, ours, dtype, optimizer):
     torch.manual_seed(0)
-    plain = nn.Embedding(NUM_ROWS, 3, padding_idx=2, dtype=dtype)
+    plain = theirs(NUM_ROWS, 3, padding_idx=2, dtype=dtype)
     torch.manual_seed(0)
-    own = HotColdEmbedding(NUM_ROWS, 3, padding_idx=2, dtype=dtype, optimizer=optimizer)
+    own = ours(NUM_ROWS, 3, padding_idx=2, dtype=dtype, optimizer=optimizer)
 
     assert torch.equal(own.weight, plain.weight)
     assert own.weight.dtype == plain.weight.dtype
     assert own.weight[2].tolist() == [0, 0, 0]
 
 
-def test_it_is_an_embedding_that_says_so():
+@each_kind
+def test_it_is_a_module_of_torchs_kind_that_says_so(theirs, ours):
     settings = {"padding_idx": -1, "sparse": True}
 
-    module = HotColdEmbedding(5, 3, **settings, optimizer=SGD(lr=0.1))
+    module = ours(5, 3, **settings, optimizer=SGD(lr=0.1))
 
-    assert isinstance(module, nn.Embedding)
-    assert repr(module) == "HotCold" + repr(nn.Embedding(5, 3, **settings))
+    assert isinstance(module, theirs)
+    assert repr(module) == "HotCold" + repr(theirs(5, 3, **settings))
     assert list(module.state_dict()) == ["weight"]
 
 

@@ -241,26 +241,17 @@ def test_claims_that_an_interrupt_finds_half_made_are_released(small, pair, batc
     assert losses == small.run_plain(models[0], dense[0], batches[:1] + batches[2:])
 
 
-class FailingStore:
-    """A cold store of which some fetches fail."""
-
-    def __init__(self, store, fails):
-        self._store, self._fails = store, list(fails)
-
-    def fetch(self, hot, rows, slots):
-        if self._fails and self._fails.pop(0):
-            raise OSError("the disk is gone")
-        self._store.fetch(hot, rows, slots)
-
-    def write_back(self, hot, rows, slots):
-        self._store.write_back(hot, rows, slots)
-
-
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)])
 def test_a_fetch_that_fails_is_raised_by_every_later_step(small, pair, batches, schedule):
     models, dense = pair()
     tiers = models[1].embeddings.tiers()[0]
-    tiers.residency._cold = FailingStore(tiers.residency._cold, [False] * 5 + [True])
+    fails = iter([False] * 5 + [True])
+
+    def fail_once():
+        if next(fails, False):
+            raise OSError("the disk is gone")
+
+    tiers.residency._cold = small.WatchedStore(tiers.residency._cold, fail_once)
     pipeline = TrainPipeline(models[1], dense[1], schedule=schedule)
     iterator, losses, failed = iter(batches), [], []
 

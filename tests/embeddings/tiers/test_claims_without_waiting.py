@@ -206,18 +206,24 @@ def test_a_claim_without_a_row_for_padding_is_for_lookups_with_this_padding():
 
 
 @pytest.mark.parametrize("longest", [None, 2], ids=["one-hot", "jagged"])
-def test_counts_are_those_of_claims_that_wait(device, monkeypatch, longest):
+def test_counts_and_changed_rows_are_those_of_claims_that_wait(device, monkeypatch, longest):
     batches = make_batches(10, device, longest)
     found = []
     for copies in (None, HOST_COPIES):
         reach_host(monkeypatch, copies)
         module = make_module(device)
+        saved = SavedTables(module)
+        saved.track()
         train(module, batches)
         [tiers] = module.tiers()
-        found.append(tiers.residency.counts)
+        counts = tiers.residency.counts
+        saved.flush()
+        found.append((counts, [rows_of(bits).tolist() for bits in saved.take_changed()]))
 
     assert found[0] == found[1]
-    assert found[0].num_written_back > 0
+    counts, changed = found[0]
+    assert counts.num_written_back > 0
+    assert all(map(len, changed))
 
 
 @pytest.mark.parametrize("copies", [None, HOST_COPIES], ids=["waits", "queued"])
@@ -350,22 +356,6 @@ def test_no_row_is_updated_from_a_bad_mini_batch_on(device):
     ):
         loss.backward()
     assert all(map(torch.equal, module.table_weights(), before))
-
-
-def test_rows_written_back_are_recorded_as_changed(device, monkeypatch):
-    batches = make_batches(10, device)
-    found = []
-    for copies in (None, HOST_COPIES):
-        reach_host(monkeypatch, copies)
-        module = make_module(device)
-        saved = SavedTables(module)
-        saved.track()
-        train(module, batches)
-        saved.flush()
-        found.append([rows_of(bits).tolist() for bits in saved.take_changed()])
-
-    assert found[0] == found[1]
-    assert all(map(len, found[0]))
 
 
 class Buffer:
