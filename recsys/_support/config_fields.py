@@ -102,11 +102,10 @@ def key(
         above: A number it must exceed; instead of `least`.
         most: The highest number it accepts.
     """
-    interval = None
-    if least is not None:
-        interval = Range(least=least, most=most)
-    elif above is not None:
-        interval = Range(least=above, most=most, excludes_least=True)
+    least, excludes_least = (least, False) if above is None else (above, True)
+    interval = (
+        None if least is None else Range(least=least, most=most, excludes_least=excludes_least)
+    )
     metadata = {"meaning": meaning, "derived": derived, "choices": choices, "range": interval}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)

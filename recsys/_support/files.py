@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shlex
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,19 +81,15 @@ def appearing_whole(file: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _claim(partial: Path, file: Path) -> int | None:
+def _claim(partial: Path, file: Path) -> int:
     """Make an empty temporary file, and lock it against other processes that write `file`.
 
     Returns:
-        The descriptor that holds the lock; None on Windows, where nothing is locked. On a file
-        system without such locks the descriptor holds none.
+        The descriptor that holds the lock. On a file system without such locks it holds none.
 
     Raises:
         BlockingIOError: another process, or another `with` block, holds the lock.
     """
-    if sys.platform == "win32":
-        partial.unlink(missing_ok=True)
-        return None
     with suppress(FileNotFoundError):
         if partial.is_symlink() or partial.stat().st_nlink > 1:
             partial.unlink()  # in a stranger's folder it may lead to another file
@@ -133,8 +129,6 @@ def _lock(descriptor: int, *, is_shared: bool = False) -> None:
     Raises:
         BlockingIOError: another process, or another descriptor, holds the lock.
     """
-    import fcntl
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -256,8 +250,6 @@ def make_folders(folder: Path) -> None:
 
 def flush_to_disk(path: Path) -> None:
     """Flush a file's content, or the names in a folder, to the disk (fsync)."""
-    if sys.platform == "win32":  # cannot open folders, nor flush files opened for reading
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -270,7 +262,7 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
     """Hold an exclusive lock on a folder for the duration of the `with` block.
 
     The lock is on the folder itself, so it adds no file to it. The system releases the lock when
-    the process ends, even if it is killed. Windows cannot lock a folder: there, nothing is locked.
+    the process ends, even if it is killed.
 
     Args:
         folder: An existing folder.
@@ -289,7 +281,7 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
 def alone_with(file: Path, refusal: str) -> Iterator[None]:
     """Hold an exclusive lock on a file that is made for it, and removed at the end.
 
-    Nothing is locked on Windows, nor on a file system without such locks.
+    Nothing is locked on a file system without such locks.
 
     Args:
         file: Its path.
@@ -298,9 +290,6 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
     Raises:
         ConfigError: another process, or another `with` block, holds the lock.
     """
-    if sys.platform == "win32":
-        yield
-        return
     try:
         descriptor = _locked_at(file)
     except BlockingIOError:
@@ -326,17 +315,12 @@ def _is_at(descriptor: int, file: Path) -> bool:
 def read_together(folder: Path) -> Iterator[None]:
     """Hold a shared lock on a folder while its files are read; see `lock_if_free`.
 
-    A folder that does not exist is not locked. Nothing is locked on Windows, nor on a file system
-    without such locks.
+    A folder that does not exist is not locked, nor is one on a file system without such locks.
     """
-    if sys.platform == "win32":
+    if not folder.exists():
         yield
         return
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
-        yield
-        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor, is_shared=True)
         yield
@@ -349,12 +333,8 @@ def lock_if_free(folder: Path) -> Iterator[bool]:
     """Hold an exclusive lock on a folder, unless another holds a lock on it, as `read_together`.
 
     Yields:
-        Whether the folder is locked. Always true on Windows, and on a file system without such
-        locks.
+        Whether the folder is locked. Always true on a file system without such locks.
     """
-    if sys.platform == "win32":
-        yield True
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     is_locked = True
     try:

@@ -27,12 +27,9 @@ _NUMBERS = tuple(
 )
 
 
-def interrupts_held_back() -> _HeldBack:
-    """A context that delays signals: their handlers run at the end of the context, once each."""
-    return _HeldBack()
-
-
 class _HeldBack:
+    """A context that delays signals: their handlers run at the end of the context, once each."""
+
     outer: ClassVar[_HeldBack | None] = None  # the context that delays signals now
     _handlers: dict[int, Any] | None = None  # of signals; None: this context delays nothing
 
@@ -79,6 +76,9 @@ class _HeldBack:
                 self.end()
 
 
+interrupts_held_back = _HeldBack
+
+
 def _end_in_fork() -> None:
     """In a process that another thread forked: its main thread is in no context."""
     outer = _HeldBack.outer
@@ -87,5 +87,4 @@ def _end_in_fork() -> None:
         outer.end()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_in_fork)
+os.register_at_fork(after_in_child=_end_in_fork)

@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 from contextlib import suppress
-from functools import cache, update_wrapper
+from functools import cache, partial, update_wrapper
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
@@ -79,7 +79,7 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
 
 
 class ParallelKernel(Generic[_P, _R]):
-    """A kernel whose `prange` loops run on several threads; made by `parallel_kernel`."""
+    """Like `kernel`, for a function whose `prange` loops run on several threads."""
 
     def __init__(self, function: Callable[_P, _R]) -> None:
         update_wrapper(self, function)
@@ -89,10 +89,7 @@ class ParallelKernel(Generic[_P, _R]):
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
         """Run the kernel, on several threads unless one of this module's four cases holds."""
         is_shared = (
-            get_num_threads() > 1
-            and _threads_are_here()
-            and not _is_forked.flag
-            and not _thread.works_alone
+            get_num_threads() > 1 and _threads_are_here() and not _forks and not _thread.works_alone
         )
         return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
@@ -101,9 +98,7 @@ class ParallelKernel(Generic[_P, _R]):
         return self._serial(*arguments, **more)
 
 
-def parallel_kernel(function: Callable[_P, _R]) -> ParallelKernel[_P, _R]:
-    """Like `kernel`, for a function whose `prange` loops run on several threads."""
-    return ParallelKernel(function)
+parallel_kernel = ParallelKernel  # as a decorator
 
 
 def work_alone() -> None:
@@ -235,16 +230,7 @@ def _under_another_name(function: Callable[..., object]) -> Any:
     return copy
 
 
-class _Fork:
-    """Whether this process was forked after numba's threads were started."""
-
-    flag = False
-
-    def happened(self) -> None:
-        self.flag = True
-
-
-_is_forked = _Fork()
+_forks: list[bool] = []  # has an item if this process was forked after numba's threads started
 
 
 @cache
@@ -254,8 +240,7 @@ def _threads_are_here() -> bool:
     numba.get_num_threads()
     # Starting them sets the thread count of the OpenMP runtime, which torch uses too.
     torch.set_num_threads(before)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_is_forked.happened)
+    os.register_at_fork(after_in_child=partial(_forks.append, True))
     if numba.threading_layer() == "workqueue":
         warnings.warn(
             "numba finds neither OpenMP nor TBB, and its own threading layer does not support "

@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Threads",
-    "cpu_vendor",
+    "cpu_info",
     "describe_environment",
     "limits_of_groups",
     "lower_thread_priority",
@@ -81,31 +80,26 @@ def set_num_threads(num_threads: int) -> Threads:
     elif wanted.isdecimal() and int(wanted):
         chosen = Threads(min(int(wanted), cores), cores, 0, "OMP_NUM_THREADS")
     else:
-        allowed, busy = len(_allowed_cores()), round(_busy_cores())
+        allowed, busy = len(os.sched_getaffinity(0)), round(_busy_cores())
         chosen = Threads(max(1, min(cores, allowed - busy)), cores, busy, "free cores")
     torch.set_num_threads(chosen.num_threads)
     return chosen
 
 
 def _busy_cores(seconds: float = 0.25) -> float:
-    """Cores among those of this process that other processes keep busy; 0 if it is not known."""
+    """Cores among those of this process that other processes keep busy."""
     before, own_before = _busy_ticks(), time.process_time()
-    if before is None:
-        return 0.0
     begin = time.perf_counter()
     time.sleep(seconds)
-    after, own = _busy_ticks() or before, time.process_time() - own_before
+    after, own = _busy_ticks(), time.process_time() - own_before
     busy = (after - before) / os.sysconf("SC_CLK_TCK")
     return max(0.0, busy - own) / (time.perf_counter() - begin)
 
 
-def _busy_ticks() -> int | None:
-    """Ticks that the cores of this process have been busy for (Linux)."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return None
-    names, ticks = {f"cpu{number}" for number in _allowed_cores()}, 0
+def _busy_ticks() -> int:
+    """Ticks that the cores of this process have been busy for."""
+    lines = Path("/proc/stat").read_text().splitlines()
+    names, ticks = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
     for name, *columns in (line.split() for line in lines if line.startswith("cpu")):
         if name in names:  # user, nice, system, idle, waiting for disks, ...
             ticks += sum(map(int, columns[:8])) - int(columns[3]) - int(columns[4])
@@ -117,11 +111,7 @@ def seconds_without_core() -> float | None:
 
     Those of threads that have ended are not counted.
     """
-    try:
-        files = [*Path("/proc/self/task").glob("*/schedstat")]
-    except OSError:
-        return None
-    waited = 0
+    files, waited = [*Path("/proc/self/task").glob("*/schedstat")], 0
     for file in files:
         with suppress(OSError, IndexError, ValueError):  # the thread has ended
             waited += int(file.read_text().split()[1])
@@ -135,13 +125,9 @@ def tune_allocator() -> bool:
     faults in its activations again, page by page. The settings hold for the whole process, so
     programs call this function and libraries must not.
     """
-    try:
-        libc = ctypes.CDLL(None)
-        mallopt = libc.mallopt
-    except (OSError, AttributeError, TypeError):  # not glibc
-        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # From malloc.h: M_MMAP_THRESHOLD, at its maximum, and M_TRIM_THRESHOLD.
-    return bool(mallopt(-3, 32 * 2**20)) and bool(mallopt(-1, 2**31 - 1))
+    return mallopt is not None and bool(mallopt(-3, 32 * 2**20) and mallopt(-1, 2**31 - 1))
 
 
 def return_freed_memory() -> None:
@@ -149,31 +135,21 @@ def return_freed_memory() -> None:
 
     What threads have freed is returned in part alone: glibc keeps the ends of their heaps.
     """
-    with suppress(OSError, AttributeError, TypeError):  # not glibc
+    with suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def lower_thread_priority() -> None:
-    """Let all other threads run before the calling thread, where the system can (Linux)."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    """Let all other threads run before the calling thread, where the system can."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def peak_memory_bytes() -> int | None:
     """Peak of this process's resident memory in bytes; None if the system does not report it."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        # Not getrusage: its maximum includes the parent process before exec.
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return maximum if sys.platform == "darwin" else maximum * 1024
+    # Not getrusage: its maximum includes the parent process before exec.
+    kibibytes = _entry(Path("/proc/self/status"), "VmHWM")
+    return None if kibibytes is None else int(kibibytes.split()[0]) * 1024
 
 
 def describe_environment() -> dict[str, Any]:
@@ -192,7 +168,7 @@ def describe_environment() -> dict[str, Any]:
         "dirty": is_dirty,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cpu": _cpu_name(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
         "memory_bytes": memory_bytes(),
@@ -215,22 +191,14 @@ def num_cores() -> int:
     fewer.
     """
     quotas = quotas_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return max(1, int(min([len(_allowed_cores()), *quotas])))
+    return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
-def _allowed_cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
-def memory_bytes() -> int | None:
-    """Bytes of memory that this process may use; None if the system does not report them.
+def memory_bytes() -> int:
+    """Bytes of memory that this process may use.
 
     They are those of the machine, or of the container if it has a lower limit.
     """
-    if not hasattr(os, "sysconf"):  # Windows
-        return None
     of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = limits_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return min([of_machine, *limits])
@@ -280,19 +248,15 @@ def _groups(groups: Path, root: Path, controller: str) -> Iterator[tuple[Path, i
                 break
 
 
-def cpu_vendor() -> str | None:
-    """Vendor of the processor, such as "GenuineIntel"; None if the system does not report it."""
-    return _cpu_info("vendor_id")
+def cpu_info(key: str) -> str | None:
+    """What the system reports of the processor, such as "GenuineIntel" for "vendor_id"."""
+    return _entry(Path("/proc/cpuinfo"), key)
 
 
-def _cpu_name() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_info(key: str) -> str | None:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
+def _entry(file: Path, key: str) -> str | None:
+    """The first value of a key in lines of keys and values; None if there is none."""
+    if file.is_file():
+        for line in file.read_text().splitlines():
             name, _, value = line.partition(":")
             if name.strip() == key:
                 return value.strip()

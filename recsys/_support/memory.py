@@ -1,4 +1,4 @@
-"""Advice to the system about memory: huge pages for large tables, and reads of scattered rows.
+"""Memory of tensors: huge pages, reads of scattered rows, and tensors that outlast a mode.
 
 A processor caches the addresses of a few thousand pages (in the TLB). With pages of 4 KiB this
 covers a few MiB. In a table of several GiB nearly every lookup then misses the TLB, and walking the
@@ -11,7 +11,7 @@ the same rows, and gain less.
 from __future__ import annotations
 
 import ctypes
-import sys
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-__all__ = ["advise_huge_pages", "advise_random", "empty_rows"]
+__all__ = ["advise_huge_pages", "advise_random", "empty_rows", "lasting_tensors"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_NORMAL, _MADV_RANDOM, _MADV_HUGEPAGE = 0, 1, 14  # from linux/mman.h
@@ -77,11 +79,20 @@ def advise_random(tensor: Tensor, *, is_random: bool = True) -> bool:
     return _madvise(storage.data_ptr(), storage.nbytes(), advice)
 
 
+@contextmanager
+def lasting_tensors() -> Iterator[None]:
+    """Make tensors that may be changed later, in any mode; no operation here is differentiated.
+
+    torch refuses to change a tensor that was made under `torch.inference_mode`, and an evaluation
+    may be the first to need what training changes.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 @cache
 def _page_bytes() -> int:
     """The size of a huge page; 0 if the system has none, or they are disabled."""
-    if sys.platform != "linux":
-        return 0
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return 0

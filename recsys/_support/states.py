@@ -13,7 +13,7 @@ from recsys._support.untrusted import is_finite_number, is_int
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -54,79 +54,64 @@ class SavedState:
 
     def whole(self, key: str, *, least: int = 0, most: int = _MOST) -> int:
         """A whole number in [least, most]."""
-        value = self._entries[key]
-        if not is_int(value, least, most):
-            raise self.error(key, f"a whole number in [{least}, {most}]")
-        return int(value)
+        rule = f"a whole number in [{least}, {most}]"
+        return int(self._read(key, rule, lambda value: is_int(value, least, most)))
 
     def wholes(self, key: str, length: int) -> list[int]:
         """A list of `length` whole numbers of at least 0."""
-        values = self._entries[key]
-        if (
-            not isinstance(values, list | tuple)
-            or len(values) != length
-            or not all(is_int(value, 0) for value in values)
-        ):
-            raise self.error(key, f"a list of {length} whole numbers of at least 0")
-        return list(values)
+        kind = "whole numbers of at least 0"
+        return self._list(key, f"{length} {kind}", (length,), lambda value: is_int(value, 0))
 
     def number(self, key: str, *, least: float = 0.0, most: float = inf) -> float:
         """A finite number in [least, most]."""
-        value = self._entries[key]
-        if not (is_finite_number(value) and least <= value <= most):
-            raise self.error(key, f"a finite number in [{least:g}, {most:g}]")
-        return float(value)
+        rule = f"a finite number in [{least:g}, {most:g}]"
+        return float(
+            self._read(key, rule, lambda value: is_finite_number(value) and least <= value <= most)
+        )
 
     def numbers(self, key: str, lengths: range) -> list[float]:
         """A list of finite numbers of at least 0, whose length is one of `lengths`."""
-        values = self._entries[key]
-        if (
-            not isinstance(values, list | tuple)
-            or len(values) not in lengths
-            or not all(is_finite_number(value) and value >= 0 for value in values)
-        ):
-            lengths_in_words = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else lengths[0]
-            raise self.error(key, f"a list of {lengths_in_words} finite numbers of at least 0")
-        return list(map(float, values))
+        count = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else lengths[0]
+        kind = f"{count} finite numbers of at least 0"
+        found = self._list(key, kind, lengths, lambda value: is_finite_number(value) and value >= 0)
+        return list(map(float, found))
 
     def items(self, key: str, lengths: Sequence[int], kind: str) -> list[Any]:
         """A list whose length is one of `lengths`; `kind` names what it holds, for the error."""
-        values = self._entries[key]
-        if not isinstance(values, list | tuple) or len(values) not in lengths:
-            is_range = isinstance(lengths, range)
-            count = f"at most {lengths[-1]}" if is_range else " or ".join(map(str, lengths))
-            raise self.error(key, f"a list of {count} {kind}")
-        return list(values)
+        is_range = isinstance(lengths, range)
+        count = f"at most {lengths[-1]}" if is_range else " or ".join(map(str, lengths))
+        return self._list(key, f"{count} {kind}", lengths, lambda _: True)
 
     def flag(self, key: str) -> bool:
         """True or false."""
-        value = self._entries[key]
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
+        return bool(self._read(key, "true or false", lambda value: isinstance(value, bool)))
 
     def tensor(self, key: str) -> Tensor:
         """A tensor (n,) of finite real numbers."""
-        value = self._entries[key]
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.dim() != 1
-            or value.is_complex()
-            or not bool(torch.isfinite(value).all())
-        ):
-            raise self.error(key, "a tensor (n,) of finite real numbers")
-        return value
+        found: Tensor = self._read(
+            key,
+            "a tensor (n,) of finite real numbers",
+            lambda value: (
+                isinstance(value, torch.Tensor)
+                and value.dim() == 1
+                and not value.is_complex()
+                and bool(torch.isfinite(value).all())
+            ),
+        )
+        return found
 
     def tensor_of(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this dtype and shape."""
-        value = self._entries[key]
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.dtype is not dtype
-            or tuple(value.shape) != shape
-        ):
-            raise self.error(key, f"a tensor {shape} of {dtype}")
-        return value
+        found: Tensor = self._read(
+            key,
+            f"a tensor {shape} of {dtype}",
+            lambda value: (
+                isinstance(value, torch.Tensor)
+                and value.dtype is dtype
+                and tuple(value.shape) == shape
+            ),
+        )
+        return found
 
     def inner(self, key: str, keys: Collection[str]) -> SavedState:
         """A state inside this one, with these keys."""
@@ -148,3 +133,21 @@ class SavedState:
             f"{self._place}: {key} must be {rule}, got {reprlib.repr(self._entries[key])}; pass "
             "the result of state_dict()"
         )
+
+    def _read(self, key: str, rule: str, is_right: Callable[[Any], bool]) -> Any:
+        value = self._entries[key]
+        if not is_right(value):
+            raise self.error(key, rule)
+        return value
+
+    def _list(
+        self, key: str, kind: str, lengths: Sequence[int], is_right: Callable[[Any], bool]
+    ) -> list[Any]:
+        values = self._read(
+            key,
+            f"a list of {kind}",
+            lambda each: (
+                isinstance(each, list | tuple) and len(each) in lengths and all(map(is_right, each))
+            ),
+        )
+        return list(values)

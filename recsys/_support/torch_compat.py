@@ -92,8 +92,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 # Adds a number to each tensor, in one launch for all tensors of a CUDA device.
-add_to_each: Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]
-add_to_each = torch._foreach_add  # type: ignore[assignment]  # it is overloaded
+add_to_each: Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]] = torch._foreach_add  # type: ignore[assignment]  # it is overloaded
 
 # The tensor that a view is of; None for a tensor that is no view.
 base_of: Callable[[Tensor], Tensor | None] = inspect.getattr_static(torch.Tensor, "_base").__get__

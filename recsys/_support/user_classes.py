@@ -1,4 +1,4 @@
-"""Classes of the user's that a configuration names as `module:Class`."""
+"""Classes of the user's: those that a configuration names as `module:Class`, and subclasses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["current_folder_last", "import_class", "names_class"]
+__all__ = ["current_folder_last", "fits_override", "import_class", "names_class"]
 
 _T = TypeVar("_T")
 
@@ -66,3 +66,16 @@ def import_class(key: str, name: str, base: type[_T], base_name: str) -> type[_T
             f"{base_name}, got {found!r}"
         )
     return found
+
+
+def fits_override(kind: type, method: str, other: str) -> bool:
+    """Whether `method` of a class knows what its `other` does.
+
+    If a subclass overrides `other` alone, it inherits a `method` that does not know of that.
+    """
+    for each in kind.__mro__:
+        if method in vars(each):
+            return True
+        if other in vars(each):
+            return False
+    return False

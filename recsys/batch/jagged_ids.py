@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.memory import lasting_tensors
 from recsys._support.torch_compat import are_functorch_transforms_active
-from recsys._support.torchrec_errors import cannot_import_torchrec
 from recsys.batch.bags_of_samples import places_of_samples, require_one_batch_size
-from recsys.errors import MalformedBags
+from recsys.errors import MalformedBags, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +17,25 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["JaggedIds"]
+__all__ = ["JaggedIds", "cannot_import_torchrec"]
+
+
+def cannot_import_torchrec(user: str, error: ImportError | OSError) -> MissingDependency:
+    """The error for `user`, which needs TorchRec, if importing it raised `error`.
+
+    A release of FBGEMM, which TorchRec imports, loads only beside the release of torch that it was
+    built for; beside another one its import raises OSError, and not ImportError.
+    """
+    if isinstance(error, ImportError):
+        return MissingDependency(
+            f"{user} needs TorchRec, which is not installed ({error}); install it by "
+            "pip install 'recsys[torchrec]'"
+        )
+    return MissingDependency(
+        f"{user} needs TorchRec, and its FBGEMM does not load beside torch {torch.__version__} "
+        f"({error}); install releases of torch, torchrec and fbgemm-gpu that belong together: "
+        "README, 'Installing'"
+    )
 
 
 def _list_of_names(keys: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
 from recsys._support.files import TOO_MUCH, require_files, require_place
-from recsys._support.plain_warnings import plain_warnings
 from recsys._support.sizes import counted
+from recsys._support.user_warnings import plain_warnings
 from recsys.cli.checks import require_data, require_model
 from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline

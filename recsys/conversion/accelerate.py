@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.memory import lasting_tensors
 from recsys.conversion.accelerated import (
     Accelerated,
     LeftAlone,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from recsys._support.arguments import is_number, is_whole
 from recsys._support.sizes import counted
+from recsys._support.untrusted import is_number, is_whole
 from recsys.conversion.accelerate import accelerate
 from recsys.conversion.exchange import holders_of
 from recsys.embeddings.lookup.abstract_tables import AbstractTables

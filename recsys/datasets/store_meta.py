@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.files import as_argument
-from recsys._support.untrusted import is_count, is_int, is_text, parse_json
+from recsys._support.untrusted import is_int, is_text, parse_json
 from recsys.datasets.splits import SPLITS
 from recsys.errors import ConfigError, StoreError
 
@@ -230,7 +230,7 @@ def _require_kinds(file: Path, meta: dict[str, Any]) -> None:
         return (
             isinstance(part, list)
             and len(part) == 2
-            and all(map(is_count, [*part, num_samples]))
+            and all(is_int(number, 0) for number in [*part, num_samples])
             and part[0] <= part[1] <= num_samples
         )
 
@@ -241,8 +241,8 @@ def _require_kinds(file: Path, meta: dict[str, Any]) -> None:
     )
     rules = (
         ("convention", "text", is_text(meta["convention"])),
-        ("max_ind_range", "an integer", bound is None or is_count(bound)),
-        ("num_samples", "a number of samples", is_count(num_samples)),
+        ("max_ind_range", "an integer", bound is None or is_int(bound, 0)),
+        ("num_samples", "a number of samples", is_int(num_samples, 0)),
         ("splits", f"two sample numbers each for {', '.join(SPLITS)}", has_splits),
         ("dense_names", "a list of names", isinstance(names, list) and all(map(is_text, names))),
         (
@@ -336,7 +336,7 @@ def _are_counts(unknown: Any) -> bool:
     if not _has_objects(unknown) or not unknown.keys() <= set(SPLITS):
         return False
     return all(
-        is_text(name) and is_count(count) for of in unknown.values() for name, count in of.items()
+        is_text(name) and is_int(count, 0) for of in unknown.values() for name, count in of.items()
     )
 
 

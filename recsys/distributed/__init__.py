@@ -20,7 +20,7 @@ it, in slots and a cold store of its own, and updates them at the end of backwar
 try:
     import torchrec  # noqa: F401
 except (ImportError, OSError) as error:
-    from recsys._support.torchrec_errors import cannot_import_torchrec
+    from recsys.batch.jagged_ids import cannot_import_torchrec
 
     raise cannot_import_torchrec("recsys.distributed", error) from error
 

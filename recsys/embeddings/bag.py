@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys._support.torch_compat import not_compiled
-from recsys._support.tracing import leaf_call
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
 from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.table_module import TableModule, allocate_rows
@@ -173,7 +172,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
                 on another device than the rows.
         """
         if type(input) is not Tensor:
-            traced = leaf_call(self, input, offsets, per_sample_weights)
+            traced = self._leaf_call(input, offsets, per_sample_weights)
             if traced is not None:
                 return cast("Tensor", traced)
         if self._updater is not None:

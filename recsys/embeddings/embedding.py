@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.torch_compat import not_compiled
-from recsys._support.tracing import leaf_call
 from recsys.embeddings.rows.bag_input import read_ids
 from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.table_module import TableModule, allocate_rows
@@ -141,7 +140,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             ValueError: the input is on another device than the rows.
         """
         if type(input) is not Tensor:
-            traced = leaf_call(self, input)
+            traced = self._leaf_call(input)
             if traced is not None:
                 return cast("Tensor", traced)
             if not isinstance(input, Tensor):

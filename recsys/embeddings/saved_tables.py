@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys._support.lasting_tensors import lasting_tensors
-from recsys._support.memory import empty_rows
+from recsys._support.memory import empty_rows, lasting_tensors
 from recsys._support.torch_compat import DisableTorchFunctionSubclass, version_of
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.rows.row_space import compute_dtype

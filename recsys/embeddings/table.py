@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.arguments import is_whole
+from recsys._support.untrusted import is_whole
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:

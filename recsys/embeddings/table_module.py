@@ -7,8 +7,9 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch.fx import Proxy
 
-from recsys._support.overrides import fits_override
+from recsys._support.user_classes import fits_override
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.one_table.bag_lookup import BagLookup, require_supported
 from recsys.embeddings.lookup.table_group import TableGroup
@@ -117,6 +118,25 @@ class TableModule(AbstractTables):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; see `AbstractTables`."""
         return super().__getstate__() | {"_group": None, "_lookups": None}
+
+    def _leaf_call(self, *arguments: Any) -> Any:
+        """Record this call in what `torch.fx` traces, as of a module of torch; None outside of it.
+
+        Raises:
+            TypeError: the module has forward hooks.
+        """
+        for each in arguments:
+            if isinstance(each, Proxy):
+                tracer: Any = each.tracer
+                if self._forward_hooks or self._forward_pre_hooks:
+                    raise TypeError(
+                        f"torch.fx: {type(self).__name__} has forward hooks, which would run "
+                        "twice, in the traced graph and in the module; remove them, trace, and "
+                        "register them again"
+                    )
+                path = tracer.path_of_module(self)
+                return tracer.create_proxy("call_module", path, arguments, {})
+        return None
 
     def prefetch_request(self, *arguments: Any) -> PrefetchRequest | None:
         """What `prefetch` claims; see `AbstractTables.prefetch_request`."""

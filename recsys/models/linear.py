@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from recsys._support.machine import cpu_vendor
+from recsys._support.machine import cpu_info
 from recsys._support.torch_compat import onednn_linear
 
 __all__ = ["linear_relu", "linear_relu_reference", "onednn_product", "weight_gradient"]
@@ -109,5 +109,5 @@ def _onednn_is_faster() -> bool:
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and onednn_linear is not None
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and cpu_vendor() not in ("GenuineIntel", None)
+        and cpu_info("vendor_id") not in ("GenuineIntel", None)
     )

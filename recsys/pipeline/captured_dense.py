@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.cuda.graphs import current_stream
 from recsys._support.torch_compat import (
     has_global_hooks,
@@ -21,6 +20,7 @@ from recsys._support.torch_compat import (
     plain_grad,
     set_plain_grad,
 )
+from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.lookup.abstract_tables import AbstractTables
 from recsys.embeddings.lookup.fused_lookup import keep_gradient
 from recsys.models.archs import AbstractPooledModel, SparseArch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys._support.caller_warnings import warn_caller
+from recsys._support.user_warnings import warn_caller
 from recsys.batch import JaggedIds
 from recsys.pipeline.model_tables import is_torchrec, items_of
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recsys._support.arguments import is_number
 from recsys._support.sizes import format_bytes
+from recsys._support.untrusted import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

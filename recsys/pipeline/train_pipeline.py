@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.arguments import is_whole
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.cuda.replays import replaying
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
+from recsys._support.untrusted import is_whole
+from recsys._support.user_warnings import warn_caller
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.captured_dense import CapturedDense

@@ -21,7 +21,7 @@ import traceback
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from recsys._support.plain_warnings import plain_warnings
+from recsys._support.user_warnings import plain_warnings
 from recsys.errors import RecsysError
 
 if TYPE_CHECKING:

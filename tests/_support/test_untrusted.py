@@ -1,7 +1,6 @@
 import pytest
 
 from recsys._support.untrusted import (
-    is_count,
     is_finite_number,
     is_int,
     is_text,
@@ -31,7 +30,7 @@ def test_toml_nested_deeply_or_of_huge_numbers_is_a_value_error(text):
 
 
 def test_types_and_ranges_of_parsed_values():
-    assert [is_count(value) for value in (0, 2**63 - 1, -1, 2**63, True, 1.0, None)] == [
+    assert [is_int(value, 0) for value in (0, 2**63 - 1, -1, 2**63, True, 1.0, None)] == [
         *[True] * 2,
         *[False] * 5,
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from ranks_train import run_training
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from recsys._support.plain_warnings import plain_warnings
+from recsys._support.user_warnings import plain_warnings
 from recsys.train.loop.progress import Progress
 
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from recsys._support.arguments import is_whole
 from recsys._support.files import listed_files, require_files
+from recsys._support.untrusted import is_whole
 from recsys.datasets.criteo.parse import NUM_CATEGORIES, NUM_INTEGERS
 from recsys.datasets.criteo.read import CriteoReader, not_criteo
 from recsys.datasets.splits import classic_splits, day_splits

@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from recsys._support.arguments import is_whole
 from recsys._support.files import as_argument
 from recsys._support.machine import num_cores
+from recsys._support.untrusted import is_whole
 from recsys.datasets.criteo.parse import NUM_CATEGORIES, ParsedLines, explain, parse_lines
 from recsys.datasets.criteo.row_numbers import RowNumbers
 from recsys.datasets.read_ahead import one_ahead

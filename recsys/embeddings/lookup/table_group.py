@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.memory import lasting_tensors
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     plain_grad,

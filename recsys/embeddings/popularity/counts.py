@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 import numpy as np
 import torch
 
-from recsys._support.arguments import is_whole
+from recsys._support.untrusted import is_whole
 from recsys.batch import feature_tables, features_by_table, require_one_batch_size
 from recsys.embeddings.kernels.cpu.counting import Segments, count_rows, worst_levels
 from recsys.embeddings.popularity.files import read_profile, write_profile

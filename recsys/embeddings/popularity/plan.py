@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import numpy as np
 import torch
 
-from recsys._support.arguments import is_number, is_whole
 from recsys._support.files import as_argument
 from recsys._support.sizes import format_bytes, parse_bytes, round_up_as_written
+from recsys._support.untrusted import is_number, is_whole
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.counts import PopularityProfile, text_table
 from recsys.embeddings.popularity.files import read_profile, write_profile

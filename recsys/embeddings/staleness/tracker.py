@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
+from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
 from recsys.embeddings.staleness.followed_rows import FollowedRows
 from recsys.embeddings.staleness.reservation import give_back, give_back_later, reserve

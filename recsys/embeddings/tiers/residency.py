@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.cuda.replays import are_replaying
 from recsys._support.interrupts import interrupts_held_back
+from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
 from recsys.embeddings.kernels.torch.slots import most_rows as count_most_rows
 from recsys.embeddings.tiers.counts import ClaimCounter

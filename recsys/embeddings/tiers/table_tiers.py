@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.interrupts import interrupts_held_back
-from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.memory import lasting_tensors
 from recsys._support.torch_compat import outside_graphs
 from recsys.embeddings.rows.row_space import RowSpace
 from recsys.embeddings.rows.table_versions import TableVersions, Written

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.arguments import is_whole
 from recsys._support.states import SavedState
+from recsys._support.untrusted import is_whole
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.errors import ConfigError

@@ -17,8 +17,8 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.arguments import is_number, is_whole
 from recsys._support.states import SavedState
+from recsys._support.untrusted import is_number, is_whole
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
+from recsys._support.user_warnings import warn_caller
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
 from recsys.pipeline.micro_batches import select_samples
 from recsys.pipeline.model_tables import cancel

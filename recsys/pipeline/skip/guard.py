@@ -52,8 +52,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
+from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.errors import ConfigError
 from recsys.pipeline.skip.guard_decisions import (

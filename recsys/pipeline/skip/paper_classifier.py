@@ -19,9 +19,9 @@ from weakref import ref
 import numpy as np
 import torch
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
+from recsys._support.user_warnings import warn_caller
 from recsys.datasets.iteration import BatchIterator
 from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS, SampledInputs
 from recsys.embeddings.staleness.tracked_tables import names_of, updaters_in

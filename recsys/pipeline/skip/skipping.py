@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys._support.caller_warnings import warn_caller
 from recsys._support.states import SavedState
+from recsys._support.user_warnings import warn_caller
 from recsys.datasets.iteration import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import StalenessTracker

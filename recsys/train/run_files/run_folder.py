@@ -33,7 +33,7 @@ from recsys._support.files import (
     make_folders,
     require_place,
 )
-from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
+from recsys._support.untrusted import is_finite_number, is_int, is_text, parse_json
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 
@@ -439,7 +439,7 @@ def _has_tables(data: dict[str, Any]) -> bool:
 
 def _fault_of_entry(entry: dict[str, Any]) -> str | None:
     """What is wrong with an entry of the history, in words; None for a good one."""
-    if not is_count(entry.get("num_samples")) or not _is_measured(entry.get("train_seconds", 0)):
+    if not is_int(entry.get("num_samples"), 0) or not _is_measured(entry.get("train_seconds", 0)):
         return "it has no num_samples, or its train_seconds are not a number"
     if not all(_is_measured(entry.get(key)) for key in ("train_loss", "train_auc")):
         return "its train_loss or train_auc is not a number"

@@ -7,9 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from recsys._support.cuda import own_pages, page_locks
-from recsys._support.cuda.own_pages import empty_in_own_pages, in_own_pages, pages_of
-from recsys._support.cuda.page_locks import PageLocks
+from recsys._support.cuda import own_pages
+from recsys._support.cuda.own_pages import PageLocks, empty_in_own_pages, in_own_pages, pages_of
 
 PAGE = mmap.PAGESIZE
 DEVICE = torch.device("cuda:0")
@@ -52,12 +51,12 @@ def cudart(monkeypatch):
     found = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(page_locks, "_clear_error", lambda device: None)
+    monkeypatch.setattr(own_pages, "_clear_error", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     yield found
     gc.collect()
     assert not found.runs
-    assert not page_locks._USERS
+    assert not own_pages._USERS
 
 
 def memory(num_pages):

@@ -106,7 +106,6 @@ def test_a_refusal_is_told_and_does_no_harm(monkeypatch):
 @pytest.mark.parametrize("setting", ["always [madvise] never", "always madvise [never]", None])
 def test_the_systems_owner_decides(monkeypatch, tmp_path, setting):
     monkeypatch.setattr(memory, "_SETTINGS", tmp_path)
-    monkeypatch.setattr(memory.sys, "platform", "linux")
     if setting is not None:
         (tmp_path / "enabled").write_text(setting)
         (tmp_path / "hpage_pmd_size").write_text("2097152\n")

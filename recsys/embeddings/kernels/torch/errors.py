@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.memory import lasting_tensors
 from recsys.errors import IdOutOfRange, MalformedBags, NonFiniteGradient
 
 if TYPE_CHECKING:

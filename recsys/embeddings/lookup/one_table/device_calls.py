@@ -24,7 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor, is_grad_enabled
 
-from recsys._support.lasting_tensors import lasting_tensors
+from recsys._support.memory import lasting_tensors
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     active_ddp_module,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.cuda.page_locks import PageLocks
+from recsys._support.cuda.own_pages import PageLocks
 from recsys.embeddings.kernels.torch.row_space import ReachedRows, upload
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""How a program prints the warnings of recsys: one line, without source code."""
+"""Warnings for users: of which line they speak, and how a program prints them."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,12 +10,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["plain_warnings"]
+__all__ = ["plain_warnings", "warn_caller"]
+
+_SKIPPED = ("recsys", "torch", "contextlib")
+
+
+def warn_caller(message: str) -> None:
+    """Warn, with the innermost line outside recsys and torch as the place."""
+    stacklevel, frame = 1, sys._getframe().f_back
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _SKIPPED:
+        stacklevel, frame = stacklevel + 1, frame.f_back
+    warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 @contextmanager
 def plain_warnings(program: str) -> Iterator[None]:
-    """Print warnings as "PROGRAM: warning: MESSAGE" within the `with` block.
+    """Print warnings as "PROGRAM: warning: MESSAGE" within the `with` block, without source code.
 
     Other categories than `UserWarning`, which recsys raises, are printed as before.
     """
