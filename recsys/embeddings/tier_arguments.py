@@ -12,7 +12,7 @@ from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.plan import require_plan
-from recsys.embeddings.table import DATA_TYPES, data_type_of
+from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.tiers.cold.cold_tier import open_cold_files, require_memory
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.update.row_updater import RowUpdater
 
@@ -51,7 +50,13 @@ class TierArguments(NamedTuple):
     ) -> TierArguments:
         """Check the arguments of a module with one table, "weight"; errors as for the module."""
         self._require_optimizer(optimizer)
-        plan = None if self.plan is None else self.plan.of_bag(*shape, self.budget)
+        plan = self.plan
+        if plan is not None:  # a plan of one table, of any name
+            name, (num_embeddings, embedding_dim) = next(iter(plan.tables)), shape
+            table = TableConfig(
+                name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim
+            )
+            plan = plan.of_tables([table], self.budget)
         return self._replace(plan=plan)._open_files({"weight": (shape, dtype)}, optimizer)
 
     def of_collection(

@@ -30,7 +30,6 @@ from recsys.batch import feature_tables, features_by_table, require_one_batch_si
 from recsys.embeddings.kernels.cpu.counting import Segments, count_rows, worst_levels
 from recsys.embeddings.popularity.files import read_profile, write_profile
 from recsys.embeddings.rows.bag_input import require_bounds
-from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, ProfileError
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, Features, SampleSource
+    from recsys.embeddings.table import TableConfig
 
 __all__ = [
     "Coverage",
@@ -127,13 +127,8 @@ class PopularityProfile:
     """
 
     def __init__(self, tables: Mapping[str, int] | Sequence[TableConfig]) -> None:
-        self._start(*_named_tables(tables))
-
-    def _start(
-        self, table_sizes: Mapping[str, int], features: Mapping[str, tuple[str, ...]]
-    ) -> None:
         self.num_samples = 0
-        self.table_sizes, self.features = dict(table_sizes), dict(features)
+        self.table_sizes, self.features = _named_tables(tables)
         self._sizes = np.array(list(self.table_sizes.values()), np.int64)
         self.bases: NDArray[np.int64] = np.cumsum(self._sizes) - self._sizes
         self._counts: NDArray[Any] = np.zeros(int(self._sizes.sum()), np.uint32)
@@ -151,14 +146,8 @@ class PopularityProfile:
             ConfigError: the source has no such samples.
             IdOutOfRange: the source has an id that is not a row of its table.
         """
-        features = features_by_table(source)
-        tables = [
-            TableConfig(
-                name=name, num_embeddings=size, embedding_dim=1, feature_names=features[name]
-            )
-            for name, size in source.table_sizes.items()
-        ]
-        profile = cls(tables)
+        profile = cls(source.table_sizes)
+        profile.features = features_by_table(source)
         part = samples_of(source, samples)
         first = part.start
         for block in blocks_of_source(source, part):
@@ -395,16 +384,8 @@ class PopularityProfile:
             rows: By table: the first row, and the number of rows. Rows that this profile does not
                 have get a count of zero.
         """
-        tables = [
-            TableConfig(
-                name=name,
-                num_embeddings=num_rows,
-                embedding_dim=1,
-                feature_names=self.features[name],
-            )
-            for name, (_, num_rows) in rows.items()
-        ]
-        found = PopularityProfile(tables)
+        found = PopularityProfile({name: num_rows for name, (_, num_rows) in rows.items()})
+        found.features = {name: self.features[name] for name in rows}
         for base, (name, (first, num_rows)) in zip(found.bases.tolist(), rows.items(), strict=True):
             found._add_counts(base, self.counts(name)[first : first + num_rows])
         found.num_samples = self.num_samples
@@ -422,8 +403,7 @@ class PopularityProfile:
     def from_about(cls, about: Mapping[str, Any], counts: NDArray[Any]) -> PopularityProfile:
         """Rebuild a profile from its `about()` and its `counts`, (R,), which are not copied."""
         profile = cls(about["tables"])
-        features = {name: tuple(own) for name, own in about["features"].items()}
-        profile._start(about["tables"], features)
+        profile.features = {name: tuple(own) for name, own in about["features"].items()}
         profile._counts, profile._most = counts, int(counts.max(initial=0))
         profile.num_samples = about["num_samples"]
         return profile
@@ -487,10 +467,8 @@ class PopularityProfile:
     def _reserve(self, num_lookups: int) -> None:
         """Ensure that no count overflows if up to `num_lookups` are added to each row."""
         self._most += num_lookups
-        if self._most > _MAX_NARROW and self._counts.dtype != np.int64:
-            self._most = int(self._counts.max(initial=0)) + num_lookups
-            if self._most > _MAX_NARROW:
-                self._counts = self._counts.astype(np.int64)
+        if self._most > _MAX_NARROW:
+            self._counts = self._counts.astype(np.int64, copy=False)
 
     def _segments(self, block: LookupBlock) -> Segments:
         """The segments of a block: the lookups of each feature in each table."""
@@ -564,7 +542,15 @@ def blocks_of_source(source: SampleSource, samples: range) -> Iterator[LookupBlo
     for begin in range(samples.start, samples.stop, size):
         end = min(begin + size, samples.stop)
         if rows is not None:
-            yield _block_of_columns(features, rows[begin:end])
+            yield LookupBlock(
+                features,
+                rows[begin:end].reshape(-1),
+                np.arange(len(features), dtype=np.int64),
+                np.full(len(features), end - begin),
+                len(features),
+                None,
+                end - begin,
+            )
         else:
             yield _block_of(source.read(np.arange(begin, end)))
 
@@ -701,19 +687,6 @@ def _block_of(batch: Batch | Features) -> LookupBlock:
     )
     ends = bounds[np.append(firsts, len(names) * num_samples)].astype(np.int64)
     return LookupBlock(names, values_N, ends[:-1], np.diff(ends), 1, bounds, num_samples)
-
-
-def _block_of_columns(features: Sequence[str], rows_BF: NDArray[np.int32]) -> LookupBlock:
-    num_samples, num_features = rows_BF.shape
-    return LookupBlock(
-        features,
-        rows_BF.reshape(-1),
-        np.arange(num_features, dtype=np.int64),
-        np.full(num_features, num_samples),
-        num_features,
-        None,
-        num_samples,
-    )
 
 
 def _out_of_range(block: LookupBlock, segments: Segments, first_sample: int) -> IdOutOfRange:

@@ -164,15 +164,26 @@ class HotPlan:
         self._slot_bytes = np.array([table.slot_bytes for table in self.tables.values()], np.int64)
         self._is_pinned = np.zeros(int(self._sizes.sum()), np.bool_)
         self.map_bytes = map_bytes(len(self._is_pinned))
-        self.num_shared_slots, of_slot = self._shared()
+        self.num_shared_slots = self._shared()
+        of_slot = {
+            (table.embedding_dim, table.data_type): table.slot_bytes
+            for table in self.tables.values()
+        }
         slots = [(num, of_slot[space]) for space, num in self.num_shared_slots.items()]
         self.floor_bytes = floor_bytes(len(self._is_pinned), slots)
         self.shared_bytes = self.floor_bytes - self.map_bytes
         if self.everything_bytes <= budget_bytes:
             self._is_pinned[:] = True
             self.num_shared_slots, self.shared_bytes = dict.fromkeys(self.num_shared_slots, 0), 0
+        elif budget_bytes < self.floor_bytes:
+            raise BudgetTooSmall(
+                f"budget must be at least {self.floor_bytes} bytes "
+                f"({format_bytes(self.floor_bytes)}), got {budget_bytes} "
+                f"({format_bytes(budget_bytes)}): {format_bytes(self.map_bytes)} for the row "
+                f"map of {len(self._is_pinned):,} rows, {format_bytes(self.shared_bytes)} for the "
+                "rows that mini-batches look up; raise it, or make the mini-batches smaller"
+            )
         else:
-            self._require_floor()
             self._pin(budget_bytes - self.floor_bytes)
         self.pinned_bytes = int(self._num_pinned() @ self._slot_bytes)
 
@@ -248,32 +259,6 @@ class HotPlan:
         wanted = self.budget_bytes if budget is None else budget
         return self._again(self.profile.of_rows(rows), tables, wanted)
 
-    def of_bag(
-        self, num_embeddings: int, embedding_dim: int, budget: int | str | None = None
-    ) -> HotPlan:
-        """The plan itself, after checking that it has one table, of this size and any name.
-
-        Args:
-            num_embeddings: E.
-            embedding_dim: D.
-            budget: If given, plan again for this budget.
-
-        Raises:
-            ProfileError: the plan has several tables, or a table of another size.
-            BudgetTooSmall, ConfigError: see `plan_hot_rows`.
-        """
-        if len(self.tables) != 1:
-            raise ProfileError(
-                "the plan of a bag must have one table, got "
-                f"{list(self.tables)}; plan for the bag's table alone"
-            )
-        table = TableConfig(
-            name=next(iter(self.tables)),
-            num_embeddings=num_embeddings,
-            embedding_dim=embedding_dim,
-        )
-        return self.of_tables([table], budget)
-
     def coverage(
         self,
         on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
@@ -337,7 +322,21 @@ class HotPlan:
         """A table of the coverage of the counted lookups under this and other budgets."""
         if not self.profile.num_lookups:
             return "no lookups were counted"
-        return _format_budgets(self)
+        lines = [("budget", "of everything", "pinned rows", "lookups", "distinct rows")]
+        for budget in self._printed_budgets():
+            planned = self.retarget(budget)
+            found = planned.coverage()
+            is_exact = round_up_as_written(budget) == budget
+            lines.append(
+                (
+                    format_bytes(budget) if is_exact else f"{budget} B",
+                    f"{min(budget / self.everything_bytes, 1):.1%}",
+                    f"{planned.num_pinned:,}",
+                    f"{found.lookup_hit_rate:.1%}",
+                    f"{found.num_distinct_hot_rows / found.num_distinct_rows:.1%}",
+                )
+            )
+        return text_table(lines)
 
     def __repr__(self) -> str:
         return (
@@ -350,6 +349,16 @@ class HotPlan:
         """0 for pinned rows and 1 for others, (R,)."""
         return np.where(self._is_pinned, np.uint8(0), np.uint8(1))
 
+    def _printed_budgets(self) -> list[int]:
+        """The plan's budget, and others whose room above the floor doubles up to all counted rows.
+
+        Doublings of the budget itself would say nothing where the row map is most of it.
+        """
+        seen = np.add.reduceat(self.profile.counts() > 0, self.profile.bases, dtype=np.int64)
+        room = min(int(seen @ self._slot_bytes), self.everything_bytes - self.floor_bytes)
+        others = [self.floor_bytes + (room >> halvings) for halvings in range(_NUM_OTHER_BUDGETS)]
+        return sorted({*map(round_up_as_written, others), self.budget_bytes})
+
     def _again(
         self, profile: PopularityProfile, tables: Mapping[str, PlannedTable], budget: int | str
     ) -> HotPlan:
@@ -357,27 +366,15 @@ class HotPlan:
         budget_bytes = parse_bytes(budget, "budget")
         return HotPlan(profile, tables, budget_bytes, self.window_lookups, self.small_share)
 
-    def _shared(self) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
-        """How many slots the window needs in each row space, and the bytes of each slot."""
+    def _shared(self) -> dict[tuple[int, str], int]:
+        """How many slots the window needs in each row space."""
         num_slots: dict[tuple[int, str], int] = {}
-        of_slot: dict[tuple[int, str], int] = {}
         for table, size in zip(self.tables.values(), self._sizes.tolist(), strict=True):
             space = table.embedding_dim, table.data_type
             # Features cannot look up more rows than their table has.
             most = min(self.window_lookups * table.num_features, size)
             num_slots[space] = num_slots.get(space, 0) + most
-            of_slot[space] = table.slot_bytes
-        return num_slots, of_slot
-
-    def _require_floor(self) -> None:
-        if self.budget_bytes < self.floor_bytes:
-            raise BudgetTooSmall(
-                f"budget must be at least {self.floor_bytes} bytes "
-                f"({format_bytes(self.floor_bytes)}), got {self.budget_bytes} "
-                f"({format_bytes(self.budget_bytes)}): {format_bytes(self.map_bytes)} for the row "
-                f"map of {len(self._is_pinned):,} rows, {format_bytes(self.shared_bytes)} for the "
-                "rows that mini-batches look up; raise it, or make the mini-batches smaller"
-            )
+        return num_slots
 
     def _pin(self, room: int) -> None:
         table_bytes = self._sizes * self._slot_bytes
@@ -399,11 +396,9 @@ class HotPlan:
         num = int(np.searchsorted(taken, room, side="right"))
         self._is_pinned[ranked[:num]] = True
         room -= int(taken[num - 1]) if num else 0
-        if bool((self._is_pinned | (self.profile.counts() == 0)).all()):
-            self._complete(room)
-
-    def _complete(self, room: int) -> None:
-        """Pin the remaining rows of tables that then fit completely, the fewest bytes first."""
+        if not bool((self._is_pinned | (self.profile.counts() == 0)).all()):
+            return
+        # The remaining rows of tables that then fit completely, the fewest bytes first.
         left = (self._sizes - self._num_pinned()) * self._slot_bytes
         for table in np.argsort(left, kind="stable").tolist():
             if left[table] > room:
@@ -418,67 +413,3 @@ class HotPlan:
     def _num_pinned(self) -> NDArray[np.int64]:
         """Pinned rows of each table."""
         return np.add.reduceat(self._is_pinned, self.profile.bases, dtype=np.int64)
-
-
-def _format_budgets(plan: HotPlan) -> str:
-    """Lines of the coverage of the counted lookups under the budget of a plan and under others."""
-    lines = [("budget", "of everything", "pinned rows", "lookups", "distinct rows")]
-    for budget in _budgets(plan):
-        planned = plan if budget == plan.budget_bytes else plan.retarget(budget)
-        found = planned.coverage()
-        lines.append(
-            (
-                _written(budget),
-                f"{min(budget / plan.everything_bytes, 1):.1%}",
-                f"{planned.num_pinned:,}",
-                f"{found.lookup_hit_rate:.1%}",
-                f"{found.num_distinct_hot_rows / found.num_distinct_rows:.1%}",
-            )
-        )
-    return text_table(lines)
-
-
-def _written(budget: int) -> str:
-    """Text of exactly this budget."""
-    text = format_bytes(budget)
-    return text if parse_bytes(text) == budget else f"{budget} B"
-
-
-def _budgets(plan: HotPlan) -> list[int]:
-    """The plan's budget, and others whose room above the floor doubles up to all counted rows.
-
-    Doublings of the budget itself would say nothing where the row map is most of it.
-    """
-    room = _room_of_counted(plan)
-    others = {_with_room(plan, room >> halvings) for halvings in range(_NUM_OTHER_BUDGETS)}
-    return sorted(others | {plan.budget_bytes})
-
-
-def _room_of_counted(plan: HotPlan) -> int:
-    """Bytes above the floor that pin all counted rows, after the small tables, pinned whole."""
-    tables = [
-        (
-            int(np.count_nonzero(plan.profile.counts(name))) * table.slot_bytes,
-            size * table.slot_bytes,
-        )
-        for (name, table), size in zip(
-            plan.tables.items(), plan.profile.table_sizes.values(), strict=True
-        )
-    ]
-    room, last = sum(counted for counted, _ in tables), -1
-    while room != last:  # a larger budget may make more tables small
-        last, most = room, plan.small_share * _with_room(plan, room)
-        room = sum(whole if whole <= most else counted for counted, whole in tables)
-    return room
-
-
-def _with_room(plan: HotPlan, room: int) -> int:
-    """A budget with at least this room above the floor, rounded up by less than a quarter of it.
-
-    It is rounded further to what is written of it, and holds all rows where these take no more.
-    """
-    step = 1 << max(room.bit_length() - 3, 0)
-    rounded = round_up_as_written(-(-(plan.floor_bytes + room) // step) * step)
-    if rounded < plan.everything_bytes:
-        return rounded
-    return max(round_up_as_written(plan.everything_bytes), plan.budget_bytes)

@@ -328,19 +328,6 @@ def test_a_line_of_the_table_is_of_the_budget_that_it_shows(num_rows, num_counte
         assert num_pinned == f"{plan.retarget(budget).num_pinned:,}"
 
 
-@pytest.mark.parametrize("num_counted", [900, 1050, 1150])
-def test_the_last_budget_of_the_table_holds_all_counted_rows_beside_small_tables(num_counted):
-    tables = [TableConfig(name="big", num_embeddings=2000, embedding_dim=4)]
-    tables += [TableConfig(name=f"t{i}", num_embeddings=40, embedding_dim=4) for i in range(40)]
-    counts = {"big": [2] * num_counted + [0] * (2000 - num_counted)}
-    counts |= {table.name: [1] + [0] * 39 for table in tables[1:]}
-    plan = plan_hot_rows(profile_of(counts), tables, "40KiB", window_lookups=1, small_share=1 / 32)
-
-    last = str(plan).split("\n")[-1].split()
-
-    assert last[-2:] == ["100.0%", "100.0%"]
-
-
 def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_counted():
     plan = plan_hot_rows(PopularityProfile({"a": 5, "b": 4}), [A, B], 200, window_lookups=1)
 
