@@ -25,7 +25,7 @@ from recsys.conversion.accelerated import (
     Replacement,
     describe_outlook,
 )
-from recsys.conversion.choice import choose_budget, choose_tables
+from recsys.conversion.choice import choose_tables
 from recsys.conversion.exchange import (
     KEPT,
     counterpart,
@@ -35,14 +35,14 @@ from recsys.conversion.exchange import (
     names_of,
     tables_of,
 )
-from recsys.conversion.model_plan import require_arguments
+from recsys.conversion.model_plan import plan_of_model, require_arguments
 from recsys.embeddings.rows.table_parameter import storage_address
 from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
 from recsys.embeddings.update.tiering import require_own_memory
 from recsys.embeddings.updaters import make_updater
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from recsys.conversion.choice import ChosenTables
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.updaters import Link
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "accelerate", "restore"]
@@ -172,7 +171,7 @@ def accelerate(
     for message in (*notes, *refused):
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
     with lasting_tensors():  # which training changes, also if this is called in inference mode
-        tiering = _choose_tiering(model, chosen, budget, plan, profile, cold_tier, cold_path)
+        begin_tiers = _choose_tiers(model, chosen, budget, plan, profile, cold_tier, cold_path)
         counterparts = {module: counterpart(module) for module in chosen.found}
         links: list[Link] = []
         link_of: dict[nn.Module, Link] = {}
@@ -184,10 +183,14 @@ def accelerate(
             for old, new in counterparts.items():
                 new.__dict__[KEPT] = _Original(old, link_of.get(new))
             exchange(model, counterparts)
-            if tiering is not None:
-                tiering.begin(links[0])
+            if begin_tiers is not None:
+                begin_tiers(links[0])
         except BaseException:
-            _undo(model, counterparts, links)
+            for link in links:
+                link.cut()
+            for new in counterparts.values():
+                new.detach()
+            exchange(model, {new: old for old, new in counterparts.items()})
             raise
     for link in links:
         if link.marks is not None:
@@ -280,48 +283,7 @@ def _describe_updates(chosen: ChosenTables, updated: set[nn.Module]) -> tuple[st
     return (*(each.description for each in chosen.specs), *of_rest)
 
 
-def _undo(
-    model: nn.Module, counterparts: Mapping[nn.Module, AbstractTables], links: Sequence[Link]
-) -> None:
-    """Undo all replacements after an error."""
-    for link in links:
-        link.cut()
-    for new in counterparts.values():
-        new.detach()
-    exchange(model, {new: old for old, new in counterparts.items()})
-
-
-@dataclass(frozen=True)
-class _Tiering:
-    """The checked arguments of tiers; nothing has changed yet."""
-
-    budget_bytes: int
-    pinned: dict[nn.Parameter, Any]
-    names: dict[nn.Parameter, str]
-    files: ColdFiles | None
-    device: torch.device
-
-    def begin(self, link: Link) -> None:
-        """Give the tables tiers; after an error, the tables are as before."""
-        before = {weight: weight.data for weight in self.names}
-        try:
-            if self.files is not None:
-                for weight, name in self.names.items():
-                    weight.data = self.files.begin_with(name, weight.detach())
-            link.updater.tier(
-                self.budget_bytes,
-                self.pinned,
-                files=self.files,
-                names=self.names,
-                device=self.device,
-            )
-        except BaseException:
-            for weight, rows in before.items():
-                weight.data = rows
-            raise
-
-
-def _choose_tiering(
+def _choose_tiers(
     model: nn.Module,
     chosen: ChosenTables,
     budget: int | str | None,
@@ -329,14 +291,18 @@ def _choose_tiering(
     profile: PopularityProfile | None,
     cold_tier: str,
     cold_path: Path | str | None,
-) -> _Tiering | None:
-    """The tiers that the arguments of `accelerate` ask for; None if all rows are resident.
+) -> Callable[[Link], None] | None:
+    """Check the arguments of tiers, and open their files.
+
+    Returns:
+        What gives the tables tiers; None if all rows are resident.
 
     Raises:
         Exception: as for `accelerate`.
     """
-    budgeted = choose_budget(chosen, budget, plan, profile)
     updated = chosen.updated
+    formulas = [spec.formula for spec in chosen.specs]
+    budgeted = plan_of_model(updated, formulas, budget, plan, profile)
     if budgeted is not None:
         _require_own_memory(model, {table.weight: table.name for table in updated})
     names = {table.weight: table.name for table in reversed(updated)}
@@ -348,13 +314,28 @@ def _choose_tiering(
         cold_path,
         {name: (weight.shape, weight.dtype) for weight, name in names.items()},
         has_budget=budgeted is not None,
-        formula=None if budgeted is None else chosen.specs[0].formula,
+        formula=None if budgeted is None else formulas[0],
         frozen={name for weight, name in names.items() if not weight.requires_grad},
     )
     if budgeted is None:
         return None
     budget_bytes, pinned = budgeted
-    return _Tiering(budget_bytes, pinned, names, files, updated[0].weight.device)
+    device = updated[0].weight.device
+
+    def begin(link: Link) -> None:
+        """Give the tables tiers; after an error, the tables are as before."""
+        before = {weight: weight.data for weight in names}
+        try:
+            if files is not None:
+                for weight, name in names.items():
+                    weight.data = files.begin_with(name, weight.detach())
+            link.updater.tier(budget_bytes, pinned, files=files, names=names, device=device)
+        except BaseException:
+            for weight, rows in before.items():
+                weight.data = rows
+            raise
+
+    return begin
 
 
 def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) -> None:

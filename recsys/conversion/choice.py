@@ -15,6 +15,7 @@ are those of a plain step to one of recsys.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,23 +26,18 @@ from recsys.conversion.exchange import (
     find_of_other_classes,
     find_replaceable,
     named_tables_in,
-    tables_of,
 )
-from recsys.conversion.model_plan import plan_of_model
 from recsys.embeddings.lookup.one_table.bag_lookup import require_supported
 from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.updaters import choose_updaters, require_translatable, require_updatable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from recsys.embeddings.popularity.counts import PopularityProfile
-    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.updaters import NamedTable, UpdaterSpec
 
-__all__ = ["ChosenTables", "choose_budget", "choose_tables"]
+__all__ = ["ChosenTables", "choose_tables"]
 
 # From so many tables with sparse gradients, or numbers in those with dense ones, steps are shorter.
 _WITHOUT_STATE = 24, 1 << 20
@@ -108,51 +104,22 @@ def choose_tables(
     names = found | others
     tables = named_tables_in(found)
     given = optimizers if isinstance(optimizers, tuple) else ()
-    unfit = _find_unfit(found, tables, given, lazy_adam=lazy_adam, may_be_meta=may_be_meta)
+    unfit = _find_unfit(tables, given, lazy_adam=lazy_adam, may_be_meta=may_be_meta)
+    tables = {module: tables[module] for module in found if module not in unfit}
     for module in others:
         kind = f"{type(module).__name__} is a subclass unknown to recsys"
         unfit[module] = f"{kind}, which may compute other values than torch's"
-    found, tables = _without(unfit, found, tables)
-    specs = choose_updaters(tables, optimizers, lazy_adam=lazy_adam)
-    not_updated = _find_not_updated(found, specs) if given else {}
-    found, tables = _without(not_updated, found, tables)
+    specs = choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
+    not_updated = _find_not_updated(tables, specs) if given else {}
     if not always and (given or not specs):
-        slower = _find_slower(found, specs)
-        not_updated |= slower
-        found, tables = _without(slower, found, tables)
-        specs = choose_updaters(tables, optimizers, lazy_adam=lazy_adam)
+        wanted = {module: own for module, own in tables.items() if module not in not_updated}
+        not_updated |= _find_slower(wanted, specs)
+    tables = {module: own for module, own in tables.items() if module not in not_updated}
+    if not_updated:
+        specs = choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
     left = {module: names[module] for module in unfit | not_updated}
-    return ChosenTables(found, tables, specs, unfit, not_updated, left)
-
-
-def choose_budget(
-    chosen: ChosenTables,
-    budget: int | str | None,
-    plan: HotPlan | None,
-    profile: PopularityProfile | None,
-) -> tuple[int, dict[nn.Parameter, Any]] | None:
-    """The bytes of fast memory, and the rows to be pinned; None if all rows are resident.
-
-    Args:
-        chosen: The tables that share it.
-        budget: As for `accelerate`.
-        plan: As for `accelerate`.
-        profile: As for `accelerate`.
-
-    Raises:
-        BudgetTooSmall, ConfigError, ProfileError: as for `plan_of_model`.
-        ValueError: there is no optimizer, or more than one; or as for `plan_of_model`.
-    """
-    if budget is None and plan is None:
-        return None
-    if not chosen.specs:
-        raise ValueError(NEEDS_OPTIMIZER)
-    if len(chosen.specs) > 1:
-        raise ValueError(
-            f"budget: tables that share it must have one optimizer, got {len(chosen.specs)}; give "
-            "only one of them, which leaves the other tables alone, or leave out budget="
-        )
-    return plan_of_model(chosen.updated, chosen.specs[0].formula, budget, plan, profile)
+    taken = {module: found[module] for module in tables}
+    return ChosenTables(taken, _all_of(tables), specs, unfit, not_updated, left)
 
 
 def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:
@@ -175,20 +142,12 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
     return several
 
 
-def _without(
-    left: Mapping[nn.Module, str],
-    found: Mapping[nn.Module, list[str]],
-    tables: Sequence[NamedTable],
-) -> tuple[dict[nn.Module, list[str]], list[NamedTable]]:
-    """Modules and tables that are not left alone."""
-    rest = {module: names for module, names in found.items() if module not in left}
-    keys = {table.key for module, names in rest.items() for table in tables_of(module, names[0])}
-    return rest, [table for table in tables if table.key in keys]
+def _all_of(tables: Mapping[nn.Module, Sequence[NamedTable]]) -> list[NamedTable]:
+    return list(chain.from_iterable(tables.values()))
 
 
 def _find_unfit(
-    found: Mapping[nn.Module, list[str]],
-    tables: Sequence[NamedTable],
+    tables: Mapping[nn.Module, Sequence[NamedTable]],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     lazy_adam: bool,
@@ -197,69 +156,66 @@ def _find_unfit(
     """Find the modules that cannot be replaced.
 
     Args:
-        found: Modules of a class that can be replaced, with their names.
-        tables: All tables of these modules.
+        tables: The tables of each module of a class that can be replaced.
         optimizers: The torch optimizers that were given.
         lazy_adam: As for `accelerate`.
         may_be_meta: As for `require_updatable`.
 
     Raises:
-        ValueError: no module of `found` can be replaced; or recsys already updates a table.
+        ValueError: no module can be replaced; or recsys already updates a table.
     """
     left, errors = {}, []
-    for module, names in found.items():
-        keys = {table.key for table in tables_of(module, names[0])}
-        its_tables = [table for table in tables if table.key in keys]
-        for table in its_tables:
+    for module, own in tables.items():
+        for table in own:
             require_no_updater(table.name, table.weight)
         try:
-            _require_plain_instance(module, names[0])
+            _require_plain_instance(module, own)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 require_supported(module)
-            for table in its_tables:
+            for table in own:
                 require_updatable(table, may_be_meta=may_be_meta)
                 require_translatable(table, optimizers, lazy_adam=lazy_adam)
         except ValueError as error:
             errors.append(error)
             left[module] = str(error)
-    if found and len(left) == len(found):
+    if tables and len(left) == len(tables):
         raise errors[0]
     return left
 
 
 def _find_not_updated(
-    found: Mapping[nn.Module, list[str]], specs: Sequence[UpdaterSpec]
+    tables: Mapping[nn.Module, Sequence[NamedTable]], specs: Sequence[UpdaterSpec]
 ) -> dict[nn.Module, str]:
     """Find the modules whose weights require a gradient but are in no given optimizer.
 
     Args:
-        found: Modules that can be replaced, with their names.
+        tables: The tables of the modules that can be replaced.
         specs: The updaters of the given optimizers.
     """
-    left, reason = {}, "no given optimizer has its tables in a param group"
-    for module, names in found.items():
-        weights = [table.weight for table in tables_of(module, names[0])]
-        is_updated = any(id(each) in spec.param_groups for each in weights for spec in specs)
-        if not is_updated and any(each.requires_grad for each in weights):
-            left[module] = reason
-    return left
+    updated = set(chain.from_iterable(spec.param_groups for spec in specs))
+    return {
+        module: "no given optimizer has its tables in a param group"
+        for module, own in tables.items()
+        if updated.isdisjoint(id(table.weight) for table in own)
+        and any(table.weight.requires_grad for table in own)
+    }
 
 
-def _require_plain_instance(module: nn.Module, name: str) -> None:
+def _require_plain_instance(module: nn.Module, tables: Sequence[NamedTable]) -> None:
     """Refuse a module that has more than its class defines, or no table.
 
     Raises:
         ValueError: the module has no table; or its own forward, buffers, parameters or modules; or
             a hook on a table.
     """
-    tables = list(tables_of(module, name))
     if not tables:
-        raise ValueError(f"{name} has no tables")
+        raise ValueError(f"the {type(module).__name__} has no tables")
     own = ["forward"] if "forward" in module.__dict__ else []
     own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         own += module._modules
     if own:
+        name = tables[0].collection or tables[0].name
         raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
     for table in tables:
         if has_gradient_hooks(table.weight):
@@ -271,36 +227,33 @@ def _require_plain_instance(module: nn.Module, name: str) -> None:
 
 
 def _find_slower(
-    found: Mapping[nn.Module, list[str]], specs: Sequence[UpdaterSpec]
+    tables: Mapping[nn.Module, Sequence[NamedTable]], specs: Sequence[UpdaterSpec]
 ) -> dict[nn.Module, str]:
     """Find the modules that plain PyTorch trains faster.
 
     Args:
-        found: Modules that can be replaced, with their names.
+        tables: The tables of the modules that can be replaced.
         specs: What would update their rows in place of torch optimizers; empty if the gradients
             are left to the caller.
     """
-    tables = {module: list(tables_of(module, names[0])) for module, names in found.items()}
     of_table: dict[int, str] = {}
     # Updates by another rule, such as lazy_adam, are wanted at any speed.
     ruled = {table for spec in specs if spec.rule for table in spec.param_groups}
     for spec in specs:
-        updated = [each for of_module in tables.values() for each in of_module]
-        of_table |= dict.fromkeys(spec.param_groups, _reason_of(spec, updated))
+        of_table |= dict.fromkeys(spec.param_groups, _reason_of(spec, _all_of(tables)))
     reasons = {}
-    for module in found:
+    for module, own in tables.items():
         is_apart = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.is_cuda
-        is_apart &= not any(id(table.weight) in ruled for table in tables[module])
-        of_tables = [of_table.get(id(table.weight), "") for table in tables[module]]
+        is_apart &= not any(id(table.weight) in ruled for table in own)
+        of_tables = [of_table.get(id(table.weight), "") for table in own]
         reasons[module] = _BY_LAUNCHES if is_apart else next(filter(None, of_tables), "")
     # A table that modules share is left in all of them, or in none.
-    taken = {
-        id(table.weight) for module in found if not reasons[module] for table in tables[module]
-    }
+    kept = [own for module, own in tables.items() if not reasons[module]]
+    taken = {id(table.weight) for table in chain.from_iterable(kept)}
     return {
         module: f"{reasons[module]}; always=True takes them"
-        for module in found
-        if reasons[module] and not any(id(table.weight) in taken for table in tables[module])
+        for module, own in tables.items()
+        if reasons[module] and taken.isdisjoint(id(table.weight) for table in own)
     }
 
 
@@ -308,16 +261,12 @@ def _reason_of(spec: UpdaterSpec, tables: Sequence[NamedTable]) -> str:
     """Why PyTorch trains the tables of an optimizer faster; "" if it does not."""
     if spec.rule:  # the caller asks for another rule than PyTorch's
         return ""
-    is_sparse: dict[int, bool] = {}
-    num_dense = 0
-    for table in tables:
-        key = id(table.weight)
-        if key in spec.param_groups and key not in is_sparse:
-            is_sparse[key] = table.is_sparse
-            num_dense += 0 if table.is_sparse else table.weight.numel()
+    own = {id(table.weight): table for table in tables if id(table.weight) in spec.param_groups}
+    num_sparse = sum(table.is_sparse for table in own.values())
+    num_dense = sum(0 if table.is_sparse else table.weight.numel() for table in own.values())
     has_state = bool(spec.formula.state_sizes(1))
     least_tables, least_numbers = _WITH_STATE if has_state else _WITHOUT_STATE
-    if sum(is_sparse.values()) >= least_tables or num_dense >= least_numbers:
+    if num_sparse >= least_tables or num_dense >= least_numbers:
         return ""
     return (
         f"with {type(spec.formula).__name__}, steps are not shorter for fewer than {least_tables} "

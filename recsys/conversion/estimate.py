@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -17,13 +18,12 @@ from torch import nn
 
 from recsys._support.machine import memory_bytes
 from recsys._support.sizes import counted, format_bytes, round_up_as_written, round_up_bytes
-from recsys.conversion.choice import choose_budget, choose_tables
+from recsys.conversion.choice import choose_tables
 from recsys.conversion.exchange import find_recsys, named_tables_in
 from recsys.conversion.model_plan import configs_of, plan_of_model, require_arguments
 from recsys.embeddings.kernels.choice import has_own_kernels
 from recsys.embeddings.staleness.followed_rows import tracked_bytes
 from recsys.embeddings.tiers.budget import (
-    NEEDS_OPTIMIZER,
     SpaceSize,
     divide_for_pinned,
     order_pinned,
@@ -183,29 +183,29 @@ def estimate(
     require_cold_tier(cold_tier, cold_path)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-    modules = [cast("AbstractTables", module) for module in find_recsys(model)]
+    ours = find_recsys(model)
+    modules = [cast("AbstractTables", module) for module in ours]
     if modules:
         if optimizer is not None or lazy_adam:
             raise ValueError(
                 "optimizer: the tables are in modules of recsys already, whose optimizer is "
                 "known; leave it out"
             )
-        tables = named_tables_in(find_recsys(model))
+        tables = list(chain.from_iterable(named_tables_in(ours).values()))
         sized = _sized_recsys(modules, tables, budget, plan, profile, cold_tier)
     else:
         chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
-        tables = chosen.tables
-        budgeted = choose_budget(chosen, budget, plan, profile)
-        updates = [(spec.param_groups, spec.formula) for spec in chosen.specs]
-        sized = _Sized(_groups_of(tables, updates), bool(updates), *budgeted or (None, {}))
-        sized = sized._replace(cold_tier=cold_tier)
+        tables, formulas = chosen.tables, [spec.formula for spec in chosen.specs]
+        budgeted = plan_of_model(chosen.updated, formulas, budget, plan, profile)
+        groups = _groups_of(tables, [(spec.param_groups, spec.formula) for spec in chosen.specs])
+        sized = _Sized(groups, bool(formulas), cold_tier, *budgeted or (None, {}))
     if cold_tier == "file":
         require_budget_of_files(has_budget=sized.budget_bytes is not None)
     tiers = [each for module in modules for each in module.tiers()]
     place = tiers[0].device if tiers else tables[0].weight.device
     place = place if device is None else torch.device(device)
     rows = _rows_of_mini_batch(tables, batch_size, lookups_per_bag)
-    found = sized.estimate(model, rows, batch_size, staleness, place)
+    found = _estimate(sized, model, rows, batch_size, staleness, place)
     if not any(table.weight.is_meta for table in tables):
         require_machine(found)
     if cold_path is not None:
@@ -219,120 +219,108 @@ class _Sized(NamedTuple):
     Attributes:
         groups: Tables of one dim and dtype, and their size.
         has_optimizer: Whether the optimizer of their rows is known.
+        cold_tier: "host" or "file".
         budget_bytes: The budget; None if all rows are resident.
         pinned: For each table, the pinned rows and their counts.
-        cold_tier: "host" or "file".
-        slots: The numbers of slots that the groups have already; None to divide the budget.
+        slots: The numbers of slots that the groups have already; empty to divide the budget.
         reserved_bytes: The part of the budget that a tracker has already.
     """
 
     groups: Sequence[tuple[SpaceSize, Sequence[nn.Parameter]]]
     has_optimizer: bool
+    cold_tier: str
     budget_bytes: int | None = None
     pinned: Mapping[nn.Parameter, Any] = {}
-    cold_tier: str = "host"
-    slots: Sequence[int] | None = None
+    slots: Sequence[int] = ()
     reserved_bytes: int = 0
 
-    def estimate(
-        self,
-        model: nn.Module,
-        rows: Mapping[int, int],
-        batch_size: int,
-        staleness: Staleness | None,
-        device: torch.device,
-    ) -> Estimate:
-        """The formula.
 
-        Args:
-            model: The model.
-            rows: The most distinct rows of a mini-batch, by the `id()` of the table; 0 for others.
-            batch_size: As for `estimate`.
-            staleness: As for `estimate`.
-            device: Device of the fast memory; "meta" stands for the CPU.
+def _estimate(
+    sized: _Sized,
+    model: nn.Module,
+    rows: Mapping[int, int],
+    batch_size: int,
+    staleness: Staleness | None,
+    device: torch.device,
+) -> Estimate:
+    """The formula.
 
-        Raises:
-            BudgetTooSmall: the budget does not hold the row maps, or a mini-batch.
-        """
-        spaces = [space for space, _ in self.groups]
-        tracker = self.reserved_bytes
-        if staleness is not None:
-            tracker = sum(tracked_bytes(tables, staleness) for _, tables in self.groups)
-        slots = self.slots if staleness is None else None
-        if slots is None:
-            slots = self._divided(tracker)
-        num_rows = sum(space.num_rows for space in spaces)
-        everything = sum(space.resident_bytes for space in spaces)
-        needed = [
-            (max(1, sum(rows.get(id(table), 0) for table in tables)), space.slot_bytes)
-            for space, tables in self.groups
-        ]
-        floor = tracker + floor_bytes(num_rows, needed)
-        if self.cold_tier == "host":
-            floor = min(floor, everything)  # where every row is resident there is no row map
-        fast, host, disk = tracker + everything, 0, 0
-        if slots:
-            fast = tracker + map_bytes(num_rows)
-            host, disk = (0, everything) if self.cold_tier == "file" else (everything, 0)
-        elif self.budget_bytes is not None:
-            require_room_beside_rows(self.budget_bytes, everything, tracker)
-        for space, count in zip(spaces, slots or (), strict=False):
-            fast += count * space.slot_bytes
-            of_row = row_bytes(space.dim, space.dtype, space.state_sizes)
-            host += num_staged(count, of_row) * of_row if has_own_kernels(device) else 0
-        own = {id(table) for _, tables in self.groups for table in tables}
-        dense = sum(each.nbytes for each in model.parameters() if id(each) not in own)
-        on_cpu = device.type in ("cpu", "meta")
-        if slots and self.budget_bytes is not None and floor > self.budget_bytes:
-            raise BudgetTooSmall(
-                f"budget must be at least {floor} bytes ({round_up_bytes(floor)}), got "
-                f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}): a mini-batch of "
-                f"{batch_size:,} samples needs that much; raise it, or make mini-batches smaller "
-                "(batch_size; or lookups_per_bag, where bags have rows in common)"
-            )
-        return Estimate(
-            num_tables=len(own),
-            num_rows=num_rows,
-            everything_bytes=everything,
-            has_optimizer=self.has_optimizer,
-            device="cpu" if on_cpu else str(device),
-            fast_bytes=fast,
-            budget_bytes=self.budget_bytes,
-            num_slots=sum(slots or ()),
-            batch_size=batch_size,
-            floor_bytes=floor,
-            host_bytes=host + (fast + dense if on_cpu else 0),
-            disk_bytes=disk,
-            dense_bytes=dense,
+    Args:
+        sized: The tables.
+        model: The model.
+        rows: The most distinct rows of a mini-batch, by the `id()` of the table; 0 for others.
+        batch_size: As for `estimate`.
+        staleness: As for `estimate`.
+        device: Device of the fast memory; "meta" stands for the CPU.
+
+    Raises:
+        BudgetTooSmall: the budget does not hold the row maps, or a mini-batch.
+    """
+    spaces = [space for space, _ in sized.groups]
+    num_rows = sum(space.num_rows for space in spaces)
+    everything = sum(space.resident_bytes for space in spaces)
+    budget, is_on_host = sized.budget_bytes, sized.cold_tier == "host"
+    tracker, slots = sized.reserved_bytes, sized.slots
+    if staleness is not None:
+        tracker, slots = sum(tracked_bytes(tables, staleness) for _, tables in sized.groups), ()
+    if budget is not None and not slots:
+        if is_on_host and everything <= budget:
+            require_room_beside_rows(budget, everything, tracker)
+        else:
+            pinned = [order_pinned(tables, sized.pinned) for _, tables in sized.groups]
+            divided = divide_for_pinned(budget - tracker, spaces, pinned, may_stay=False)
+            slots = [num_slots for num_slots, _ in divided or ()]
+    needed = [
+        (max(1, sum(rows.get(id(table), 0) for table in tables)), space.slot_bytes)
+        for space, tables in sized.groups
+    ]
+    floor = tracker + floor_bytes(num_rows, needed)
+    if is_on_host:
+        floor = min(floor, everything)  # where every row is resident there is no row map
+    fast, host, disk = tracker + everything, 0, 0
+    if slots:
+        fast = tracker + map_bytes(num_rows)
+        host, disk = (everything, 0) if is_on_host else (0, everything)
+    for space, count in zip(spaces, slots, strict=False):
+        fast += count * space.slot_bytes
+        of_row = row_bytes(space.dim, space.dtype, space.state_sizes)
+        host += num_staged(count, of_row) * of_row if has_own_kernels(device) else 0
+    own = {id(table) for _, tables in sized.groups for table in tables}
+    dense = sum(each.nbytes for each in model.parameters() if id(each) not in own)
+    on_cpu = device.type in ("cpu", "meta")
+    if slots and budget is not None and floor > budget:
+        raise BudgetTooSmall(
+            f"budget must be at least {floor} bytes ({round_up_bytes(floor)}), got {budget} "
+            f"({format_bytes(budget)}): a mini-batch of {batch_size:,} samples needs that much; "
+            "raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where bags "
+            "have rows in common)"
         )
-
-    def _divided(self, tracker_bytes: int) -> list[int] | None:
-        """The number of slots of each group; None if all rows are resident."""
-        if self.budget_bytes is None:
-            return None
-        spaces = [space for space, _ in self.groups]
-        pinned = [order_pinned(tables, self.pinned) for _, tables in self.groups]
-        may_stay = self.cold_tier == "host"
-        divided = divide_for_pinned(self.budget_bytes, spaces, pinned, may_stay=may_stay)
-        if divided is None:
-            return None
-        if tracker_bytes:  # a tracker takes its part when the tiers are there
-            rest = self.budget_bytes - tracker_bytes
-            divided = divide_for_pinned(rest, spaces, pinned, may_stay=False)
-        return [num_slots for num_slots, _ in divided or ()]
+    return Estimate(
+        num_tables=len(own),
+        num_rows=num_rows,
+        everything_bytes=everything,
+        has_optimizer=sized.has_optimizer,
+        device="cpu" if on_cpu else str(device),
+        fast_bytes=fast,
+        budget_bytes=budget,
+        num_slots=sum(slots),
+        batch_size=batch_size,
+        floor_bytes=floor,
+        host_bytes=host + (fast + dense if on_cpu else 0),
+        disk_bytes=disk,
+        dense_bytes=dense,
+    )
 
 
 def _groups_of(
-    tables: Sequence[NamedTable], updates: Sequence[tuple[Mapping[int, int], RowOptimizer]]
+    tables: Sequence[NamedTable],
+    updates: Sequence[tuple[Mapping[int, int], RowOptimizer | None]] = (),
 ) -> list[tuple[SpaceSize, Sequence[nn.Parameter]]]:
     """The groups that `make_updater` makes; without an optimizer, rows without state."""
     weights = [table.weight for table in tables]
-    if not updates:
-        kinds = tables_by_kind(dict.fromkeys(map(id, weights), 0), weights)
-        return [(SpaceSize.of(each, {}), each) for each in kinds.values()]
     return [
-        (SpaceSize.of(each, formula.state_sizes(kind[1])), each)
-        for numbers, formula in updates
+        (SpaceSize.of(each, {} if formula is None else formula.state_sizes(kind[1])), each)
+        for numbers, formula in updates or [(dict.fromkeys(map(id, weights), 0), None)]
         for kind, each in tables_by_kind(numbers, weights).items()
     ]
 
@@ -353,29 +341,26 @@ def _sized_recsys(
     """
     updaters = list(dict.fromkeys(module.row_updater for module in modules))
     known = [each for each in updaters if each is not None]
-    is_new = budget is not None or plan is not None
-    if is_new and len(known) < len(updaters):
-        raise ValueError(NEEDS_OPTIMIZER)
-    if len(updaters) > 1 and (is_new or any(each.budget_bytes for each in known)):
+    formulas = [None if each is None else each.groups[0].settings.formula for each in updaters]
+    groups = [(each.space_size(), each.group.tables) for one in known for each in one.groups]
+    alone = {id(x.weight) for each in modules for x in each.holders() if not each.row_updater}
+    without = [table for table in tables if id(table.weight) in alone]
+    sized = _Sized([*groups, *_groups_of(without)], not without, cold_tier)
+    budgeted = plan_of_model(tables, formulas, budget, plan, profile)
+    if budgeted is not None:
+        return sized._replace(budget_bytes=budgeted[0], pinned=budgeted[1])
+    if len(updaters) > 1 and any(each.budget_bytes for each in known):
         raise ValueError(
             f"budget: tables that share it must have one optimizer, got {len(updaters)} (none "
             "counts as one); estimate one module at a time"
         )
-    groups = [(each.space_size(), each.group.tables) for one in known for each in one.groups]
-    alone = {id(x.weight) for each in modules for x in each.holders() if not each.row_updater}
-    without = [table for table in tables if id(table.weight) in alone]
-    sized = _Sized([*groups, *_groups_of(without, ())], not without)
-    if is_new:
-        formula = known[0].groups[0].settings.formula
-        budget_bytes, pinned = plan_of_model(tables, formula, budget, plan, profile)
-        return sized._replace(budget_bytes=budget_bytes, pinned=pinned, cold_tier=cold_tier)
     if len(known) != 1:
         return sized
     tiers = known[0].tiers()
     return sized._replace(
         budget_bytes=known[0].budget_bytes or None,
         cold_tier="file" if any(each.files is not None for each in tiers) else "host",
-        slots=[each.hot.num_slots for each in tiers] or None,
+        slots=[each.hot.num_slots for each in tiers],
         reserved_bytes=known[0].reserved_bytes,
     )
 
@@ -387,7 +372,7 @@ def require_machine(found: Estimate) -> None:
         ConfigError: it has less.
     """
     memory = memory_bytes()
-    if memory is not None and found.host_bytes > memory:
+    if found.host_bytes > memory:
         raise ConfigError(
             f"host memory: tables and dense parameters take {format_bytes(found.host_bytes)}, and "
             f"this machine has {format_bytes(memory)}; keep rows in files by a budget and "
@@ -404,16 +389,19 @@ def _rows_of_mini_batch(
         ValueError: a number of lookups is negative, or is for no table.
     """
     weights, configs = configs_of(tables)
-    given = lookups_per_bag if isinstance(lookups_per_bag, Mapping) else {}
+    given: Mapping[str, Any] = (
+        lookups_per_bag
+        if isinstance(lookups_per_bag, Mapping)
+        else dict.fromkeys(weights, lookups_per_bag)
+    )
     unknown = [name for name in given if name not in weights]
     if unknown:
         raise ValueError(
             f"lookups_per_bag: there is no table {unknown[0]!r}; the tables are {list(weights)}"
         )
-    default: Any = 1 if isinstance(lookups_per_bag, Mapping) else lookups_per_bag
     rows = {}
     for config in configs:
-        found = given.get(config.name, default)
+        found = given.get(config.name, 1)
         if not isinstance(found, int | float) or not found >= 0:
             raise ValueError(f"lookups_per_bag must be a number of at least 0, got {found!r}")
         most = batch_size * len(config.feature_names) * found

@@ -82,7 +82,14 @@ def find_recsys(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Find the modules with a table whose class recsys does not know."""
-    return names_of(model, _is_of_another_class)
+    return names_of(
+        model,
+        lambda module: (
+            isinstance(module, nn.EmbeddingBag | nn.Embedding)
+            and not isinstance(module, TableModule)
+            and not _is_replaceable(module)
+        ),
+    )
 
 
 def names_of(
@@ -108,19 +115,24 @@ def _wanted_in(
             yield from _wanted_in(child, is_wanted, f"{prefix}{name}.", (*path, child))
 
 
-def named_tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
-    """Every table of every module; a table that modules share is listed several times."""
-    tables = [table for module, names in found.items() for table in tables_of(module, names[0])]
+def named_tables_in(
+    found: Mapping[nn.Module, list[str]],
+) -> dict[nn.Module, list[NamedTable]]:
+    """The tables of each module; a table that modules share is in the list of each."""
+    tables = {module: list(tables_of(module, names[0])) for module, names in found.items()}
     # The sum of a sparse and a dense gradient is dense.
-    dense = {id(table.weight) for table in tables if not table.is_sparse}
-    return [replace(table, is_sparse=id(table.weight) not in dense) for table in tables]
+    dense = {id(each.weight) for own in tables.values() for each in own if not each.is_sparse}
+    return {
+        module: [replace(each, is_sparse=id(each.weight) not in dense) for each in own]
+        for module, own in tables.items()
+    }
 
 
 def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
     """The tables of a module; `name` is its name in the model."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
-        key, weight = f"{name}.weight", _weight(module)
-        yield NamedTable(name, key, "", weight, None, name, (name,), module.sparse)
+        weight = cast("nn.Parameter", module.weight)
+        yield NamedTable(name, f"{name}.weight", "", weight, None, name, (name,), module.sparse)
         return
     is_pooled = hasattr(module, "embedding_bags")
     attribute = "embedding_bags" if is_pooled else "embeddings"
@@ -129,9 +141,9 @@ def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
     configs = {config.name: config for config in known}
     for table, bag in getattr(found, attribute).items():
         place = f"{name}.{attribute}.{table}"
-        features, is_sparse = tuple(configs[table].feature_names), cast("bool", bag.sparse)
-        key, prefix, weight = f"{place}.weight", f"{table}.", _weight(bag)
-        yield NamedTable(place, key, prefix, weight, name, table, features, is_sparse)
+        features = tuple(configs[table].feature_names)
+        key, prefix = f"{place}.weight", f"{table}."
+        yield NamedTable(place, key, prefix, bag.weight, name, table, features, bag.sparse)
 
 
 def counterpart(module: nn.Module) -> AbstractTables:
@@ -194,15 +206,8 @@ def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> N
 
 
 def _is_replaceable(module: nn.Module) -> bool:
-    return type(module) in (nn.EmbeddingBag, nn.Embedding) or _is_torchrec(module)
-
-
-def _is_of_another_class(module: nn.Module) -> bool:
-    has_table = isinstance(module, nn.EmbeddingBag | nn.Embedding)
-    return has_table and not _is_replaceable(module) and not isinstance(module, TableModule)
-
-
-def _is_torchrec(module: nn.Module) -> bool:
+    if type(module) in (nn.EmbeddingBag, nn.Embedding):
+        return True
     # Importing TorchRec takes seconds. A module of its class exists only if it is imported.
     library = sys.modules.get("torchrec.modules.embedding_modules")
     return library is not None and type(module) in (
@@ -214,7 +219,3 @@ def _is_torchrec(module: nn.Module) -> bool:
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Children under every name; `named_children` lists a module that is used twice only once."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
-
-
-def _weight(bag: nn.Module) -> nn.Parameter:
-    return cast("nn.Parameter", bag.weight)

@@ -19,6 +19,7 @@ from recsys._support.sizes import parse_bytes
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows, require_plan
 from recsys.embeddings.table import DATA_TYPES
+from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.errors import BudgetTooSmall, ProfileError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.updaters import NamedTable
 
-__all__ = ["PlannedConfig", "configs_of", "plan_of_model", "require_arguments"]
+__all__ = ["configs_of", "plan_of_model", "require_arguments"]
 
 _DATA_TYPES = {dtype: name for name, dtype in (DATA_TYPES | {"fp64": torch.float64}).items()}
 
@@ -63,18 +64,18 @@ def require_arguments(
 
 def plan_of_model(
     tables: Sequence[NamedTable],
-    formula: RowOptimizer,
+    formulas: Sequence[RowOptimizer | None],
     budget: int | str | None,
     plan: HotPlan | None,
     profile: PopularityProfile | None,
-) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
-    """The bytes of fast memory, and the rows to be pinned.
+) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]] | None:
+    """The bytes of fast memory, and the rows to be pinned; None if all rows are resident.
 
     Args:
         tables: The tables that share the budget; a shared table occurs once for each of its
             modules.
-        formula: The update rule of their rows.
-        budget: See `accelerate`; it may be None if there is a plan.
+        formulas: The update rules of their rows; None for rows that have none.
+        budget: See `accelerate`.
         plan: A plan of the updated tables, in any order; see `accelerate`.
         profile: Has the updated tables, and may have others; see `accelerate`.
 
@@ -85,8 +86,18 @@ def plan_of_model(
         BudgetTooSmall: the floor of the profile's plan is above the budget.
         ConfigError: `budget` cannot be read.
         ProfileError: plan or profile has other tables.
-        ValueError: the tables are on several devices.
+        ValueError: there is no optimizer, or more than one; or the tables are on several devices.
     """
+    if budget is None and plan is None:
+        return None
+    formula = formulas[0] if formulas else None
+    if formula is None or None in formulas:
+        raise ValueError(NEEDS_OPTIMIZER)
+    if len(formulas) > 1:
+        raise ValueError(
+            f"budget: tables that share it must have one optimizer, got {len(formulas)}; give "
+            "only one of them, which leaves the other tables alone, or leave out budget="
+        )
     devices = {table.weight.device: table.name for table in tables}
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
@@ -98,19 +109,32 @@ def plan_of_model(
     if plan is not None:
         order = {name: number for number, name in enumerate(plan.tables)}
         configs.sort(key=lambda config: order.get(config.name, len(order)))
-        plan = plan.of_tables(_as_configs(configs), budget)
+        plan = plan.of_tables(configs, budget)
     else:
         assert budget is not None
         if profile is None:
             return parse_bytes(budget, "budget"), {}
-        plan = _plan_by(profile, configs, budget, formula)
+        try:
+            plan = plan_hot_rows(profile, configs, budget, formula)
+        except ProfileError as error:
+            if all(config.name in profile.table_sizes for config in configs):
+                raise
+            raise ProfileError(
+                f"{error}. A bag's table has the bag's name in the model; the names here are "
+                f"{[config.name for config in configs]}; profile.for_tables renames tables"
+            ) from None
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(
+                f"{error}. plan_hot_rows assumes large mini-batches by default; for smaller ones, "
+                "pass plan=plan_hot_rows(..., window_lookups=...) instead of profile="
+            ) from None
     pinned = {
         weights[name]: rows for name, rows in zip(plan.tables, plan.pinned_by_table(), strict=True)
     }
     return plan.budget_bytes, pinned
 
 
-class PlannedConfig(NamedTuple):
+class _Config(NamedTuple):
     """The fields of `TableConfig` that planning needs; allows float64, which that one refuses."""
 
     name: str
@@ -120,47 +144,21 @@ class PlannedConfig(NamedTuple):
     data_type: str
 
 
-def configs_of(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[PlannedConfig]]:
+def configs_of(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[TableConfig]]:
     """Every table once: its Parameter by its name in a plan, and its config."""
-    firsts: dict[int, NamedTable] = {}
-    features: dict[int, list[str]] = {}
+    firsts: dict[nn.Parameter, NamedTable] = {}
+    features: dict[nn.Parameter, list[str]] = {}
     for table in tables:
-        firsts.setdefault(id(table.weight), table)
-        features.setdefault(id(table.weight), []).extend(table.features)
+        firsts.setdefault(table.weight, table)
+        features.setdefault(table.weight, []).extend(table.features)
     uses = Counter(table.planned_as for table in firsts.values())
     weights, configs = {}, []
-    for key, table in firsts.items():
+    for weight, table in firsts.items():
         is_unique = uses[table.planned_as] == 1 or table.collection is None
         name = table.planned_as if is_unique else table.name
-        weights[name] = table.weight
-        num_embeddings, embedding_dim = table.weight.shape
-        feature_names = tuple(dict.fromkeys(features[key]))
-        data_type = _DATA_TYPES.get(table.weight.dtype, str(table.weight.dtype))
-        configs.append(PlannedConfig(name, num_embeddings, embedding_dim, feature_names, data_type))
-    return weights, configs
-
-
-def _as_configs(configs: Sequence[PlannedConfig]) -> Sequence[TableConfig]:
-    return cast("Sequence[TableConfig]", configs)
-
-
-def _plan_by(
-    profile: PopularityProfile,
-    configs: Sequence[PlannedConfig],
-    budget: int | str,
-    formula: RowOptimizer,
-) -> HotPlan:
-    try:
-        return plan_hot_rows(profile, _as_configs(configs), budget, formula)
-    except ProfileError as error:
-        if all(config.name in profile.table_sizes for config in configs):
-            raise
-        raise ProfileError(
-            f"{error}. A bag's table has the bag's name in the model; the names here are "
-            f"{[config.name for config in configs]}; profile.for_tables renames tables"
-        ) from None
-    except BudgetTooSmall as error:
-        raise BudgetTooSmall(
-            f"{error}. plan_hot_rows assumes large mini-batches by default; for smaller ones, pass "
-            "plan=plan_hot_rows(..., window_lookups=...) instead of profile="
-        ) from None
+        weights[name] = weight
+        data_type = _DATA_TYPES.get(weight.dtype, str(weight.dtype))
+        num_embeddings, embedding_dim = weight.shape
+        feature_names = tuple(dict.fromkeys(features[weight]))
+        configs.append(_Config(name, num_embeddings, embedding_dim, feature_names, data_type))
+    return weights, cast("list[TableConfig]", configs)

@@ -10,7 +10,7 @@ import copy
 import warnings
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -282,22 +282,21 @@ class _Run:
 
     def use_sparse_adam(self, taken: Accelerated) -> None:
         """Give the tables that were accelerated to SparseAdam where Adam has them."""
-        names = [each.names[0] for each in taken.replacements]
-        holders = chain.from_iterable(holders_of(self.model.get_submodule(name)) for name in names)
-        tables: dict[nn.Parameter, list[nn.Module]] = {}
-        for holder in holders:
-            tables.setdefault(cast("nn.Parameter", holder.weight), []).append(holder)
+        replaced = [self.model.get_submodule(each.names[0]) for each in taken.replacements]
+        holders = list(chain.from_iterable(map(holders_of, replaced)))
+        tables = {holder.weight for holder in holders}
         for adam in [each for each in self.optimizers if isinstance(each, torch.optim.Adam)]:
             for group in adam.param_groups:
                 rows = [each for each in group["params"] if each in tables]
                 if not rows:
                     continue
                 group["params"] = [each for each in group["params"] if each not in tables]
-                lr = float(group["lr"])
-                sparse = torch.optim.SparseAdam(rows, lr, group["betas"], group["eps"])
-                for table in rows:
-                    for holder in tables[table]:
+                settings = float(group["lr"]), group["betas"], group["eps"]
+                sparse = torch.optim.SparseAdam(rows, *settings)
+                for holder in holders:
+                    if any(holder.weight is table for table in rows):
                         holder.__dict__["sparse"] = True
+                for table in rows:
                     if table in adam.state:
                         state = adam.state.pop(table)
                         sparse.state[table] = state | {"step": int(state["step"])}

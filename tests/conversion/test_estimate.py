@@ -410,8 +410,6 @@ def test_a_machine_without_the_memory_is_refused_unless_tables_are_on_meta(monke
     recsys.estimate(bags_on("meta"), "20KiB", **options)
     recsys.estimate(Bags(), "20KiB", **options, cold_tier="file")
     recsys.estimate(Bags(), "20KiB", **options, device="cuda")
-    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: None)
-    recsys.estimate(Bags(), "20KiB", **options)
 
 
 def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkeypatch):
