@@ -122,21 +122,10 @@ def test_two_mini_batches_ahead_are_claimed_if_their_rows_fit_and_their_lookups_
 
 @pytest.mark.parametrize("num_ids", [1, 2])
 def test_an_invalid_id_in_the_last_lookup_is_raised_not_a_loss_of_nan(num_ids):
-    budget = 4 * 3000 + 60 * (16 + 8)
-    bag = HotColdEmbeddingBag(3000, 4, mode="sum", optimizer=SGD(lr=0.1), budget=budget)
-    [tiers] = bag.tiers()
-    tiers.hot.rows.fill_(torch.nan)  # memory of empty slots may hold anything
-    before = bag.state_dict()["weight"].clone()
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = bag
-
-        def forward(self, ids):
-            return bag(ids).square().sum(), None
-
-    pipeline = TrainPipeline(Model(), None, schedule=LookAhead(1), ids=lambda batch: {"bag": batch})
+    model = OneBag()
+    model.tiers.hot.rows.fill_(torch.nan)  # memory of empty slots may hold anything
+    before = model.bag.state_dict()["weight"].clone()
+    pipeline = TrainPipeline(model, None, schedule=LookAhead(1), ids=model.ids)
     valid = torch.arange(10 * num_ids).view(10, num_ids)
     invalid = valid.clone()
     invalid[7, 0] = 3000
@@ -145,4 +134,4 @@ def test_an_invalid_id_in_the_last_lookup_is_raised_not_a_loss_of_nan(num_ids):
         for _ in pipeline.steps([invalid, valid]):
             pass
 
-    assert torch.equal(bag.state_dict()["weight"], before)
+    assert torch.equal(model.bag.state_dict()["weight"], before)
