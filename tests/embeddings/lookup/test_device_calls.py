@@ -26,6 +26,9 @@ from tests.embeddings.lookup.models_on_device import (
 )
 from tests.host_copies import reach_host
 
+# What it does there can be seen, and tests of tiers on a device do the same on a GPU.
+on_the_cpu = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+
 
 def nodes_of(outputs):
     """The nodes behind the views that are handed out."""
@@ -116,9 +119,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@on_the_cpu
 def test_the_ids_of_all_calls_are_copied_by_one_operation_and_need_no_offsets(monkeypatch, device):
-    if device.type == "cuda":
-        pytest.skip("its backward runs in a thread of its own")
     model, optimizer = trained_bags(device)
     kernels = model.bags[0]._group.kernels
     monkeypatch.setattr(kernels, "pooled_lookup", lambda *_: -1)
@@ -284,12 +286,11 @@ def test_calls_on_other_streams_have_nodes_of_their_own():
     optimizer.zero_grad()
 
 
+@on_the_cpu
 @pytest.mark.parametrize("join", ["cat", "sum"])
 def test_with_a_budget_rows_have_the_bits_of_lookups_by_the_general_path(
     monkeypatch, device, refused, join
 ):
-    if device.type == "cuda":
-        pytest.skip("tests of tiers on a device train there")
     reach_host(monkeypatch)
 
     def run():
@@ -307,12 +308,11 @@ def test_with_a_budget_rows_have_the_bits_of_lookups_by_the_general_path(
     assert all(torch.equal(rows[name], expected_rows[name]) for name in expected_rows)
 
 
+@on_the_cpu
 @pytest.mark.parametrize("is_bag", [True, False], ids=["bag", "embedding"])
 def test_a_claim_made_ahead_needs_no_offsets_and_its_copy_of_the_ids_is_kept(
     monkeypatch, device, refused, is_bag
 ):
-    if device.type == "cuda":
-        pytest.skip("the CPU finds more than the GPU: its tensors can be searched for operations")
     reach_host(monkeypatch)
     make = nn.EmbeddingBag if is_bag else nn.Embedding
     options = {"mode": "sum"} if is_bag else {"padding_idx": 0}
@@ -341,9 +341,8 @@ def test_a_claim_made_ahead_needs_no_offsets_and_its_copy_of_the_ids_is_kept(
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
+@on_the_cpu
 def test_ids_that_a_claim_has_copied_are_kept_for_the_stream_of_the_lookup(monkeypatch, device):
-    if device.type == "cuda":
-        pytest.skip("the CPU finds more than the GPU: what is kept can be seen")
     reach_host(monkeypatch)
     model = nn.Sequential(nn.EmbeddingBag(1000, DIM, mode="sum", sparse=True))
     recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="8KiB")
@@ -359,9 +358,8 @@ def test_ids_that_a_claim_has_copied_are_kept_for_the_stream_of_the_lookup(monke
     assert any(each is call.input.values for each in kept)
 
 
+@on_the_cpu
 def test_a_claim_made_ahead_of_an_id_that_is_no_row_names_it(monkeypatch, device):
-    if device.type == "cuda":
-        pytest.skip("tests of tiers on a device claim there")
     reach_host(monkeypatch, None)  # so that a claim waits
     model = nn.Sequential(nn.EmbeddingBag(1000, DIM, mode="sum", sparse=True))
     recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="8KiB")
