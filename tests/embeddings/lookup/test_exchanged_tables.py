@@ -379,23 +379,27 @@ def test_without_an_optimizer_a_gradient_is_that_of_the_rows_that_were_looked_up
     assert before.grad.to_dense().tolist() == [[0.0] * 4] * 4 + [[1.0] * 4]
 
 
-def test_a_shorter_state_at_the_same_address_is_refused():
+@pytest.mark.parametrize(
+    ("shorten", "shapes"),
+    [
+        (
+            lambda _, state: state.update(momentum1=state["momentum1"][:3]),
+            r"\(5, 4\), got \(3, 4",
+        ),
+        (
+            lambda weight, _: setattr(weight, "data", weight.data[:3]),
+            r"\(3, 4\), got \(5, 4",
+        ),
+    ],
+    ids=["state", "table"],
+)
+def test_a_state_of_another_length_at_the_same_address_is_refused(shorten, shapes):
     own = bag(Adagrad(lr=0.1))
     own(torch.tensor([4]), OFFSETS).sum().backward()
-    state = own.row_optimizer.state[own.weight]
-    state["momentum1"] = state["momentum1"][:3]
 
-    with pytest.raises(ValueError, match=r"'momentum1' of a table .* must be \(5, 4\), got \(3, 4"):
-        own(torch.tensor([4]), OFFSETS).sum().backward()
+    shorten(own.weight, own.row_optimizer.state[own.weight])
 
-
-def test_the_state_of_a_table_that_became_shorter_is_refused():
-    own = bag(Adagrad(lr=0.1))
-    own(torch.tensor([4]), OFFSETS).sum().backward()
-
-    own.weight.data = own.weight.data[:3]
-
-    with pytest.raises(ValueError, match=r"'momentum1' of a table .* must be \(3, 4\), got \(5, 4"):
+    with pytest.raises(ValueError, match=f"'momentum1' of a table .* must be {shapes}"):
         own(torch.tensor([2]), OFFSETS).sum().backward()
 
 
