@@ -104,7 +104,7 @@ def choose_tables(
     names = found | others
     tables = named_tables_in(found)
     given = optimizers if isinstance(optimizers, tuple) else ()
-    unfit = _find_unfit(tables, given, lazy_adam=lazy_adam, may_be_meta=may_be_meta)
+    unfit = _find_unfit(found, tables, given, lazy_adam=lazy_adam, may_be_meta=may_be_meta)
     tables = {module: tables[module] for module in found if module not in unfit}
     for module in others:
         kind = f"{type(module).__name__} is a subclass unknown to recsys"
@@ -147,6 +147,7 @@ def _all_of(tables: Mapping[nn.Module, Sequence[NamedTable]]) -> list[NamedTable
 
 
 def _find_unfit(
+    found: Mapping[nn.Module, Sequence[str]],
     tables: Mapping[nn.Module, Sequence[NamedTable]],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
@@ -156,7 +157,8 @@ def _find_unfit(
     """Find the modules that cannot be replaced.
 
     Args:
-        tables: The tables of each module of a class that can be replaced.
+        found: The modules of a class that can be replaced, with their names in the model.
+        tables: The tables of each.
         optimizers: The torch optimizers that were given.
         lazy_adam: As for `accelerate`.
         may_be_meta: As for `require_updatable`.
@@ -169,7 +171,7 @@ def _find_unfit(
         for table in own:
             require_no_updater(table.name, table.weight)
         try:
-            _require_plain_instance(module, own)
+            _require_plain_instance(module, found[module][0], own)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 require_supported(module)
             for table in own:
@@ -201,7 +203,7 @@ def _find_not_updated(
     }
 
 
-def _require_plain_instance(module: nn.Module, tables: Sequence[NamedTable]) -> None:
+def _require_plain_instance(module: nn.Module, name: str, tables: Sequence[NamedTable]) -> None:
     """Refuse a module that has more than its class defines, or no table.
 
     Raises:
@@ -209,13 +211,12 @@ def _require_plain_instance(module: nn.Module, tables: Sequence[NamedTable]) -> 
             a hook on a table.
     """
     if not tables:
-        raise ValueError(f"the {type(module).__name__} has no tables")
+        raise ValueError(f"{name} has no tables")
     own = ["forward"] if "forward" in module.__dict__ else []
     own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         own += module._modules
     if own:
-        name = tables[0].collection or tables[0].name
         raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
     for table in tables:
         if has_gradient_hooks(table.weight):

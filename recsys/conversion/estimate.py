@@ -346,14 +346,18 @@ def _sized_recsys(
     alone = {id(x.weight) for each in modules for x in each.holders() if not each.row_updater}
     without = [table for table in tables if id(table.weight) in alone]
     sized = _Sized([*groups, *_groups_of(without)], not without, cold_tier)
-    budgeted = plan_of_model(tables, formulas, budget, plan, profile)
-    if budgeted is not None:
-        return sized._replace(budget_bytes=budgeted[0], pinned=budgeted[1])
-    if len(updaters) > 1 and any(each.budget_bytes for each in known):
+    if len(updaters) > 1 and (
+        any(each.budget_bytes for each in known)
+        if budget is None and plan is None
+        else None not in updaters
+    ):
         raise ValueError(
             f"budget: tables that share it must have one optimizer, got {len(updaters)} (none "
             "counts as one); estimate one module at a time"
         )
+    budgeted = plan_of_model(tables, formulas, budget, plan, profile)
+    if budgeted is not None:
+        return sized._replace(budget_bytes=budgeted[0], pinned=budgeted[1])
     if len(known) != 1:
         return sized
     tiers = known[0].tiers()

@@ -112,6 +112,15 @@ REFUSALS = [
         ValueError,
         "budget",
     ),
+    (
+        "estimate, two optimizers",
+        lambda: recsys.estimate(
+            nn.ModuleList([HotColdEmbeddingBag(9, 8, optimizer=SGD(lr=0.1)) for _ in range(2)]),
+            "1GiB",
+        ),
+        ValueError,
+        "estimate one module",
+    ),
     ("verify, no batches", lambda: verify(batches=[]), ValueError, "batches"),
     ("verify, losses", lambda: verify(loss=lambda each, ids: each(ids)), ValueError, "loss"),
     ("verify, no loss", lambda: verify(loss=lambda *_: None), TypeError, "loss"),
