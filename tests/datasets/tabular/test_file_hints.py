@@ -118,12 +118,17 @@ def damaged(text):
             "it is not zstd, as its name says: rename it without .zst",
         ),
         ("a.csv.gz", damaged, "the gzip data is damaged or cut short: fetch or compress the file"),
+        (  # the header can be read
+            "a.csv.gz",
+            lambda text: damaged(text + b"".join(b"%d,1\n" % number for number in range(100_000))),
+            "the gzip data is damaged or cut short: fetch or compress the file",
+        ),
     ],
 )
 def test_a_compressed_file_that_cannot_be_read_has_a_way_out(tmp_path, name, content, hint):
     path = tmp_path / name
     path.write_bytes(content(b"c,y\n" + b"u,1\n" * 50))
-    with pytest.raises(DatasetFormatError, match=hint):
+    with pytest.raises(DatasetFormatError, match=rf"{name}.*{hint}"):
         read(path)
 
 

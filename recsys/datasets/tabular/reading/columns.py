@@ -249,8 +249,12 @@ def _integers(array: pa.Array) -> pa.Array:
             "rounded",
             'read the column as integers, such as by dtype "Int64" of pandas, or as text',
         )
-    way_out = 'correct it, or set values to "string"'
-    return _cast(array, pa.int64(), "must be a signed integer of 64 bits", way_out)
+    return _cast(
+        array,
+        pa.int64(),
+        "must be a signed integer of 64 bits",
+        'correct it, or set values to "string"',
+    )
 
 
 def _strings(array: pa.Array) -> pa.Array:

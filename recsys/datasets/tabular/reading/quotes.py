@@ -95,8 +95,9 @@ class QuoteCheck:
                 self.line = self._next_line + _num_line_breaks(codes[:opened])
             if fault >= 0:
                 end = self._next_line + _num_line_breaks(codes[:fault])
+                rest = text[fault : fault + 30].decode("utf-8", "replace").splitlines()[0]
                 raise self._error(
-                    "a field that begins with a quote must end with one, got text after the "
+                    f"a field that begins with a quote must end with one, got {rest!r} after the "
                     f"closing quote in line {end}"
                 )
         elif self._state != _QUOTED:
