@@ -317,10 +317,11 @@ def read_together(folder: Path) -> Iterator[None]:
 
     A folder that does not exist is not locked, nor is one on a file system without such locks.
     """
-    if not folder.exists():
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor, is_shared=True)
         yield

@@ -97,12 +97,12 @@ def _busy_cores(seconds: float = 0.25) -> float:
 
 
 def _busy_ticks() -> int:
-    """Ticks that the cores of this process have been busy for."""
-    lines = Path("/proc/stat").read_text().splitlines()
+    """Ticks that the cores of this process have been busy for; 0 if it is not known."""
     names, ticks = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
-    for name, *columns in (line.split() for line in lines if line.startswith("cpu")):
-        if name in names:  # user, nice, system, idle, waiting for disks, ...
-            ticks += sum(map(int, columns[:8])) - int(columns[3]) - int(columns[4])
+    with suppress(OSError):  # it may not be read
+        for name, *columns in map(str.split, Path("/proc/stat").read_text().splitlines()):
+            if name in names:  # user, nice, system, idle, waiting for disks, ...
+                ticks += sum(map(int, columns[:8])) - int(columns[3]) - int(columns[4])
     return ticks
 
 
