@@ -467,8 +467,10 @@ class PopularityProfile:
     def _reserve(self, num_lookups: int) -> None:
         """Ensure that no count overflows if up to `num_lookups` are added to each row."""
         self._most += num_lookups
-        if self._most > _MAX_NARROW:
-            self._counts = self._counts.astype(np.int64, copy=False)
+        if self._most > _MAX_NARROW and self._counts.dtype != np.int64:
+            self._most = int(self._counts.max(initial=0)) + num_lookups
+            if self._most > _MAX_NARROW:
+                self._counts = self._counts.astype(np.int64)
 
     def _segments(self, block: LookupBlock) -> Segments:
         """The segments of a block: the lookups of each feature in each table."""

@@ -110,8 +110,7 @@ def plan_hot_rows(
             len(counted.features[table.name]),
             slot_bytes(table.embedding_dim, dtype, sizes),
         )
-    budget_bytes = parse_bytes(budget, "budget")
-    return HotPlan(counted, planned, budget_bytes, window_lookups, small_share)
+    return HotPlan(counted, planned, parse_bytes(budget, "budget"), window_lookups, small_share)
 
 
 def require_plan(plan: object) -> None:
@@ -350,7 +349,10 @@ class HotPlan:
         return np.where(self._is_pinned, np.uint8(0), np.uint8(1))
 
     def _printed_budgets(self) -> list[int]:
-        """The plan's budget, and others whose room above the floor doubles up to all counted rows.
+        """The plan's budget, and others whose room above the floor doubles.
+
+        The largest has room for as many bytes as all counted rows take. Small tables are pinned
+        whole first, so it may not hold all of these.
 
         Doublings of the budget itself would say nothing where the row map is most of it.
         """
@@ -363,8 +365,9 @@ class HotPlan:
         self, profile: PopularityProfile, tables: Mapping[str, PlannedTable], budget: int | str
     ) -> HotPlan:
         """A plan with the other arguments of this one."""
-        budget_bytes = parse_bytes(budget, "budget")
-        return HotPlan(profile, tables, budget_bytes, self.window_lookups, self.small_share)
+        return HotPlan(
+            profile, tables, parse_bytes(budget, "budget"), self.window_lookups, self.small_share
+        )
 
     def _shared(self) -> dict[tuple[int, str], int]:
         """How many slots the window needs in each row space."""
