@@ -11,8 +11,8 @@ rows, or some rows of a table with their numbers. Rows that no piece has are zer
 state of rows that were never updated. One file may hold any range of rows, so several processes
 can write one checkpoint, and another number of processes can read it.
 
-A manifest is a line of JSON and a line with its CRC-32. So a damaged one is found before its values
-are used.
+A manifest is a line of JSON and a line with its CRC-32. The version is compared first, since
+another one may have other lines. Then damage is found before any other value is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
     "write_manifest",
 ]
 
-_FORMAT, _VERSION = "recsys-checkpoint", 1
+_VERSION = 2
 PIECE_NAME = re.compile(r"(full|delta)-[0-9]{8}")
 _MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
 OWN_FILE_NAME = re.compile(r"LOCK|(LAST|[0-9]{8}\.json)(\.partial)?")
@@ -251,7 +251,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: the disk is full, or cannot be written.
     """
     content = {
-        "format": _FORMAT,
         "version": _VERSION,
         "recsys": __version__,
         "number": manifest.number,
@@ -302,31 +301,32 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
         )
     file = folder / f"{number:08}.json"
     try:
-        text, crc32 = file.read_text(encoding="utf-8").splitlines()
+        text, _, crc32 = file.read_text(encoding="utf-8").partition("\n")
         content = json.loads(text)
-        if content["version"] != _VERSION:
-            raise CheckpointError(  # noqa: TRY301
-                f"{file}: version must be {_VERSION}, got {content['version']}: recsys "
-                f"{content['recsys']} wrote this checkpoint, and this is recsys {__version__}; "
-                "update recsys"
-            )
-        if int(crc32) != zlib.crc32(text.encode()):
-            raise ValueError("its checksum differs")  # noqa: TRY301
-        found = _parse(content)
-        if found.number != number:
-            raise ValueError(f"it is the manifest of checkpoint {found.number}")  # noqa: TRY301
+        if content["version"] == _VERSION:
+            if crc32.strip() != str(zlib.crc32(text.encode())):
+                raise ValueError("its checksum is missing or differs")  # noqa: TRY301
+            found = _parse(content)
+            if found.number != number:
+                raise ValueError(f"it is the manifest of checkpoint {found.number}")  # noqa: TRY301
+            return found
+        fault = f"{file}: version must be {_VERSION}, got {content['version']}: " + (
+            f"recsys {content['recsys']} wrote this checkpoint, and this is recsys {__version__}; "
+            "update recsys"
+            if content["version"] > _VERSION
+            else "an older recsys wrote this checkpoint; load it with that one, or train from the "
+            "start"
+        )
     except FileNotFoundError:
         raise CheckpointError(
             f"{file}: there is no checkpoint {number}; {_advice(folder, number)}"
         ) from None
-    except CheckpointError:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: is not a manifest that this version of recsys can read "
             f"({type(error).__name__}: {str(error)[:500]}); {_advice(folder, number)}"
         ) from error
-    return found
+    raise CheckpointError(fault)
 
 
 def _advice(folder: Path, number: int | None) -> str:

@@ -36,13 +36,15 @@ def make_manifest(number: int = 2) -> Manifest:
     )
 
 
-def test_a_manifest_comes_back_equal(tmp_path):
+def test_a_manifest_comes_back_equal_and_names_the_version_of_recsys(tmp_path):
     write_manifest(tmp_path, make_manifest())
 
     set_newest(tmp_path, make_manifest())
 
     assert newest(tmp_path) == 2
     assert read_manifest(tmp_path) == make_manifest()
+    content = json.loads((tmp_path / "00000002.json").read_text().splitlines()[0])
+    assert content["recsys"] == recsys.__version__
 
 
 @pytest.mark.parametrize("text", ["", "../../etc/passwd", "00000012", "\xff\xfe", "1" * 500])
@@ -55,51 +57,47 @@ def test_a_missing_checkpoint_and_a_damaged_last_file_name_the_others(tmp_path, 
             find()
 
 
-def written(manifest: Manifest, tmp_path, **changes) -> dict:
-    """What a manifest holds, after changes with which its checksum agrees."""
-    write_manifest(tmp_path, manifest)
-    file = tmp_path / manifest.name
-    content = json.loads(file.read_text().splitlines()[0]) | changes
-    text = json.dumps(content)
-    file.write_text(f"{text}\n{zlib.crc32(text.encode())}\n")
-    return content
+def with_changes(text, **changes):
+    """A manifest after changes with which its checksum agrees."""
+    changed = json.dumps(json.loads(text.splitlines()[0]) | changes)
+    return f"{changed}\n{zlib.crc32(changed.encode())}\n"
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "message"),
     [
-        lambda text: text.replace("fedcba", "fedcbb"),
-        lambda text: text[:-5],
-        lambda text: text.splitlines()[0],
-        lambda text: "[" * 200_000 + "\n0\n",
-        lambda _: "",
+        (lambda text: text.replace("fedcba", "fedcbb"), "its checksum"),
+        (lambda text: text[:-5], "its checksum"),
+        (lambda text: text.splitlines()[0], "its checksum"),
+        (lambda text: "[" * 200_000 + "\n0\n", "RecursionError"),
+        (lambda _: "", "JSONDecodeError"),
+        (lambda text: with_changes(text, number=3), "the manifest of checkpoint 3"),
+        (
+            lambda text: with_changes(text, version=3, recsys="7.1.0") + "7",
+            f"recsys 7.1.0 .* recsys {recsys.__version__}; update recsys$",
+        ),
+        # As recsys wrote it when a manifest had no second line.
+        (lambda text: with_changes(text, version=1).splitlines()[0], "an older recsys wrote"),
+        (lambda text: with_changes(text, version=None), "TypeError"),
     ],
-    ids=["changed", "cut", "without a checksum", "nested", "empty"],
+    ids=[
+        "changed",
+        "cut",
+        "without a checksum",
+        "nested",
+        "empty",
+        "of another checkpoint",
+        "newer",
+        "older",
+        "without a version",
+    ],
 )
-def test_a_damaged_manifest_is_refused(tmp_path, damage):
+def test_a_damaged_manifest_and_one_of_another_version_are_refused(tmp_path, damage, message):
     write_manifest(tmp_path, make_manifest())
     file = tmp_path / "00000002.json"
     file.write_text(damage(file.read_text()))
 
-    with pytest.raises(CheckpointError, match=r"00000002\.json"):
-        read_manifest(tmp_path, 2)
-
-
-def test_the_manifest_of_another_checkpoint_is_refused(tmp_path):
-    written(make_manifest(), tmp_path, number=3)
-
-    with pytest.raises(CheckpointError, match="the manifest of checkpoint 3"):
-        read_manifest(tmp_path, 2)
-
-
-def test_a_manifest_names_the_version_of_recsys_that_wrote_it(tmp_path):
-    assert written(make_manifest(), tmp_path)["recsys"] == recsys.__version__
-
-
-def test_a_manifest_of_another_version_asks_for_an_update(tmp_path):
-    written(make_manifest(), tmp_path, version=2, recsys="7.1.0")
-
-    with pytest.raises(CheckpointError, match=f"recsys {recsys.__version__}; update recsys$"):
+    with pytest.raises(CheckpointError, match=rf"00000002\.json: .*{message}"):
         read_manifest(tmp_path, 2)
 
 
