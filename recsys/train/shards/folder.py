@@ -16,7 +16,7 @@ import re
 import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
-from recsys._support.untrusted import parse_json
+from recsys._support.untrusted import is_int, parse_json
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.manifest import manifest_numbers, newest
 from recsys.train.run_files.run_folder import write_json
@@ -201,9 +201,22 @@ def _parse(file: Path) -> Layout:
     """
     try:
         content = parse_json(file.read_text(encoding="utf-8", errors="replace"))
-        return {key: [(begin, end) for begin, end in ranges] for key, ranges in content.items()}
+        layout = {key: [(begin, end) for begin, end in ranges] for key, ranges in content.items()}
+        if (
+            not any(layout.values())
+            or len({len(ranges) for ranges in layout.values()}) > 1
+            or not all(
+                is_int(begin, 0) and is_int(end, begin)
+                for ranges in layout.values()
+                for begin, end in ranges
+            )
+        ):
+            raise ValueError(  # noqa: TRY301
+                "each table must have, for each process, the first row and the row after the last"
+            )
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{file} is damaged: {error}; copy it from a backup, or train from the start in "
             "another folder"
         ) from error
+    return layout

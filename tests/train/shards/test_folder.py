@@ -55,18 +55,17 @@ def test_checkpoints_of_other_numbers_of_processes_are_older_if_their_number_is_
     assert not any(each.exists() for each in (checkpoints, first.folder, unsaved.folder))
 
 
-def test_a_folder_without_a_layout_has_no_checkpoint(tmp_path):
-    shards = shards_with(tmp_path, 0, [1], [1])
-    (shards.folder / "layout.json").unlink()
-
-    assert newest_saved(tmp_path / "checkpoints", tmp_path) is None
-
-
 @pytest.mark.parametrize(
     "text",
     [
         '{"model.t.weight": [[0, 5], [5]]}',
+        '{"model.t.weight": [[5, 0], [5, 9]]}',
+        '{"model.t.weight": [[0, 5.0], [5, 9]]}',
+        '{"model.t.weight": [[-1, 5], [5, 9]]}',
+        '{"model.t.weight": [[0, 5]], "model.u.weight": [[0, 5], [5, 9]]}',
+        '{"model.t.weight": []}',
         '{"model.t.weight": 3}',
+        "{}",
         "",
         "[]",
         "{",
@@ -80,7 +79,7 @@ def test_a_damaged_layout_is_named(tmp_path, text):
         newest_saved(tmp_path / "checkpoints", tmp_path)
 
 
-def test_a_folder_is_cleared_unless_all_have_saved_in_it(tmp_path):
+def test_a_folder_without_a_layout_has_no_checkpoint_and_is_cleared_unless_all_have_saved(tmp_path):
     started = shards_with(tmp_path, 0, [1], [])
     (started.folder / "layout.json").unlink()
     started.clear()
@@ -89,6 +88,7 @@ def test_a_folder_is_cleared_unless_all_have_saved_in_it(tmp_path):
 
     saved = shards_with(tmp_path, 0, [1, 2], [2])
     (saved.folder / "layout.json").unlink()
+    assert newest_saved(tmp_path / "checkpoints", tmp_path) is None
     with pytest.raises(CheckpointError, match=r"a checkpoint of 2 processes, and its layout\.json"):
         saved.clear()
     assert saved.folder.exists()
