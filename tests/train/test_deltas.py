@@ -192,10 +192,21 @@ def test_files_of_others_are_refused_by_name(run, tmp_path):
         metadata,
     )
     save_file({"top.bias": torch.ones(2)}, tmp_path / "shape", metadata)
+    for name, header in (
+        ("numbers", {"__metadata__": {"checkpoint": 3}}),
+        ("list", {"__metadata__": ["checkpoint"]}),
+        ("below 0", {"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}),
+    ):
+        (tmp_path / name).write_bytes(
+            (200).to_bytes(8, "little") + json.dumps(header).encode().ljust(200) + bytes(4)
+        )
 
     for name, message in (
         ("plain", "does not say of which checkpoint it is"),
         ("text", "is not a complete safetensors file"),
+        ("numbers", "its metadata must be texts"),
+        ("list", "is not a complete safetensors file"),
+        ("below 0", "wrong numbers"),
         ("other", "has tables.other, which the whole model does not have"),
         ("row 7", "rows 7 to 7, and the table has 7"),
         ("shape", r"has top.bias, which must be F32 \(1,\)"),

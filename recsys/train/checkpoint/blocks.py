@@ -217,6 +217,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
                 raise ValueError(f"its header has {begin} bytes")  # noqa: TRY301
             content = json.loads(file.read(begin - 8))
         metadata = content.pop("__metadata__", {})
+        if not all(isinstance(each, str) for each in metadata.values()):
+            raise TypeError("its metadata must be texts")  # noqa: TRY301
         tensors = {name: _stored(each, begin) for name, each in content.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -235,8 +237,11 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 def _stored(entry: dict[str, Any], data_begin: int) -> Stored:
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-    if end - begin != prod(shape) * DTYPES[entry["dtype"]].itemsize:
-        raise ValueError("a tensor has another size than its shape")
+    if (
+        any(type(each) is not int or each < 0 for each in (begin, end, *shape))
+        or end - begin != prod(shape) * DTYPES[entry["dtype"]].itemsize
+    ):
+        raise ValueError("a tensor has wrong numbers, or another size than its shape")
     return Stored(entry["dtype"], shape, data_begin + begin, end - begin)
 
 
