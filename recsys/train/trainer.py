@@ -27,6 +27,7 @@ from recsys.config import TrainConfig, describe_config
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
+from recsys.train.checkpoint.contents import errors_of_state
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
@@ -317,7 +318,8 @@ def _continue(run: Run, earlier: Reopened) -> None:
     history_bytes = 0
     if earlier.saved is not None:
         of_run = run.processes.restore(run.folder, earlier, run.built)
-        history_bytes = run.load_state_dict(of_run, earlier.saved.number)
+        with errors_of_state(f"checkpoint {earlier.saved.number}"):
+            history_bytes = run.load_state_dict(of_run, earlier.saved.number)
         step = run.full_steps.advance(run.progress.num_steps, num_seen_by(run.pipeline))
         continue_at(run.schedulers, step)
         with run.processes.warnings_once():

@@ -9,7 +9,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from recsys._support.sizes import round_up_bytes
-from recsys._support.states import SavedState
 from recsys.errors import BudgetTooSmall, TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.train.judge.evaluation import evaluate_split
@@ -39,17 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["Run", "build_schedulers", "continue_at", "fit", "num_seen_by"]
 
 _REPORTS_PER_RUN = 100
-_STATE_KEYS = (
-    "data",
-    "resumed",
-    "history_bytes",
-    "loader",
-    "pipeline",
-    "progress",
-    "clock",
-    "callbacks",
-    "num_threads",
-)
 
 
 @dataclass(kw_only=True)
@@ -133,23 +121,22 @@ class Run:
             The length in bytes that the history had.
 
         Raises:
-            ConfigError: it is no state of a run.
+            KeyError, TypeError: it is no state of a run.
         """
-        found = SavedState(f"the run of checkpoint {number}", state, _STATE_KEYS)
-        self.loader.load_state_dict(found["loader"])
-        self.pipeline.load_state_dict(found["pipeline"])
-        self.progress.load_state_dict(found["progress"])
-        self.pipeline.clock.load_state_dict(found["clock"])
-        self.callbacks.load_state_dict(found["callbacks"])
+        self.loader.load_state_dict(state["loader"])
+        self.pipeline.load_state_dict(state["pipeline"])
+        self.progress.load_state_dict(state["progress"])
+        self.pipeline.clock.load_state_dict(state["clock"])
+        self.callbacks.load_state_dict(state["callbacks"])
         if self.threads.chosen_by == "free cores":
-            num_threads = min(found["num_threads"], self.threads.num_cores)
+            num_threads = min(state["num_threads"], self.threads.num_cores)
             torch.set_num_threads(num_threads)
             self.threads = self.threads._replace(
                 num_threads=num_threads, chosen_by="the run so far"
             )
         continued = {"step": self.progress.num_steps, "checkpoint": number}
-        self.resumed = [*found["resumed"], continued]
-        return found.whole("history_bytes")
+        self.resumed = [*state["resumed"], continued]
+        return int(state["history_bytes"])
 
 
 def fit(run: Run, interrupted: threading.Event) -> None:

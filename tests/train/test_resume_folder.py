@@ -256,6 +256,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+def test_a_state_that_lacks_an_entry_is_named(small_config, tmp_path, stop_at, monkeypatch):
+    config = small_config(*SETTINGS)
+    monkeypatch.setattr(
+        "recsys.train.callbacks.run_callbacks.RunCallbacks.state_dict", lambda _: {"stopped": None}
+    )
+    stop_at((13, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+
+    with pytest.raises(CheckpointError, match=r"of checkpoint 3 .*KeyError: 'epochs'"):
+        run(config, tmp_path / "run", resume=True)
+
+
 def test_a_killed_run_with_rows_in_files_has_them_from_its_checkpoint(
     small_config, tmp_path, stop_at
 ):

@@ -262,9 +262,15 @@ class Contents:
             CheckpointError: the tree is damaged, or of other optimizers or another model.
         """
         with errors_of_state():
-            saved = [each["kind"] for each in tree["optimizers"]]
+            saved = [
+                f"{each['kind']} with {len(each['state']['param_groups'])} param groups"
+                for each in tree["optimizers"]
+            ]
             extra = sorted(tree["extra"])
-        own = [type(each).__name__ for each in self._optimizers]
+        own = [
+            f"{type(each).__name__} with {len(each.param_groups)} param groups"
+            for each in self._optimizers
+        ]
         own_extra = sorted(
             key for key, value in self._model_state().items() if not _is_tensor(key, value)
         )
@@ -276,7 +282,7 @@ class Contents:
         if saved != own:
             raise CheckpointError(
                 f"the checkpoint has optimizers {saved}, and {own} were given; give the same kinds "
-                "in the same order"
+                "with as many param groups, in the same order"
             )
 
     def _model_state(self) -> dict[str, Any]:
@@ -318,8 +324,11 @@ class Contents:
 
 
 @contextmanager
-def errors_of_state() -> Iterator[None]:
+def errors_of_state(place: str = "the checkpoint") -> Iterator[None]:
     """Name the error of a state that an object refuses.
+
+    Args:
+        place: Where the state is from.
 
     Raises:
         CheckpointError: instead of an error of another class.
@@ -338,7 +347,7 @@ def errors_of_state() -> Iterator[None]:
         ValueError,
     ) as error:
         raise CheckpointError(
-            f"the state of the checkpoint does not fit these objects "
+            f"the state of {place} does not fit these objects "
             f"({type(error).__name__}: {str(error)[:200]}); build them as for the run that was "
             "saved"
         ) from error
@@ -378,10 +387,8 @@ def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[i
         parameters.update(zip(each["params"], group["params"], strict=True))
     for key, values in state["state"].items():
         parameter = parameters[key]
-        if id(parameter) in tables:
-            continue
         for name, value in values.items():
-            if name not in _OF_PARAMETER or value is None:
+            if id(parameter) in tables or name not in _OF_PARAMETER or value is None:
                 continue
             # Known from the start is the state of TorchRec's RowWiseAdagrad, (E, 1).
             known = optimizer.state.get(parameter, {}).get(name)

@@ -84,7 +84,6 @@ def from_tree(tree: Any, array: Callable[[str], Tensor]) -> Any:
     Args:
         tree: A result of `to_tree`.
         array: Returns the array of a name.
-
     """
     if isinstance(tree, list):
         return [from_tree(each, array) for each in tree]

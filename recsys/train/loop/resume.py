@@ -245,10 +245,9 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     merged = dict(base)
     for key, value in changes.items():
         old = base.get(key)
-        if isinstance(value, dict) and isinstance(old, dict):
-            merged[key] = _merged(old, value)
-        else:
-            merged[key] = value
+        merged[key] = (
+            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return merged
 
 

@@ -388,6 +388,11 @@ def test_a_damaged_file_changes_nothing_and_offers_the_older_one(two, tmp_path, 
 
 def test_a_checkpoint_of_another_model_is_refused(two, tmp_path):
     other = make_training()
+    before = other.numbers()
+    other.optimizers[0].add_param_group({"params": torch.nn.Parameter(torch.ones(1))})
+    with pytest.raises(CheckpointError, match=r"with 1 param groups.* with 2 param groups"):
+        load(other, tmp_path)
+    require_equal(other.numbers(), before)
     other.model.top = torch.nn.Linear(12, 2)
 
     with pytest.raises(
