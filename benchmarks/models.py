@@ -24,13 +24,15 @@ step minus that of `no_tables`. Providers take turns in one process. Ratios are 
 with intervals for which rounds are drawn in pairs. The time of a plain step with dense gradients
 grows with the tables, so such models have fewer rounds and one warm-up round.
 
-With --against, the accelerated models of both commits are compared: every kind with one-hot ids at
-B=2048, and single kinds with B=128, several ids, Adagrad, or in evaluation.
+With --against, the accelerated models of both commits are compared, with all of their tables:
+every kind with one-hot ids at B=2048, and single kinds with B=128, several ids, Adagrad, or in
+evaluation.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from functools import partial
@@ -260,12 +262,16 @@ def _optimizer(case: _Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _accelerate(
-    case: _Case, model: nn.Module, optimizer: torch.optim.Optimizer, budget: int | None
+    case: _Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    budget: int | None = None,
+    **more: bool,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lazy_adam warns that its rule is another
         recsys.accelerate(
-            model, optimizer=optimizer, budget=budget, lazy_adam=case.kind == "lazy-adam"
+            model, optimizer=optimizer, budget=budget, lazy_adam=case.kind == "lazy-adam", **more
         )
 
 
@@ -563,7 +569,8 @@ def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
         case = case._replace(table_sizes=tuple(min(size, 1000) for size in case.table_sizes))
     model = _model(case.kind, case.table_sizes)
     optimizer = _optimizer(case, model)
-    _accelerate(case, model, optimizer, None)
+    has_always = "always" in inspect.signature(recsys.accelerate).parameters
+    _accelerate(case, model, optimizer, **({"always": True} if has_always else {}))
     step = _step(case, model, optimizer, _batches(case, 16))
     num_timed = 2 * steps_of_turn(case.batch_size)
     return timed(step, num_before=num_timed // 2, num_timed=num_timed)
