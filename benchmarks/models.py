@@ -266,7 +266,7 @@ def _accelerate(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     budget: int | None = None,
-    **more: bool,
+    **more: Any,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lazy_adam warns that its rule is another
