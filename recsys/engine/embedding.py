@@ -1,0 +1,192 @@
+"""`HotColdEmbedding`: an `nn.Embedding` whose rows recsys updates.
+
+It is a subclass of `nn.Embedding`. Without an optimizer it computes the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from recsys._support.torch_compat import not_compiled
+from recsys.engine.lookup.inputs import read_ids
+from recsys.engine.lookup.lookup import look_up
+from recsys.engine.tables_module import TableModule, TableSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.engine.tiers.fetch import Claim
+
+__all__ = ["HotColdEmbedding"]
+
+
+class HotColdEmbedding(TableModule, nn.Embedding):
+    """A drop-in for `torch.nn.Embedding`.
+
+    Args:
+        num_embeddings: E, rows.
+        embedding_dim: D, columns.
+        padding_idx: A row that is never updated; initialized with zeros. With a budget it is looked
+            up, counted and given a slot like any other.
+        max_norm: As in torch; None with an optimizer.
+        norm_type: As in torch.
+        scale_grad_by_freq: As in torch; False with an optimizer.
+        sparse: Whether `weight.grad` is sparse. It does not change how `optimizer` updates rows.
+        _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
+        _freeze: Whether rows are never updated.
+        device: As for `HotColdEmbeddingBag`.
+        dtype: As for `HotColdEmbeddingBag`.
+        optimizer: As for `HotColdEmbeddingBag`.
+        auto_apply: As for `HotColdEmbeddingBag`.
+        stochastic_rounding: As for `HotColdEmbeddingBag`.
+        rounding_seed: As for `HotColdEmbeddingBag`.
+        budget: As for `HotColdEmbeddingBag`.
+        cold_tier: As for `HotColdEmbeddingBag`.
+        cold_path: As for `HotColdEmbeddingBag`.
+
+    Attributes:
+        row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
+
+    Raises:
+        AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
+        ColdTierError: the folder cannot be used, or the disk is full.
+        ConfigError: budget, cold_tier and cold_path contradict each other.
+        TypeError: the optimizer is not a formula.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
+            setting.
+    """
+
+    mode = "sum"  # the pooling of bags of one id
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+        budget: int | str | None = None,
+        cold_tier: str = "host",
+        cold_path: Path | str | None = None,
+    ) -> None:
+        settings = TableSettings(
+            optimizer, auto_apply, stochastic_rounding, rounding_seed, budget, cold_tier, cold_path
+        )
+        rows, files = settings.allocate((num_embeddings, embedding_dim), _weight, dtype)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            rows,
+            _freeze,
+            device,
+            dtype,
+        )
+        if rows is not None and _weight is None:
+            self.reset_parameters()
+        self._optimize(settings, files)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up.
+
+        Shape:
+            input any; result (*input, D).
+
+        Raises:
+            IdOutOfRange: an id is not a row.
+            MalformedBags: the input is nested, or is not int64 or int32.
+        """
+        if not self._parts:
+            return super().forward(input)
+        return (self._break_graph if torch.compiler.is_compiling() else self._look_up)(input)
+
+    def prefetch(self, input: Tensor) -> Claim | None:
+        """Fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`."""
+        return self._claim_ahead(read_ids(input, self._parts[0][0].dtype))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+    ) -> HotColdEmbedding:
+        """Make a module from existing rows, which share their memory with it.
+
+        It takes no budget: with one, give the rows to the class, as `_weight`.
+
+        Args:
+            embeddings: The rows.
+            freeze: Whether rows are never updated; True by default, as in torch.
+            padding_idx: As for the class.
+            max_norm: As for the class.
+            norm_type: As for the class.
+            scale_grad_by_freq: As for the class.
+            sparse: As for the class.
+            optimizer: As for the class; it does nothing while rows are frozen.
+            auto_apply: As for the class.
+            stochastic_rounding: As for the class.
+            rounding_seed: As for the class.
+
+        Shape:
+            embeddings (E, D).
+
+        Raises:
+            AssertionError: `embeddings` does not have two dimensions.
+        """
+        module = super().from_pretrained(  # type: ignore[no-untyped-call]
+            embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+        assert isinstance(module, HotColdEmbedding)  # torch builds a cls
+        module._optimize_pretrained(
+            TableSettings(
+                optimizer, auto_apply, stochastic_rounding, rounding_seed, None, "host", None
+            ),
+            freeze=freeze,
+        )
+        return module
+
+    @not_compiled
+    def _break_graph(self, input: Tensor) -> Tensor:
+        return self._look_up(input)
+
+    def _look_up(self, input: Tensor) -> Tensor:
+        assert self._nodes is not None
+        dtype = self._parts[0][0].dtype
+        rows = look_up(
+            self._nodes,
+            self._parts,
+            read_ids(input, dtype),
+            self.embedding_dim,
+            untrained_row=self.padding_idx,
+        )
+        rows = rows.view(*input.shape, self.embedding_dim)
+        return rows.bfloat16() if dtype is torch.bfloat16 else rows

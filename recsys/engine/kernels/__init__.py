@@ -1,0 +1,1 @@
+"""Kernels by device."""

@@ -1,0 +1,1 @@
+"""From ids to pooled vectors, and from their gradient to the ledger."""

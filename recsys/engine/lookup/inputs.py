@@ -1,0 +1,214 @@
+"""Reads every form of input into `Bags`, and explains what is wrong with one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from recsys.engine.kernels.cpu.places import BAD_OFFSETS
+from recsys.engine.rows.bags import Bags
+from recsys.engine.rows.tables import compute_dtype
+from recsys.errors import IdOutOfRange, MalformedBags
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.engine.rows.bags import Lookups
+    from recsys.engine.rows.tables import TableGroup
+
+__all__ = ["explain", "read_bag_call", "read_bags", "read_ids", "without_row"]
+
+_ID_TYPES = (torch.int64, torch.int32)
+
+
+def read_bags(
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    num_samples: int,
+    num_bags: int,
+    dtype: torch.dtype,
+) -> Bags:
+    """The input of a lookup; the kernel checks and copies its numbers.
+
+    Args:
+        ids: N ids in any shape.
+        offsets: Where bags begin, with or without the end of the last; None if all bags have the
+            same number of ids.
+        weights: A factor for each id, in any shape; None for 1.
+        num_samples: B.
+        num_bags: Bags of all features.
+        dtype: That of the computation; weights are converted to it.
+
+    Raises:
+        MalformedBags: dtypes or shapes do not fit, or a weight is nan.
+    """
+    if not ids.is_cpu or (offsets is not None and not offsets.is_cpu):
+        raise MalformedBags(f"ids must be on the CPU like the rows, got {ids.device}; move them")
+    if offsets is not None and offsets.dtype is not ids.dtype:
+        both = torch.promote_types(ids.dtype, offsets.dtype)
+        ids, offsets = ids.to(both), offsets.to(both)
+    if ids.dtype not in _ID_TYPES:
+        raise MalformedBags(f"ids must be int64 or int32, got {ids.dtype}; convert them by .long()")
+    num_ids = ids.numel()
+    if offsets is not None and (offsets.dim() != 1 or not 0 <= offsets.numel() - num_bags <= 1):
+        raise MalformedBags(
+            f"offsets must have one number for each of {num_bags} bags, and may have the end of "
+            f"the last, got shape {tuple(offsets.shape)}"
+        )
+    if offsets is None and num_ids != num_bags and (not num_bags or num_ids % num_bags):
+        raise MalformedBags(f"{num_ids} ids are not {num_bags} bags of one length; give offsets")
+    if weights is not None:
+        if weights.numel() != num_ids:
+            raise MalformedBags(f"weights must be as many as ids, {num_ids}, got {weights.numel()}")
+        weights = weights.reshape(-1).to(dtype).contiguous()
+        if bool(weights.isnan().any()):
+            position = int(weights.isnan().nonzero()[0])
+            raise MalformedBags(
+                f"weights must be numbers, got nan at position {position} (id "
+                f"{int(ids.reshape(-1)[position])}); check the code that computes it"
+            )
+    return Bags(
+        ids.contiguous(),
+        None if offsets is None else offsets.contiguous(),
+        weights,
+        num_samples,
+        num_bags,
+    )
+
+
+def read_bag_call(
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    *,
+    include_last_offset: bool,
+    mode: str,
+    dtype: torch.dtype,
+) -> Bags:
+    """The arguments of `nn.EmbeddingBag.forward` as the bags of one feature.
+
+    Args:
+        ids: The `input` there: (B, L) for bags of equal length, or (N,) with offsets.
+        offsets: Where bags begin; for one-dimensional ids only.
+        weights: A factor for each id, with mode "sum".
+        include_last_offset: Whether the last number in `offsets` is the end of the last bag.
+        mode: "sum" or "mean".
+        dtype: Of the rows.
+
+    Raises:
+        MalformedBags: shapes or dtypes are invalid.
+        NotImplementedError: there are weights, and the mode is not "sum".
+    """
+    if ids.is_nested:
+        raise MalformedBags(
+            "input must be a plain tensor, got a nested one; pass its values() and offsets()"
+        )
+    if weights is not None and weights.shape != ids.shape:
+        raise MalformedBags(
+            f"per_sample_weights must have the input's shape {tuple(ids.shape)}, got "
+            f"{tuple(weights.shape)}"
+        )
+    if weights is not None and mode != "sum":
+        raise NotImplementedError(
+            f"per_sample_weights need mode='sum', got mode={mode!r}; scale the result, or leave "
+            "them out"
+        )
+    if weights is not None and weights.dtype != dtype:
+        raise MalformedBags(
+            f"per_sample_weights must be {dtype} like the rows, got {weights.dtype}; convert them"
+        )
+    if ids.dim() == 2:
+        if offsets is not None or not ids.shape[1]:
+            raise MalformedBags(
+                f"input of shape {tuple(ids.shape)} has one bag per row, so offsets must be None "
+                "and rows must have ids; flatten the input, or leave offsets out"
+            )
+        num_bags = ids.shape[0]
+    elif ids.dim() == 1 and offsets is not None and offsets.dim() == 1:
+        num_bags = offsets.numel() - int(include_last_offset)
+        if num_bags < 0:
+            raise MalformedBags(
+                "with include_last_offset, offsets must not be empty; pass at least 0"
+            )
+        if include_last_offset:  # ids after the end of the last bag are not used
+            end = int(offsets[-1])
+            if 0 <= end < ids.numel():
+                ids, weights = ids[:end], None if weights is None else weights[:end]
+    else:
+        found = "None" if offsets is None else f"{offsets.dim()} dimensions"
+        raise MalformedBags(
+            "input must have two dimensions, or one with 1-D offsets, got "
+            f"{ids.dim()} dimensions and offsets of {found}"
+        )
+    return read_bags(ids, offsets, weights, num_bags, num_bags, compute_dtype(dtype))
+
+
+def read_ids(ids: Tensor, dtype: torch.dtype) -> Bags:
+    """The argument of `nn.Embedding.forward`, of any shape, as bags of one id.
+
+    Raises:
+        MalformedBags: the ids are nested, or neither int64 nor int32.
+    """
+    if ids.is_nested:
+        raise MalformedBags("input must be a plain tensor, got a nested one; pass its values()")
+    bags = read_bags(ids, None, None, ids.numel(), ids.numel(), compute_dtype(dtype))
+    return bags._replace(shape=ids.shape)
+
+
+def without_row(bags: Bags, row: int) -> Bags:
+    """The same bags without the lookups of one row."""
+    ids, offsets, weights, num_samples, num_bags, _ = bags
+    is_kept = ids.reshape(-1) != row
+    if bool(is_kept.all()):
+        return bags
+    ends = torch.cat([is_kept.new_zeros(1, dtype=ids.dtype), is_kept.cumsum(0, dtype=ids.dtype)])
+    if offsets is None:
+        length = ids.numel() // num_bags
+        offsets = torch.arange(0, ids.numel() + 1, length, dtype=ids.dtype)
+    return Bags(
+        ids.reshape(-1)[is_kept],
+        ends[offsets.long().clamp(0, ids.numel())],
+        None if weights is None else weights[is_kept],
+        num_samples,
+        num_bags,
+    )
+
+
+def explain(group: TableGroup, lookups: Lookups, bags: Bags, code: int) -> Exception:
+    """The error for a code that a lookup kernel returned."""
+    if code == BAD_OFFSETS:
+        return MalformedBags(f"offsets must ascend from 0 to the number of ids, {bags.ids.numel()}")
+    value = int(bags.ids.reshape(-1)[code])
+    for table, position, _ in lookups.locations:
+        first, end = _ids_of_feature(bags, position)
+        if first <= code < end and not 0 <= value < group.sizes[table]:
+            return IdOutOfRange(
+                f"table {group.names[table]!r}, {_location(bags, position, code)}: id {value} is "
+                f"not in [0, {group.sizes[table]}); raise num_embeddings or hash the ids"
+            )
+    raise AssertionError("the kernel refused a row that exists")
+
+
+def _ids_of_feature(bags: Bags, position: int) -> tuple[int, int]:
+    """The range of ids of a feature."""
+    first, end = position * bags.num_samples, (position + 1) * bags.num_samples
+    if bags.offsets is None:
+        length = bags.ids.numel() // max(bags.num_bags, 1)
+        return first * length, end * length
+    bounds = [*bags.offsets.tolist(), bags.ids.numel()]
+    return bounds[first], bounds[end]
+
+
+def _location(bags: Bags, position: int, code: int) -> str:
+    """Where an id is, for errors."""
+    if bags.shape is not None and len(bags.shape) != 1:
+        index = ", ".join(str(int(place)) for place in np.unravel_index(code, bags.shape))
+        return f"input[{index}]" if index else "input"
+    if bags.offsets is None:
+        bag = code // max(bags.ids.numel() // bags.num_bags, 1)
+    else:
+        bag = int(torch.searchsorted(bags.offsets, code, right=True)) - 1
+    return f"sample {bag - position * bags.num_samples}"

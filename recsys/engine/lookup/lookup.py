@@ -1,0 +1,336 @@
+"""The lookup: one autograd node for all lookups of a pass, and the ledger entries it makes.
+
+A model with 26 bags calls each of them, and an autograd node for each would cost Python in forward
+and in backward. So the first call of a pass makes one node with as many outputs as the last pass
+had calls, and each call fills the next output when it is made:
+
+    pass 1    call 0, call 1, call 2    three nodes of one output
+    pass 2    call 0, call 1, call 2    one node of three outputs
+              backward of the node      three entries of the ledger
+
+An output that is not used gets no gradient. A collection is the same with one call.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd.function import once_differentiable
+
+from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import (
+    NO_PASS,
+    DisableTorchFunctionSubclass,
+    active_ddp_module,
+    current_pass,
+    is_graph_kept,
+    outside_graphs,
+    plain_apply,
+    top_saved_tensors_hooks,
+    versions_of,
+)
+from recsys.engine.kernels.cpu.lookup import Input, pool, weight_gradients
+from recsys.engine.kernels.cpu.places import IN_FLIGHT, OK
+from recsys.engine.lookup.inputs import explain
+from recsys.engine.rows.bags import addresses
+from recsys.engine.rows.ledger import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from recsys.engine.rows.bags import Bags, Lookups
+    from recsys.engine.rows.tables import TableGroup
+
+__all__ = ["Nodes", "Part", "look_up"]
+
+Part = tuple["TableGroup", "Lookups"]  # what is looked up in which group
+_next_lookup = count(1).__next__
+# glibc gets larger blocks from the system each time, in small pages.
+_MAX_KEPT_BYTES = 32 * 2**20
+_NOTHING = torch.empty(0)
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class _Made(NamedTuple):
+    """A lookup as its node keeps it.
+
+    Attributes:
+        calls: One for each part.
+        versions: Of the tables, if weights need a gradient, which the rows of now would falsify.
+    """
+
+    calls: Sequence[tuple[TableGroup, Call]]
+    versions: Sequence[int]
+
+
+class Nodes:
+    """Makes the autograd nodes of the lookups of a collection, or of all bags of one group.
+
+    Args:
+        after_backward: Called at the end of each backward pass that has filled a ledger; None if
+            an optimizer's step updates rows.
+    """
+
+    def __init__(self, after_backward: Callable[[], None] | None = None) -> None:
+        # The reason that a result requires a gradient: tables are no inputs of the node.
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.ends_pass = after_backward is not None
+        if after_backward is not None:
+            self.anchor.register_post_accumulate_grad_hook(_EndOfPass(after_backward))  # type: ignore[no-untyped-call]
+        self._made: list[_Made | None] = []
+        self._outputs: list[Tensor] = []  # those that no call has filled, the last one first
+        self._kind: tuple[int, int, torch.dtype] = (0, 0, torch.float32)
+        self._num_calls, self._num_expected = 0, 1
+
+    def next_output(
+        self, num_samples: int, width: int, dtype: torch.dtype
+    ) -> tuple[Tensor, list[_Made | None], int]:
+        """An output that no call has filled, (B, W); what its node keeps, and its number there."""
+        kind = num_samples, width, dtype
+        # Checkpointing counts saved tensors when it recomputes, and a lookup that is repeated in a
+        # backward has a backward of its own. So there each call has its own node.
+        is_alone = top_saved_tensors_hooks(True) is not None or current_pass() != NO_PASS
+        if not self._outputs or self._kind != kind or is_alone:
+            if self._kind != kind:
+                self.close()
+            self._kind = kind
+            self._made = [None] * (1 if is_alone else max(1, self._num_expected - self._num_calls))
+            outputs = _make_node(self, self._made, self.anchor, None, kind)
+            self._outputs = list(outputs)[::-1]
+        self._num_calls += 1
+        number = len(self._made) - len(self._outputs)
+        return self._outputs.pop(), self._made, number
+
+    def close(self) -> None:
+        """Make a new node for the next call, because a backward or another shape begins."""
+        if self._num_calls:
+            self._num_expected, self._num_calls, self._outputs = self._num_calls, 0, []
+
+
+class _EndOfPass:
+    """A hook of an anchor: autograd calls it when all nodes of the pass have run."""
+
+    def __init__(self, after_backward: Callable[[], None]) -> None:
+        self._after_backward = after_backward
+
+    def __call__(self, anchor: Tensor) -> None:
+        anchor.grad = None
+        self._after_backward()
+
+
+def look_up(
+    nodes: Nodes, parts: Sequence[Part], bags: Bags, width: int, untrained_row: int | None = None
+) -> Tensor:
+    """Look up and pool.
+
+    Args:
+        nodes: Makes the node, in grad mode.
+        parts: What is looked up in which group; all groups have one compute dtype.
+        bags: The input.
+        width: W.
+        untrained_row: For bags of one id: a row that gets no gradient.
+
+    Returns:
+        The pooled rows, (B, W).
+
+    Raises:
+        IdOutOfRange: an id is not a row of its table.
+        MalformedBags: offsets do not ascend from 0 to N.
+        RuntimeError: DistributedDataParallel would leave processes with different rows.
+    """
+    ids, offsets, weights, num_samples, num_bags, _ = bags
+    dtype, num_ids = parts[0][0].compute_dtype, ids.numel()
+    is_training, placed = False, []
+    with DisableTorchFunctionSubclass():  # internal reads of tables
+        for group, lookups in parts:
+            one = group.place(lookups)
+            placed.append(one)
+            is_training = is_training or any(map(_requires_grad, one.tables))
+    is_training = is_training and is_grad_enabled()
+    wrapper = active_ddp_module()
+    if wrapper is not None and (is_training or wrapper.training):
+        raise RuntimeError(
+            "DistributedDataParallel: a recsys optimizer does not share its row updates between "
+            "processes; build the tables without optimizer=, or call recsys.accelerate without "
+            "it, so that their gradients are shared; or train in one process"
+        )
+    needs_weight_grad = is_grad_enabled() and weights is not None and weights.requires_grad
+    kept = torch.empty(num_ids + num_bags + 1, dtype=torch.int32)
+    made: list[_Made | None]
+    if needs_weight_grad:
+        made = [None]
+        [result] = _make_node(nodes, made, nodes.anchor, weights, (num_samples, width, dtype))
+        output = 0
+    elif is_training:
+        result, made, output = nodes.next_output(num_samples, width, dtype)
+    else:
+        result = _empty(num_samples, width, dtype)
+    is_one_hot = offsets is None and num_ids == num_bags and weights is None
+    number = _next_lookup()
+    calls = []
+    of_input = kept, num_ids, num_samples, 0 if is_one_hot else num_bags
+    of_result = result.data_ptr(), width
+    for (group, lookups), one in zip(parts, placed, strict=True):
+        fetcher = group.fetcher
+        if fetcher is not None and is_training and num_samples:
+            fetcher.before_lookup(lookups, bags)
+        if num_samples:
+            _pool(group, lookups, one.lookups_5L, bags, kept, of_result)
+        num_ahead = 0 if fetcher is None else fetcher.num_ahead
+        calls.append((group, Call(number, lookups, *of_input, None, num_ahead)))
+    if is_training or needs_weight_grad:
+        if untrained_row is not None:
+            calls = [(group, _without_row(call, untrained_row)) for group, call in calls]
+        if weights is not None:  # the caller may write to them before the update
+            copied = weights.detach().clone()
+            calls = [(group, call._replace(weights=copied)) for group, call in calls]
+        made[output] = _Made(calls, _versions(calls) if needs_weight_grad else ())
+    return result
+
+
+def _without_row(call: Call, row: int) -> Call:
+    """A lookup of bags of one id, without those of a row."""
+    ids = call.kept[: call.num_ids]
+    is_kept = ids != row
+    if bool(is_kept.all()):
+        return call
+    ends = torch.cat([is_kept.new_zeros(1, dtype=torch.int32), is_kept.cumsum(0)])
+    kept = torch.cat([ids[is_kept], ends]).to(torch.int32)
+    num_ids = len(kept) - len(ends)
+    return call._replace(kept=kept, num_ids=num_ids, num_bounds=call.num_samples)
+
+
+def _pool(
+    group: TableGroup,
+    lookups: Lookups,
+    lookups_5L: NDArray[np.uint64],
+    bags: Bags,
+    kept: Tensor,
+    result: tuple[int, int],
+) -> None:
+    """Look up in one group; if a row is on its way, wait for it and look up again."""
+    given = addresses(bags, kept.data_ptr(), is_mean=lookups.is_mean)
+    arguments = lookups_5L, given, *result
+    if group.fetcher is None:
+        code = pool(group.kernel, group.for_lookups, *arguments)
+    else:
+        with group.fetcher.lock:
+            code = pool(group.kernel, group.for_lookups, *arguments)
+            if code == IN_FLIGHT:
+                group.fetcher.settle()
+                code = pool(group.kernel, group.for_lookups, *arguments)
+    if code != OK:
+        raise explain(group, lookups, bags, code)
+
+
+def _empty(num_samples: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Memory for pooled rows, (B, W); in huge pages if it is large."""
+    is_large = num_samples * width * dtype.itemsize > _MAX_KEPT_BYTES
+    return (empty_rows if is_large else torch.empty)(num_samples, width, dtype=dtype)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        nodes: Nodes,
+        made: list[_Made | None],
+        anchor: Tensor,
+        weights: Tensor | None,
+        kind: tuple[int, int, torch.dtype],
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(anchor)
+        # Weak, because Python's garbage collector does not see what a node refers to.
+        ctx.nodes, ctx.made, ctx.ends_pass = ref(nodes), made, nodes.ends_pass
+        return tuple([_empty(*kind) for _ in made])
+
+    @staticmethod
+    @outside_graphs
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if is_grad_enabled():  # with create_graph=True; not differentiable a second time
+            return _backward_once(ctx, *gradients)
+        ctx.saved_tensors  # noqa: B018  # raises if backward runs twice without retain_graph
+        nodes = ctx.nodes()
+        if nodes is not None:
+            nodes.close()
+        of_weights = None
+        for output, gradient in enumerate(gradients):
+            made = ctx.made[output]
+            if gradient is None or made is None:
+                continue
+            if ctx.needs_input_grad[3]:
+                of_weights = _weight_gradient(made, gradient)
+            # Of one sample, torch may build the `grad` of another parameter on the same memory.
+            if gradient.shape[0] == 1:  # `len` of a tensor is slow
+                gradient = gradient.clone()  # noqa: PLW2901
+            gradient = with_dense_rows(gradient)  # noqa: PLW2901
+            with DisableTorchFunctionSubclass():
+                for group, call in made.calls:
+                    trained = group.trained(call.lookups)
+                    if trained.tables:
+                        group.ledger.add(call._replace(lookups=trained), gradient)
+            if not is_graph_kept():
+                ctx.made[output] = None
+        return None, None, _NOTHING if ctx.ends_pass else None, of_weights, None
+
+
+_backward_once: Callable[..., tuple[Any, ...]] = once_differentiable(_Lookup.backward)
+# `apply` without its check for functorch's transforms, which takes longer than a small lookup.
+_make_node: Callable[..., Sequence[Tensor]] = plain_apply(_Lookup)
+
+
+def _weight_gradient(made: _Made, gradient: Tensor) -> Tensor:
+    """The gradient of the ids' weights, (N,).
+
+    Raises:
+        RuntimeError: rows were updated since the lookup.
+    """
+    if _versions(made.calls) != made.versions:
+        raise RuntimeError(
+            "rows were updated between a lookup and its backward, and the gradient of weights "
+            "needs the rows as they were; call backward before rows are updated"
+        )
+    call = made.calls[0][1]
+    result = gradient.new_zeros(call.num_ids)
+    whole = gradient.contiguous().numpy()
+    for group, call in made.calls:
+        given = Input(
+            0,
+            call.num_ids,
+            0,
+            0,
+            0,
+            call.kept.data_ptr(),
+            call.num_samples,
+            call.num_bounds,
+            int(call.lookups.is_mean),
+            0,
+        )
+        lookups_5L = group.place(call.lookups).lookups_5L
+        weight_gradients(group.for_lookups, lookups_5L, given, whole, result.numpy())
+    return result
+
+
+def _versions(calls: Sequence[tuple[TableGroup, Call]]) -> list[int]:
+    tables = [group.tables[table] for group, call in calls for table in call.lookups.tables]
+    return versions_of(tables)
+
+
+def with_dense_rows(gradient: Tensor) -> Tensor:
+    """A gradient (B, W) with contiguous rows; there may be gaps between rows, but no overlap.
+
+    An interaction passes such a part of its own gradient. Copying it would cost a tenth of the
+    update.
+    """
+    stride = gradient.stride()
+    if stride[1] != 1 or (stride[0] < gradient.shape[1] and gradient.shape[0] > 1):
+        return gradient.contiguous()
+    return gradient

@@ -1,0 +1,1 @@
+"""Who owns tables, what is looked up in them, and which gradients wait for the update."""

@@ -1,0 +1,253 @@
+"""`TableGroup`: owns the memory of tables of one dim, and notices when a table has moved.
+
+Tables are allocated separately and stay the user's Parameters. Kernels see them, and the slots, as
+one array from the lowest address:
+
+    row r of table t begins at    flat[bases[t] + r * dim]
+    slot s begins at              flat[bases[T] + s * dim]
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys._support.memory import empty_rows
+from recsys.engine.kernels.cpu.lookup import INT32, lookup_kernel
+from recsys.engine.kernels.cpu.update import Memories
+from recsys.engine.rows.ledger import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from recsys.engine.rows.bags import Lookups
+
+__all__ = ["Memory", "Placed", "TableGroup", "compute_dtype"]
+
+# For each dtype of a table: the dtype that kernels see, and that of the computation.
+_DTYPES: dict[torch.dtype, tuple[Any, torch.dtype]] = {
+    torch.float32: (np.float32, torch.float32),
+    torch.float64: (np.float64, torch.float64),
+    torch.bfloat16: (np.uint16, torch.float32),
+}
+_MAX_ROWS = 2**31 - 1
+_NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
+_address, _requires_grad = torch.Tensor.data_ptr, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gradients, state and pooled rows of tables of a dtype."""
+    return _DTYPES[dtype][1]
+
+
+class Memory:
+    """Arrays of tables, or of their state, and of their slots, as one array for kernels.
+
+    Args:
+        tables: (E, dim) each, contiguous, of one dtype; empty for a table without state.
+        slots: (S, dim); S may be 0.
+
+    Attributes:
+        flat: The memory from the lowest to the highest address, one-dimensional.
+        bases: Where each table begins in it, and last the slots, (T + 1,) uint64.
+        tensors: Views of the tables, which share their versions.
+    """
+
+    def __init__(self, tables: Sequence[Tensor], slots: Tensor) -> None:
+        self.tensors = [table.detach() for table in tables]  # keeps the memory alive
+        self._slots = slots
+        held = [tensor for tensor in (*self.tensors, slots) if tensor.numel()]
+        low = min((tensor.data_ptr() for tensor in held), default=0)
+        high = max((tensor.data_ptr() + tensor.nbytes for tensor in held), default=0)
+        memory = (ctypes.c_byte * (high - low)).from_address(low)
+        self.flat: NDArray[Any] = np.frombuffer(memory, _DTYPES[slots.dtype][0])  # type: ignore[call-overload]  # ctypes arrays are buffers
+        starts = [
+            (tensor.data_ptr() - low) // slots.itemsize if tensor.numel() else 0
+            for tensor in (*self.tensors, slots)
+        ]
+        self.bases = np.array(starts, np.uint64)
+
+
+class Placed(NamedTuple):
+    """Where the tables of lookups are, as of these addresses."""
+
+    lookups_5L: NDArray[np.uint64]
+    tables: list[nn.Parameter]
+    addresses: list[int]
+
+
+class TableGroup:
+    """Tables of one dim and dtype, which one kernel call looks up or updates.
+
+    Args:
+        names: Names of the tables, for errors.
+        tables: The tables, each once: contiguous, float32, float64 or bfloat16, on the CPU.
+
+    Attributes:
+        names: As given.
+        tables: As given.
+        dim: D.
+        dtype: Of the rows.
+        compute_dtype: Of gradients, state and pooled rows.
+        nothing: An empty array of that dtype, for kernels.
+        sizes: Rows of each table.
+        first_rows: The number of each table's row 0, and the number of all rows, (T + 1,).
+        order: The tables, the largest first.
+        ledger: Gradients that wait for the update.
+        memories: The tables, their slots, the row map, and their state.
+        dims: Numbers per row of the tables and of each state array; 0 where there is none.
+        for_lookups: What `pool` takes of the memories.
+        tensors: Views of all tables and state arrays, which share their versions.
+        fetcher: Moves rows into slots; None if all rows are in their tables.
+        files: The files that tables and state are mapped from; None if they are in memory.
+        kernel: Looks rows up.
+
+    Raises:
+        ValueError: the tables are not as above, or have 2**31 rows or more.
+    """
+
+    def __init__(self, names: Sequence[str], tables: Sequence[nn.Parameter]) -> None:
+        self.names, self.tables, self.ledger = list(names), list(tables), Ledger()
+        sizes = list(map(len, tables))
+        self.dim = tables[0].shape[1]
+        if sum(sizes) > _MAX_ROWS:
+            raise ValueError(
+                f"tables {self.names} must have fewer than 2**31 rows of dim {self.dim} together, "
+                f"got {sum(sizes)}; give some of them another embedding_dim"
+            )
+        self.sizes = np.array(sizes, np.uint64)
+        self.first_rows = np.cumsum([0, *sizes]).astype(np.uint64)
+        self.order = np.argsort([-size for size in sizes], kind="stable")
+        self._slots = torch.empty(0, self.dim, dtype=tables[0].dtype)
+        self.fetcher: Any = None  # a `Fetcher`; imports point down
+        self.files: Any = None  # `ColdFiles`
+        self._states: Sequence[tuple[Memory, int]] = ()
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Read where tables and slots are.
+
+        Raises:
+            ValueError: the tables are not of one dtype and dim on the CPU, or not contiguous.
+        """
+        self.dtype = self.tables[0].dtype
+        kinds = {(table.dtype, table.device.type, table.shape[1:]) for table in self.tables}
+        is_known = kinds == {(self.dtype, "cpu", (self.dim,))} and self.dtype in _DTYPES
+        if not is_known or not all(table.is_contiguous() for table in self.tables):
+            raise ValueError(
+                f"tables {self.names} must be contiguous float32, float64 or bfloat16 on the CPU, "
+                f"all of one dtype and embedding_dim, got {kinds}; convert the whole module"
+            )
+        self.compute_dtype = compute_dtype(self.dtype)
+        self.nothing: NDArray[Any] = np.empty(0, _DTYPES[self.compute_dtype][0])
+        if not len(self._slots):
+            self._slots = self._slots.to(self.dtype)
+        self._addresses = list(map(_address, self.tables))
+        self._rows = Memory(self.tables, self._slots)
+        self._join()
+        self.kernel = lookup_kernel(
+            self.dim, self._rows.flat.dtype, self.nothing.dtype, is_tiered=len(self._slots) > 0
+        )
+        self._placed: dict[Lookups, Placed] = {}
+
+    def place(self, lookups: Lookups) -> Placed:
+        """Where the tables of lookups are; notices tables that have moved.
+
+        Raises:
+            RuntimeError: as for `require_tables`.
+            ValueError: as for `require_tables`.
+        """
+        found = self._placed.get(lookups)
+        if found is not None and (
+            self.fetcher is not None or list(map(_address, found.tables)) == found.addresses
+        ):
+            return found
+        self.require_tables()
+        tables, positions, columns = lookups.arrays
+        of_tables = self._rows.bases[tables], self.sizes[tables], self.first_rows[tables]
+        lookups_5L = np.stack([*of_tables[:2], positions, columns, of_tables[2]]).astype(np.uint64)
+        looked_up = [self.tables[table] for table in lookups.tables]
+        addresses = [self._addresses[table] for table in lookups.tables]
+        found = Placed(lookups_5L, looked_up, addresses)
+        self._placed[lookups] = found
+        return found
+
+    def require_tables(self) -> None:
+        """Notice tables that have moved; every update asks once.
+
+        Raises:
+            RuntimeError: a table has another number of rows now.
+            ValueError: a table has another dtype, dim or device now.
+        """
+        if self.fetcher is not None or list(map(_address, self.tables)) == self._addresses:
+            return  # with slots, `TieredParameter` refuses other memory
+        sizes = list(map(len, self.tables))
+        if sizes != self.sizes.tolist():
+            raise RuntimeError(
+                f"tables {self.names}: the memory of one was replaced by one with another number "
+                f"of rows, {sizes}; build the module again"
+            )
+        self.lay_out()
+
+    def trained(self, lookups: Lookups) -> Lookups:
+        """The lookups in tables that require a gradient; after `place` of the same lookups."""
+        if all(map(_requires_grad, self._placed[lookups].tables)):
+            return lookups
+        return lookups.in_tables(
+            [table for table in lookups.tables if self.tables[table].requires_grad]
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S; 0 if all rows are in their tables."""
+        return len(self._slots)
+
+    def give_slots(self, num_slots: int, fetcher: Any) -> None:
+        """Keep some rows in slots from now on.
+
+        Args:
+            num_slots: S.
+            fetcher: Moves rows into them.
+        """
+        self._slots = empty_rows(num_slots, self.dim, dtype=self.dtype)
+        self.fetcher = fetcher
+        self.lay_out()
+
+    def set_states(self, states: Sequence[tuple[Memory, int]]) -> None:
+        """Use these state arrays, with their numbers per row; the optimizer's update owns them."""
+        self._states = states
+        self._join()
+
+    def drop_ledger(self) -> None:
+        """Drop all gradients; the slots of their rows may be taken."""
+        if self.ledger.entries:
+            self.ledger.clear()
+            if self.fetcher is not None:
+                self.fetcher.end_generation()
+
+    def _join(self) -> None:
+        rows, marks = self._rows, None if self.fetcher is None else self.fetcher.marks
+        of_states = [
+            *((state.flat, state.bases) for state, _ in self._states),
+            *[(self.nothing, rows.bases)] * 2,
+        ]
+        self.memories = Memories(
+            rows.flat,
+            rows.bases,
+            *of_states[0],
+            *of_states[1],
+            INT32 if marks is None else marks.slot_of_row,
+            self.first_rows,
+            _NO_MARKS if marks is None else marks.is_dirty,
+        )
+        first, second = [*(dim for _, dim in self._states), 0, 0][:2]
+        self.dims = self.dim, first, second
+        of_tables = (memory.tensors for memory in (rows, *(state for state, _ in self._states)))
+        self.tensors = [tensor for tensors in of_tables for tensor in tensors]
+        self.for_lookups = rows.flat, self.dim, self.memories.slot_of_row, int(rows.bases[-1])

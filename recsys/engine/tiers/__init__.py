@@ -1,0 +1,1 @@
+"""Rows in slots of fast memory, and all others in cold memory."""

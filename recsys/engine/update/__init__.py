@@ -1,0 +1,1 @@
+"""One update a step: from ledgers to rows."""

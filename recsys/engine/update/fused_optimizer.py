@@ -1,0 +1,219 @@
+"""`FusedOptimizer`: a recsys formula as a torch optimizer, for the rows of one module."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from recsys._support.torch_compat import (
+    GLOBAL_STEP_POST_HOOKS,
+    GLOBAL_STEP_PRE_HOOKS,
+    DisableTorchFunctionSubclass,
+    is_profiler_enabled,
+)
+from recsys.embeddings.optimizer import require_formula
+from recsys.engine.tiers.write_back import write_back
+from recsys.engine.update.update_rows import Rule, TableUpdate, require_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.engine.rows.tables import TableGroup
+
+__all__ = ["FusedOptimizer"]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
+
+    Args:
+        tables: The tables by `state_dict` key, each with the prefix of its state's names.
+        groups: Table groups of the same tables.
+        formula: The update rule. Its fields are the settings, which `param_groups` can change.
+        stochastic_rounding: For bfloat16 tables: whether to round up or down at random, so that
+            rows are right on average, or to nearest. A setting in `param_groups`.
+        rounding_seed: Seed of that rounding. A setting in `param_groups`.
+
+    Raises:
+        TypeError: the optimizer is not a formula.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, tuple[nn.Parameter, str]],
+        groups: Sequence[TableGroup],
+        formula: RowOptimizer,
+        *,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+    ) -> None:
+        require_formula(formula)
+        settings: dict[str, Any] = {
+            field.name: getattr(formula, field.name) for field in fields(formula)
+        }
+        settings |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed}
+        super().__init__([table for table, _ in tables.values()], settings)
+        self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
+        self._kind = type(formula)
+        rule = Rule(
+            formula=self._formula_of,
+            learning_rate=_read_lr,
+            counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
+            state_names={},
+        )
+        self._updates = [TableUpdate(group, self, 0, rule) for group in groups]
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the rows with gradients since the last step.
+
+        Args:
+            closure: Computes the loss and its gradients again; called first.
+
+        Returns:
+            The result of `closure`.
+
+        Raises:
+            NonFiniteGradient: a row has a gradient with nan or inf; all others were updated.
+            RuntimeError: a gradient was overwritten since its backward, or a table replaced.
+            ValueError: settings or state do not fit the tables or the formula.
+        """
+        # torch's wrapper names every step for a profiler. Without hooks or a profiler it would
+        # cost a tenth of the step of a small mini-batch.
+        if (
+            closure is not None
+            or is_profiler_enabled()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or GLOBAL_STEP_PRE_HOOKS
+            or GLOBAL_STEP_POST_HOOKS
+        ):
+            return self._named_step(closure)
+        self._update()
+        return None
+
+    step.hooked = True  # type: ignore[attr-defined]  # otherwise the base class wraps it
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _named_step(self, closure: Callable[[], float] | None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """Update all groups, or none if one of them is refused."""
+        with DisableTorchFunctionSubclass():  # internal reads of tables
+            prepared = [(update, update.prepare()) for update in self._updates]
+            errors = [update.apply(checked) for update, checked in prepared if checked is not None]
+        for error in filter(None, errors):
+            raise error
+
+    @property
+    def formula(self) -> RowOptimizer:
+        """The update rule, by the settings in `param_groups`."""
+        return self._formula_of(self.param_groups[0])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse other groups: the tables are those of the module.
+
+        Raises:
+            ValueError: always, after construction.
+        """
+        if self.param_groups:
+            raise ValueError(
+                "add_param_group: this optimizer has the tables of one module and no others; give "
+                "the parameters to another optimizer"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients collected since the last step."""
+        for update in self._updates:
+            update.group.drop_ledger()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
+        for update in self._updates:
+            write_back(update.group)
+        [group] = self.param_groups
+        state = {
+            key: {self._prefixes[key] + name: value for name, value in self.state[table].items()}
+            for key, table in zip(self._prefixes, group["params"], strict=True)
+            if table in self.state
+        }
+        settings = {name: value for name, value in group.items() if name != "params"}
+        return {"state": state, "param_groups": [settings | {"params": list(self._prefixes)}]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy a state of the same tables; arrays of the same shape and dtype in place.
+
+        Raises:
+            ValueError: a table is unknown, or a state is of another table or another formula.
+                Nothing was changed.
+        """
+        [group] = self.param_groups
+        states, settings = state_dict["state"], state_dict["param_groups"][0]
+        tables = dict(zip(self._prefixes, group["params"], strict=True))
+        unknown = sorted(set(states) - set(tables))
+        if unknown:
+            raise ValueError(f"optimizer state: tables {unknown} are unknown, of {list(tables)}")
+        loaded = {}
+        for key, table in tables.items():
+            prefix = self._prefixes[key]
+            own = {name.removeprefix(prefix): value for name, value in states.get(key, {}).items()}
+            self._require_state(key, table, own)
+            # Clones, because `state_dict` makes no copies: the state of two tables may be swapped.
+            loaded[table] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in own.items()
+            }
+        for update in self._updates:
+            if update.group.fetcher is not None:
+                update.group.fetcher.empty_slots(is_written_back=True)
+        group.update({name: value for name, value in settings.items() if name != "params"})
+        for table, own in loaded.items():
+            known = self.state.pop(table, {})
+            for name, value in own.items():
+                before = known.get(name)
+                are_alike = isinstance(value, Tensor) and isinstance(before, Tensor)
+                if are_alike and (before.shape, before.dtype) == (value.shape, value.dtype):
+                    own[name] = before.copy_(value)
+            if own:
+                self.state[table] = own
+
+    def _require_state(self, key: str, table: Tensor, state: Mapping[str, Any]) -> None:
+        """Check the arrays of a table's state before anything is changed.
+
+        Raises:
+            ValueError: names or shapes are not those of the formula.
+        """
+        formula = self.formula
+        sizes = formula.state_sizes(table.shape[1])
+        arrays = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.dim()
+        }
+        if arrays and set(arrays) != set(sizes):
+            raise ValueError(
+                f"optimizer state of {key!r} has the arrays {sorted(arrays)}, and those of "
+                f"{self._kind.__name__} are {sorted(sizes) or 'none'}; load the state of the same "
+                "optimizer"
+            )
+        for name, value in arrays.items():
+            columns = () if name in formula.row_states else (sizes[name],)
+            require_state(f"{key}: {name}", columns, table, value)
+
+    def _formula_of(self, settings: Mapping[str, Any]) -> RowOptimizer:
+        return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
+
+
+def _read_lr(settings: Mapping[str, Any], step: int) -> float:
+    lr: float = settings["lr"]
+    return lr

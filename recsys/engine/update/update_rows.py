@@ -1,0 +1,304 @@
+"""`TableUpdate`: owns the optimizer's state of a table group, and updates its rows once a step.
+
+A `torch.optim.Optimizer` has the settings in `param_groups` and each table's state in `state`. A
+`Rule` says how to read them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import repeat
+from math import prod
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from recsys._support.memory import empty_rows
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
+from recsys.engine.kernels.cpu.update import update_rows
+from recsys.engine.rows.grads import use_written_grads
+from recsys.engine.rows.ledger import join
+from recsys.engine.rows.tables import Memory
+from recsys.errors import NonFiniteGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.engine.rows.ledger import Entry
+    from recsys.engine.rows.tables import TableGroup
+
+__all__ = ["PreparedUpdate", "Rule", "TableUpdate", "require_state"]
+
+_NO_STATE: dict[str, Any] = {}  # of a table that was never updated; do not write to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How to read an optimizer's settings and state.
+
+    Attributes:
+        formula: Maps a param group to the formula of its rows.
+        state_names: Maps the formula's state arrays to the optimizer's names, where they differ.
+        learning_rate: Maps a param group and a step, counted from 1, to the learning rate.
+        counts_steps: Whether `state[table]["step"]` is kept. With stochastic rounding it always is.
+        no_step: The value of "step" before the first step; a tensor if the optimizer keeps one.
+        has_columns: Whether a state with one number per row is (E, 1) instead of (E,).
+    """
+
+    formula: Callable[[Mapping[str, Any]], RowOptimizer]
+    learning_rate: Callable[[Mapping[str, Any], int], float]
+    counts_steps: bool
+    state_names: Mapping[str, str]
+    no_step: int | Tensor = 0
+    has_columns: bool = False
+
+
+class _Settings(NamedTuple):
+    """The settings of a param group: formula, its state sizes, and the rates of its first step."""
+
+    formula: RowOptimizer
+    sizes: dict[str, int]
+    rates_T2: NDArray[np.float64]
+
+
+class PreparedUpdate(NamedTuple):
+    """The checked arguments of one update.
+
+    Attributes:
+        entries: The ledger, in the order of lookups.
+        updated: Numbers of the tables with gradients.
+        formula: The update rule of the rows.
+        rates_T2: Rate and eps of every table.
+        keys_T: Keys for stochastic rounding, for every table.
+        steps: The new step of each table in `updated`, if steps are counted.
+    """
+
+    entries: Sequence[Entry]
+    updated: Sequence[int]
+    formula: RowOptimizer
+    rates_T2: NDArray[np.float64]
+    keys_T: NDArray[Any]
+    steps: Sequence[Any]
+
+
+class TableUpdate:
+    """The optimizer's state of one table group, and the update of its rows.
+
+    Args:
+        group: The tables.
+        optimizer: Has settings and state.
+        number: The number of the tables' param group.
+        rule: How to read them.
+    """
+
+    def __init__(
+        self, group: TableGroup, optimizer: torch.optim.Optimizer, number: int, rule: Rule
+    ) -> None:
+        self.group = group
+        self._optimizer, self._number, self._rule = optimizer, number, rule
+        known = [table for each in optimizer.param_groups for table in each["params"]]
+        places = {id(table): place for place, table in enumerate(known)}
+        # Unique, however tables are grouped; a frozen table may be in no param group.
+        self._numbers = [
+            places.get(id(table), len(known) + place) for place, table in enumerate(group.tables)
+        ]
+        self._settings: _Settings | None = None
+        self._setting_values: list[Any] = []
+        self._values: list[Any] = []  # of the optimizer's state, when it was last read
+        self._states: list[dict[str, Any]] = [_NO_STATE] * len(group.tables)
+        self._arrays: list[list[Tensor | None]] = []
+        self._dtype = group.compute_dtype  # of the arrays
+
+    def prepare(self) -> PreparedUpdate | None:
+        """Do every check that may refuse the update; no row has changed, and the ledger is whole.
+
+        Returns:
+            For `apply`; None if there are no gradients.
+
+        Raises:
+            ConflictingWrite: a table was written to while slots had newer rows.
+            RuntimeError: a gradient was overwritten since its backward, or a table replaced.
+            ValueError: settings or state do not fit the tables or the formula.
+        """
+        group = self.group
+        if group.ledger.grads:
+            use_written_grads(group)
+        entries = group.ledger.in_order()
+        if not entries:
+            return None
+        group.require_tables()
+        if group.fetcher is not None:
+            group.fetcher.require_unwritten()
+        updated = sorted({table for entry in entries for table in entry.call.lookups.tables})
+        settings, rule = self._optimizer.param_groups[self._number], self._rule
+        formula, sizes, rates_T2 = self._read(settings)
+        is_stochastic = group.dtype != group.compute_dtype and settings.get("stochastic_rounding")
+        counts_steps = rule.counts_steps or is_stochastic
+        if counts_steps or sizes:
+            self._read_states(updated)
+        steps: list[Any] = []
+        keys_T: NDArray[Any] = TO_NEAREST
+        if counts_steps:
+            rates_T2 = rates_T2.copy()
+            keys_T = np.zeros(len(group.tables), np.uint64) if is_stochastic else TO_NEAREST
+            for table in updated:
+                steps.append(self._states[table].get("step", rule.no_step) + 1)
+                step = int(steps[-1])
+                rates_T2[table] = formula.rate_and_eps(rule.learning_rate(settings, step), step)
+                if is_stochastic:
+                    seed = settings.get("rounding_seed", 0)
+                    keys_T[table] = table_key(seed, step, self._numbers[table])
+        if sizes:
+            self._lay_out(formula, sizes, updated)
+        return PreparedUpdate(entries, updated, formula, rates_T2, keys_T, steps)
+
+    def apply(self, prepared: PreparedUpdate) -> NonFiniteGradient | None:
+        """Update every row in the ledger once, and empty the ledger.
+
+        A signal in Python comes before the kernel or after it. So what ends the step comes first:
+        an interrupted step may leave a group as it was, and never updates it twice.
+
+        Returns:
+            An error that names a row with a gradient that is not finite. Such rows were not
+            updated, all others were.
+        """
+        group, (entries, updated, formula, rates_T2, keys_T, steps) = self.group, prepared
+        if group.fetcher is not None:
+            group.fetcher.before_update(entries)
+        group.drop_ledger()
+        for table, step in zip(updated, steps, strict=False):
+            self._states[table]["step"] = step
+        # As after torch's in-place operations: autograd refuses a backward that saved a table.
+        increment_version([group.tables[table] for table in updated])
+        bad = None
+        # Others may evaluate meanwhile; without slots they may see half of an update, as in torch.
+        lock = nullcontext() if group.fetcher is None else group.fetcher.lock
+        filled = [entry for entry in entries if entry.call.num_samples]
+        if filled:
+            joined = join(filled, len(group.tables))
+            rates = formula, rates_T2, keys_T
+            memories, order = group.memories, group.order
+            with lock:
+                bad = update_rows(memories, group.dim, *rates, order, joined, group.nothing)
+        if group.fetcher is not None:
+            group.fetcher.accept_writes()
+        if bad is None:
+            return None
+        return NonFiniteGradient(
+            f"table {group.names[bad.table]!r}: the gradient of row {bad.row} has nan or inf in "
+            "it. Rows with such a gradient were not updated, all others were; find what computes "
+            "it (a learning rate too high, log(0), float16 without GradScaler)"
+        )
+
+    def _read(self, settings: dict[str, Any]) -> _Settings:
+        """The settings; translated again when one is another object, or may change in place."""
+        values = [*settings.values()]
+        known = self._setting_values
+        if self._settings is None or len(values) != len(known) or not all(map(is_, values, known)):
+            formula = self._rule.formula(settings)
+            rate = float(self._rule.learning_rate(settings, 1))
+            rates_T2 = np.tile(formula.rate_and_eps(rate, 1), (len(self.group.tables), 1))
+            found = _Settings(formula, formula.state_sizes(self.group.dim), rates_T2)
+            if any(isinstance(value, Tensor) for value in values):
+                return found
+            self._settings, self._setting_values = found, values
+        return self._settings
+
+    def _read_states(self, updated: Sequence[int]) -> None:
+        """Read the state of every table, and give updated tables one."""
+        known = self._optimizer.state
+        # Parameters hash in Python, which is slow, so they are looked up only after a change.
+        values = [*known.values()]
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            self._states = [known.get(table, _NO_STATE) for table in self.group.tables]
+            self._values = values
+        new = [table for table in updated if self._states[table] is _NO_STATE]
+        for table in new:
+            self._states[table] = known[self.group.tables[table]] = {}
+        if new:
+            self._values = [*known.values()]
+
+    def _lay_out(
+        self, formula: RowOptimizer, sizes: dict[str, int], updated: Sequence[int]
+    ) -> None:
+        """Give the group its state arrays, if the optimizer has others than before.
+
+        Raises:
+            ValueError: an array belongs to another table or another formula.
+        """
+        group, rule = self.group, self._rule
+        names = [rule.state_names.get(name, name) for name in sizes]
+        found = [list(map(dict.get, self._states, repeat(name))) for name in names]
+        known = self._arrays
+        if (
+            self._dtype is group.compute_dtype
+            and len(found) == len(known)
+            and all(
+                all(map(is_, now, before)) and all(now[table] is not None for table in updated)
+                for now, before in zip(found, known, strict=True)
+            )
+        ):
+            return
+        if group.fetcher is not None:  # rows leave their slots with the state that they have there
+            group.fetcher.empty_slots(is_written_back=True)
+        states = []
+        for name, (own, size), arrays in zip(names, sizes.items(), found, strict=True):
+            is_flat = own in formula.row_states and not rule.has_columns
+            for table, state in enumerate(self._states):
+                if arrays[table] is not None or table in updated:
+                    columns = () if is_flat else (size,)
+                    arrays[table] = state[name] = self._array_of(table, name, columns)
+            slots = empty_rows(group.num_slots, size, dtype=group.compute_dtype)
+            by_row = [
+                slots[:0] if array is None else array.view(len(array), -1) for array in arrays
+            ]
+            states.append((Memory(by_row, slots), size))
+        self._arrays, self._dtype = found, group.compute_dtype
+        group.set_states(states)
+        if group.fetcher is not None:
+            group.fetcher.accept_writes()
+
+    def _array_of(self, table: int, name: str, columns: tuple[int, ...]) -> Tensor:
+        """A table's state array, (E, *columns), zeros if it is new."""
+        weight, dtype, files = self.group.tables[table], self.group.compute_dtype, self.group.files
+        known: Tensor | None = self._states[table].get(name)
+        if known is None:
+            shape = len(weight), *columns
+            if files is not None:
+                return files.make(f"{self.group.names[table]}.{name}", shape, dtype)  # type: ignore[no-any-return]
+            return empty_rows(*shape, dtype=dtype).zero_()
+        require_state(name, columns, weight, known)
+        if known.shape == weight.shape[:1] and columns == (1,):
+            known = known.unsqueeze(1)  # as earlier checkpoints have it
+        known = known.to(weight.device, dtype).contiguous()
+        if files is not None:
+            known = files.keep(f"{self.group.names[table]}.{name}", known)
+        return known
+
+
+def require_state(name: str, columns: tuple[int, ...], weight: Tensor, state: Tensor) -> None:
+    """Check the shape of a state array. Without this a kernel could write out of bounds.
+
+    Args:
+        name: The optimizer's name for the state.
+        columns: Shape of one row's state, (D,) or ().
+        weight: The table.
+        state: The array.
+
+    Raises:
+        ValueError: the array belongs to another table or another formula.
+    """
+    if len(state) != len(weight) or state.numel() != len(weight) * prod(columns):
+        raise ValueError(
+            f"optimizer state {name!r} of a table of shape {tuple(weight.shape)} must be "
+            f"{(len(weight), *columns)}, got {tuple(state.shape)}; load the state of the same "
+            "table and optimizer, or delete it from the optimizer's state to start from zero"
+        )

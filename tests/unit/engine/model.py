@@ -1,0 +1,103 @@
+"""A small module over the engine: what tests train, resident or with a budget."""
+
+import torch
+from torch import nn
+
+from recsys.engine.lookup.inputs import read_bags
+from recsys.engine.lookup.lookup import Nodes, look_up
+from recsys.engine.rows.bags import Lookups
+from recsys.engine.rows.tables import TableGroup
+from recsys.engine.tiers.fetch import Fetcher
+from recsys.engine.tiers.file_store import ColdFiles
+from recsys.engine.tiers.write_back import write_back
+from recsys.engine.update.fused_optimizer import FusedOptimizer
+
+
+class Tables:
+    """Tables of one group with an optimizer.
+
+    Args:
+        sizes: Rows of each table.
+        features: The table of each feature.
+        dim: D.
+        formula: How rows are updated.
+        dtype: Of the rows.
+        num_slots: Rows in fast memory; None for all rows in their tables.
+        folder: Of files for tables and state; None to keep them in memory.
+        is_mean: Whether bags are averaged.
+        auto_apply: Whether rows are updated at the end of each backward.
+    """
+
+    def __init__(
+        self,
+        sizes,
+        features,
+        dim,
+        formula,
+        *,
+        dtype=torch.float32,
+        num_slots=None,
+        folder=None,
+        is_mean=False,
+        auto_apply=False,
+    ):
+        generator = torch.Generator().manual_seed(0)
+        names = [f"t{number}" for number in range(len(sizes))]
+        rows = [torch.randn(size, dim, generator=generator).to(dtype) for size in sizes]
+        files = None if folder is None else ColdFiles(folder)
+        if files is not None:
+            rows = [files.keep(name, table) for name, table in zip(names, rows, strict=True)]
+        self.weights = [nn.Parameter(table) for table in rows]
+        self.group = TableGroup(names, self.weights)
+        self.group.files = files
+        keyed = {name: (table, "") for name, table in zip(names, self.weights, strict=True)}
+        self.optimizer = FusedOptimizer(keyed, [self.group], formula, rounding_seed=7)
+        if num_slots is not None:
+            Fetcher(self.group, num_slots)
+        self.nodes = Nodes(after_backward=self.optimizer.step if auto_apply else None)
+        self.features, self.dim = features, dim
+        self.width = dim * len(features)
+        self.lookups = Lookups(
+            [(table, place, place * dim) for place, table in enumerate(features)], is_mean=is_mean
+        )
+
+    @property
+    def fetcher(self):
+        """Moves rows."""
+        return self.group.fetcher
+
+    def bags(self, ids, offsets=None, weights=None):
+        """One feature's bags after the other's."""
+        num_bags = len(ids) if offsets is None else len(offsets)
+        num_samples = num_bags // len(self.features)
+        return read_bags(ids, offsets, weights, num_samples, num_bags, self.group.compute_dtype)
+
+    def __call__(self, bags):
+        """The pooled rows, (B, W)."""
+        return look_up(self.nodes, [(self.group, self.lookups)], bags, self.width)
+
+    def train(self, bags, factors=None):
+        """One step."""
+        pooled = self(bags)
+        (pooled if factors is None else pooled * factors).sum().backward()
+        self.optimizer.step()
+
+    def claim_ahead(self, bags):
+        """Fetch the rows of a later mini-batch in the background."""
+        return self.fetcher.claim_ahead(self.lookups, bags)
+
+    def values(self):
+        """All rows and state, after what is in slots was written back."""
+        write_back(self.group)
+        found = {}
+        for number, weight in enumerate(self.weights):
+            found[number, "rows"] = weight.detach().clone()
+            for name, value in self.optimizer.state.get(weight, {}).items():
+                found[number, name] = torch.as_tensor(value).clone()
+        return found
+
+
+def are_equal(one, other):
+    """Whether rows and state are the same to the last bit."""
+    mine, its = one.values(), other.values()
+    return mine.keys() == its.keys() and all(torch.equal(mine[key], its[key]) for key in mine)

@@ -1,0 +1,164 @@
+"""The engine's drop-ins for `nn.EmbeddingBag` and `nn.Embedding`, beside those of torch."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.engine.bag import HotColdEmbeddingBag
+from recsys.engine.embedding import HotColdEmbedding
+from recsys.engine.lookup.lookup import Nodes
+from recsys.engine.tables_module import group_tables
+from recsys.engine.update.fused_optimizer import FusedOptimizer
+from recsys.errors import ConfigError
+
+IDS, OFFSETS = torch.tensor([1, 2, 1, 0, 3, 3, 6, 1]), torch.tensor([0, 2, 4, 4, 7])
+TIERS = {
+    "resident": {},
+    "host": {"budget": 7 * 4 + 2 * (16 * 2 + 10)},
+    "files": {"budget": 7 * 4 + 2 * (16 * 2 + 10), "cold_tier": "file"},
+}
+ARGUMENTS = {
+    "offsets": ({"mode": "sum"}, (IDS, OFFSETS)),
+    "last offset": (
+        {"mode": "mean", "include_last_offset": True},
+        (IDS, torch.tensor([0, 2, 4, 4, 8])),
+    ),
+    "rows": ({"mode": "mean"}, (IDS.view(4, 2).int(),)),
+    "padding": ({"mode": "mean", "padding_idx": 1}, (IDS, OFFSETS)),
+    "weights": ({"mode": "sum"}, (IDS, OFFSETS, torch.linspace(0.1, 1, 8))),
+}
+
+
+def step(module, arguments, factor=1.0):
+    result = module(*arguments)
+    (result * torch.arange(1.0, result.numel() + 1).view(result.shape) * factor).sum().backward()
+    return result.detach()
+
+
+def own(kind, plain, tiers, tmp_path, **settings):
+    """A module of ours with the rows of one of torch."""
+    if tiers.get("cold_tier") == "file":
+        tiers = tiers | {"cold_path": tmp_path}
+    module = kind(7, 4, optimizer=Adagrad(lr=0.1), **tiers, **settings)
+    module.load_state_dict(plain.state_dict())
+    return module
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize(("settings", "arguments"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_a_bag_trains_as_torchs(settings, arguments, tiers, tmp_path):
+    plain = nn.EmbeddingBag(7, 4, **settings)
+    ours = own(HotColdEmbeddingBag, plain, tiers, tmp_path, **settings)
+    theirs = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+    for factor in (1.0, -0.5, 2.0):
+        torch.testing.assert_close(step(ours, arguments, factor), step(plain, arguments, factor))
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(ours.weight.detach().clone(), plain.weight.detach())
+    state = ours.row_optimizer.state_dict()["state"]["weight"]["momentum1"]
+    torch.testing.assert_close(state, theirs.state[plain.weight]["sum"])
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("shape", [(), (8,), (4, 2), (2, 2, 2)])
+def test_an_embedding_trains_as_torchs(shape, padding_idx, tiers, tmp_path):
+    plain = nn.Embedding(7, 4, padding_idx=padding_idx)
+    ours = own(HotColdEmbedding, plain, tiers, tmp_path, padding_idx=padding_idx)
+    theirs = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+    ids = (IDS.view(shape) if shape else IDS[0],)
+    for _ in range(3):
+        torch.testing.assert_close(step(ours, ids), step(plain, ids))
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(ours.weight.detach().clone(), plain.weight.detach())
+
+
+def test_modules_of_one_model_share_groups_and_an_optimizer():
+    bags = [HotColdEmbeddingBag(7, dim, mode="sum") for dim in (4, 8, 4)]
+    before = [bag.weight.detach().clone() for bag in bags]
+    tables = {str(number): (bag.weight, False) for number, bag in enumerate(bags)}
+    places = group_tables(tables)
+    groups = list(dict.fromkeys(place.group for place in places))
+    keyed = {name: (table, "") for name, (table, _) in tables.items()}
+    optimizer = FusedOptimizer(keyed, groups, SGD(lr=1.0))
+    nodes = {group: Nodes() for group in groups}
+    for bag, place in zip(bags, places, strict=True):
+        bag.attach(place, nodes[place.group])
+    for _ in range(2):
+        sum(bag(IDS, OFFSETS).sum() for bag in bags).backward()
+        optimizer.step()
+    assert len(groups) == 2
+    counts = torch.bincount(IDS, minlength=7).unsqueeze(1)
+    for bag, rows in zip(bags, before, strict=True):
+        torch.testing.assert_close(bag.weight.detach(), rows - 2 * counts)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activations_may_be_recomputed_in_backward(use_reentrant):
+    found = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=0.1), auto_apply=False)
+        linear = nn.Linear(4, 4)
+
+        def block(hidden, bag=bag, linear=linear):
+            return linear(hidden + bag(IDS, OFFSETS)) * bag(IDS.flip(0), OFFSETS)
+
+        for _ in range(3):
+            hidden = bag(IDS, OFFSETS)
+            if is_recomputed:
+                hidden = checkpoint(block, hidden, use_reentrant=use_reentrant)
+            else:
+                hidden = block(hidden)
+            hidden.square().sum().backward()
+            bag.row_optimizer.step()
+        found.append(bag.weight.detach().clone())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_has_plain_tables_with_the_newest_rows(make):
+    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), **TIERS["host"])
+    step(ours, (IDS, OFFSETS))
+    found = make(ours)
+    assert type(found.weight) is nn.Parameter
+    assert found.row_optimizer is None
+    assert torch.equal(found.weight.detach(), ours.weight.detach().clone())
+    assert step(found, (IDS, OFFSETS)).shape == (5, 4)
+    assert found.weight.grad is not None
+
+
+def test_a_deleted_module_leaves_nothing_behind():
+    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), **TIERS["host"])
+    step(ours, (IDS, OFFSETS))
+    ours.prefetch(IDS, OFFSETS)
+    group = weakref.ref(ours._parts[0][0])
+    del ours
+    gc.collect()
+    assert group() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "name"),
+    [
+        ({"budget": 100}, ValueError, "budget="),
+        ({"optimizer": "sgd"}, TypeError, "optimizer"),
+        ({"optimizer": SGD(lr=1.0), "mode": "max"}, ValueError, "'max'"),
+        ({"optimizer": SGD(lr=1.0), "max_norm": 1.0}, ValueError, "max_norm"),
+        ({"optimizer": SGD(lr=1.0), "scale_grad_by_freq": True}, ValueError, "scale_grad_by_freq"),
+        ({"optimizer": SGD(lr=1.0), "cold_tier": "disk"}, ConfigError, "'disk'"),
+        ({"optimizer": SGD(lr=1.0), "cold_tier": "file"}, ConfigError, "cold_path"),
+        ({"optimizer": SGD(lr=1.0), "dtype": torch.float16}, ValueError, "float16"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, error, name):
+    with pytest.raises(error, match=name):
+        HotColdEmbeddingBag(7, 4, **settings)
