@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import signal
 import sys
 from dataclasses import replace
@@ -16,11 +15,10 @@ from recsys.config import load_config
 from recsys.errors import AlreadyExists
 from recsys.report import format_run
 from recsys.train.run_files.run_folder import RunFolder
+from tests.train import resumed_runs
+from tests.train.resumed_runs import SETTINGS, Killed, require_same_run, run
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "train" / "resumed_runs.py"))
-SETTINGS, Killed, run = (SHARED[name] for name in ("SETTINGS", "Killed", "run"))
-require_same_run = SHARED["require_same_run"]
-stop_at = SHARED["stop_at"]
+stop_at = resumed_runs.stop_at
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import json
 import random
-import runpy
 import shutil
-from pathlib import Path
 
 import pytest
 from ranks_shared import IS_STRESS
@@ -16,9 +14,10 @@ from ranks_train import run_training  # imports TorchRec
 
 from tests.train.conftest import table_store  # noqa: F401
 from tests.train.random_runs import data_of, draw_run
-
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "train" / "resumed_runs.py"))
-history, require_same = SHARED["history"], SHARED["require_same"]
+from tests.train.resumed_runs import (
+    history,
+    require_same,
+)
 
 # In CI one of few steps on two processes, which have room in the first budget.
 SEEDS = range(30) if IS_STRESS else (103,)

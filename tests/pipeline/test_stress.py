@@ -5,18 +5,15 @@ fails says its seed, and RECSYS_STRESS_SEED makes that one again.
 """
 
 import os
-import runpy
 import secrets
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
 from recsys.pipeline import train_pipeline
+from tests.pipeline import stress
 
-STRESS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("stress.py"))))
 SECONDS = {"stress": 1800, "ci": 2}
 
 
@@ -26,7 +23,7 @@ def test_losses_rows_and_slots_are_right_whatever_happens_between_two_steps(
     small, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(train_pipeline, "_STEPS_UNTIL_DEEPER", 2)
-    tickets = STRESS.watch_tickets(monkeypatch)
+    tickets = stress.watch_tickets(monkeypatch)
     profile = settings.get_current_profile_name()
     end = time.monotonic() + SECONDS.get(profile, 5)
     chosen = os.environ.get("RECSYS_STRESS_SEED")
@@ -34,7 +31,7 @@ def test_losses_rows_and_slots_are_right_whatever_happens_between_two_steps(
 
     while True:
         try:
-            STRESS.run(small, seed, tickets, tmp_path / str(seed))
+            stress.run(small, seed, tickets, tmp_path / str(seed))
         except BaseException as error:
             error.add_note(f"make this run again with RECSYS_STRESS_SEED={seed}")
             raise

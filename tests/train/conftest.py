@@ -6,6 +6,7 @@ import pytest
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import StoreWriter
 from recsys.datasets.store_meta import Feature
+from tests.train.resumed_runs import stop_at  # noqa: F401
 
 FEATURES = (
     Feature("user", "user"),

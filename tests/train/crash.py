@@ -11,8 +11,6 @@ Processes are forked from one that has imported everything and started no thread
 begins in milliseconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

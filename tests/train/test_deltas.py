@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import json
-import runpy
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,11 +11,7 @@ from safetensors.torch import load_file, save_file
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from recsys.train.exports.deltas import apply_deltas, export_checkpoint, export_delta
-
-TRAININGS = SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parent / "checkpoint" / "trainings.py"))
-)
-make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
+from tests.train.checkpoint.trainings import make_training, require_equal
 
 
 def train(training, number):

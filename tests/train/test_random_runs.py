@@ -3,9 +3,7 @@
 import contextlib
 import os
 import random
-import runpy
 import signal
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -14,13 +12,7 @@ from recsys.config import load_config
 from recsys.errors import BudgetTooSmall
 from recsys.train.judge.evaluation import evaluate_run
 from tests.train.random_runs import data_of, draw_run
-
-SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-Killed = SHARED["Killed"]
-history = SHARED["history"]
-require_same = SHARED["require_same"]
-run = SHARED["run"]
-stop_at = SHARED["stop_at"]
+from tests.train.resumed_runs import Killed, history, require_same, run
 
 SEEDS = range(200) if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else range(3)
 

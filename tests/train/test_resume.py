@@ -2,10 +2,8 @@
 
 import json
 import os
-import runpy
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +12,17 @@ from safetensors.torch import load_file
 from recsys.pipeline.stalls import stage_seconds
 from recsys.train.checkpoint.contents import TableArrays
 from tests.fake_graphs import capture_on_cpu
+from tests.train.resumed_runs import (
+    CASES,
+    SETTINGS,
+    TIERED,
+    history,
+    require_same_run,
+    run,
+    run_and_resume,
+)
 
-SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-CASES = SHARED["CASES"]
-SETTINGS = SHARED["SETTINGS"]
 LONG = ("synthetic.num_samples=2100",)
-TIERED = SHARED["TIERED"]
-history = SHARED["history"]
-require_same_run = SHARED["require_same_run"]
-run = SHARED["run"]
-run_and_resume = SHARED["run_and_resume"]
-stop_at = SHARED["stop_at"]
 
 
 @pytest.mark.in_ci("file", "rates")

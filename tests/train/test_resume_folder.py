@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import runpy
 import signal
 import warnings
 from dataclasses import replace
@@ -29,18 +28,16 @@ from recsys.train.loop.progress import Progress
 from recsys.train.loop.resume import resumed_config
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.run_files.run_folder import RunFolder
-
-SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-CASES = SHARED["CASES"]
-SETTINGS = SHARED["SETTINGS"]
-TIERED = SHARED["TIERED"]
-Killed = SHARED["Killed"]
-history = SHARED["history"]
-require_same = SHARED["require_same"]
-require_same_run = SHARED["require_same_run"]
-run = SHARED["run"]
-run_and_resume = SHARED["run_and_resume"]
-stop_at = SHARED["stop_at"]
+from tests.train.resumed_runs import (
+    CASES,
+    SETTINGS,
+    TIERED,
+    Killed,
+    require_same,
+    require_same_run,
+    run,
+    run_and_resume,
+)
 
 
 def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path):

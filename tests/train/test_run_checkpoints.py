@@ -1,17 +1,12 @@
 """When the checkpoints of a run are written, and when one is complete."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 
 from recsys.config_checkpoint import CheckpointConfig
 from recsys.train.checkpoint import newest, save_checkpoint
 from recsys.train.loop.run_checkpoints import RunCheckpoints
+from tests.train.checkpoint.trainings import make_training
 
-make_training = runpy.run_path(str(Path(__file__).with_name("checkpoint") / "trainings.py"))[
-    "make_training"
-]
 STATE = {"progress": {"num_steps": 1, "num_samples": 12}}
 
 

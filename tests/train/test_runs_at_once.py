@@ -1,16 +1,11 @@
 """Two processes that train in one folder at once: the second one is refused."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 
 from recsys.errors import ConfigError
 from recsys.train.loop.progress import Progress
 from recsys.train.run_files.run_folder import RunFolder
-
-SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-SETTINGS, TIERED, run = SHARED["SETTINGS"], SHARED["TIERED"], SHARED["run"]
+from tests.train.resumed_runs import SETTINGS, run
 
 
 def test_one_process_at_a_time_trains_in_a_folder(small_config, tmp_path, monkeypatch):

@@ -1,8 +1,6 @@
 """Training on stores whose features share tables, have bags, or have no dense features."""
 
-import runpy
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +19,7 @@ from recsys.train.parts.tables import table_configs
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets
-
-SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-stop_at = SHARED["stop_at"]
+from tests.train import resumed_runs
 
 BATCH_SIZE = 16
 SETTINGS = (f"batch_size={BATCH_SIZE}", "num_threads=1", "optimizer.lr=0.5")
@@ -233,12 +229,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(small_config, table_store, tmp_p
     data = str(table_store())
     settings = (*SETTINGS, "epochs=2", "checkpoint.every_steps=4", "checkpoint.every_seconds=0")
     config = small_config(*settings, *RUNS[case], data=data)
-    SHARED["run"](config, tmp_path / "whole")
+    resumed_runs.run(config, tmp_path / "whole")
 
     stops = [(7, None), (13, signal.SIGINT), (50, None)]
-    SHARED["run_and_resume"](config, tmp_path / "run", stops, stop_at)
+    resumed_runs.run_and_resume(config, tmp_path / "run", stops, stop_at)
 
-    SHARED["require_same_run"](config, tmp_path / "run", tmp_path / "whole")
+    resumed_runs.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_profile_counts_the_lookups_of_all_features_of_a_table(table_store):

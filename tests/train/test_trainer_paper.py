@@ -1,9 +1,6 @@
 """`recsys train` with Slipstream's published policy."""
 
-import runpy
 import signal
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +8,10 @@ from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline.model_tables import ModelTables
 from recsys.pipeline.skip.paper_classifier import PaperClassifier
 from recsys.train.parts.build import build_model, choose_plan, open_source
+from tests.train import resumed_runs
 
-RUNS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("resumed_runs.py"))))
-stop_at = RUNS.stop_at
 SETTINGS = (
-    *RUNS.SETTINGS,
+    *resumed_runs.SETTINGS,
     "synthetic.num_samples=2100",
     "batch_size=32",
     "budget=32KiB",
@@ -32,7 +28,7 @@ SETTINGS = (
 
 
 def test_a_run_says_what_it_has_dropped_and_why(small_config, tmp_path):
-    record = RUNS.run(small_config(*SETTINGS), tmp_path / "run")
+    record = resumed_runs.run(small_config(*SETTINGS), tmp_path / "run")
 
     skipped = record["skipped"]
     assert record["schedule"]["name"] == "fae"
@@ -48,13 +44,13 @@ def test_a_run_says_what_it_has_dropped_and_why(small_config, tmp_path):
 @pytest.mark.outside_ci
 def test_a_run_continues_as_if_it_had_not_stopped(small_config, tmp_path, stop_at):
     config = small_config(*SETTINGS)
-    RUNS.run(config, tmp_path / "whole")
+    resumed_runs.run(config, tmp_path / "whole")
 
     # In the window and after the decision, in both epochs.
     stops = [(46, signal.SIGINT), (52, None), (100, signal.SIGINT), (107, None)]
-    RUNS.run_and_resume(config, tmp_path / "run", stops, stop_at)
+    resumed_runs.run_and_resume(config, tmp_path / "run", stops, stop_at)
 
-    RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
+    resumed_runs.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])

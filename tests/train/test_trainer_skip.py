@@ -3,24 +3,23 @@
 import json
 import os
 import re
-import runpy
 import signal
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from recsys.errors import ConfigError
 from recsys.report import format_run
-
-SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
-history = SHARED["history"]
-last_state = SHARED["last_state"]
-require_same = SHARED["require_same"]
-require_same_run = SHARED["require_same_run"]
-run = SHARED["run"]
-run_and_resume = SHARED["run_and_resume"]
-stop_at = SHARED["stop_at"]
+from tests.train.resumed_runs import (
+    Progress,
+    build_model,
+    history,
+    last_state,
+    require_same,
+    require_same_run,
+    run,
+    run_and_resume,
+)
 
 # 57 full steps an epoch; rows become stale after 2 windows of 34 steps.
 SETTINGS = (
@@ -180,21 +179,21 @@ def test_what_is_planned_by_steps_goes_by_the_samples_seen(skip_config, tmp_path
 
 def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_path, monkeypatch):
     rates = []
-    add = SHARED["Progress"].add
+    add = Progress.add
 
     def add_and_note(progress, *step):
         add(progress, *step)
         rates.append((progress.num_samples, optimizers[0].param_groups[0]["lr"]))
 
     optimizers = []
-    build = SHARED["build_model"]
+    build = build_model
 
     def build_and_note(*arguments):
         model, found = build(*arguments)
         optimizers[:] = found
         return model, found
 
-    monkeypatch.setattr(SHARED["Progress"], "add", add_and_note)
+    monkeypatch.setattr(Progress, "add", add_and_note)
     monkeypatch.setattr("recsys.train.ranks.processes.build_model", build_and_note)
     settings = ("epochs=1", "lr_schedule.decay=linear", "checkpoint.every_steps=0")
     run(skip_config("random_drop", *settings), tmp_path / "run")

@@ -4,8 +4,6 @@ A change that is meant to alter them raises the version in `SyntheticCriteo.fing
 sums here with it; `docs/synthetic.md` must then be measured again.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Synthetic data whose popularity changes with time, and its splits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,6 @@
 """Random frames and schemas: a store holds what plain Python works out, from files and frames."""
 
 import csv
-import runpy
 import tempfile
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from recsys.datasets.tabular.frames import write_store
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.datasets.tabular.store_parts import spool
-
-Expected = runpy.run_path(str(Path(__file__).with_name("table_oracle.py")))["Expected"]
+from tests.datasets.tabular.table_oracle import Expected
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

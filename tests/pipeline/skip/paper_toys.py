@@ -4,10 +4,7 @@ Toy streams have few rows and short windows, so that rows that are not looked up
 searches that do not converge and epochs that drop samples are all frequent.
 """
 
-import runpy
-from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,12 +19,12 @@ from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
 from recsys.pipeline import FAE, HotColdLoader, Paper, Sequential, TrainPipeline
 from recsys.pipeline.skip.paper import draw_places
+from tests.pipeline.skip import paper_oracle
 
-ORACLE = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("paper_oracle.py"))))
 LR = 0.25
 CPU = torch.device("cpu")
 FIXED = FAE(rate=100, is_adaptive=False)
-DIM = len(ORACLE.FACTORS)
+DIM = len(paper_oracle.FACTORS)
 
 
 class Source:
@@ -61,7 +58,7 @@ class SumModel(nn.Module):
 
     def forward(self, batch):
         pooled = self.embeddings(batch.sparse_features).values()
-        factors = torch.tensor(ORACLE.FACTORS, device=pooled.device)
+        factors = torch.tensor(paper_oracle.FACTORS, device=pooled.device)
         factors = factors.repeat(pooled.shape[1] // DIM)
         self.trained.append(batch.dense_features[:, 0].int().tolist())
         return (batch.labels[:, None] * pooled * factors).sum(), batch.labels
@@ -79,7 +76,7 @@ class Toy:
         self.sizes = [random.randint(6, 12) + num_more for _ in range(random.randint(1, 3))]
         num_samples = random.randint(60, 160)
         self.samples = [
-            ORACLE.Sample(list(map(self._row, self.sizes)), random.randint(-16, 16) / 256)
+            paper_oracle.Sample(list(map(self._row, self.sizes)), random.randint(-16, 16) / 256)
             for _ in range(num_samples)
         ]
         self.rows = [
@@ -158,10 +155,10 @@ class Toy:
             *("first_snapshot", "window_share", "target", "tolerance", "highest_threshold"),
             *("first_threshold", "max_tries", "sample_share", "counts_unseen_rows_as_stale"),
         )
-        constants = ORACLE.Constants(
+        constants = paper_oracle.Constants(
             self.batch_size, **{name: getattr(self.paper, name) for name in names}
         )
-        oracle = ORACLE.Oracle(self.rows, self.samples, self.hot_rows, constants, LR)
+        oracle = paper_oracle.Oracle(self.rows, self.samples, self.hot_rows, constants, LR)
         loader, epochs = self.loader(), []
         for epoch in range(2):
             order = [int(n) for batch in loader for n in batch.dense_features[:, 0]]
@@ -180,7 +177,7 @@ class Stream:
     """Hot samples of one row each, by a list of rows, each of which `label` moves."""
 
     def __init__(self, rows, batch_size=2, **constants):
-        self.source = Source([8], [ORACLE.Sample([row], 1 / 4) for row in rows])
+        self.source = Source([8], [paper_oracle.Sample([row], 1 / 4) for row in rows])
         self.loader = HotColdLoader(
             self.source, "train", batch_size, np.ones(len(rows), np.bool_), FIXED
         )

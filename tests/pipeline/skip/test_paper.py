@@ -1,11 +1,8 @@
 """`Paper` against an oracle that is written from a description of the published code alone."""
 
 import copy
-import runpy
 import warnings
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +14,8 @@ from recsys.errors import ConfigError
 from recsys.pipeline import FAE, HotColdLoader, LookAhead, Paper, TrainPipeline
 from recsys.pipeline.skip.paper import search_threshold
 from recsys.pipeline.skip.paper_classifier import PaperClassifier
+from tests.pipeline.skip.paper_toys import CPU, Stream, Toy
 from tests.torch_kernels import BY_TORCH
-
-TOYS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("paper_toys.py"))))
-CPU, Stream, Toy = TOYS.CPU, TOYS.Stream, TOYS.Toy
 
 
 def train(pipeline, loader, num_steps=None):

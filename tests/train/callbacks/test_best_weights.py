@@ -1,22 +1,18 @@
 """The two ways of docs/callbacks.md to the weights of the best evaluation."""
 
 import re
-import runpy
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from recsys.cli import main
 from recsys.train import EarlyStopping, train
+from tests.train import resumed_runs
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "resumed_runs.py"))
-Killed, stop_at = SHARED["Killed"], SHARED["stop_at"]
-RUNS = SimpleNamespace(**SHARED)
 PAGE = Path(__file__).parents[3] / "docs" / "callbacks.md"
 # The model soon fits its training samples better and others no longer.
-SETTINGS = (*RUNS.SETTINGS, "eval.every_steps=4", "epochs=8", "optimizer.lr=0.2")
+SETTINGS = (*resumed_runs.SETTINGS, "eval.every_steps=4", "epochs=8", "optimizer.lr=0.2")
 
 
 def run(config, folder, **options):
@@ -27,7 +23,7 @@ def model_after(step, config, folder, stop_at):
     """The model of a run that ends after this step."""
     stop_at((step, signal.SIGINT))
     run(config, folder)
-    return RUNS.load_file(folder / "model.safetensors")
+    return resumed_runs.load_file(folder / "model.safetensors")
 
 
 def test_the_older_checkpoint_of_a_run_with_patience_1_is_that_of_the_best_evaluation(
@@ -43,7 +39,7 @@ def test_the_older_checkpoint_of_a_run_with_patience_1_is_that_of_the_best_evalu
     step = record["stopped_early"]["best_step"]
     assert step == record["stopped_early"]["step"] - 4
     expected = model_after(step, small_config(*SETTINGS), tmp_path / "to_best", stop_at)
-    RUNS.require_same(RUNS.load_file(best), expected)
+    resumed_runs.require_same(resumed_runs.load_file(best), expected)
 
 
 @pytest.mark.in_ci("True")
@@ -62,11 +58,13 @@ def test_the_callback_of_the_page_keeps_the_weights_of_the_best_evaluation(
 
     if is_killed:  # its checkpoint is saved, and was not told of
         stop_at((best + 1, None))
-        with pytest.raises(Killed):
+        with pytest.raises(resumed_runs.Killed):
             run(config, tmp_path / "run", callbacks=[EarlyStopping(2), kept()])
     callbacks = [EarlyStopping(2), kept()]
     record = run(config, tmp_path / "run", callbacks=callbacks, resume=is_killed)
 
     assert record["stopped_early"]["best_step"] == best
     expected = model_after(best, config, tmp_path / "to_best", stop_at)
-    RUNS.require_same(RUNS.load_file(tmp_path / "run" / "best.safetensors"), expected)
+    resumed_runs.require_same(
+        resumed_runs.load_file(tmp_path / "run" / "best.safetensors"), expected
+    )

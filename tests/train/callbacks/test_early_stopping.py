@@ -1,11 +1,8 @@
 """Runs that end once their evaluations no longer improve."""
 
-import runpy
 import signal
 import warnings
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,14 +10,12 @@ from recsys.ablate import ablate
 from recsys.config import load_config
 from recsys.errors import CallbackFailed, ConfigError
 from recsys.train import Callback, EarlyStopping, train
+from tests.train import resumed_runs
 from tests.train.judged_stores import SMALL_MODEL, write_store
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "resumed_runs.py"))
-Killed, stop_at = SHARED["Killed"], SHARED["stop_at"]
-RUNS = SimpleNamespace(**SHARED)
 # 15 steps an epoch. No evaluation is better by 0.9 than the first, after step 3.
 STOPS_AT_12 = (
-    *RUNS.SETTINGS,
+    *resumed_runs.SETTINGS,
     "eval.every_steps=3",
     "early_stopping.patience=3",
     "early_stopping.min_delta=0.9",
@@ -37,7 +32,7 @@ AFTER_3 = {
 
 def best_of(folder, metric="auc"):
     """The best evaluation before the last step, as the record has it."""
-    found = [each for each in RUNS.history(folder)[:-1] if "validation" in each]
+    found = [each for each in resumed_runs.history(folder)[:-1] if "validation" in each]
     best = max(found, key=lambda each: each["validation"][metric])
     return {"best": best["validation"][metric], "best_step": best["step"]}
 
@@ -122,7 +117,7 @@ def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path
     assert record["throughput"]["num_steps"] == 12
     assert record["stopped_early"] == AFTER_3 | best_of(tmp_path / "run")
     assert record["metrics"]["test"]["num_samples"] == 75  # the whole split
-    *_, last = RUNS.history(tmp_path / "run")
+    *_, last = resumed_runs.history(tmp_path / "run")
     assert last == {"step": 12, "num_samples": 768, **record["metrics"]}
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "checkpoints" / "00000003.json").is_file()
@@ -134,9 +129,9 @@ def test_it_equals_a_run_that_is_interrupted_at_the_same_step(small_config, tmp_
     stop_at((12, signal.SIGINT))
     run(plain, tmp_path / "interrupted")
 
-    RUNS.require_same(
-        RUNS.load_file(tmp_path / "stopped" / "model.safetensors"),
-        RUNS.load_file(tmp_path / "interrupted" / "model.safetensors"),
+    resumed_runs.require_same(
+        resumed_runs.load_file(tmp_path / "stopped" / "model.safetensors"),
+        resumed_runs.load_file(tmp_path / "interrupted" / "model.safetensors"),
     )
 
 
@@ -145,15 +140,15 @@ def test_it_equals_a_run_that_is_interrupted_at_the_same_step(small_config, tmp_
 def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     small_config, tmp_path, stop_at, case
 ):
-    config = small_config(*STOPS_AT_12, *RUNS.CASES[case])
+    config = small_config(*STOPS_AT_12, *resumed_runs.CASES[case])
     whole = run(config, tmp_path / "whole")
 
     stops = [(7, None), (10, signal.SIGINT), (11, None)]
-    record = RUNS.run_and_resume(config, tmp_path / "run", stops, stop_at)
+    record = resumed_runs.run_and_resume(config, tmp_path / "run", stops, stop_at)
 
     assert record["stopped_early"] == whole["stopped_early"]
     assert whole["throughput"]["num_steps"] == 12
-    RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
+    resumed_runs.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.in_ci("within an epoch")
@@ -168,23 +163,23 @@ def test_a_run_that_was_killed_after_it_had_stopped_makes_no_further_step(
     changed = f"early_stopping.patience={patience}", f"batch_size={batch_size}"
     config = small_config(*STOPS_AT_12, *changed)
     whole = run(config, tmp_path / "whole")
-    evaluate = RUNS.train.__globals__["evaluate_split"]
+    evaluate = resumed_runs.train.__globals__["evaluate_split"]
 
     def killed_at_the_end(model, source, split, *arguments, **options):
         if split == "test":
-            raise Killed
+            raise resumed_runs.Killed
         return evaluate(model, source, split, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr("recsys.train.trainer.evaluate_split", killed_at_the_end)
-        with pytest.raises(Killed):
+        with pytest.raises(resumed_runs.Killed):
             run(config, tmp_path / "run")
     record = run(config, tmp_path / "run", resume=True)
 
     assert record["status"] == "finished"
     assert record["stopped_early"] == whole["stopped_early"]
     assert record["stopped_early"]["step"] == 3 * (patience + 1)
-    RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
+    resumed_runs.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.outside_ci
@@ -211,7 +206,9 @@ def test_more_epochs_count_until_a_checkpoint_has_them(small_config, tmp_path, s
     run(small_config(*STOPS_AT_12), tmp_path / "run")
     longer = small_config(*STOPS_AT_12[:-2], "epochs=4")
     stop_at((13, None))
-    with pytest.raises(Killed):  # config.toml has 4 epochs now, the newest checkpoint has 2
+    with pytest.raises(
+        resumed_runs.Killed
+    ):  # config.toml has 4 epochs now, the newest checkpoint has 2
         run(longer, tmp_path / "run", resume=True)
 
     record = run(longer, tmp_path / "run", resume=True)
@@ -222,7 +219,7 @@ def test_more_epochs_count_until_a_checkpoint_has_them(small_config, tmp_path, s
 
 def test_the_same_object_begins_anew_in_another_run(small_config, tmp_path):
     stopping = EarlyStopping(3, min_delta=0.9)
-    config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
+    config = small_config(*resumed_runs.SETTINGS, "eval.every_steps=3")
 
     found = [run(config, tmp_path / name, callbacks=[stopping]) for name in ("one", "other")]
 
@@ -239,9 +236,9 @@ def test_the_same_object_begins_anew_after_a_run_that_could_not_continue(
     def stopping():
         return EarlyStopping(3, min_delta=0.9)
 
-    config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
+    config = small_config(*resumed_runs.SETTINGS, "eval.every_steps=3")
     stop_at((10, None))
-    with pytest.raises(Killed):
+    with pytest.raises(resumed_runs.Killed):
         run(config, tmp_path / "run", callbacks=[stopping()])
     same = stopping()
     with pytest.raises(CallbackFailed, match="on_start raised ValueError"):
@@ -255,7 +252,7 @@ def test_the_same_object_begins_anew_after_a_run_that_could_not_continue(
 def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
     config = small_config(*STOPS_AT_12)
     stop_at((10, None))
-    with pytest.raises(Killed):
+    with pytest.raises(resumed_runs.Killed):
         run(config, tmp_path / "run")
 
     other = replace(config, early_stopping=replace(config.early_stopping, metric="accuracy"))
@@ -290,7 +287,7 @@ def test_a_callback_of_the_user_ends_training(small_config, tmp_path):
         def on_evaluation(self, evaluation):
             return evaluation["step"] == 6
 
-    config = small_config(*RUNS.SETTINGS, "eval.every_steps=3")
+    config = small_config(*resumed_runs.SETTINGS, "eval.every_steps=3")
     record = run(config, tmp_path / "run", callbacks=[Callback(), Stops()])
 
     assert record["stopped_early"] == {"step": 6, "callback": "Stops"}

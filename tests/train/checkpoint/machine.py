@@ -5,8 +5,6 @@ each cut is what the checkpoint must restore. The training itself is never read 
 because reading its tables would write rows in slots back.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import faulthandler

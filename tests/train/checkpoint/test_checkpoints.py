@@ -1,12 +1,7 @@
-from __future__ import annotations
-
 import errno
-import runpy
 import shutil
 import threading
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +11,7 @@ from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest, save_checkpoint
 from recsys.train.checkpoint.blocks import PieceWriter
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
-
-TRAININGS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("trainings.py"))))
-make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
+from tests.train.checkpoint.trainings import make_training, require_equal
 
 
 @pytest.fixture(params=["resident", "host", "file"])

@@ -1,7 +1,5 @@
 """What a checkpoint holds besides tables: unusual models, optimizers and states."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -9,11 +9,8 @@ Three disks are replayed. Each loses what its system may lose:
 Whatever is lost, the newest complete checkpoint opens, and has its exact content.
 """
 
-from __future__ import annotations
-
 import io
 import os
-import runpy
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from recsys.train.checkpoint import Checkpoints, load_checkpoint
-
-TRAININGS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("trainings.py"))))
-make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
+from tests.train.checkpoint.trainings import make_training, require_equal
 
 
 class Recorder:

@@ -1,16 +1,12 @@
 """Files of checkpoints that are deleted or damaged while training goes on."""
 
-import runpy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from recsys.train.checkpoint import Checkpoints, load_checkpoint
-
-TRAININGS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("trainings.py"))))
-make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
+from tests.train.checkpoint.trainings import make_training, require_equal
 
 
 def saved(training, folder):

@@ -1,20 +1,17 @@
 """Checkpoints of one training in any order of steps, writes, failures and restarts."""
 
-from __future__ import annotations
-
 import os
-import runpy
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-MACHINE = runpy.run_path(str(Path(__file__).with_name("machine.py")))
+from tests.train.checkpoint.machine import CheckpointMachine
+
 NUM_EXAMPLES = 300 if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else 8
 
 
 def test_every_listed_checkpoint_restores_the_numbers_of_its_cut():
     run_state_machine_as_test(
-        MACHINE["CheckpointMachine"],
+        CheckpointMachine,
         settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=25),
     )

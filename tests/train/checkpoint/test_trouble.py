@@ -1,18 +1,13 @@
 """What may go wrong beside a full disk: Ctrl-C, merges at a bad moment, two writers, no `close`."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import linecache
 import os
-import runpy
 import sys
 import threading
 import time
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +17,9 @@ from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest, save_c
 from recsys.train.checkpoint.blocks import PieceWriter
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
 from recsys.train.checkpoint.writer import BackgroundWriter
+from tests.train.checkpoint import trainings
+from tests.train.checkpoint.trainings import make_training, require_equal
 
-TRAININGS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("trainings.py"))))
-make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
 OWN_FILES = ("checkpoints.py", "writer.py", "contents.py", "saved_tables.py", "changed_rows.py")
 
 
@@ -476,7 +471,7 @@ def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
 
 def test_tables_of_the_same_size_are_merged(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
-    monkeypatch.setitem(TRAININGS.make_training.__globals__, "SIZES", (40, 40, 40))
+    monkeypatch.setattr(trainings, "SIZES", (40, 40, 40))
     training = make_training()
     checkpoints = saved(training, tmp_path)
     for number in range(3):

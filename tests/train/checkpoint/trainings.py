@@ -1,8 +1,7 @@
 """A small model with tables in one or two tiers, and steps that train it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +10,6 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.table import TableConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZES = (300, 7, 40)
 DIM = 4

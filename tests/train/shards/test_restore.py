@@ -1,7 +1,5 @@
 """Restoring the checkpoints of processes that have saved together."""
 
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +9,7 @@ from recsys.errors import CheckpointError
 from recsys.train.checkpoint import Checkpoints
 from recsys.train.shards.folder import Shards
 from recsys.train.shards.restore import restore_shards
-
-make_training = runpy.run_path(str(Path(__file__).parent.with_name("checkpoint") / "trainings.py"))[
-    "make_training"
-]
+from tests.train.checkpoint.trainings import make_training
 
 
 @pytest.fixture
