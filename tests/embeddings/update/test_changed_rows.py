@@ -34,6 +34,17 @@ def listed(bits):
     return [rows_of(of_table).tolist() for of_table in bits]
 
 
+def tracked(module):
+    saved = SavedTables(module)
+    saved.track()
+    return saved
+
+
+def taken(saved):
+    saved.flush()
+    return listed(saved.take_changed())
+
+
 @st.composite
 def ledgers(draw):
     """A ledger of one entry, and the rows of each table that it looks up."""
@@ -200,31 +211,25 @@ WRITES = {
 def test_a_write_that_is_no_update_marks_the_table(write, budget, is_taken_at_once):
     module = bag(budget=budget)
     look_up(module, [1, 2])
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     look_up(module, [3, 4])
-    saved.flush()
-    assert listed(saved.take_changed()) == [[3, 4]]
+    assert taken(saved) == [[3, 4]]
     with torch.no_grad():
         write(module)
     if not is_taken_at_once:
         look_up(module, [5])
-    saved.flush()
-    assert listed(saved.take_changed()) == [list(range(200))]
+    assert taken(saved) == [list(range(200))]
     look_up(module, [6])
-    saved.flush()
-    found = listed(saved.take_changed())
+    found = taken(saved)
     # The caller may write to a view of a tiered table until the next lookup.
     assert found == [[6]] or (budget and is_taken_at_once)
     look_up(module, [7])
-    saved.flush()
-    assert listed(saved.take_changed()) == [[7]]
+    assert taken(saved) == [[7]]
 
 
 def test_a_view_of_a_tiered_table_may_be_written_after_a_record_was_taken():
     module = bag(budget=6000)
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     look_up(module, [3, 4])
     rows = module.weight.detach().numpy()
     saved.flush()
@@ -232,53 +237,45 @@ def test_a_view_of_a_tiered_table_may_be_written_after_a_record_was_taken():
     rows[:] = 3
     with torch.no_grad():
         assert (module(torch.tensor([[3]])) == 3).all()
-    saved.flush()
-    assert listed(saved.take_changed()) == [list(range(200))]
+    assert taken(saved) == [list(range(200))]
 
 
 def test_slots_that_are_replaced_still_report_their_rows():
     module = bag(budget=6000)
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     look_up(module, [3, 4])
     [tiers] = module.tiers()
     tiers.resize(20)
     look_up(module, [5])
-    saved.flush()
-    assert listed(saved.take_changed()) == [[3, 4, 5]]
+    assert taken(saved) == [[3, 4, 5]]
 
 
 @pytest.mark.parametrize("budget", [None, 6000], ids=["resident", "tiered"])
 def test_the_first_state_of_a_table_does_not_mark_it(budget):
     module = bag(budget=budget)
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     look_up(module, [3, 4])
-    saved.flush()
-    assert listed(saved.take_changed()) == [[3, 4]]
+    assert taken(saved) == [[3, 4]]
 
 
 def test_state_that_is_loaded_into_a_new_table_marks_it():
     trained, module = bag(), bag()
     look_up(trained, [3, 4])
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     module.row_optimizer.load_state_dict(trained.row_optimizer.state_dict())
     assert listed(saved.take_changed()) == [list(range(200))]
 
 
 def test_padding_is_not_missing_from_the_rows():
     module = bag(padding_idx=0)
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     look_up(module, [0, 5, 8])
     assert {5, 8} <= set(listed(saved.take_changed())[0])
 
 
 def test_a_gradient_that_the_caller_sets_marks_its_rows():
     module = bag(auto_apply=False)
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     gradient = torch.zeros(200, 4)
     gradient[[2, 150]] = 1
     module.weight.grad = gradient
@@ -390,8 +387,7 @@ def test_every_row_that_differs_is_marked(kind, actions):
         if kind.endswith("device"):
             patch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
         module = collection(kind, folder, Adagrad(lr=0.1))
-        saved = SavedTables(module)
-        saved.track()
+        saved = tracked(module)
         before = rows_and_state(saved)
         marked = [set() for _ in before]
         for action, seed in [*actions, (None, 0)]:
@@ -414,12 +410,10 @@ def test_updates_mark_no_other_rows(kind, tmp_path, monkeypatch):
         monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
     module = collection(kind, tmp_path / "cold", RowWiseAdagrad(lr=0.1))
     train(module, 0)
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     for seed in (1, 2, 3):
         train(module, seed)
-    saved.flush()
-    found = listed(saved.take_changed())
+    found = taken(saved)
     for table in range(len(COLLECTION)):
         looked_up = set()
         for seed in (1, 2, 3):
@@ -431,8 +425,7 @@ def test_updates_mark_no_other_rows(kind, tmp_path, monkeypatch):
 
 def test_a_copy_of_a_module_has_no_record():
     module = bag()
-    saved = SavedTables(module)
-    saved.track()
+    saved = tracked(module)
     other = copy.deepcopy(module)  # reads weight.data, so that the table counts as written
     assert listed(saved.take_changed()) == [list(range(200))]
     look_up(other, [4])
