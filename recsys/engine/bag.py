@@ -254,6 +254,6 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             per_sample_weights,
             include_last_offset=self.include_last_offset,
             mode=self.mode,
-            dtype=self._parts[0][0].dtype,
+            dtype=self._dtype(),
         )
         return bags if self.padding_idx is None else without_row(bags, self.padding_idx)

@@ -121,7 +121,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
 
     def prefetch(self, input: Tensor) -> Claim | None:
         """Fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`."""
-        return self._claim_ahead(read_ids(input, self._parts[0][0].dtype))
+        return self._claim_ahead(read_ids(input, self._dtype()))
 
     @classmethod
     def from_pretrained(
@@ -180,7 +180,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
 
     def _look_up(self, input: Tensor) -> Tensor:
         assert self._nodes is not None
-        dtype = self._parts[0][0].dtype
+        dtype = self._dtype()
         rows = look_up(
             self._nodes,
             self._parts,

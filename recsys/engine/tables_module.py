@@ -181,6 +181,11 @@ class TableModule(nn.Module):
         """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
         return self.__dict__ | {"_parts": (), "_nodes": None, "row_optimizer": None}
 
+    def _dtype(self) -> torch.dtype:
+        """Of the rows, which `module.double()` may have converted; those with slots are fixed."""
+        [(group, _)] = self._parts
+        return self.weight.dtype if group.fetcher is None else group.dtype
+
     def _claim_ahead(self, bags: Any) -> Claim | None:
         """Fetch the rows of a later lookup; None without slots, or if slots are short."""
         [(group, lookups)] = self._parts

@@ -144,16 +144,24 @@ def look_up(
         IdOutOfRange: an id is not a row of its table.
         MalformedBags: offsets do not ascend from 0 to N.
         RuntimeError: DistributedDataParallel would leave processes with different rows.
+        ValueError: tables or weights have other compute dtypes.
     """
     ids, offsets, weights, num_samples, num_bags, _ = bags
-    dtype, num_ids = parts[0][0].compute_dtype, ids.numel()
-    is_training, placed = False, []
+    num_ids, is_training, placed = ids.numel(), False, []
     with DisableTorchFunctionSubclass():  # internal reads of tables
         for group, lookups in parts:
             one = group.place(lookups)
             placed.append(one)
             is_training = is_training or any(map(_requires_grad, one.tables))
     is_training = is_training and is_grad_enabled()
+    dtype = parts[0][0].compute_dtype  # known after `place`, which notices converted tables
+    if (weights is not None and weights.dtype is not dtype) or any(
+        group.compute_dtype is not dtype for group, _ in parts[1:]
+    ):
+        raise ValueError(
+            f"tables and weights that are looked up together must be computed in one dtype, {dtype}"
+            "; convert the whole module"
+        )
     wrapper = active_ddp_module()
     if wrapper is not None and (is_training or wrapper.training):
         raise RuntimeError(

@@ -101,6 +101,25 @@ def test_modules_of_one_model_share_groups_and_an_optimizer():
         torch.testing.assert_close(bag.weight.detach(), rows - 2 * counts)
 
 
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_converted_module_goes_on_with_its_state(has_weights):
+    found = []
+    for is_converted in (False, True):
+        torch.manual_seed(0)
+        bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=Adagrad(lr=0.1))
+        for number in range(2):
+            weights = torch.linspace(0, 1, 8, dtype=bag.weight.dtype) if has_weights else None
+            step(bag, (IDS, OFFSETS, weights))
+            if is_converted and not number:
+                bag.double()
+        found.append(bag)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found[0].weight.double(), found[1].weight, **tolerance)
+    states = [bag.row_optimizer.state[bag.weight]["momentum1"] for bag in found]
+    assert states[1].dtype == torch.float64
+    torch.testing.assert_close(states[0].double(), states[1], **tolerance)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activations_may_be_recomputed_in_backward(use_reentrant):
     found = []
