@@ -27,10 +27,11 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from recsys._support.torch_compat import versions_of
 from recsys.engine.kernels.cpu.claim import HITS, LEFT, LOOKUPS, claim, drop_all
-from recsys.engine.rows.bags import addresses
+from recsys.engine.rows.bags import Bags, Lookups, addresses
 from recsys.engine.rows.grads import bind_table, group_of
 from recsys.engine.tiers.host_store import Transfer
 from recsys.engine.tiers.queue import TransferQueue
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from recsys.engine.rows.bags import Bags, Lookups
     from recsys.engine.rows.ledger import Entry
     from recsys.engine.rows.tables import TableGroup
 
 __all__ = ["Claim", "Counts", "Fetcher"]
+
+_NEVER_OVER = 2**31 - 1
 
 
 class Claim(NamedTuple):
@@ -79,6 +81,7 @@ class Fetcher:
     Args:
         group: The tables.
         num_slots: S.
+        pinned: For each table, rows that never leave their slots, int64; as many as slots hold.
 
     Attributes:
         marks: Where rows are.
@@ -89,7 +92,7 @@ class Fetcher:
             evaluate meanwhile.
     """
 
-    def __init__(self, group: TableGroup, num_slots: int) -> None:
+    def __init__(self, group: TableGroup, num_slots: int, pinned: Sequence[Tensor] = ()) -> None:
         self._group, self.lock = group, threading.RLock()
         self.marks = make_marks(int(group.first_rows[-1]), num_slots)
         self.queue = TransferQueue(self.marks.slot_of_row)
@@ -99,6 +102,8 @@ class Fetcher:
         self._versions: list[int] | None = None  # None: what is found next is accepted
         self._is_covered = False  # whether the current mini-batch was claimed wholly
         self._short = 0  # the last generation for which slots were too few
+        self._pinned = pinned
+        self._must_pin = bool(pinned)
         group.give_slots(num_slots, self)
         for number, table in enumerate(group.tables):
             if group_of(table) is not group:
@@ -170,6 +175,7 @@ class Fetcher:
             marks = self.marks
             drop_all(marks.slot_of_row, marks.row_of_slot, marks.generations, marks.is_dirty)
             self.accept_writes()
+            self._must_pin = bool(self._pinned)
 
     def watch(self, view: Tensor) -> Tensor:
         """Notice writes to a view of a table that has a version of its own; returns the view."""
@@ -205,8 +211,19 @@ class Fetcher:
             )
         self.empty_slots(is_written_back=False)
 
+    def _pin(self) -> None:
+        """Claim slots for the pinned rows, by a generation that is never over."""
+        self._must_pin, counts = False, self.counts
+        ends = torch.tensor([0, *map(len, self._pinned)]).cumsum(0)
+        bags = Bags(torch.cat(list(self._pinned)), ends, None, 1, len(self._pinned))
+        locations = [(table, table, 0) for table in range(len(self._pinned))]
+        self._claim(Lookups(locations, is_mean=False), bags, _NEVER_OVER)
+        self.counts = counts
+
     def _claim(self, lookups: Lookups, bags: Bags, generation: int) -> Claim:
         self.require_unwritten()
+        if self._must_pin:
+            self._pin()
         group = self._group
         lookups_5L = group.place(lookups).lookups_5L
         # A feature that is looked up in several tables has more rows than ids.

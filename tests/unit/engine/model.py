@@ -23,6 +23,7 @@ class Tables:
         formula: How rows are updated.
         dtype: Of the rows.
         num_slots: Rows in fast memory; None for all rows in their tables.
+        pinned: Rows of each table that never leave their slots.
         folder: Of files for tables and state; None to keep them in memory.
         is_mean: Whether bags are averaged.
         auto_apply: Whether rows are updated at the end of each backward.
@@ -38,6 +39,7 @@ class Tables:
         dtype=torch.float32,
         num_slots=None,
         folder=None,
+        pinned=(),
         is_mean=False,
         auto_apply=False,
     ):
@@ -53,7 +55,7 @@ class Tables:
         keyed = {name: (table, "") for name, table in zip(names, self.weights, strict=True)}
         self.optimizer = FusedOptimizer(keyed, [self.group], formula, rounding_seed=7)
         if num_slots is not None:
-            Fetcher(self.group, num_slots)
+            Fetcher(self.group, num_slots, pinned)
         self.nodes = Nodes(after_backward=self.optimizer.step if auto_apply else None)
         self.features, self.dim = features, dim
         self.width = dim * len(features)

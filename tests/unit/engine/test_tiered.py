@@ -54,7 +54,8 @@ class Twins:
         rest = sizes, features, rng.choice([16, 5]), rng.choice(FORMULAS)
         self.resident = Tables(*rest, **make)
         num_slots = max(1, int(share * sum(sizes)))
-        self.tiered = Tables(*rest, **make, num_slots=num_slots, folder=folder)
+        pinned = [torch.arange(min(size, 3)) for size in sizes] if rng.random() < 0.3 else ()
+        self.tiered = Tables(*rest, **make, num_slots=num_slots, folder=folder, pinned=pinned)
         self.both = self.resident, self.tiered
         self.generator = torch.Generator().manual_seed(seed)
         self.window = []  # mini-batches whose rows are claimed
@@ -356,6 +357,24 @@ def test_a_mini_batch_larger_than_the_slots_trains():
     for _ in range(3):
         train(both, *range(20))
     assert both[1].fetcher.counts.left > 0
+    assert are_equal(*both)
+
+
+def test_pinned_rows_stay_in_their_slots():
+    sizes, features, pinned = [20, 10], [0, 1], [torch.tensor([3, 7]), torch.tensor([9])]
+    both = [
+        Tables(sizes, features, 16, Adagrad(lr=0.1), num_slots=slots, pinned=rows)
+        for slots, rows in ((None, ()), (5, pinned))
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for number in range(20):
+        bags = both[0].bags(torch.randint(0, 10, (8,), generator=generator))
+        for tables in both:
+            tables.train(bags)
+        if number == 10:
+            assert torch.equal(*(tables.weights[0].sum() for tables in both))
+    slot_of_row = both[1].fetcher.marks.slot_of_row
+    assert (slot_of_row[[3, 7, 20 + 9]] >= 0).all()
     assert are_equal(*both)
 
 
