@@ -40,6 +40,18 @@ from tests.train.resumed_runs import (
 )
 
 
+@pytest.fixture
+def kill_at(tmp_path, stop_at):
+    """Trains a run in `run` that is killed after that step."""
+
+    def run_until(step, config):
+        stop_at((step, None))
+        with pytest.raises(Killed):
+            run(config, tmp_path / "run")
+
+    return run_until
+
+
 def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path):
     config = small_config(*SETTINGS, *TIERED)
     run(config, tmp_path / "whole")
@@ -156,11 +168,9 @@ FAE = CASES["fae"]
     ids=lambda settings: settings[-1] if settings else "nothing",
 )
 def test_what_decides_the_numbers_of_a_run_may_not_change(
-    small_config, tmp_path, stop_at, before, after
+    small_config, tmp_path, kill_at, before, after
 ):
-    stop_at((5, None))
-    with pytest.raises(Killed):
-        run(small_config(*SETTINGS, *before), tmp_path / "run")
+    kill_at(5, small_config(*SETTINGS, *before))
 
     key = (after or before)[-1].partition("=")[0]
     with pytest.raises(ConfigError, match=f"run cannot continue with {key} "):
@@ -182,13 +192,11 @@ def prepare(raw_line, tmp_path):
     return prepare
 
 
-def test_data_may_move_but_not_change(small_config, prepare, tmp_path, stop_at):
+def test_data_may_move_but_not_change(small_config, prepare, tmp_path, kill_at):
     prepare("store", 700)
     prepare("other", 700, num_values=2)  # tables of another size
     config = small_config("batch_size=64", "checkpoint.every_steps=2", f"data={tmp_path / 'store'}")
-    stop_at((5, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
+    kill_at(5, config)
     (tmp_path / "run" / "run.json").unlink()  # as after a kill
     (tmp_path / "store").rename(tmp_path / "moved")
     with pytest.raises(StoreError, match="does not exist; go to the folder in which it was"):
@@ -231,13 +239,11 @@ def test_a_checkpoint_that_would_not_be_used_is_refused(small_config, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
-    small_config, tmp_path, stop_at
+    small_config, tmp_path, kill_at
 ):
     config = small_config(*SETTINGS)
     run(config, tmp_path / "whole")
-    stop_at((13, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
+    kill_at(13, config)
     block = next((tmp_path / "run" / "checkpoints" / "delta-00000003").iterdir())
     content = bytearray(block.read_bytes())
     content[-1] ^= 1
@@ -253,28 +259,24 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_state_that_lacks_an_entry_is_named(small_config, tmp_path, stop_at, monkeypatch):
+def test_a_state_that_lacks_an_entry_is_named(small_config, tmp_path, kill_at, monkeypatch):
     config = small_config(*SETTINGS)
     monkeypatch.setattr(
         "recsys.train.callbacks.run_callbacks.RunCallbacks.state_dict", lambda _: {"stopped": None}
     )
-    stop_at((13, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
+    kill_at(13, config)
 
     with pytest.raises(CheckpointError, match=r"of checkpoint 3 .*KeyError: 'epochs'"):
         run(config, tmp_path / "run", resume=True)
 
 
 def test_a_killed_run_with_rows_in_files_has_them_from_its_checkpoint(
-    small_config, tmp_path, stop_at
+    small_config, tmp_path, kill_at
 ):
     rows = tmp_path / "rows"
     config = small_config(*SETTINGS, *TIERED, "cold_tier=file", f"cold_path={rows}")
     run(config, tmp_path / "whole")
-    stop_at((13, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
+    kill_at(13, config)
 
     run(config, tmp_path / "run", resume=True)
 
@@ -396,11 +398,9 @@ def test_ctrl_c_while_a_failed_run_ends_leaves_its_record(small_config, tmp_path
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
-def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, tmp_path, stop_at):
+def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, tmp_path, kill_at):
     config = small_config(*SETTINGS)
-    stop_at((13, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
+    kill_at(13, config)
     file = tmp_path / "run" / "history.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:3]) + lines[3][:9])

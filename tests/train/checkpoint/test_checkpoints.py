@@ -8,23 +8,23 @@ import torch
 
 from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import AlreadyExists, CheckpointError
-from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest, save_checkpoint
+from recsys.train.checkpoint import load_checkpoint, newest, save_checkpoint
 from recsys.train.checkpoint.blocks import PieceWriter
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
-from tests.train.checkpoint.trainings import make_training, require_equal
+from tests.train.checkpoint.trainings import (
+    begin,
+    load,
+    make_training,
+    require_equal,
+    require_restores,
+    save_and_wait,
+    saved,
+)
 
 
 @pytest.fixture(params=["resident", "host", "file"])
 def tier(request):
     return request.param
-
-
-def saved(training, folder, **more):
-    return Checkpoints(folder, model=training.model, optimizers=training.optimizers, **more)
-
-
-def load(training, folder, **more):
-    return load_checkpoint(folder, model=training.model, optimizers=training.optimizers, **more)
 
 
 def train(training, steps, most=1_000_000):
@@ -89,14 +89,12 @@ def test_random_states_continue(tmp_path):
 
 
 def test_each_checkpoint_has_the_rows_updated_since_the_one_before(tier, tmp_path):
-    training = make_training(tier, tmp_path / "cold")
-    checkpoints = saved(training, tmp_path / "saved")
+    training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
     expected = {}
     for number in range(1, 6):
         train(training, range(number * 10, number * 10 + 2), most=30 * number)
         expected[number] = training.numbers()
-        checkpoints.save(state=number)
-        assert checkpoints.wait() == number
+        assert save_and_wait(checkpoints, state=number) == number
         for known in (number, number - 1)[:number]:
             again = make_training(seed=number)
             assert load(again, tmp_path / "saved", number=known) == known
@@ -118,14 +116,10 @@ def test_rows_that_change_during_the_first_copy_are_right(tier, tmp_path, monkey
     monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 64)
     checkpoints.prepare()
     train(training, range(3, 43, 2))
-    checkpoints.save()
-    checkpoints.wait()
+    save_and_wait(checkpoints)
     checkpoints.close()
 
-    again = make_training(seed=1)
-    load(again, tmp_path / "saved")
-
-    require_equal(again.numbers(), training.numbers())
+    require_restores(training, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
@@ -139,8 +133,7 @@ def test_only_the_training_thread_writes_rows_back(kind, tmp_path, monkeypatch):
             return function(tiers, *args, **more)
 
         monkeypatch.setattr(Tiers, name, call)
-    training = make_training(kind, tmp_path / "cold")
-    checkpoints = saved(training, tmp_path / "saved")
+    training, checkpoints = begin(tmp_path / "saved", kind, tmp_path / "cold")
     train(training, range(3))
     checkpoints.prepare()
     for number in range(3, 6):
@@ -152,8 +145,7 @@ def test_only_the_training_thread_writes_rows_back(kind, tmp_path, monkeypatch):
 
 
 def test_a_torch_operation_on_a_table_is_saved(tier, tmp_path):
-    training = make_training(tier, tmp_path / "cold")
-    checkpoints = saved(training, tmp_path / "saved")
+    training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
     train(training, range(3))
     checkpoints.save()
     weight = training.model.tables.embedding_bags.t0.weight
@@ -163,17 +155,13 @@ def test_a_torch_operation_on_a_table_is_saved(tier, tmp_path):
     checkpoints.save()
     checkpoints.close()
 
-    again = make_training(seed=1)
-    load(again, tmp_path / "saved")
-
-    require_equal(again.numbers(), training.numbers())
+    require_restores(training, tmp_path / "saved")
 
 
 def test_a_checkpoint_leaves_the_hot_tier_as_it_is(tmp_path):
     counts = []
     for number_saved in (0, 3):
-        training = make_training("host")
-        checkpoints = saved(training, tmp_path / str(number_saved))
+        training, checkpoints = begin(tmp_path / str(number_saved), "host")
         for number in range(8):
             training.step(number % 3)
             if number < number_saved:
@@ -188,13 +176,11 @@ def test_a_checkpoint_leaves_the_hot_tier_as_it_is(tmp_path):
 def test_merged_pieces_give_the_same_checkpoint(tier, tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
     monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 1000)
-    training = make_training(tier, tmp_path / "cold")
-    checkpoints = saved(training, tmp_path / "saved")
+    training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
     merged = 0
     for number in range(1, 12):
         train(training, range(number * 10, number * 10 + 2), most=20 * number)
-        checkpoints.save(state=number)
-        checkpoints.wait()
+        save_and_wait(checkpoints, state=number)
         checkpoints.finish_merge()
         manifest = read_manifest(tmp_path / "saved")
         merged += len(manifest.pieces) == 1
@@ -236,8 +222,7 @@ def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
 
 def test_state_may_change_its_shape(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     for number in (5, 2, 9, 1, 3, 8, 0):
         training.step(number)
         checkpoints.save(state=torch.arange(number))
@@ -249,8 +234,7 @@ def test_state_may_change_its_shape(tmp_path, monkeypatch):
 
 
 def test_an_error_in_the_writing_thread_is_raised(tmp_path, monkeypatch):
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    _training, checkpoints = begin(tmp_path)
     monkeypatch.setattr(PieceWriter, "finish", lambda _: 1 / 0)
     checkpoints.save()
 
@@ -273,8 +257,7 @@ def failing(monkeypatch, when):
 def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tier, tmp_path, monkeypatch):
     is_full = [False]
     failing(monkeypatch, lambda: is_full[0])
-    training = make_training(tier, tmp_path / "cold")
-    checkpoints = saved(training, tmp_path / "saved")
+    training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
     train(training, range(3))
     checkpoints.save(state=1)
     train(training, range(3, 5))
@@ -301,8 +284,7 @@ def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tier, tmp_path, 
 def test_a_first_copy_that_fails_is_made_again(tmp_path, monkeypatch):
     is_full = [True]
     failing(monkeypatch, lambda: is_full[0])
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     train(training, range(2))
     checkpoints.save()
     with pytest.warns(UserWarning, match="there is no complete one"):
@@ -313,9 +295,7 @@ def test_a_first_copy_that_fails_is_made_again(tmp_path, monkeypatch):
     checkpoints.save()
     checkpoints.close()
 
-    again = make_training(seed=1)
-    load(again, tmp_path)
-    require_equal(again.numbers(), training.numbers())
+    require_restores(training, tmp_path)
 
 
 def test_by_hand_a_full_disk_raises(tmp_path, monkeypatch):

@@ -5,26 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from recsys.train.checkpoint import Checkpoints, load_checkpoint
-from tests.train.checkpoint.trainings import make_training, require_equal
-
-
-def saved(training, folder):
-    return Checkpoints(folder, model=training.model, optimizers=training.optimizers)
+from tests.train.checkpoint.trainings import (
+    make_training,
+    require_restores,
+    save_and_wait,
+    saved,
+)
 
 
 def save_step(training, checkpoints, number):
     training.step(number)
-    checkpoints.save()
-    found = checkpoints.wait()
+    found = save_and_wait(checkpoints)
     checkpoints.finish_merge()
     return found
-
-
-def require_restores(training, folder):
-    again = make_training(seed=1)
-    load_checkpoint(folder, model=again.model, optimizers=again.optimizers)
-    require_equal(again.numbers(), training.numbers())
 
 
 def damage(file):

@@ -1,6 +1,7 @@
 """What may go wrong beside a full disk: Ctrl-C, merges at a bad moment, two writers, no `close`."""
 
 import errno
+import fcntl
 import gc
 import linecache
 import os
@@ -13,28 +14,22 @@ import pytest
 import torch
 
 from recsys.errors import CheckpointError, ConfigError
-from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest, save_checkpoint
+from recsys.train.checkpoint import newest, save_checkpoint
 from recsys.train.checkpoint.blocks import PieceWriter
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
 from recsys.train.checkpoint.writer import BackgroundWriter
 from tests.train.checkpoint import trainings
-from tests.train.checkpoint.trainings import make_training, require_equal
+from tests.train.checkpoint.trainings import (
+    begin,
+    load,
+    make_training,
+    require_equal,
+    require_restores,
+    save_and_wait,
+    saved,
+)
 
 OWN_FILES = ("checkpoints.py", "writer.py", "contents.py", "saved_tables.py", "changed_rows.py")
-
-
-def saved(training, folder, **more):
-    return Checkpoints(folder, model=training.model, optimizers=training.optimizers, **more)
-
-
-def load(training, folder, **more):
-    return load_checkpoint(folder, model=training.model, optimizers=training.optimizers, **more)
-
-
-def require_restores(training, folder, **more):
-    again = make_training(seed=1)
-    load(again, folder, **more)
-    require_equal(again.numbers(), training.numbers())
 
 
 def require_only_needed_files(folder):
@@ -84,8 +79,7 @@ def lines_to_try(start, step):
 @pytest.mark.in_ci("host")
 @pytest.mark.parametrize("tier", ["resident", "host"])
 def test_ctrl_c_in_save_loses_no_row(tier, tmp_path):
-    training = make_training(tier)
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path, tier)
     training.step(0)
     checkpoints.save()
     for line in lines_to_try(1, 23):
@@ -94,8 +88,7 @@ def test_ctrl_c_in_save_loses_no_row(tier, tmp_path):
         if line % 2:
             checkpoints.wait()
         training.step(line + 1, most=5)
-        checkpoints.save()
-        checkpoints.wait()
+        save_and_wait(checkpoints)
         require_restores(training, tmp_path)
         if not is_reached:
             break
@@ -140,10 +133,8 @@ def test_ctrl_c_in_wait_keeps_the_result(tmp_path, monkeypatch, first):
         write(self, rows)
 
     monkeypatch.setattr(PieceWriter, "write", fail)
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
-    checkpoints.save()
-    checkpoints.wait()
+    training, checkpoints = begin(tmp_path)
+    save_and_wait(checkpoints)
     for line in range(first, 100, 4):
         training.step(line, most=20)
         is_full[0] = True
@@ -152,8 +143,7 @@ def test_ctrl_c_in_wait_keeps_the_result(tmp_path, monkeypatch, first):
             warnings.simplefilter("ignore")
             is_reached = interrupt_at(line, checkpoints.wait)
             is_full[0] = False
-            checkpoints.save()
-        checkpoints.wait()
+            save_and_wait(checkpoints)
         require_restores(training, tmp_path)
         if not is_reached:
             break
@@ -171,8 +161,7 @@ def test_the_first_checkpoint_is_not_merged_into_its_own_full_piece(tmp_path, mo
         training.model.tables.embedding_bags.t0.weight.mul_(2)  # the delta is larger than the table
         training.model.tables.embedding_bags.t1.weight.mul_(2)
         training.model.tables.embedding_bags.t2.weight.mul_(2)
-    checkpoints.save()
-    checkpoints.wait()
+    save_and_wait(checkpoints)
     checkpoints.finish_merge()
 
     require_restores(training, tmp_path)
@@ -186,8 +175,7 @@ def test_a_large_dense_part_alone_causes_no_merge(tmp_path, monkeypatch):
     checkpoints = saved(training, tmp_path)
     for number in range(4):
         training.step(number, most=2)
-        checkpoints.save()
-        checkpoints.wait()
+        save_and_wait(checkpoints)
         checkpoints.finish_merge()
     checkpoints.close()
 
@@ -197,8 +185,7 @@ def test_a_large_dense_part_alone_causes_no_merge(tmp_path, monkeypatch):
 def test_a_merge_that_ends_between_two_blocks_leaves_the_delta(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
     monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 500)
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     put = BackgroundWriter.put
 
     def put_and_merge(self, task):  # as if the training thread were slow between two blocks
@@ -219,8 +206,7 @@ def test_a_merge_that_ends_between_two_blocks_leaves_the_delta(tmp_path, monkeyp
 
 def test_a_merge_that_gets_no_time_between_saves_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer.BLOCK_BYTES", 1)
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     merge_on, finish, may_merge = (
         BackgroundWriter._continue_merge,
         BackgroundWriter.finish_merge,
@@ -243,8 +229,7 @@ def test_a_merge_that_gets_no_time_between_saves_is_waited_for(tmp_path, monkeyp
         for table in training.model.tables.embedding_bags.parameters():
             with torch.no_grad():
                 table.mul_(2)  # so that each delta has every row
-        checkpoints.save()
-        checkpoints.wait()
+        save_and_wait(checkpoints)
         sizes.append(sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")))
     require_restores(training, tmp_path)
     checkpoints.close()
@@ -254,11 +239,9 @@ def test_a_merge_that_gets_no_time_between_saves_is_waited_for(tmp_path, monkeyp
 
 @pytest.mark.parametrize("place", ["manifest", "last", "after last"])
 def test_a_failed_commit_leaves_the_checkpoint_before(tmp_path, monkeypatch, place):
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     training.step(0)
-    checkpoints.save()
-    checkpoints.wait()
+    save_and_wait(checkpoints)
     before = training.numbers()
     name = "set_newest" if "last" in place else "write_manifest"
     function = getattr(sys.modules["recsys.train.checkpoint.writer"], name)
@@ -292,8 +275,7 @@ def test_a_failed_commit_leaves_the_checkpoint_before(tmp_path, monkeypatch, pla
 def test_an_error_of_a_merge_does_not_end_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
     monkeypatch.setattr("recsys.train.checkpoint.writer.merge", lambda *_: iter([1 / 0]))
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     checkpoints.save()
     training.step(0)
     checkpoints.save()
@@ -314,8 +296,6 @@ def test_files_that_a_kill_left_do_not_stop_a_checkpoint(tmp_path):
     (tmp_path / "full-00000002").mkdir()
     (tmp_path / "delta-00000003").mkdir()
 
-    import fcntl
-
     reader = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(reader, fcntl.LOCK_SH)  # nothing is deleted
     assert save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers) == 4
@@ -329,8 +309,6 @@ def test_a_checkpoint_that_is_continued_is_not_deleted_before(tmp_path):
     training = make_training()
     save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
     expected = training.numbers()
-    import fcntl
-
     reader = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(reader, fcntl.LOCK_SH)
     for number in range(3):
@@ -349,8 +327,7 @@ def test_a_checkpoint_that_is_continued_is_not_deleted_before(tmp_path):
 
 
 def test_two_objects_do_not_write_to_one_folder(tmp_path):
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     training.step(0)
     checkpoints.save()
 
@@ -363,8 +340,7 @@ def test_two_objects_do_not_write_to_one_folder(tmp_path):
 
 
 def test_a_forked_process_that_ends_leaves_the_lock(tmp_path):
-    training = make_training()
-    checkpoints = Checkpoints(tmp_path, model=training.model, optimizers=training.optimizers)
+    _training, checkpoints = begin(tmp_path)
     child = os.fork()
     if not child:
         checkpoints._release()  # as the interpreter does when it exits
@@ -377,8 +353,7 @@ def test_a_forked_process_that_ends_leaves_the_lock(tmp_path):
 
 
 def test_a_closed_object_saves_no_more(tmp_path):
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     checkpoints.save()
     checkpoints.close()
 
@@ -419,11 +394,9 @@ def test_an_object_that_is_dropped_writes_what_waits_and_ends(tmp_path):
 
 
 def test_a_table_of_another_dtype_is_refused(tmp_path):
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     training.step(0)
-    checkpoints.save()
-    checkpoints.wait()
+    save_and_wait(checkpoints)
     training.model.to(torch.bfloat16)
 
     with pytest.raises(ConfigError, match=r"is BF16 .* and was F32 .* begin a new folder"):
@@ -472,8 +445,7 @@ def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
 def test_tables_of_the_same_size_are_merged(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
     monkeypatch.setattr(trainings, "SIZES", (40, 40, 40))
-    training = make_training()
-    checkpoints = saved(training, tmp_path)
+    training, checkpoints = begin(tmp_path)
     for number in range(3):
         training.step(number)
         checkpoints.save()

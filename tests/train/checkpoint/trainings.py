@@ -10,6 +10,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.table import TableConfig
+from recsys.train.checkpoint import Checkpoints, load_checkpoint
 
 SIZES = (300, 7, 40)
 DIM = 4
@@ -76,3 +77,28 @@ def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
+
+
+def saved(training: Training, folder: Path, **more: Any) -> Checkpoints:
+    return Checkpoints(folder, model=training.model, optimizers=training.optimizers, **more)
+
+
+def begin(folder: Path, *how: Any) -> tuple[Training, Checkpoints]:
+    """A training made in that way, and its checkpoints."""
+    training = make_training(*how)
+    return training, saved(training, folder)
+
+
+def save_and_wait(checkpoints: Checkpoints, **more: Any) -> int | None:
+    checkpoints.save(**more)
+    return checkpoints.wait()
+
+
+def load(training: Training, folder: Path, **more: Any) -> Any:
+    return load_checkpoint(folder, model=training.model, optimizers=training.optimizers, **more)
+
+
+def require_restores(training: Training, folder: Path, **more: Any) -> None:
+    again = make_training(seed=1)
+    load(again, folder, **more)
+    require_equal(again.numbers(), training.numbers())

@@ -9,6 +9,7 @@ from recsys.errors import CheckpointError
 from recsys.train.checkpoint import Checkpoints
 from recsys.train.shards.folder import Shards
 from recsys.train.shards.restore import restore_shards
+from tests.train.checkpoint.test_lost_files import damage
 from tests.train.checkpoint.trainings import make_training
 
 
@@ -48,12 +49,6 @@ def test_each_process_continues_with_its_own_random_numbers(saved, rank):
     restore(saved, random_of=rank)
 
     torch.testing.assert_close(torch.initial_seed(), 20 + rank)
-
-
-def damage(file):
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
