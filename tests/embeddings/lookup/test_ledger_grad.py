@@ -58,34 +58,57 @@ def test_grad_is_the_sum_of_all_lookups_sparse_or_dense_as_the_module_says(spars
     torch.testing.assert_close(own.weight.grad.to_dense(), other.weight.grad.to_dense())
 
 
-def test_a_gradient_clipped_by_hand_moves_rows_less():
-    own, other = build(SGD(lr=1.0)), plain()
-    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
+def clip_values(module):
+    backward(module)
+    module.weight.grad = module.weight.grad.coalesce()
+    module.weight.grad.values().clamp_(-0.5, 0.5)
 
-    for module in (own, other):
-        backward(module)
-        module.weight.grad = module.weight.grad.coalesce()
-        module.weight.grad.values().clamp_(-0.5, 0.5)
+
+def scale_by_the_norm(module):
+    backward(module)
+    module.weight.grad = module.weight.grad.coalesce()
+    values = module.weight.grad.values()
+    values.mul_(0.01 / values.norm())
+
+
+def make_sparse_in_columns_too(module):
+    module(IDS[:1]).square().sum().backward()
+    module.weight.grad = module.weight.grad.to_dense().clamp(-0.5, 0.5).to_sparse()
+    assert module.weight.grad.sparse_dim() == 2
+
+
+def look_up_after_a_look(module):
+    backward(module)
+    module.weight.grad *= 0.5
+    backward(module, 3.0)
+
+
+def use_the_table_twice(module):
+    (module(IDS) @ module.weight.t()).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("build", "act", "ours", "theirs"),
+    [
+        (build, clip_values, SGD(lr=1.0), torch.optim.SGD),
+        (build, scale_by_the_norm, Adagrad(lr=0.1), torch.optim.Adagrad),
+        (build, make_sparse_in_columns_too, SGD(lr=1.0), torch.optim.SGD),
+        (build_in_tiers, make_sparse_in_columns_too, SGD(lr=1.0), torch.optim.SGD),
+        (build, look_up_after_a_look, SGD(lr=1.0), torch.optim.SGD),
+        (build, use_the_table_twice, SGD(lr=0.1), torch.optim.SGD),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_what_is_done_to_grad_counts_in_the_step(build, act, ours, theirs):
+    own, other = build(ours), plain()
+    optimizer = theirs(other.parameters(), lr=ours.lr)
+
+    act(own)
+    act(other)
     own.row_optimizer.step()
-    theirs.step()
+    optimizer.step()
 
     assert not torch.equal(own.weight, ROWS)
-    assert (own.weight - ROWS).abs().max() == 0.5
-    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
-
-
-def test_a_gradient_clipped_by_its_values_norm_moves_rows_less():
-    own, other = build(Adagrad(lr=0.1)), plain()
-    theirs = torch.optim.Adagrad(other.parameters(), lr=0.1)
-
-    for module in (own, other):
-        backward(module)
-        module.weight.grad = module.weight.grad.coalesce()
-        values = module.weight.grad.values()
-        values.mul_(0.01 / values.norm())
-    own.row_optimizer.step()
-    theirs.step()
-
     torch.testing.assert_close(own.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-7)
 
 
@@ -102,22 +125,6 @@ def test_a_dense_gradient_that_torch_clips_moves_rows_less():
         theirs.zero_grad()
 
     torch.testing.assert_close(own.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("build", [build, build_in_tiers])
-def test_a_gradient_that_is_sparse_in_its_columns_too_moves_the_same_rows(build):
-    own, other = build(SGD(lr=1.0)), plain()
-    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
-
-    for module in (own, other):
-        module(IDS[:1]).square().sum().backward()
-        module.weight.grad = module.weight.grad.to_dense().clamp(-0.5, 0.5).to_sparse()
-        assert module.weight.grad.sparse_dim() == 2
-    own.row_optimizer.step()
-    theirs.step()
-
-    assert not torch.equal(own.weight, ROWS)
-    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
 
 
 def test_lookups_are_added_to_a_gradient_that_is_sparse_in_its_columns_too():
@@ -180,20 +187,6 @@ def test_a_dense_gradient_of_nothing_moves_nothing():
     assert torch.equal(own.weight, ROWS)
 
 
-def test_lookups_after_a_look_at_grad_are_added_to_it():
-    own, other = build(SGD(lr=1.0)), plain()
-    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
-
-    for module in (own, other):
-        backward(module)
-        module.weight.grad *= 0.5
-        backward(module, 3.0)
-    own.row_optimizer.step()
-    theirs.step()
-
-    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
-
-
 @pytest.mark.parametrize("forget", [lambda m: m.zero_grad(), lambda m: m.row_optimizer.zero_grad()])
 def test_a_forgotten_gradient_moves_nothing(forget):
     own = build(SGD(lr=1.0))
@@ -251,19 +244,6 @@ def test_a_step_that_a_scaler_skips_moves_nothing(bad):
     assert torch.equal(own.weight, ROWS)
     assert not own.row_optimizer.state[own.weight]
     assert scaler.get_scale() == 2.0**9
-
-
-def test_dense_gradients_of_tied_uses_are_part_of_the_step():
-    own, other = build(SGD(lr=0.1)), plain()
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
-
-    for module in (own, other):
-        pooled = module(IDS)
-        (pooled @ module.weight.t()).square().sum().backward()
-    own.row_optimizer.step()
-    theirs.step()
-
-    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
 
 
 def test_the_parameters_of_a_model_show_their_gradients_and_lose_them():
