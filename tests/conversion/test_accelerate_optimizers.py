@@ -50,13 +50,13 @@ def both(**settings):
 def test_several_optimizers_move_the_tables_that_they_have():
     model, plain = both()
 
-    def make(each):
-        return [
+    ours, theirs = (
+        [
             torch.optim.SGD(each.users.parameters(), lr=0.1),
             torch.optim.Adagrad([each.goods.weight, *each.top.parameters()], lr=0.1),
         ]
-
-    ours, theirs = make(model), make(plain)
+        for each in (model, plain)
+    )
     result = recsys.accelerate(model, optimizer=ours, always=True)
     train(model, ours)
     train(plain, theirs)
@@ -75,13 +75,13 @@ def test_several_optimizers_move_the_tables_that_they_have():
 def test_a_table_that_no_given_optimizer_has_stays_as_it_was_and_is_reported():
     model, plain = both()
 
-    def make(each):
-        return [
+    ours, theirs = (
+        [
             torch.optim.SGD(each.users.parameters(), lr=0.1),
             torch.optim.SGD([each.goods.weight, *each.top.parameters()], lr=0.1, momentum=0.0),
         ]
-
-    ours, theirs = make(model), make(plain)
+        for each in (model, plain)
+    )
     result = recsys.accelerate(model, optimizer=ours[0], always=True)
     train(model, ours)
     train(plain, theirs)
@@ -260,13 +260,13 @@ def test_embeddings_and_bags_of_one_dim_are_updated_by_one_call():
 def test_a_module_whose_optimizer_has_no_formula_is_left_beside_one_whose_has():
     model, plain = both()
 
-    def make(each):
-        return [
+    ours, theirs = (
+        [
             torch.optim.SGD(each.users.parameters(), lr=0.1),
             torch.optim.SGD([each.goods.weight, *each.top.parameters()], lr=0.1, momentum=0.9),
         ]
-
-    ours, theirs = make(model), make(plain)
+        for each in (model, plain)
+    )
     with pytest.warns(UserWarning, match=r"goods is not replaced: .* momentum=0\.9 updates rows"):
         recsys.accelerate(model, optimizer=ours, always=True)
     train(model, ours)

@@ -90,26 +90,17 @@ def train(model, its_optimizers, numbers=range(4)):
             optimizer.step()
 
 
+@pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
-def test_two_towers_over_the_same_tables_then_a_step(name):
+def test_two_towers_over_the_same_tables_in_micro_batches_then_a_step(name, num_micro):
     runs = pair(name)
 
     for model, its_optimizers in runs:
-        train(model, its_optimizers)
-
-    require_equal(runs)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
-def test_gradients_of_several_micro_batches_then_a_step(name):
-    runs = pair(name)
-
-    for model, its_optimizers in runs:
-        for step in range(3):
+        for step in range(4):
             for optimizer in its_optimizers:
                 optimizer.zero_grad()
-            for micro in range(3):
-                (loss_of(model, 3 * step + micro) / 3).backward()
+            for micro in range(num_micro):
+                (loss_of(model, num_micro * step + micro) / num_micro).backward()
             for optimizer in its_optimizers:
                 optimizer.step()
 

@@ -56,6 +56,16 @@ def about(file):
     return json.loads(extra["recsys.json"])
 
 
+def require_same_logits(run, file, sizes):
+    program = torch.export.load(file).module()
+    _, source, model = open_saved_model(run)
+    for size in sizes:
+        inputs, batch = inputs_of(source, np.arange(5, 5 + size))
+        with torch.no_grad():
+            _, (_, expected, _) = model(batch)
+        torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.in_ci("masked_transformer")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
@@ -63,13 +73,7 @@ def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
 
     export_program(run, tmp_path / "model.pt2")
 
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    _, source, model = open_saved_model(run)
-    for size in (1, 7, 300):
-        inputs, batch = inputs_of(source, np.arange(5, 5 + size))
-        with torch.no_grad():
-            _, (_, expected, _) = model(batch)
-        torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
+    require_same_logits(run, tmp_path / "model.pt2", (1, 7, 300))
 
 
 @pytest.mark.parametrize("setting", ["shuffle=true", "model.table_dims.a(b=2"])
@@ -144,13 +148,7 @@ def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path,
 
     export_program(run, tmp_path / "model.pt2")
 
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    _, source, model = open_saved_model(run)
-    for size in (1, 50):
-        inputs, batch = inputs_of(source, np.arange(size))
-        with torch.no_grad():
-            _, (_, expected, _) = model(batch)
-        torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
+    require_same_logits(run, tmp_path / "model.pt2", (1, 50))
 
 
 @pytest.mark.in_ci("len(batch)")

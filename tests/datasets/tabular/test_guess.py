@@ -185,15 +185,13 @@ def test_data_without_a_label(tmp_path):
         guess_schema([write_csv(tmp_path, {"a": ["x", "y"], "b": ["z", "w"]})])
 
 
-def test_a_rating_becomes_a_label_by_a_rule(tmp_path):
-    path = write_csv(tmp_path, {"rating": [1, 4, 5], "c": ["a", "b", "b"]})
-    assert guess_schema([path]).schema.positive == ">= 4"
-
-
-def test_the_rule_of_a_rating_has_all_its_digits(tmp_path):
-    ratings = [123456789, 123456791, 123456793]
+@pytest.mark.parametrize(
+    ("ratings", "rule"),
+    [([1, 4, 5], ">= 4"), ([123456789, 123456791, 123456793], ">= 123456791")],  # with all digits
+)
+def test_a_rating_becomes_a_label_by_a_rule(tmp_path, ratings, rule):
     path = write_csv(tmp_path, {"rating": ratings, "c": ["a", "b", "b"]})
-    assert guess_schema([path]).schema.positive == ">= 123456791"
+    assert guess_schema([path]).schema.positive == rule
 
 
 @pytest.mark.parametrize(("label", "ignore"), [("/y", []), ("click", ["click"])])
@@ -295,18 +293,20 @@ def test_groups_may_be_integers_beyond_63_bits(tmp_path):
     assert batch.column("user").to_pylist() == [str(2**63), "5", str(2**63), "5"]
 
 
-def test_a_leading_zero_in_any_row_makes_text(tmp_path):
-    columns = {"label": [0, 1, 1], "zip": ["10115", "01067", "10115"], "n": ["10", "0", "-7"]}
-    guess = guess_schema([write_csv(tmp_path, columns)])
-    assert guess.schema.as_dict()["categorical"] == {"zip": {}, "n": {"values": "integer"}}
-
-
-def test_a_name_with_a_dot_has_a_table_without(tmp_path):
-    columns = {"user.id": [1, 2, 2], "label": [0, 1, 1]}
-    guess = guess_schema([write_csv(tmp_path, columns)])
-    assert guess.schema.as_dict()["categorical"] == {
-        "user.id": {"values": "integer", "table": "user_id"},
-    }
+@pytest.mark.parametrize(
+    ("columns", "categorical"),
+    [
+        (
+            {"zip": ["10115", "01067", "10115"], "n": ["10", "0", "-7"]},
+            {"zip": {}, "n": {"values": "integer"}},
+        ),
+        ({"user.id": [1, 2, 2]}, {"user.id": {"values": "integer", "table": "user_id"}}),
+    ],
+    ids=["a leading zero in any row makes text", "a name with a dot has a table without"],
+)
+def test_a_column_becomes_a_categorical_feature(tmp_path, columns, categorical):
+    guess = guess_schema([write_csv(tmp_path, {"label": [0, 1, 1]} | columns)])
+    assert guess.schema.as_dict()["categorical"] == categorical
 
 
 def test_a_column_of_nan_is_empty(tmp_path):

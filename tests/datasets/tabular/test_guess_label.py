@@ -7,15 +7,9 @@ from recsys.datasets.tabular.guessing.guess import guess_schema
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError
+from tests.datasets.tabular.test_guess import write_csv
 
 pytest.importorskip("pyarrow")
-
-
-def write_csv(folder, name="a.csv", **columns):
-    lines = [columns, *zip(*columns.values(), strict=True)]
-    path = folder / name
-    path.write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
-    return path
 
 
 def clicks(**labels):
@@ -24,7 +18,7 @@ def clicks(**labels):
 
 
 def test_a_draft_without_a_label_warns_of_it(tmp_path, capsys):
-    path = write_csv(tmp_path, **clicks(colour=["red", "blue"] * 6))
+    path = write_csv(tmp_path, clicks(colour=["red", "blue"] * 6))
     assert main(["inspect", str(path)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# WARNING: no column is known to be the label")
@@ -32,7 +26,7 @@ def test_a_draft_without_a_label_warns_of_it(tmp_path, capsys):
 
 
 def test_a_draft_with_a_label_has_no_warning(tmp_path):
-    path = write_csv(tmp_path, **clicks(label=[0, 1] * 6, y_flag=[0, 1] * 6))
+    path = write_csv(tmp_path, clicks(label=[0, 1] * 6, y_flag=[0, 1] * 6))
     guess = guess_schema([path])
     assert guess.schema.label == "label"
     assert "WARNING" not in guess.to_toml()
@@ -46,7 +40,7 @@ def test_a_draft_with_a_label_has_no_warning(tmp_path):
     ],
 )
 def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
-    path = write_csv(tmp_path, **clicks(bought=values * 4))
+    path = write_csv(tmp_path, clicks(bought=values * 4))
     guess = guess_schema([path], label="bought")
     assert guess.schema.positive == rule
     assert "guess" in guess.role_reasons["label"]
@@ -59,6 +53,6 @@ def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
 
 
 def test_no_rule_is_drafted_for_text(tmp_path):
-    path = write_csv(tmp_path, **clicks(bought=["no", "yes", "no"] * 4))
+    path = write_csv(tmp_path, clicks(bought=["no", "yes", "no"] * 4))
     with pytest.raises(ConfigError, match=r'found text; .* rule for text: positive = "== yes"'):
         guess_schema([path], label="bought")

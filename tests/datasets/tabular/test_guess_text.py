@@ -4,18 +4,12 @@ import pytest
 
 from recsys.datasets.tabular.guessing.guess import guess_schema
 from recsys.datasets.tabular.reading.files import TableFiles
+from tests.datasets.tabular.test_guess import write_csv
 
 pytest.importorskip("pyarrow")
 
 LABELS = [0, 1, 1] * 10
 ADS = ["a", "b", "b"] * 10
-
-
-def write_csv(folder, columns, name="a.csv"):
-    lines = [columns, *zip(*columns.values(), strict=True)]
-    path = folder / name
-    path.write_text("".join(",".join(f'"{each}"' for each in line) + "\n" for line in lines))
-    return path
 
 
 def clicks(name, values):

@@ -80,6 +80,15 @@ def test_a_frozen_row_keeps_its_bytes_and_a_thawed_one_does_not(
     assert (thawed[STALE] != after[STALE]).any(1).sum() > 5
 
 
+def freeze(model, sizes, rows):
+    """The marks of a model, which freeze those rows and count all."""
+    [updated] = model.row_updater.groups
+    marks = updated.group.staleness = RowMarks(sizes)
+    marks.set_stale(rows.numpy(), True)
+    marks.is_freezing = marks.is_counting = True
+    return marks
+
+
 def test_frozen_rows_are_not_written_back(small):
     written = []
     for is_freezing in (False, True):
@@ -105,10 +114,7 @@ def test_a_feature_of_two_tables_may_be_stale_in_one(small):
             for name in "ab"
         ]
         model = HotColdEmbeddingBagCollection(tables=tables, optimizer=SGD(lr=0.1), **kinds)
-        [updated] = model.row_updater.groups
-        marks = updated.group.staleness = RowMarks([300, 300])
-        marks.set_stale(torch.tensor([5, 306]).numpy(), True)
-        marks.is_freezing = marks.is_counting = True
+        marks = freeze(model, [300, 300], torch.tensor([5, 306]))
         before = [bag.weight.detach().clone() for bag in model.embedding_bags.values()]
         ids = JaggedIds(keys=["f"], values=torch.tensor([5, 6, 7]), offsets=torch.tensor([0, 2, 3]))
         model(ids).values().sum().backward()
@@ -124,10 +130,7 @@ def test_a_feature_of_two_tables_may_be_stale_in_one(small):
 def test_gradients_of_several_passes_are_cut_and_counted_once(small):
     model = small.make_model(SGD(lr=0.1), auto_apply=False)
     plain = small.make_model(SGD(lr=0.1), auto_apply=False)
-    [updated] = model.row_updater.groups
-    marks = updated.group.staleness = RowMarks(small.SIZES)
-    marks.set_stale(torch.tensor(STALE).numpy(), True)
-    marks.is_freezing = marks.is_counting = True
+    marks = freeze(model, small.SIZES, torch.tensor(STALE))
     before = small.rows_of(model)
     for each in (model, plain):
         for number in range(3):
@@ -149,10 +152,7 @@ def test_frozen_rows_on_a_device(small, device):
     model, plain = small.make_model(Adagrad(lr=0.1)), small.make_model(Adagrad(lr=0.1))
     before = train(small, model, range(2))
     train(small, plain, range(2))
-    [updated] = model.row_updater.groups
-    marks = updated.group.staleness = RowMarks(small.SIZES)
-    marks.set_stale(torch.tensor(STALE).numpy(), True)
-    marks.is_freezing = marks.is_counting = True
+    marks = freeze(model, small.SIZES, torch.tensor(STALE))
     after = train(small, model, range(2, 6))
     expected = train(small, plain, range(2, 6))
     expected[STALE] = before[STALE]
@@ -165,10 +165,7 @@ def test_frozen_rows_on_a_device(small, device):
 def test_a_step_of_frozen_rows_alone_on_a_device(small, kinds, device):
     model = small.make_model(Adagrad(lr=0.1), **kinds)
     before = train(small, model, range(2))
-    [updated] = model.row_updater.groups
-    marks = updated.group.staleness = RowMarks(small.SIZES)
-    marks.set_stale(torch.arange(sum(small.SIZES)).numpy(), True)
-    marks.is_freezing = marks.is_counting = True
+    marks = freeze(model, small.SIZES, torch.arange(sum(small.SIZES)))
     assert torch.equal(train(small, model, range(2, 4)), before)
     assert not len(marks.counted()[0])
     assert not any(tiers.residency.num_claimed for tiers in model.tiers())

@@ -374,20 +374,14 @@ def test_torch_kernels_find_the_same_rows(small, kinds, device, monkeypatch):
     assert found[0][0]
 
 
-class TwoDims(torch.nn.Module):
-    """Bags of two dims, so of two groups, which have no names of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.1))
-        self.right = HotColdEmbeddingBag(200, 8, mode="sum", optimizer=SGD(lr=0.1))
-
-    def bags(self):
-        return self.left, self.right
-
-
 def test_an_input_is_stale_if_its_rows_are_in_every_group():
-    model = TwoDims()
+    # Bags of two dims, so of two groups, which have no names of their own.
+    model = torch.nn.ModuleDict(
+        {
+            name: HotColdEmbeddingBag(num_rows, dim, mode="sum", optimizer=SGD(lr=0.1))
+            for name, num_rows, dim in (("left", 300, 4), ("right", 200, 8))
+        }
+    )
     settings = Staleness(**TRAITS | {"threshold": None, "patience": 1, "first_period": 9})
     tracker = StalenessTracker(model, settings, share=0.2)
     generator = torch.Generator().manual_seed(0)
@@ -405,7 +399,7 @@ def test_an_input_is_stale_if_its_rows_are_in_every_group():
                     ids.flatten(), torch.arange(0, 17, 2), None, batch_size, is_mean=False
                 ),
             )
-            for bag, ids in zip(model.bags(), batch, strict=True)
+            for bag, ids in zip(model.values(), batch, strict=True)
         ]
 
     for number in range(5 * WINDOW):
@@ -414,7 +408,7 @@ def test_an_input_is_stale_if_its_rows_are_in_every_group():
         samples = torch.arange(batch_size)
         tracker.add_inputs(number * batch_size, parts_of(batch), batch_size, samples)
         tracker.begin_step(number)
-        for bag, of_bag in zip(model.bags(), batch, strict=True):
+        for bag, of_bag in zip(model.values(), batch, strict=True):
             (bag(of_bag) * torch.randn(batch_size, 1, generator=generator)).sum().backward()
         tracker.end_step((number + 1) * batch_size)
     tracker.use_flags_of(5 * WINDOW + LEAD)
@@ -453,25 +447,13 @@ def train_bags(tracker, bags, num_steps, gradient_of=lambda _: 0.0, **freezes):
 @pytest.mark.in_ci("40", "64")
 @pytest.mark.parametrize("window", [40, 64, 200])
 def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
-    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
+    bag = make_bag()
     with torch.no_grad():
         bag.weight.zero_()
-    settings = Staleness(
-        window=window,
-        min_updates=1,
-        patience=1,
-        count_every=1,
-        threshold=1.05 * window,  # each step of learning rate 1 moves each row by 1
-        period_step=0,
-    )
+    # A gradient of 1 moves each row by 1 in each step.
+    settings = Staleness(**QUICK | {"window": window}, threshold=1.05 * window, period_step=0)
     tracker = StalenessTracker(bag, settings, freezes_rows=True)
-    ids = torch.arange(8)[:, None]
-    for number in range(5 * window):
-        if number == 3 * window:
-            bag.row_optimizer.param_groups[0]["lr"] = 1.125
-        tracker.begin_step(number)
-        bag(ids).sum().backward()
-        tracker.end_step(8 * number + 8)
+    train_bags(tracker, [bag], 5 * window, lambda number: 1.125 if number >= 3 * window else 1.0)
     windows = tracker.report()["windows"]
     assert [each["num_judged"] for each in windows] == [0, 8, 0, 0, 8]
     assert [each["num_thawed"] for each in windows] == [0, 0, 0, 0, 8]
@@ -559,20 +541,18 @@ def test_a_sample_without_rows_is_not_stale(small):
 
 
 def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():
-    own, other = (HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0)) for _ in range(2))
-    settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
-    tracker = StalenessTracker(own, settings)
-    ids = torch.arange(8)[:, None]
+    own, other = make_bag(), make_bag()
+    tracker = StalenessTracker(own, Staleness(**QUICK, threshold=1.0))
     for number in range(2 * WINDOW):
-        parts = own.parts(ids)
+        parts = own.parts(IDS)
         if number >= WINDOW:
-            parts += other.parts(ids)
+            parts += other.parts(IDS)
         tracker.add_inputs(8 * number, parts, 8, torch.arange(8))
         tracker.begin_step(number)
-        (0 * own(ids)).sum().backward()
+        (0 * own(IDS)).sum().backward()
         tracker.end_step(8 * number + 8)
     tracker.use_flags_of(2 * WINDOW + LEAD)
-    assert tracker.all_stale(own.parts(ids), 8).all()
+    assert tracker.all_stale(own.parts(IDS), 8).all()
     assert not tracker.all_stale(parts, 8).any()
     last = tracker.report()["windows"][-1]
     assert (last["num_inputs"], last["stale_share"]) == (16 * WINDOW, 0.5)

@@ -48,6 +48,12 @@ def arrays_in(tracker):
     return sum(found.values())
 
 
+def tiered(small, budget=BUDGET):
+    model = small.make_model(budget=budget)
+    [tiers] = model.tiers()
+    return model, tiers, tiers.hot.num_slots
+
+
 @pytest.mark.parametrize("measure", ["mean_change", "signal_to_noise"])
 def test_the_bytes_reported_are_those_allocated(small, measure):
     model = small.make_model()
@@ -64,14 +70,13 @@ def test_the_bytes_reported_are_those_allocated(small, measure):
 
 
 def test_memory_comes_out_of_the_budget_and_goes_back(small):
-    model = small.make_model(budget=BUDGET)
-    [tiers] = model.tiers()
-    num_slots = tiers.hot.num_slots
+    model, tiers, num_slots = tiered(small)
     tracker = StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
     assert tiers.hot.num_slots < num_slots
     assert tiers.hot.num_bytes + tracker.num_bytes <= BUDGET
     assert tiers.hot.num_bytes + tracker.num_bytes > BUDGET - 100
     small.train(model, tracker, range(50))
+    assert tiers.hot.num_bytes + tracker.num_bytes <= BUDGET  # with room for larger mini-batches
     rows = small.rows_of(model)
     tracker.close()
     assert tiers.hot.num_slots == num_slots
@@ -79,18 +84,8 @@ def test_memory_comes_out_of_the_budget_and_goes_back(small):
     assert model.row_updater.groups[0].group.staleness is None
 
 
-def test_room_for_a_larger_mini_batch_leaves_the_reserve(small):
-    model = small.make_model(budget=BUDGET)
-    tracker = StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
-    [tiers] = model.tiers()
-    small.train(model, tracker, range(50))
-    assert tiers.hot.num_bytes + tracker.num_bytes <= BUDGET
-
-
 def test_a_budget_without_room_is_named(small):
-    model = small.make_model(budget=12_000)
-    [tiers] = model.tiers()
-    num_slots = tiers.hot.num_slots
+    model, tiers, num_slots = tiered(small, 12_000)
     with pytest.raises(BudgetTooSmall, match=r"staleness tracker takes \d+ bytes .* max_rows"):
         StalenessTracker(model, Staleness(**TRAITS, max_rows=1000))
     assert tiers.hot.num_slots == num_slots
@@ -117,9 +112,7 @@ def test_the_budget_that_is_named_is_enough(small):
 
 
 def test_a_close_that_failed_can_be_repeated(small):
-    model = small.make_model(budget=BUDGET)
-    [tiers] = model.tiers()
-    num_slots = tiers.hot.num_slots
+    model, tiers, num_slots = tiered(small)
     tracker = StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
     pooled = model(small.make_batch(0)).values()
     with pytest.raises(BudgetTooSmall, match="in use"):
@@ -130,8 +123,7 @@ def test_a_close_that_failed_can_be_repeated(small):
 
 
 def test_a_repeated_close_leaves_a_new_tracker_its_memory(small):
-    model = small.make_model(budget=BUDGET)
-    [tiers] = model.tiers()
+    model, tiers, _ = tiered(small)
     tracker = StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
     pooled = model(small.make_batch(0)).values()
     with pytest.raises(BudgetTooSmall, match="in use"):
@@ -145,9 +137,7 @@ def test_a_repeated_close_leaves_a_new_tracker_its_memory(small):
 
 
 def test_a_tracker_that_was_dropped_frees_its_tables(small):
-    model = small.make_model(budget=BUDGET)
-    [tiers] = model.tiers()
-    num_slots = tiers.hot.num_slots
+    model, tiers, num_slots = tiered(small)
     tracker = StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
     del tracker
     assert model.row_updater.groups[0].group.staleness is None
