@@ -29,6 +29,7 @@ from recsys.embeddings import (
     RowWiseAdagrad,
     TableConfig,
 )
+from tests.distributed.test_exactness import whole
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -37,13 +38,6 @@ FORMULAS = {
     "adagrad": Adagrad(lr=LR, eps=EPS),
     "rowwise_adagrad": RowWiseAdagrad(lr=LR, eps=EPS),
 }
-
-
-def whole(ranks, part, name):
-    pieces = sorted(
-        (piece for rank in ranks for piece in rank[part].get(name, [])), key=lambda each: each[0]
-    )
-    return torch.cat([rows for _, rows in pieces])
 
 
 def one_process(optimizer, bounds):

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.kernels.torch.errors import errors_on
+from recsys.embeddings.lookup.one_table.device_calls import DeviceCalls
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from tests.host_copies import reach_host
 from tests.torch_kernels import BY_TORCH, BY_TRITON
@@ -68,3 +69,17 @@ def optimizer(request):
 def optimizer_with_state(request):
     """Each that keeps state by the row."""
     return request.param
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Gets whether each call was refused, and left to `fused_lookup`."""
+    found, look_up = [], DeviceCalls.look_up
+
+    def note(*arguments, **options):
+        result = look_up(*arguments, **options)
+        found.append(result is None)
+        return result
+
+    monkeypatch.setattr(DeviceCalls, "look_up", note)
+    return found

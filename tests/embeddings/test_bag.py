@@ -54,9 +54,9 @@ def both(settings, **ours):
     return plain, own
 
 
-def backward(module, ids, offsets, weights):
+def backward(module, *inputs):
     """The result, after its gradients have gone where they go."""
-    result = module(ids, offsets, weights)
+    result = module(*inputs)
     (result * WAVE[: result.numel()].view_as(result)).sum().backward()
     return result.detach()
 

@@ -18,6 +18,7 @@ from recsys.embeddings.kernels import choice as kernel_choice
 from recsys.embeddings.tiers.residency import Residency
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
+from tests.embeddings.test_bag import backward
 from tests.torch_kernels import BY_NUMBA, BY_TORCH
 
 NUM_ROWS, NUM_USED = 30, 7
@@ -27,7 +28,6 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
 }
 SHAPES = st.sampled_from([(), (0,), (3,), (1, 1), (2, 3), (0, 2), (4, 0), (2, 2, 2)])
-WAVE = torch.arange(1.0, 101, dtype=torch.float64).sin()
 OPTIMIZED = {"optimizer": SGD(lr=1.0), "auto_apply": False}
 
 
@@ -63,12 +63,6 @@ def both(settings, **ours):
 def room_for(num_rows, row_bytes):
     """A budget: for so many slots and the row map."""
     return 4 * NUM_ROWS + num_rows * (row_bytes + 8)
-
-
-def backward(module, ids):
-    result = module(ids)
-    (result * WAVE[: result.numel()].view_as(result)).sum().backward()
-    return result.detach()
 
 
 each_kind = pytest.mark.parametrize(

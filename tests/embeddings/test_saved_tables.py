@@ -81,10 +81,8 @@ class Trained:
         options = options_of(tier, folder, budget)
         formula = formula or FORMULAS.get(kind, Adagrad(lr=0.1))
         self.is_flat, self.torch_optimizer = False, None
-        if kind == "pooled" or kind in FORMULAS:
-            self.model = HotColdEmbeddingBagCollection(configs(), optimizer=formula, **options)
-        elif kind == "pooled, 16 bits":
-            tables = configs("bf16")
+        if kind.startswith("pooled"):
+            tables = configs("bf16" if kind == "pooled, 16 bits" else "fp32")
             self.model = HotColdEmbeddingBagCollection(tables, optimizer=formula, **options)
         elif kind == "unpooled":
             self.model = HotColdEmbeddingCollection(configs(), optimizer=formula, **options)
@@ -166,6 +164,11 @@ def read_all(saved, size=37):
     }
 
 
+def taken(saved):
+    saved.flush()
+    return saved.take_changed()
+
+
 def are_equal(left, right):
     return left.keys() == right.keys() and all(
         torch.equal(left[key].flatten(), right[key].flatten()) for key in left
@@ -241,8 +244,7 @@ def test_tables_on_a_device(budget, device):
     saved.track()
     ids = torch.tensor([[3, 4], [3, 70]], device=device)
     module(ids).square().sum().backward()
-    saved.flush()
-    assert rows_of(saved.take_changed()[0]).tolist() == [3, 4, 70]
+    assert rows_of(taken(saved)[0]).tolist() == [3, 4, 70]
     [table], [target] = saved.tables, other.tables
     rows = np.array([3, 4, 70])
     assert table.gather("weight", rows).equal(table.read("weight", 0, SIZES[0])[rows])
@@ -440,15 +442,12 @@ def test_what_was_not_saved_is_put_back():
     saved = trained.saved
     saved.track()
     trained.train(0)
-    saved.flush()
-    first = saved.take_changed()
+    first = taken(saved)
     trained.train(1)
     saved.put_back(first)
-    saved.flush()
-    both = saved.take_changed()
+    both = taken(saved)
     trained.train(2)
-    saved.flush()
-    last = saved.take_changed()
+    last = taken(saved)
     for before, found in zip(first, both, strict=True):
         assert set(rows_of(before)) <= set(rows_of(found))
     assert sum(len(rows_of(each)) for each in last) <= BATCH_SIZE * len(SIZES)
@@ -538,8 +537,7 @@ def test_updated_rows_in_slots_are_dropped_by_a_restore(tier, tmp_path):
         trained.saved.tables[0].write("weight", 0, torch.full((SIZES[0], DIM), 3.0))
     with torch.no_grad():
         assert (trained.model(torch.arange(SIZES[0]).unsqueeze(1)) == 3).all()
-    trained.saved.flush()
-    assert len(rows_of(trained.saved.take_changed()[0])) == SIZES[0]
+    assert len(rows_of(taken(trained.saved)[0])) == SIZES[0]
 
 
 @each_tier

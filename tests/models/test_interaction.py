@@ -4,20 +4,13 @@ from torch._subclasses import FakeTensorMode
 
 from recsys.models import interaction
 from recsys.models.interaction import InteractionArch, interact_reference
+from tests.models.test_linear import outcome
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "plain"])
 def way(request, monkeypatch):
     """Both ways, on the CPU."""
     monkeypatch.setattr(interaction, "_has_kernels", lambda _: request.param)
-
-
-def outcome(function, dense, sparse):
-    """Result and gradients, with a gradient that differs from place to place."""
-    copies = [value.detach().clone().requires_grad_() for value in (dense, sparse)]
-    result = function(*copies)
-    (result * torch.arange(1.0, result.numel() + 1).view_as(result).sin()).sum().backward()
-    return [result, *(copy.grad for copy in copies)]
 
 
 def reference(dense, sparse):
@@ -35,8 +28,8 @@ def test_result_and_gradients_are_the_references(shape, dtype, rtol):
     dense = torch.randn(shape[0], shape[2], dtype=dtype)
     sparse = torch.randn(shape, dtype=dtype)
 
-    found = outcome(InteractionArch(shape[1]), dense, sparse)
-    expected = outcome(reference, dense, sparse)
+    found = outcome(InteractionArch(shape[1]), (dense, sparse))
+    expected = outcome(reference, (dense, sparse))
 
     assert torch.equal(found[0], expected[0])
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
@@ -78,9 +71,9 @@ def test_a_compiler_sees_the_whole_of_it():
     dense, sparse = torch.randn(5, 4), torch.randn(5, 3, 4)
     arch = InteractionArch(3)
 
-    found = outcome(torch.compile(arch, backend="eager", fullgraph=True), dense, sparse)
+    found = outcome(torch.compile(arch, backend="eager", fullgraph=True), (dense, sparse))
 
-    for ours, theirs in zip(found, outcome(arch, dense, sparse), strict=True):
+    for ours, theirs in zip(found, outcome(arch, (dense, sparse)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

@@ -27,7 +27,8 @@ def outcome(function, inputs):
     """Result and gradients, with a gradient that differs from place to place."""
     copies = [value.detach().clone().requires_grad_() for value in inputs]
     result = function(*copies)
-    (result * torch.arange(1.0, result.numel() + 1).view_as(result).sin()).sum().backward()
+    weights = torch.arange(1.0, result.numel() + 1, device=result.device).sin()
+    (result * weights.view_as(result).to(result.dtype)).sum().backward()
     return [result, *(copy.grad for copy in copies)]
 
 

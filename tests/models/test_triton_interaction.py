@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from recsys.models import interaction
 from recsys.models.interaction import InteractionArch, interact_reference
+from tests.models.test_linear import outcome
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
@@ -24,15 +25,6 @@ def _only_triton(triton_device, monkeypatch):
 def _only_others(triton_interaction, triton_device, monkeypatch):
     monkeypatch.setattr(interaction, "_BY_TRITON", {triton_device.type})
     monkeypatch.setattr(triton_interaction, "TritonInteraction", None)
-
-
-def outcome(function, dense, sparse):
-    """Result and gradients, with a gradient that differs from place to place."""
-    copies = [value.detach().clone().requires_grad_() for value in (dense, sparse)]
-    result = function(*copies)
-    weights = torch.arange(1.0, result.numel() + 1, device=result.device).sin()
-    (result * weights.view_as(result).to(result.dtype)).sum().backward()
-    return [result, *(copy.grad for copy in copies)]
 
 
 def reference(dense, sparse):
@@ -61,10 +53,10 @@ def test_result_and_gradients_are_the_references(
 ):
     dense, sparse = vectors(batch_size, num_sparse, dim, triton_device, dtype)
 
-    found = outcome(triton_interaction.TritonInteraction.apply, dense, sparse)
+    found = outcome(triton_interaction.TritonInteraction.apply, (dense, sparse))
 
     assert torch.equal(found[0][:, :dim], dense)
-    for ours, expected in zip(found, outcome(reference, dense, sparse), strict=True):
+    for ours, expected in zip(found, outcome(reference, (dense, sparse)), strict=True):
         assert ours.dtype == dtype
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(ours.double(), expected.double(), rtol=tolerance, atol=tolerance)
@@ -80,11 +72,11 @@ def test_vectors_of_several_dtypes_are_multiplied_in_the_wider_one(
 ):
     dense, sparse = vectors(2, 4, 8, triton_device, dense_dtype, sparse_dtype)
 
-    found = outcome(InteractionArch(4), dense, sparse)
+    found = outcome(InteractionArch(4), (dense, sparse))
 
     assert found[0].dtype == torch.promote_types(dense_dtype, sparse_dtype)
     assert [each.dtype for each in found[1:]] == [dense_dtype, sparse_dtype]
-    for ours, expected in zip(found, outcome(reference, dense, sparse), strict=True):
+    for ours, expected in zip(found, outcome(reference, (dense, sparse)), strict=True):
         torch.testing.assert_close(ours.double(), expected.double(), rtol=1e-2, atol=1e-2)
 
 
@@ -96,10 +88,10 @@ def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_row
         with torch.autocast(triton_device.type, dtype=torch.bfloat16):
             return InteractionArch(4)(dense, sparse)
 
-    found = outcome(under_autocast, dense, sparse)
+    found = outcome(under_autocast, (dense, sparse))
 
     assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32]
-    for ours, expected in zip(found, outcome(reference, dense, sparse), strict=True):
+    for ours, expected in zip(found, outcome(reference, (dense, sparse)), strict=True):
         torch.testing.assert_close(ours.double(), expected.double(), rtol=2e-2, atol=2e-2)
 
 

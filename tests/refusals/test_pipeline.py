@@ -1,7 +1,5 @@
 """What schedules, policies and mini-batches refuse: the error, and the name that it gives."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -35,15 +33,10 @@ from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.refill import Position, Refill
 from recsys.pipeline.stalls import STAGES, StageClock
+from tests.pipeline.test_micro_batches import Sheet
 
 SAMPLES = torch.tensor([2, 0])
 PARTS = [torch.tensor([1]), SAMPLES]
-
-
-@dataclass
-class Sheet:
-    features: torch.Tensor
-    name: str
 
 
 class Selected:

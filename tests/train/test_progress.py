@@ -1,6 +1,5 @@
 """Reports of a run: those after a resume are those of an uninterrupted run."""
 
-import json
 import re
 import sys
 import warnings
@@ -13,8 +12,7 @@ from recsys.pipeline.stalls import StageClock
 from recsys.train.loop.progress import Progress
 from recsys.train.metrics.metrics import evaluate_logits
 from recsys.train.run_files.run_folder import RunFolder
-
-TIMES = ("train_seconds", "samples_per_second")
+from tests.train.resumed_runs import history
 
 
 def add_step(progress, number, num_samples=3):
@@ -33,14 +31,6 @@ def make(tmp_path):
         return Progress(folder, StageClock(), 30, "validation", show=False), folder
 
     return build
-
-
-def history(folder):
-    lines = folder.history_file.read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMES}
-        for line in lines
-    ]
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 4, 5])
@@ -66,7 +56,7 @@ def test_the_next_report_after_a_resume_is_that_of_an_uninterrupted_run(make, nu
 
     whole.report(1)
     resumed.report(1)
-    assert history(found) == history(expected)[-len(history(found)) :]
+    assert history(found.path) == history(expected.path)[-len(history(found.path)) :]
     assert resumed.last_evaluation == whole.last_evaluation == found_evaluation.as_dict()
     assert (resumed.num_steps, resumed.num_samples) == (10, 30)
 

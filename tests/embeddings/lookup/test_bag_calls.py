@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 import recsys
 from recsys.embeddings import SGD, HotColdEmbeddingBag
 from recsys.errors import IdOutOfRange, MalformedBags
+from tests.embeddings.lookup.test_device_calls import nodes_of
 
 NUM_BAGS, NUM_ROWS, DIM = 5, 30, 16
 BUDGET = 8000  # bytes: slots for two thirds of the rows
@@ -35,10 +36,12 @@ def batch(seed, size=6):
     return torch.randint(0, NUM_ROWS, (NUM_BAGS, size), generator=generator), torch.arange(size)
 
 
-def accelerated(budget=None):
+def accelerated(budget=None, num_steps=0):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
+    for seed in range(num_steps):
+        train(model, optimizer, seed)
     return model, optimizer
 
 
@@ -55,16 +58,8 @@ def train(model, optimizer, seed, size=6):
     return outputs
 
 
-def nodes_of(outputs):
-    """The nodes behind the views that are handed out."""
-    return {output.grad_fn.next_functions[0][0] for output in outputs}
-
-
 def test_from_the_second_step_on_calls_share_a_node():
-    model, optimizer = accelerated()
-
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, optimizer = accelerated(num_steps=2)
     outputs = train(model, optimizer, 2)
     shorter = train(model, optimizer, 3, size=2)
 
@@ -73,9 +68,7 @@ def test_from_the_second_step_on_calls_share_a_node():
 
 
 def test_more_calls_than_expected_open_another_node():
-    model, optimizer = accelerated()
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, _ = accelerated(num_steps=2)
 
     outputs = model(*batch(2)) + model(*batch(3)) + model(*batch(4, size=2))
 
@@ -110,9 +103,7 @@ def test_errors_come_with_the_call_and_leave_the_node_usable(budget):
 
 @in_both
 def test_a_second_backward_is_refused_by_output(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, _ = accelerated(budget, num_steps=2)
     first, second, *_ = model(*batch(2))
 
     first.sum().backward()
@@ -123,9 +114,7 @@ def test_a_second_backward_is_refused_by_output(budget):
 
 @in_both
 def test_ids_changed_in_place_are_refused_and_ids_refilled_by_numpy_are_not_read(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, optimizer = accelerated(budget, num_steps=2)
     ids, offsets = batch(2)
     before = model.bags[0].weight.detach().clone()
     [output, other, *_] = model(ids.unbind(), offsets)
@@ -144,9 +133,7 @@ def test_ids_changed_in_place_are_refused_and_ids_refilled_by_numpy_are_not_read
 
 @in_both
 def test_outputs_that_wait_for_a_call_keep_no_model_alive(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, optimizer = accelerated(budget, num_steps=2)
     ids, offsets = batch(2)
     output = model.bags[0](ids[0], offsets)  # four outputs of the node wait
     gone = weakref.ref(model.bags[1].weight), weakref.ref(model)
@@ -172,8 +159,7 @@ def test_rows_are_updated_although_the_module_is_gone():
 
 @in_both
 def test_the_default_device_does_not_matter(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
+    model, _ = accelerated(budget, num_steps=1)
     ids, offsets = batch(1)
 
     with torch.device("meta"):
@@ -185,8 +171,7 @@ def test_the_default_device_does_not_matter(budget):
 
 
 def test_forwards_without_backward_do_not_make_the_next_node_larger():
-    model, optimizer = accelerated()
-    train(model, optimizer, 0)
+    model, optimizer = accelerated(num_steps=1)
     for _ in range(20):
         model(*batch(1))
     train(model, optimizer, 2)
@@ -199,8 +184,7 @@ def test_forwards_without_backward_do_not_make_the_next_node_larger():
 
 @in_both
 def test_other_rows_by_functional_call_are_refused_and_the_models_own_go_on(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
+    model, optimizer = accelerated(budget, num_steps=1)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
 
     for _ in range(2):
@@ -211,8 +195,7 @@ def test_other_rows_by_functional_call_are_refused_and_the_models_own_go_on(budg
 
 @in_both
 def test_without_gradients_no_node_is_made(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
+    model, _ = accelerated(budget, num_steps=1)
 
     with torch.no_grad():
         outputs = model(*batch(1))
@@ -226,9 +209,7 @@ def test_without_gradients_no_node_is_made(budget):
 
 @in_both
 def test_a_copy_has_nodes_of_its_own(budget):
-    model, optimizer = accelerated(budget)
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, _ = accelerated(budget, num_steps=2)
     model.bags[0](batch(2)[0][0], batch(2)[1])
 
     twin = copy.deepcopy(model)
@@ -237,9 +218,7 @@ def test_a_copy_has_nodes_of_its_own(budget):
 
 
 def test_outputs_that_wait_are_not_filled_with_rows_of_another_dtype():
-    model, optimizer = accelerated()
-    train(model, optimizer, 0)
-    train(model, optimizer, 1)
+    model, _ = accelerated(num_steps=2)
     ids, offsets = batch(2)
     model.bags[0](ids[0], offsets)
 
@@ -264,9 +243,7 @@ def test_no_bags_are_refused_as_ever():
 
 
 def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each():
-    model, optimizer = accelerated()
-    for seed in range(2):
-        train(model, optimizer, seed)
+    model, optimizer = accelerated(num_steps=2)
 
     for size in range(1, 300):
         model.bags[0](torch.zeros(size, dtype=torch.int64), torch.arange(size))
@@ -277,8 +254,7 @@ def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each
 
 
 def test_slots_are_held_until_backward_or_until_the_output_is_gone():
-    model, optimizer = accelerated(BUDGET)
-    train(model, optimizer, 0)
+    model, optimizer = accelerated(BUDGET, num_steps=1)
     ids, offsets = batch(1)
     needed = [len(each.unique()) for each in ids]
 
@@ -307,8 +283,7 @@ def test_a_loss_that_is_kept_holds_no_slots_of_outputs_that_are_not_used():
 
 
 def test_a_lookup_that_fails_holds_no_slots():
-    model, optimizer = accelerated(BUDGET)
-    train(model, optimizer, 0)
+    model, _ = accelerated(BUDGET, num_steps=1)
 
     with pytest.raises(IdOutOfRange):
         model.bags[0](torch.tensor([[1], [NUM_ROWS]]))

@@ -35,20 +35,6 @@ def nodes_of(outputs):
     return {output.grad_fn.next_functions[0][0] for output in outputs}
 
 
-@pytest.fixture
-def refused(monkeypatch):
-    """Gets whether each call was refused, and left to `fused_lookup`."""
-    found, look_up = [], DeviceCalls.look_up
-
-    def note(*arguments, **options):
-        result = look_up(*arguments, **options)
-        found.append(result is None)
-        return result
-
-    monkeypatch.setattr(DeviceCalls, "look_up", note)
-    return found
-
-
 @pytest.mark.in_ci("cuda", "torch-cpu", "triton-cpu-cat")
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(

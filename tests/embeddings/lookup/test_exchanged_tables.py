@@ -25,6 +25,14 @@ def bag(optimizer=None):
     return HotColdEmbeddingBag(5, 4, mode="sum", _weight=ROWS.clone(), optimizer=optimizer)
 
 
+def stepped_bag():
+    """A bag whose rows move in `step`, and their memory."""
+    own, memory = bag(SGD(lr=0.5)), ROWS.clone()
+    own.row_optimizer.updater.auto_apply = False
+    own.weight.data = memory
+    return own, memory
+
+
 def collection(optimizer=None):
     tables = [
         TableConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=("f",))
@@ -229,10 +237,7 @@ def set_grad_to_none(module):
 @pytest.mark.parametrize("when", ["before backward", "before the step"])
 @pytest.mark.parametrize("forget", [zero_grad, set_grad_to_none])
 def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
-    memory = ROWS.clone()
-    own = bag(SGD(lr=0.5))
-    own.row_optimizer.updater.auto_apply = False
-    own.weight.data = memory
+    own, memory = stepped_bag()
     pooled = own(torch.tensor([4]), OFFSETS)
 
     if when == "before backward":
@@ -256,10 +261,7 @@ def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
 
 
 def test_rows_that_a_shorter_table_lacks_are_not_moved_by_a_step_that_was_refused_before():
-    memory = ROWS.clone()
-    own = bag(SGD(lr=0.5))
-    own.row_optimizer.updater.auto_apply = False
-    own.weight.data = memory
+    own, memory = stepped_bag()
     own(torch.tensor([4]), OFFSETS).sum().backward()
     assert own.weight.grad is not None  # it is a sparse tensor from now on
     [settings] = own.row_optimizer.param_groups
@@ -312,10 +314,7 @@ def test_under_an_optimizer_of_torchs_a_shorter_tables_gradient_is_forgotten_and
 
 
 def test_a_gradient_of_rows_that_a_table_had_is_refused():
-    memory = ROWS.clone()
-    own = bag(SGD(lr=0.5))
-    own.row_optimizer.updater.auto_apply = False
-    own.weight.data = memory
+    own, memory = stepped_bag()
     own.weight.grad = torch.ones(5, 4)
 
     own.weight.data = memory[:3]

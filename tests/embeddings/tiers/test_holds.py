@@ -76,6 +76,14 @@ def step(module, ids):
     module(ids).values().square().sum().backward()
 
 
+def train_ahead(module, batches):
+    """Each mini-batch but the last, with the next one claimed before."""
+    module.prefetch(batches[0])
+    for ids, following in itertools.pairwise(batches):
+        assert module.prefetch(following).is_held
+        step(module, ids)
+
+
 @pytest.mark.in_ci("cuda", "cpu-False-1", "cpu-False-2")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("by_triton", [False, True])
@@ -113,10 +121,7 @@ def test_no_counts_are_read_where_bounds_suffice(device, noted):
     module = make_module(device, 2 * NUM_VALUES)
     batches = [make_batch(seed, device) for seed in range(6)]
 
-    module.prefetch(batches[0])
-    for ids, following in itertools.pairwise(batches):
-        assert module.prefetch(following).is_held
-        step(module, ids)
+    train_ahead(module, batches)
 
     assert noted == ([], [])
 
@@ -153,10 +158,7 @@ def test_a_claim_that_does_not_fit_by_counts_either_is_waited_for(device, noted)
     batches = [make_batch(seed, device) for seed in range(6)]
     waited, read = noted
 
-    module.prefetch(batches[0])
-    for ids, following in itertools.pairwise(batches):
-        assert module.prefetch(following).is_held
-        step(module, ids)
+    train_ahead(module, batches)
 
     assert len(waited) == 5
     assert read == [NUM_ROWS]  # the others are known, because they were waited for
@@ -200,10 +202,7 @@ def test_a_claim_looks_at_equally_many_slots_in_each_step(device, monkeypatch, n
     batches = [make_batch(seed, device, number) for seed, number in enumerate(numbers)]
 
     with replaying():
-        module.prefetch(batches[0])
-        for ids, following in itertools.pairwise(batches):
-            assert module.prefetch(following).is_held
-            step(module, ids)
+        train_ahead(module, batches)
 
     assert set(noted[1]) > {2, 4, 6}
     assert set(given[1:]) == {(NUM_VALUES, num_slots - NUM_VALUES)}

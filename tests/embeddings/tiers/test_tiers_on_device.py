@@ -24,6 +24,7 @@ from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.tiers.cold.staging import Staging
 from recsys.errors import BudgetTooSmall, IdOutOfRange
+from tests.embeddings.tiers import twins
 from tests.embeddings.tiers.twins import BUDGET, FEATURES, TABLES, state_bytes
 from tests.fake_replays import record_on_cpu
 from tests.host_copies import HOST_COPIES, reach_host, use_triton
@@ -83,13 +84,7 @@ def require_own_pages(module):
 
 def require_equal(resident, tiered):
     require_own_pages(tiered)
-    for expected, found in zip(resident.table_weights(), tiered.table_weights(), strict=True):
-        assert torch.equal(found, expected.cpu())
-    states = [module.row_optimizer.state_dict()["state"] for module in (resident, tiered)]
-    for table, expected in states[0].items():
-        for name, value in expected.items():
-            found = torch.as_tensor(states[1][table][name])
-            assert torch.equal(found, torch.as_tensor(value).cpu())
+    twins.require_equal(resident, tiered)
 
 
 @pytest.mark.in_ci(

@@ -39,8 +39,9 @@ def pair(optimizer, budget=BUDGET, **options):
 
 def require_equal(resident, tiered):
     for expected, found in zip(resident.table_weights(), tiered.table_weights(), strict=True):
-        assert torch.equal(found, expected)
+        assert torch.equal(found.cpu(), expected.cpu())
     states = [module.row_optimizer.state_dict()["state"] for module in (resident, tiered)]
     for table, expected in states[0].items():
         for name, value in expected.items():
-            assert torch.equal(torch.as_tensor(states[1][table][name]), torch.as_tensor(value))
+            found = torch.as_tensor(states[1][table][name])
+            assert torch.equal(found, torch.as_tensor(value).cpu())

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.batch import Batch, JaggedIds
 from recsys.datasets.loader import BatchLoader
 from recsys.pipeline import window as window_module
 from recsys.pipeline.skip import refill
 from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
 from recsys.pipeline.skip.refill import Position, Refill
 from recsys.pipeline.window import Window
+from tests.pipeline.test_positions import Numbered, numbers
 
 
 def choose_by(is_chosen):
@@ -207,27 +207,6 @@ def test_a_pass_without_a_sample_to_train_on_warns():
     assert found == []
     assert "every sample of a pass" in warnings[0]
     assert maker.position.num_seen == 4
-
-
-class Numbered:
-    """A source whose samples say their own number."""
-
-    num_dense = 1
-    fingerprint = "numbered"
-
-    def __init__(self, num_samples):
-        self.num_samples = num_samples
-        self.table_sizes = {"number": 200}
-        self.splits = {"train": range(num_samples), "test": range(1), "validation": range(1)}
-
-    def read(self, samples):
-        numbers = torch.from_numpy(samples)
-        ids = JaggedIds.from_one_hot(["number"], numbers.unsqueeze(0))
-        return Batch(numbers.unsqueeze(1).float(), ids, torch.zeros(len(samples)))
-
-
-def numbers(batch):
-    return batch.sparse_features.values().tolist()
 
 
 @given(

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import recsys
-from recsys.embeddings.kernels import choice as kernel_choice
-from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.optimizer import RowWiseAdagrad
 from recsys.pipeline import (
     LookAhead,
@@ -18,8 +16,9 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
-from tests.torch_kernels import BY_TORCH
+from tests.embeddings import conftest as embeddings
 
+device = embeddings.device
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
     pytest.mark.filterwarnings("ignore:staleness. a share"),
@@ -87,18 +86,7 @@ def test_an_accelerated_model_with_bags_trains_on_plain_iterators_of_tuples(skip
     assert len(losses) == -(-position.num_kept // 16)
 
 
-@pytest.fixture(params=["torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """The CPU as it stands in for a device; a device."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
-    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)
-    found = torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
-    yield found
-    errors_on(found).forget()
-
-
-@pytest.mark.in_ci("torch-freeze_rows", "cuda")
+@pytest.mark.in_ci("cpu-freeze_rows", "cuda")
 @pytest.mark.parametrize("name", ["drop_input", "freeze_rows", "subsample"])
 def test_a_device_leaves_out_the_same_samples_at_any_depth(skips, name, device):
     options = skips.options_of("host", None) | {"device": device}
