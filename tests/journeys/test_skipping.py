@@ -29,15 +29,11 @@ def whole(train):
     return train()
 
 
-def trained_on(run):
-    return record_of(run)["throughput"]["num_samples"]
-
-
 def test_the_second_control_leaves_out_as_many_random_samples_as_it_should(train, whole):
     skipped = record_of(train("skip.policy=random_drop", "skip.share=0.25"))["skipped"]
 
     assert record_of(whole)["skipped"] is None
-    assert skipped["num_seen"] == trained_on(whole)
+    assert skipped["num_seen"] == record_of(whole)["throughput"]["num_samples"]
     assert skipped["num_skipped"] / skipped["num_seen"] == pytest.approx(0.25, abs=0.02)
 
 

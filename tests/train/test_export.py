@@ -19,14 +19,10 @@ def run(tmp_path_factory):
     return folder
 
 
-def saved_state(run):
-    return load_file(run / "model.safetensors")
-
-
 def test_an_exported_state_dict_has_the_runs_tensors(run, tmp_path):
     found = load_file(export_run(run, "safetensors", tmp_path / "new" / "model"))
 
-    expected = saved_state(run)
+    expected = load_file(run / "model.safetensors")
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key

@@ -37,10 +37,6 @@ BAGS = {"words": None, "tags": "scores", "seen": "dwell"}
 _NUMBER = st.integers(-3, 3).map(float) | st.floats(-1e6, 1e6).map(lambda x: round(x, 3))
 
 
-def _weight_of(value):
-    return st.none() | _NUMBER if value is None else _NUMBER
-
-
 @st.composite
 def frames(draw):
     """Rows whose bags have missing values, with and without a weight of their own."""
@@ -57,7 +53,8 @@ def frames(draw):
         columns[name] = [draw(st.none() | bags) for _ in range(n)]
         if weights:
             columns[weights] = [
-                bag and [draw(_weight_of(value)) for value in bag] for bag in columns[name]
+                bag and [draw(st.none() | _NUMBER if value is None else _NUMBER) for value in bag]
+                for bag in columns[name]
             ]
     return pd.DataFrame({name: pd.Series(each, dtype="object") for name, each in columns.items()})
 

@@ -225,17 +225,13 @@ def test_a_longer_table_at_the_same_address_has_more_rows(exchange):
     assert own(torch.tensor([4]), OFFSETS).tolist() == [ROWS[4].tolist()]
 
 
-def zero_grad(module):
-    module.row_optimizer.zero_grad()
-
-
-def set_grad_to_none(module):
-    module.weight.grad = None
-
-
 @pytest.mark.parametrize("exchange", [set_data, set_in_place])
 @pytest.mark.parametrize("when", ["before backward", "before the step"])
-@pytest.mark.parametrize("forget", [zero_grad, set_grad_to_none])
+@pytest.mark.parametrize(
+    "forget",
+    [lambda own: own.row_optimizer.zero_grad(), lambda own: setattr(own.weight, "grad", None)],
+    ids=["zero_grad", "set to None"],
+)
 def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
     own, memory = stepped_bag()
     pooled = own(torch.tensor([4]), OFFSETS)

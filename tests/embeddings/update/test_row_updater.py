@@ -296,25 +296,24 @@ def test_state_of_another_formula_is_refused_and_changes_nothing(other, message)
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
-def put_rows_of_one_number(module, users):
-    module.row_optimizer.state[users]["momentum1"] = torch.zeros(9)
-
-
-def let_the_table_grow(module, users):
-    users.data = torch.zeros(20, 4)
-
-
 @pytest.mark.parametrize(
     ("change", "shapes"),
     [
-        (put_rows_of_one_number, r"\(9, 4\), got \(9,\)"),
-        (let_the_table_grow, r"\(20, 4\), got \(9, 4\)"),
+        (
+            lambda state, users: state[users].update(momentum1=torch.zeros(9)),
+            r"\(9, 4\), got \(9,\)",
+        ),
+        (
+            lambda _, users: setattr(users, "data", torch.zeros(20, 4)),
+            r"\(20, 4\), got \(9, 4\)",
+        ),
     ],
+    ids=["rows of one number", "a table that grew"],
 )
 def test_state_of_another_shape_is_refused_before_it_is_written_to(change, shapes):
     module = build(Adagrad(lr=0.1))
     step(module)
-    change(module, module.table_weights()[0])
+    change(module.row_optimizer.state, module.table_weights()[0])
     module(IDS).values().sum().backward()
 
     with pytest.raises(ValueError, match=rf"'momentum1' .*must be {shapes}"):

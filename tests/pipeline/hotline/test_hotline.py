@@ -285,7 +285,7 @@ def test_rows_used_most_stay_in_fast_memory_until_others_are(small, tiered):
 
     def batches(num_steps, first):
         for _ in range(num_steps):
-            yield in_turn(tables, [*(first + row for row in popular), *_take(seldom, 2)])
+            yield in_turn(tables, [*(first + row for row in popular), *itertools.islice(seldom, 2)])
 
     def are_here(first):
         rows = np.array([first + row for row in popular], np.int64)
@@ -396,10 +396,6 @@ def test_a_malformed_state_of_a_split_is_refused_by_name(tiered, key, value):
         pipeline.load_state_dict(state)
 
     assert len(residency.hot.popular_rows()) == 0
-
-
-def _take(iterator, count):
-    return list(itertools.islice(iterator, count))
 
 
 def test_a_row_that_does_not_come_fails_the_step_and_every_later_use(small, tiered):
