@@ -164,6 +164,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         Returns:
             For `TrainPipeline`; it need not be kept. None without slots, or if they are short.
         """
+        if not self._parts:
+            return None
         return self._claim_ahead(self._read(input, offsets, per_sample_weights))
 
     @classmethod

@@ -121,6 +121,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
 
     def prefetch(self, input: Tensor) -> Claim | None:
         """Fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`."""
+        if not self._parts:
+            return None
         return self._claim_ahead(read_ids(input, self._dtype()))
 
     @classmethod

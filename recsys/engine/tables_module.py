@@ -182,9 +182,20 @@ class TableModule(nn.Module):
         return self.__dict__ | {"_parts": (), "_nodes": None, "row_optimizer": None}
 
     def _dtype(self) -> torch.dtype:
-        """Of the rows, which `module.double()` may have converted; those with slots are fixed."""
-        [(group, _)] = self._parts
-        return self.weight.dtype if group.fetcher is None else group.dtype
+        """Of the rows, which `module.double()` may have converted; those with slots are fixed.
+
+        Raises:
+            ValueError: the Parameter was replaced.
+        """
+        [(group, lookups)] = self._parts
+        table = group.tables[lookups.tables[0]]
+        if self._parameters["weight"] is not table:
+            raise ValueError(
+                f"table {group.names[lookups.tables[0]]!r}: its Parameter was replaced, and the "
+                "tables of a module are fixed while a recsys optimizer updates them; copy values "
+                "into it instead (weight.data.copy_, load_state_dict without assign=True)"
+            )
+        return table.dtype if group.fetcher is None else group.dtype
 
     def _claim_ahead(self, bags: Any) -> Claim | None:
         """Fetch the rows of a later lookup; None without slots, or if slots are short."""

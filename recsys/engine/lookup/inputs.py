@@ -164,13 +164,18 @@ def without_row(bags: Bags, row: int) -> Bags:
     is_kept = ids.reshape(-1) != row
     if bool(is_kept.all()):
         return bags
+    if offsets is not None and len(offsets):
+        are_good = int(offsets[0]) == 0 and bool((offsets.diff() >= 0).all())
+        end = int(offsets[-1])
+        if not are_good or end > ids.numel() or (len(offsets) > num_bags and end < ids.numel()):
+            return bags  # the lookup refuses it
     ends = torch.cat([is_kept.new_zeros(1, dtype=ids.dtype), is_kept.cumsum(0, dtype=ids.dtype)])
     if offsets is None:
         length = ids.numel() // num_bags
         offsets = torch.arange(0, ids.numel() + 1, length, dtype=ids.dtype)
     return Bags(
         ids.reshape(-1)[is_kept],
-        ends[offsets.long().clamp(0, ids.numel())],
+        ends[offsets.long()],
         None if weights is None else weights[is_kept],
         num_samples,
         num_bags,

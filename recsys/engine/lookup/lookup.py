@@ -13,6 +13,8 @@ An output that is not used gets no gradient. A collection is the same with one c
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -28,8 +30,10 @@ from recsys._support.torch_compat import (
     active_ddp_module,
     current_pass,
     is_graph_kept,
+    is_node_in_pass,
     outside_graphs,
     plain_apply,
+    queue_callback,
     top_saved_tensors_hooks,
     versions_of,
 )
@@ -55,6 +59,7 @@ _next_lookup = count(1).__next__
 # glibc gets larger blocks from the system each time, in small pages.
 _MAX_KEPT_BYTES = 32 * 2**20
 _NOTHING = torch.empty(0)
+_MOST_OUTPUTS = 1024  # of a node: evaluation in grad mode never ends a pass
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -81,9 +86,12 @@ class Nodes:
     def __init__(self, after_backward: Callable[[], None] | None = None) -> None:
         # The reason that a result requires a gradient: tables are no inputs of the node.
         self.anchor = torch.empty(0, requires_grad=True)
-        self.ends_pass = after_backward is not None
+        self.anchor_node: Any = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        self.after_backward = after_backward
+        self._outer_pass = NO_PASS
         if after_backward is not None:
-            self.anchor.register_post_accumulate_grad_hook(_EndOfPass(after_backward))  # type: ignore[no-untyped-call]
+            # Weak, because Python's garbage collector does not see what a hook refers to.
+            self.anchor.register_post_accumulate_grad_hook(partial(_end_pass, ref(self)))  # type: ignore[no-untyped-call]
         self._made: list[_Made | None] = []
         self._outputs: list[Tensor] = []  # those that no call has filled, the last one first
         self._kind: tuple[int, int, torch.dtype] = (0, 0, torch.float32)
@@ -96,7 +104,10 @@ class Nodes:
         kind = num_samples, width, dtype
         # Checkpointing counts saved tensors when it recomputes, and a lookup that is repeated in a
         # backward has a backward of its own. So there each call has its own node.
-        is_alone = top_saved_tensors_hooks(True) is not None or current_pass() != NO_PASS
+        this_pass = current_pass()
+        is_alone = top_saved_tensors_hooks(True) is not None or this_pass != NO_PASS
+        if this_pass != self._outer_pass:
+            self._join(this_pass)
         if not self._outputs or self._kind != kind or is_alone:
             if self._kind != kind:
                 self.close()
@@ -108,21 +119,35 @@ class Nodes:
         number = len(self._made) - len(self._outputs)
         return self._outputs.pop(), self._made, number
 
+    def _join(self, outer_pass: int) -> None:
+        """Update rows when this pass ends, which repeats lookups and has passes of its own."""
+        self._outer_pass = outer_pass
+        if outer_pass != NO_PASS and self.after_backward is not None:
+            queue_callback(self._end_outer_pass)
+
+    def _end_outer_pass(self) -> None:
+        self.end_pass(NO_PASS)
+
+    def end_pass(self, outer_pass: int | None = None) -> None:
+        """Update rows, unless a pass that this one is a part of does so later."""
+        if outer_pass is not None:
+            self._outer_pass = outer_pass
+        if self._outer_pass == NO_PASS and self.after_backward is not None:
+            self.after_backward()
+
     def close(self) -> None:
         """Make a new node for the next call, because a backward or another shape begins."""
         if self._num_calls:
-            self._num_expected, self._num_calls, self._outputs = self._num_calls, 0, []
+            self._num_expected = min(self._num_calls, _MOST_OUTPUTS)
+            self._num_calls, self._outputs = 0, []
 
 
-class _EndOfPass:
+def _end_pass(nodes: ref[Nodes], anchor: Tensor) -> None:
     """A hook of an anchor: autograd calls it when all nodes of the pass have run."""
-
-    def __init__(self, after_backward: Callable[[], None]) -> None:
-        self._after_backward = after_backward
-
-    def __call__(self, anchor: Tensor) -> None:
-        anchor.grad = None
-        self._after_backward()
+    anchor.grad = None
+    found = nodes()
+    if found is not None:
+        found.end_pass()
 
 
 def look_up(
@@ -230,6 +255,7 @@ def _pool(
         code = pool(group.kernel, group.for_lookups, *arguments)
     else:
         with group.fetcher.lock:
+            group.fetcher.require_unwritten()
             code = pool(group.kernel, group.for_lookups, *arguments)
             if code == IN_FLIGHT:
                 group.fetcher.settle()
@@ -255,9 +281,10 @@ class _Lookup(torch.autograd.Function):
         kind: tuple[int, int, torch.dtype],
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(anchor)
+        ctx.anchor_node = nodes.anchor_node
         # Weak, because Python's garbage collector does not see what a node refers to.
-        ctx.nodes, ctx.made, ctx.ends_pass = ref(nodes), made, nodes.ends_pass
+        ctx.nodes, ctx.made = ref(nodes), made
+        ctx.ends_pass = nodes.after_backward is not None
         return tuple([_empty(*kind) for _ in made])
 
     @staticmethod
@@ -265,15 +292,21 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if is_grad_enabled():  # with create_graph=True; not differentiable a second time
             return _backward_once(ctx, *gradients)
-        ctx.saved_tensors  # noqa: B018  # raises if backward runs twice without retain_graph
         nodes = ctx.nodes()
         if nodes is not None:
             nodes.close()
+        # `torch.autograd.grad` and `backward(inputs=...)` do not update rows.
+        is_updating = is_node_in_pass(ctx.anchor_node)
         of_weights = None
         for output, gradient in enumerate(gradients):
             made = ctx.made[output]
-            if gradient is None or made is None:
+            if gradient is None:
                 continue
+            if made is None:
+                raise RuntimeError(
+                    "Trying to backward through the graph a second time: the backward of this "
+                    "lookup has already run; pass retain_graph=True to the first backward"
+                )
             if ctx.needs_input_grad[3]:
                 of_weights = _weight_gradient(made, gradient)
             # Of one sample, torch may build the `grad` of another parameter on the same memory.
@@ -281,7 +314,7 @@ class _Lookup(torch.autograd.Function):
                 gradient = gradient.clone()  # noqa: PLW2901
             gradient = with_dense_rows(gradient)  # noqa: PLW2901
             with DisableTorchFunctionSubclass():
-                for group, call in made.calls:
+                for group, call in made.calls if is_updating else ():
                     trained = group.trained(call.lookups)
                     if trained.tables:
                         group.ledger.add(call._replace(lookups=trained), gradient)
@@ -323,7 +356,10 @@ def _weight_gradient(made: _Made, gradient: Tensor) -> Tensor:
             0,
         )
         lookups_5L = group.place(call.lookups).lookups_5L
-        weight_gradients(group.for_lookups, lookups_5L, given, whole, result.numpy())
+        if group.fetcher is not None:
+            group.fetcher.settle()
+        with nullcontext() if group.fetcher is None else group.fetcher.lock:
+            weight_gradients(group.for_lookups, lookups_5L, given, whole, result.numpy())
     return result
 
 

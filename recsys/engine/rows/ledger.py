@@ -22,6 +22,7 @@ from recsys.engine.kernels.cpu.update import Joined
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -68,6 +69,12 @@ class Entry(NamedTuple):
     gradient: Tensor
     version: int
     serial: int
+
+    def to(self, dtype: torch.dtype) -> Entry:
+        """The entry after the module was converted, as by `module.double()`."""
+        weights = self.call.weights
+        call = self.call._replace(weights=None if weights is None else weights.to(dtype))
+        return self._replace(call=call, gradient=self.gradient.to(dtype))
 
 
 class Ledger:

@@ -17,6 +17,7 @@ import torch
 
 from recsys._support.memory import empty_rows
 from recsys.engine.kernels.cpu.lookup import INT32, lookup_kernel
+from recsys.engine.kernels.cpu.move import NO_BASE
 from recsys.engine.kernels.cpu.update import Memories
 from recsys.engine.rows.ledger import Ledger
 
@@ -55,7 +56,8 @@ class Memory:
 
     Attributes:
         flat: The memory from the lowest to the highest address, one-dimensional.
-        bases: Where each table begins in it, and last the slots, (T + 1,) uint64.
+        bases: Where each table begins in it, and last the slots, (T + 1,) uint64; `NO_BASE` for one
+            that is empty.
         tensors: Views of the tables, which share their versions.
     """
 
@@ -68,7 +70,7 @@ class Memory:
         memory = (ctypes.c_byte * (high - low)).from_address(low)
         self.flat: NDArray[Any] = np.frombuffer(memory, _DTYPES[slots.dtype][0])  # type: ignore[call-overload]  # ctypes arrays are buffers
         starts = [
-            (tensor.data_ptr() - low) // slots.itemsize if tensor.numel() else 0
+            (tensor.data_ptr() - low) // slots.itemsize if tensor.numel() else NO_BASE
             for tensor in (*self.tensors, slots)
         ]
         self.bases = np.array(starts, np.uint64)
@@ -196,8 +198,8 @@ class TableGroup:
         self.lay_out()
 
     def trained(self, lookups: Lookups) -> Lookups:
-        """The lookups in tables that require a gradient; after `place` of the same lookups."""
-        if all(map(_requires_grad, self._placed[lookups].tables)):
+        """The lookups in tables that require a gradient."""
+        if all(map(_requires_grad, self.place(lookups).tables)):
             return lookups
         return lookups.in_tables(
             [table for table in lookups.tables if self.tables[table].requires_grad]

@@ -123,7 +123,7 @@ class Fetcher:
         self.num_ahead += 1
         with self.lock:
             found = self._claim(lookups, bags, self._last)
-        self.queue.start()
+            self.queue.start()
         if not found.is_whole:
             self._short = self._last
         return found
@@ -186,7 +186,7 @@ class Fetcher:
     def is_written(self) -> bool:
         """Whether a caller has written to a table or its state since `accept_writes`."""
         if self._versions is None:
-            self.accept_writes()
+            return False
         return versions_of((*self._group.tensors, *self._views)) != self._versions
 
     def accept_writes(self) -> None:
@@ -199,7 +199,7 @@ class Fetcher:
         Raises:
             ConflictingWrite: slots have newer rows than the tables that were written to.
         """
-        if not self.is_written():
+        if self._versions is None or not self.is_written():
             return
         if self.marks.is_dirty.any():
             raise ConflictingWrite(

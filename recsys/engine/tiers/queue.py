@@ -57,8 +57,14 @@ class TransferQueue:
         self._transfers.append(transfer)
 
     def start(self) -> None:
-        """Let the thread run all transfers so far."""
-        if not self._process:
+        """Let the thread run all transfers so far.
+
+        Raises:
+            RuntimeError: as for `finish`.
+        """
+        if self._process != os.getpid():
+            if any(transfer.is_started for transfer in self._transfers):
+                raise _forked()
             self._process = os.getpid()
             arguments = self._given, self._failures
             thread = threading.Thread(target=_run, args=arguments, daemon=True, name="transfers")
@@ -88,10 +94,7 @@ class TransferQueue:
                     self._failures.append(error)
             elif not first.is_done and not self._failures:
                 if os.getpid() != self._process:
-                    raise RuntimeError(
-                        "the process was forked while rows were on their way; fork before training "
-                        "or after a checkpoint"
-                    )
+                    raise _forked()
                 self._given.put(first)  # a signal may have come before `start` did
                 first.lock.acquire()
             if not first.is_done:
@@ -101,6 +104,13 @@ class TransferQueue:
                 ) from self._failures[0]
             note_arrivals(self._slot_of_row, first.moves_4M, first.counts)
             self._transfers.popleft()
+
+
+def _forked() -> RuntimeError:
+    return RuntimeError(
+        "the process was forked while rows were on their way; fork before training or after a "
+        "checkpoint"
+    )
 
 
 def _run(given: SimpleQueue[Any], failures: list[BaseException]) -> None:

@@ -135,6 +135,8 @@ class TableUpdate:
         if not entries:
             return None
         group.require_tables()
+        if any(entry.gradient.dtype is not group.compute_dtype for entry in entries):
+            entries = [entry.to(group.compute_dtype) for entry in entries]
         if group.fetcher is not None:
             group.fetcher.require_unwritten()
         updated = sorted({table for entry in entries for table in entry.call.lookups.tables})
@@ -258,7 +260,7 @@ class TableUpdate:
                     arrays[table] = state[name] = self._array_of(table, name, columns)
             slots = empty_rows(group.num_slots, size, dtype=group.compute_dtype)
             by_row = [
-                slots[:0] if array is None else array.view(len(array), -1) for array in arrays
+                slots[:0] if array is None else array.view(len(array), size) for array in arrays
             ]
             states.append((Memory(by_row, slots), size))
         self._arrays, self._dtype = found, group.compute_dtype

@@ -16,7 +16,7 @@ from recsys.engine.embedding import HotColdEmbedding
 from recsys.engine.lookup.lookup import Nodes
 from recsys.engine.tables_module import group_tables
 from recsys.engine.update.fused_optimizer import FusedOptimizer
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, MalformedBags
 
 IDS, OFFSETS = torch.tensor([1, 2, 1, 0, 3, 3, 6, 1]), torch.tensor([0, 2, 4, 4, 7])
 TIERS = {
@@ -120,12 +120,13 @@ def test_a_converted_module_goes_on_with_its_state(has_weights):
     torch.testing.assert_close(states[0].double(), states[1], **tolerance)
 
 
+@pytest.mark.parametrize("auto_apply", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activations_may_be_recomputed_in_backward(use_reentrant):
+def test_activations_may_be_recomputed_in_backward(use_reentrant, auto_apply):
     found = []
     for is_recomputed in (False, True):
         torch.manual_seed(0)
-        bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=0.1), auto_apply=False)
+        bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1e-3), auto_apply=auto_apply)
         linear = nn.Linear(4, 4)
 
         def block(hidden, bag=bag, linear=linear):
@@ -133,10 +134,11 @@ def test_activations_may_be_recomputed_in_backward(use_reentrant):
 
         for _ in range(3):
             hidden = bag(IDS, OFFSETS)
-            if is_recomputed:
-                hidden = checkpoint(block, hidden, use_reentrant=use_reentrant)
-            else:
-                hidden = block(hidden)
+            for _ in range(2):
+                if is_recomputed:
+                    hidden = checkpoint(block, hidden, use_reentrant=use_reentrant)
+                else:
+                    hidden = block(hidden)
             hidden.square().sum().backward()
             bag.row_optimizer.step()
         found.append(bag.weight.detach().clone())
@@ -153,6 +155,55 @@ def test_a_copy_has_plain_tables_with_the_newest_rows(make):
     assert torch.equal(found.weight.detach(), ours.weight.detach().clone())
     assert step(found, (IDS, OFFSETS)).shape == (5, 4)
     assert found.weight.grad is not None
+
+
+@pytest.mark.parametrize("auto_apply", [False, True])
+def test_results_of_one_pass_may_have_backwards_of_their_own(auto_apply):
+    bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), auto_apply=auto_apply)
+    before = bag.weight.detach().clone()
+    for _ in range(2):
+        first, second = bag(IDS[:1], OFFSETS[:1]), bag(IDS[1:2], OFFSETS[:1])
+        first.sum().backward()
+        second.sum().backward()
+        bag.row_optimizer.step()
+    assert (before - bag.weight)[:3, 0].tolist() == pytest.approx([0, 2, 2])
+
+
+def test_a_gradient_of_weights_alone_updates_no_row():
+    bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False)
+    weights = torch.ones(8, requires_grad=True)
+    before = bag.weight.detach().clone()
+    torch.autograd.grad(bag(IDS, OFFSETS, weights).sum(), [weights])
+    bag.row_optimizer.step()
+    assert torch.equal(bag.weight.detach(), before)
+
+
+def test_a_replaced_parameter_is_refused():
+    bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0))
+    bag.load_state_dict({"weight": torch.ones(7, 4)}, assign=True)
+    with pytest.raises(ValueError, match="'weight'"):
+        bag(IDS, OFFSETS)
+
+
+@pytest.mark.parametrize("moment", ["before backward", "before step"])
+def test_a_module_may_be_converted_within_a_step(moment):
+    bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False)
+    before = bag.weight.detach().double()
+    result = bag(IDS[:1], OFFSETS[:1]).sum()
+    if moment == "before step":
+        result.backward()
+    bag.double()
+    if moment == "before backward":
+        result.backward()
+    bag.row_optimizer.step()
+    assert (before - bag.weight)[:3, 0].tolist() == pytest.approx([0, 1, 0])
+
+
+@pytest.mark.parametrize("offsets", [[0, 100], [-5, 2], [1, 2], [2, 1]])
+def test_offsets_that_lie_are_refused_with_padding_too(offsets):
+    bag = HotColdEmbeddingBag(7, 4, padding_idx=1, optimizer=SGD(lr=1.0))
+    with pytest.raises(MalformedBags):
+        bag(IDS[:3], torch.tensor(offsets))
 
 
 def test_a_deleted_module_leaves_nothing_behind():

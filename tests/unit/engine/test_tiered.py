@@ -26,6 +26,7 @@ from recsys.errors import (
     ColdTierError,
     ConflictingWrite,
     IdOutOfRange,
+    MalformedBags,
     TiersFailed,
 )
 from tests.unit.engine.model import Tables, are_equal
@@ -349,6 +350,26 @@ def test_bad_ids_leave_rows_as_they_were():
             with pytest.raises(IdOutOfRange, match=f"id {bad}"):
                 tables(ids(both, 1, 2, bad))
     train(both, 1, 2, 3)
+    assert are_equal(*both)
+
+
+def test_offsets_that_lie_leave_rows_as_they_were():
+    tables = Tables([100] * 4, [0, 1, 2, 3], 16, SGD(lr=0.0), num_slots=300)
+    before = torch.cat([weight.detach().clone() for weight in tables.weights], dim=1)
+    with pytest.raises(MalformedBags):
+        tables(tables.bags(torch.tensor([50, 51, 52, 53]), torch.tensor([0, 4, 0, 4])))
+    tables.train(tables.bags(torch.arange(100).repeat(4)))
+    with torch.no_grad():
+        assert torch.equal(tables(tables.bags(torch.arange(100).repeat(4))), before)
+
+
+def test_a_table_without_state_moves_beside_one_with_state():
+    both = [Tables([10, 30_000], [0, 1], 16, Adagrad(lr=0.1), num_slots=n) for n in (None, 8)]
+    for tables in both:
+        tables.weights[1].requires_grad_(False)
+    for first in range(0, 30_000, 5_000):
+        for tables in both:
+            tables.train(tables.bags(torch.tensor([1, 2, first, first + 7])))
     assert are_equal(*both)
 
 

@@ -186,7 +186,9 @@ def _give(
         for place in range(begins[table], ends[table]):
             row, was_leaving = missing[place], missing[place] < 0
             row = ~row if was_leaving else row
-            while num_passed < num_slots:
+            # With offsets that the lookup will refuse, rows may be more than ids.
+            is_full = num_fetched >= moves_4M.shape[1]
+            while num_passed < num_slots and not is_full:
                 if generations[slot] >= needed:
                     num_passed += 1
                 else:
@@ -195,7 +197,7 @@ def _give(
                         break
                     uses[slot] >>= np.uint8(1)
                 slot = slot + 1 if slot + 1 < num_slots else 0
-            if num_passed >= num_slots:
+            if num_passed >= num_slots or is_full:
                 slot_of_row[row] = LEAVING if was_leaving else NOWHERE
                 counts[LEFT] += 1
                 continue

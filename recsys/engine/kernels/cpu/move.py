@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
     from recsys.engine.kernels.cpu.update import Memories
 
-__all__ = ["announce_rows", "move_rows"]
+__all__ = ["NO_BASE", "announce_rows", "move_rows"]
 
 _MIN_SHARED_ROWS = 1024  # fewer are copied before a second thread wakes
 _AHEAD = 8
+NO_BASE = 2**64 - 1  # of a table whose state does not exist yet; it is not moved
+_NO_BASE = np.uint64(NO_BASE)
 _madvise = types.ExternalFunction("madvise", types.int32(types.intp, types.intp, types.int32))
 _WILL_NEED = np.int32(mmap.MADV_WILLNEED)
 _PAGE = np.uint64(mmap.PAGESIZE)
@@ -90,6 +92,8 @@ def _announce(
     for number in range(count):
         row = np.uint64(rows[number])
         table = _table_of(row, first_rows)
+        if bases[table] == _NO_BASE:
+            continue
         place = bases[table] * np.uint64(flat.itemsize) + (row - first_rows[table]) * num_bytes
         page = (begin_of_flat + place) // _PAGE
         end = begin_of_flat + place + num_bytes
@@ -136,6 +140,8 @@ def _copy(
                 place += line
         row = np.uint64(rows[number])
         table = _table_of(row, first_rows)
+        if bases[table] == _NO_BASE:
+            continue
         cold = bases[table] + (row - first_rows[table]) * dim
         hot = slots_base + np.uint64(slots[number]) * dim
         if is_fetch:
