@@ -26,12 +26,11 @@ from recsys.train.judge.ranking import rank_items
 from recsys.train.parts.build import build_model, open_source
 from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets
+from tests.train import resumed_runs
 from tests.train.judged_stores import SMALL_MODEL
 from tests.train.test_models import CUSTOM
 from tests.train.test_models import SMALL as SMALL_OF_MODELS
-from tests.train.test_table_stores import RUNS, SETTINGS, SHARED
-
-stop_at = SHARED["stop_at"]
+from tests.train.test_table_stores import RUNS, SETTINGS
 
 FEATURES = (
     Feature("user", "user"),
@@ -174,11 +173,11 @@ def test_weights_change_what_is_learned(small_config, weighted_store, table_stor
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, weighted_store, tmp_path, stop_at):
     settings = (*SETTINGS, "epochs=2", "checkpoint.every_steps=4", "checkpoint.every_seconds=0")
     config = small_config(*settings, *RUNS["look ahead"], data=weighted_store())
-    SHARED["run"](config, tmp_path / "whole")
+    resumed_runs.run(config, tmp_path / "whole")
 
-    SHARED["run_and_resume"](config, tmp_path / "run", [(7, None), (13, signal.SIGINT)], stop_at)
+    resumed_runs.run_and_resume(config, tmp_path / "run", [(7, None), (13, signal.SIGINT)], stop_at)
 
-    SHARED["require_same_run"](config, tmp_path / "run", tmp_path / "whole")
+    resumed_runs.require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["din", "tbsm", "looked_up:Sum"])
