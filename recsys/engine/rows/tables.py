@@ -252,4 +252,6 @@ class TableGroup:
         self.dims = self.dim, first, second
         of_tables = (memory.tensors for memory in (rows, *(state for state, _ in self._states)))
         self.tensors = [tensor for tensors in of_tables for tensor in tensors]
-        self.for_lookups = rows.flat, self.dim, self.memories.slot_of_row, int(rows.bases[-1])
+        # A number that fits int64: numba looks for a kernel of another signature otherwise, slowly.
+        slots_base = int(rows.bases[-1]) if len(self._slots) else 0
+        self.for_lookups = rows.flat, self.dim, self.memories.slot_of_row, slots_base
