@@ -104,10 +104,7 @@ class Nodes:
         kind = num_samples, width, dtype
         # Checkpointing counts saved tensors when it recomputes, and a lookup that is repeated in a
         # backward has a backward of its own. So there each call has its own node.
-        this_pass = current_pass()
-        is_alone = top_saved_tensors_hooks(True) is not None or this_pass != NO_PASS
-        if this_pass != self._outer_pass:
-            self._join(this_pass)
+        is_alone = top_saved_tensors_hooks(True) is not None or self._outer_pass != NO_PASS
         if not self._outputs or self._kind != kind or is_alone:
             if self._kind != kind:
                 self.close()
@@ -119,19 +116,21 @@ class Nodes:
         number = len(self._made) - len(self._outputs)
         return self._outputs.pop(), self._made, number
 
-    def _join(self, outer_pass: int) -> None:
-        """Update rows when this pass ends, which repeats lookups and has passes of its own."""
+    def join_pass(self) -> None:
+        """For a lookup that is repeated in a backward: rows are updated when that pass ends."""
+        outer_pass = current_pass()
+        if outer_pass == self._outer_pass:
+            return
         self._outer_pass = outer_pass
         if outer_pass != NO_PASS and self.after_backward is not None:
             queue_callback(self._end_outer_pass)
 
     def _end_outer_pass(self) -> None:
-        self.end_pass(NO_PASS)
+        self._outer_pass = NO_PASS
+        self.end_pass()
 
-    def end_pass(self, outer_pass: int | None = None) -> None:
+    def end_pass(self) -> None:
         """Update rows, unless a pass that this one is a part of does so later."""
-        if outer_pass is not None:
-            self._outer_pass = outer_pass
         if self._outer_pass == NO_PASS and self.after_backward is not None:
             self.after_backward()
 
@@ -195,6 +194,8 @@ def look_up(
             "it, so that their gradients are shared; or train in one process"
         )
     needs_weight_grad = is_grad_enabled() and weights is not None and weights.requires_grad
+    if is_training or needs_weight_grad:
+        nodes.join_pass()
     kept = torch.empty(num_ids + num_bags + 1, dtype=torch.int32)
     made: list[_Made | None]
     if needs_weight_grad:

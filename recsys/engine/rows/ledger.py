@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         number: Its number in the order of lookups.
         lookups: Which features were looked up in which tables.
-        kept: The ids, and behind them where bags begin, as the lookup kernel copied them.
+        kept: The ids, and after them where bags begin, as the lookup kernel copied them.
         num_ids: N.
         num_samples: B.
         num_bounds: Bags of all features; 0 if bag i is id i.

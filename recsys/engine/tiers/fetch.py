@@ -199,7 +199,7 @@ class Fetcher:
         Raises:
             ConflictingWrite: slots have newer rows than the tables that were written to.
         """
-        if self._versions is None or not self.is_written():
+        if not self.is_written():
             return
         if self.marks.is_dirty.any():
             raise ConflictingWrite(

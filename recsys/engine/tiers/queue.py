@@ -120,7 +120,7 @@ def _run(given: SimpleQueue[Any], failures: list[BaseException]) -> None:
         try:
             if not failures and not transfer.is_done:
                 transfer.run(is_alone=True)
-        except BaseException as error:  # raised again by whoever waits
+        except BaseException as error:  # raised where a caller waits
             failures.append(error)
         if transfer.lock.locked():
             transfer.lock.release()

@@ -121,16 +121,19 @@ def test_a_converted_module_goes_on_with_its_state(has_weights):
 
 
 @pytest.mark.parametrize("auto_apply", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activations_may_be_recomputed_in_backward(use_reentrant, auto_apply):
+def test_activations_may_be_recomputed_in_backward(use_reentrant, has_weights, auto_apply):
     found = []
     for is_recomputed in (False, True):
         torch.manual_seed(0)
         bag = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1e-3), auto_apply=auto_apply)
         linear = nn.Linear(4, 4)
 
-        def block(hidden, bag=bag, linear=linear):
-            return linear(hidden + bag(IDS, OFFSETS)) * bag(IDS.flip(0), OFFSETS)
+        weights = nn.Parameter(torch.ones(8))
+
+        def block(hidden, bag=bag, linear=linear, weights=weights if has_weights else None):
+            return linear(hidden + bag(IDS, OFFSETS, weights)) * bag(IDS.flip(0), OFFSETS, weights)
 
         for _ in range(3):
             hidden = bag(IDS, OFFSETS)

@@ -155,7 +155,7 @@ def _keep_offsets(
     first: np.uint64,
     last: np.uint64,
 ) -> tuple[bool, bool]:
-    """Copy where bags `first` to `last` begin and end, behind the ids.
+    """Copy where bags `first` to `last` begin and end, after the ids.
 
     Returns:
         Whether they ascend, and whether bag i is id i.

@@ -96,7 +96,7 @@ def make_room(
 
 @inlined_part
 def ids_of(segments: Segments, entry: np.uint64) -> Any:
-    """The ids of an entry and, behind them, where its bags begin."""
+    """The ids of an entry and, after them, where its bags begin."""
     size: Any = segments.entries_8E[1, entry] + segments.entries_8E[3, entry] + _ONE
     address: Any = segments.entries_8E[0, entry]
     return array_at(np.int64(address), np.int64(size), INT32)  # type: ignore[arg-type]
