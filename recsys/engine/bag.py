@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import not_compiled
 from recsys.engine.lookup.inputs import read_bag_call, without_row
 from recsys.engine.lookup.lookup import look_up
-from recsys.engine.tables_module import TableModule, TableSettings
+from recsys.engine.tables_module import OneTable, TableSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.engine.lookup.lookup import Part
     from recsys.engine.rows.bags import Bags
-    from recsys.engine.tiers.fetch import Claim
 
 __all__ = ["HotColdEmbeddingBag"]
 
 
-class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
+class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
     """A drop-in for `torch.nn.EmbeddingBag`.
 
     Args:
@@ -102,7 +102,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         settings = TableSettings(
             optimizer, auto_apply, stochastic_rounding, rounding_seed, budget, cold_tier, cold_path
         )
-        rows, files = settings.allocate((num_embeddings, embedding_dim), _weight, dtype)
+        shape = num_embeddings, embedding_dim
+        rows, files = settings.allocate_one(shape, _weight, dtype, device)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -146,27 +147,19 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             ValueError: a weight is nan; the module's settings exclude each other; or the input is
                 on another device than the rows.
         """
-        if not self._parts:
+        if self._nodes is None:
             return super().forward(input, offsets, per_sample_weights)
         run = self._break_graph if torch.compiler.is_compiling() else self._look_up
         return run(input, offsets, per_sample_weights)
 
-    def prefetch(
+    def lookups(
         self,
         input: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
-    ) -> Claim | None:
-        """Fetch the rows of a later lookup in the background, as many as slots suffice for.
-
-        Any later `forward` stays correct. Arguments and errors are those of `forward`.
-
-        Returns:
-            For `TrainPipeline`; it need not be kept. None without slots, or if they are short.
-        """
-        if not self._parts:
-            return None
-        return self._claim_ahead(self._read(input, offsets, per_sample_weights))
+    ) -> list[tuple[Part, Bags]]:
+        """What `forward` looks up; arguments and errors are its."""
+        return [(self._parts[0], self._read(input, offsets, per_sample_weights))]
 
     @classmethod
     def from_pretrained(
@@ -224,9 +217,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         )
         assert isinstance(module, HotColdEmbeddingBag)  # torch builds a cls
         module._optimize_pretrained(
-            TableSettings(
-                optimizer, auto_apply, stochastic_rounding, rounding_seed, None, "host", None
-            ),
+            TableSettings(optimizer, auto_apply, stochastic_rounding, rounding_seed),
             freeze=freeze,
         )
         return module

@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import not_compiled
 from recsys.engine.lookup.inputs import read_ids
 from recsys.engine.lookup.lookup import look_up
-from recsys.engine.tables_module import TableModule, TableSettings
+from recsys.engine.tables_module import OneTable, TableSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.engine.tiers.fetch import Claim
+    from recsys.engine.lookup.lookup import Part
+    from recsys.engine.rows.bags import Bags
 
 __all__ = ["HotColdEmbedding"]
 
 
-class HotColdEmbedding(TableModule, nn.Embedding):
+class HotColdEmbedding(OneTable, nn.Embedding):
     """A drop-in for `torch.nn.Embedding`.
 
     Args:
@@ -87,7 +88,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         settings = TableSettings(
             optimizer, auto_apply, stochastic_rounding, rounding_seed, budget, cold_tier, cold_path
         )
-        rows, files = settings.allocate((num_embeddings, embedding_dim), _weight, dtype)
+        shape = num_embeddings, embedding_dim
+        rows, files = settings.allocate_one(shape, _weight, dtype, device)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -115,15 +117,13 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             IdOutOfRange: an id is not a row.
             MalformedBags: the input is nested, or is not int64 or int32.
         """
-        if not self._parts:
+        if self._nodes is None:
             return super().forward(input)
         return (self._break_graph if torch.compiler.is_compiling() else self._look_up)(input)
 
-    def prefetch(self, input: Tensor) -> Claim | None:
-        """Fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`."""
-        if not self._parts:
-            return None
-        return self._claim_ahead(read_ids(input, self._dtype()))
+    def lookups(self, input: Tensor) -> list[tuple[Part, Bags]]:
+        """What `forward` looks up; the argument and errors are its."""
+        return [(self._parts[0], read_ids(input, self._dtype()))]
 
     @classmethod
     def from_pretrained(
@@ -169,9 +169,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         )
         assert isinstance(module, HotColdEmbedding)  # torch builds a cls
         module._optimize_pretrained(
-            TableSettings(
-                optimizer, auto_apply, stochastic_rounding, rounding_seed, None, "host", None
-            ),
+            TableSettings(optimizer, auto_apply, stochastic_rounding, rounding_seed),
             freeze=freeze,
         )
         return module

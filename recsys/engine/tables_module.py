@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recsys._support.memory import empty_rows
 from recsys._support.sizes import parse_bytes
@@ -18,7 +18,9 @@ from recsys.engine.rows.bags import Lookups
 from recsys.engine.rows.grads import bind_table
 from recsys.engine.rows.tables import TableGroup
 from recsys.engine.tiers.budget import give_slots
+from recsys.engine.tiers.fetch import claim_together
 from recsys.engine.tiers.file_store import ColdFiles
+from recsys.engine.tiers.write_back import write_back
 from recsys.engine.update.fused_optimizer import FusedOptimizer
 from recsys.errors import ConfigError
 
@@ -26,12 +28,37 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.engine.tiers.fetch import Claim
+    from recsys.engine.lookup.lookup import Part
+    from recsys.engine.rows.bags import Bags
+    from recsys.engine.tiers.fetch import Claims
 
-__all__ = ["Place", "TableModule", "TableSettings", "group_tables"]
+__all__ = ["OneTable", "Place", "Table", "TableModule", "TableSettings", "group_tables"]
+
+_WEIGHT = repeat("weight")
+
+
+class Table(NamedTuple):
+    """A table of a module.
+
+    Attributes:
+        name: For errors.
+        key: Of its rows in the module's `state_dict`.
+        state_prefix: Of the names of its optimizer state, as in TorchRec.
+        holder: The module with the `weight`.
+        is_sparse: Whether torch would make a sparse gradient.
+    """
+
+    name: str
+    key: str
+    state_prefix: str
+    holder: nn.Module
+    is_sparse: bool
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The rows, (E, D)."""
+        return cast("nn.Parameter", self.holder.weight)
 
 
 class Place(NamedTuple):
@@ -45,12 +72,12 @@ class TableSettings(NamedTuple):
     """The settings of a module that torch's does not have; see `HotColdEmbeddingBag`."""
 
     optimizer: RowOptimizer | None
-    auto_apply: bool
-    stochastic_rounding: bool
-    rounding_seed: int
-    budget: int | str | None
-    cold_tier: str
-    cold_path: Path | str | None
+    auto_apply: bool = True
+    stochastic_rounding: bool = True
+    rounding_seed: int = 0
+    budget: int | str | None = None
+    cold_tier: str = "host"
+    cold_path: Path | str | None = None
 
     def require(self) -> None:
         """Check that the settings fit together.
@@ -74,30 +101,52 @@ class TableSettings(NamedTuple):
             raise ValueError("budget= needs optimizer=, which updates rows wherever they are")
 
     def allocate(
-        self, shape: tuple[int, int], weight: Tensor | None, dtype: torch.dtype | None
-    ) -> tuple[Tensor | None, ColdFiles | None]:
-        """Memory for a table, undefined unless `weight` is given; None for torch to allocate it.
+        self,
+        tables: Mapping[str, tuple[tuple[int, int], torch.dtype]],
+        device: torch.device | str | None = None,
+    ) -> tuple[list[Tensor], ColdFiles | None]:
+        """Memory for tables, undefined.
+
+        Args:
+            tables: Shape and dtype by name.
+            device: Of the rows.
+
+        Returns:
+            The rows of each table, and the files that they are in; None in memory.
 
         Raises:
             ColdTierError: the folder cannot be used, or the disk is full.
         """
         self.require()
-        if self.optimizer is None:
+        if self.cold_path is not None:
+            files = ColdFiles(self.cold_path)
+            return [files.make(name, *kind) for name, kind in tables.items()], files
+        place = None if device is None else torch.device(device)
+        made = [empty_rows(*shape, dtype=dtype, device=place) for shape, dtype in tables.values()]
+        return made, None
+
+    def allocate_one(
+        self,
+        shape: tuple[int, int],
+        weight: Tensor | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> tuple[Tensor | None, ColdFiles | None]:
+        """Memory for one table, undefined unless `weight` is given; None for torch to make it."""
+        self.require()
+        if self.optimizer is None or (weight is not None and self.cold_path is None):
             return weight, None
         dtype = dtype or torch.get_default_dtype() if weight is None else weight.dtype
-        if self.cold_path is None:
-            return empty_rows(*shape, dtype=dtype) if weight is None else weight, None
-        files = ColdFiles(self.cold_path)
-        made = files.make("weight", shape, dtype)
+        [made], files = self.allocate({"weight": (shape, dtype)}, device)
         return made if weight is None else made.copy_(weight), files
 
 
-def group_tables(tables: Mapping[str, tuple[nn.Parameter, bool]]) -> list[Place]:
-    """Group tables by dim and dtype, and let their `grad` be that of the ledger.
+def group_tables(tables: Sequence[Table], *, are_bound: bool = True) -> list[Place]:
+    """Group tables by dim and dtype.
 
     Args:
-        tables: By name: the table, and whether torch would make a sparse gradient. A Parameter that
-            is several tables is in its group once, under its first name.
+        tables: A Parameter that is several tables is in its group once, under its first name.
+        are_bound: Whether a recsys optimizer updates them, so that their `grad` is the ledger's.
 
     Returns:
         The place of each table.
@@ -106,66 +155,168 @@ def group_tables(tables: Mapping[str, tuple[nn.Parameter, bool]]) -> list[Place]
         ValueError: a table is not float32, float64 or bfloat16 on the CPU, or not contiguous.
     """
     kinds: dict[tuple[int, torch.dtype], dict[nn.Parameter, str]] = {}
-    for name, (table, _) in tables.items():
-        kinds.setdefault((table.shape[1], table.dtype), {}).setdefault(table, name)
+    for table in tables:
+        kind = table.weight.shape[1], table.weight.dtype
+        kinds.setdefault(kind, {}).setdefault(table.weight, table.name)
     places: dict[nn.Parameter, Place] = {}
     for members in kinds.values():
         group = TableGroup(list(members.values()), list(members))
         places |= {table: Place(group, number) for number, table in enumerate(members)}
-    for table, is_sparse in reversed(list(tables.values())):
-        bind_table(*places[table], is_sparse=is_sparse)
-    return [places[table] for table, _ in tables.values()]
+    for table in reversed(tables) if are_bound else ():
+        bind_table(*places[table.weight], is_sparse=table.is_sparse)
+    return [places[table.weight] for table in tables]
 
 
 class TableModule(nn.Module):
-    """A module of torch with one table, `weight`, whose rows a recsys optimizer may update.
+    """A module with tables whose rows a recsys optimizer may update.
 
     Attributes:
         row_optimizer: The formula as a torch optimizer, with `param_groups`; None without one.
     """
 
-    weight: Tensor
-    mode: str
-    sparse: bool
     row_optimizer: FusedOptimizer | None = None
-    _parts: Sequence[tuple[TableGroup, Lookups]] = ()
+    _places: Sequence[Place] = ()
+    _parts: Sequence[Part] = ()  # what is looked up
     _nodes: Nodes | None = None
+    _known: Sequence[nn.Parameter] = ()
+    _parameters_of_tables: Sequence[dict[str, Any]] = ()
 
-    def attach(self, place: Place, nodes: Nodes) -> None:
+    def tables(self) -> list[Table]:
+        """Its tables, in order."""
+        raise NotImplementedError
+
+    def lookups(self, *arguments: Any) -> list[tuple[Part, Bags]]:
+        """What `forward` of the same arguments looks up.
+
+        Args:
+            arguments: Those of `forward`.
+        """
+        raise NotImplementedError
+
+    def prefetch(self, *arguments: Any) -> Claims:
+        """Fetch the rows of a later lookup in the background, as many as slots suffice for.
+
+        Any later `forward` stays correct. Arguments and errors are those of `forward`.
+
+        Args:
+            arguments: Those of `forward`.
+
+        Returns:
+            For `TrainPipeline`; it need not be kept. Empty without slots.
+        """
+        return claim_together(self.lookups(*arguments)) if self._nodes is not None else []
+
+    def attach(self, places: Sequence[Place], nodes: Nodes) -> None:
         """Pass gradients to an optimizer of recsys instead of torch.
 
         Args:
-            place: Of the table.
-            nodes: Shared by all modules with tables in the group.
+            places: Of its tables.
+            nodes: Shared by all modules with tables of the same optimizer.
         """
-        lookups = Lookups([(place.number, 0, 0)], is_mean=self.mode == "mean")
-        self._parts, self._nodes = [(place.group, lookups)], nodes
+        self._places, self._nodes = places, nodes
+        self._lay_out()
 
     def detach(self) -> None:
-        """Leave gradients at `weight`, as torch's module does."""
-        self._parts, self._nodes = (), None
+        """Leave gradients to torch, as the replaced module does."""
+        self._places, self._parts, self._known, self._nodes = (), (), (), None
+
+    def groups(self) -> list[TableGroup]:
+        """The groups of its tables, each once."""
+        return list(dict.fromkeys(place.group for place in self._places))
+
+    def sync(self) -> None:
+        """Write the newest rows and state to the tables; `state_dict` does, too."""
+        for group in self.groups():
+            write_back(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
+        state = {"_places": (), "_parts": (), "_nodes": None, "row_optimizer": None}
+        return self.__dict__ | state | {"_known": (), "_parameters_of_tables": ()}
 
     def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
         """Let the formula of the settings update the rows."""
-        formula = settings.optimizer
+        formula, tables = settings.optimizer, self.tables()
         if formula is None:
             return
-        _require_supported(self)
-        table = cast("nn.Parameter", self.weight)
-        [place] = group_tables({"weight": (table, self.sparse)})
-        place.group.files = files
+        places = group_tables(tables)
+        groups = list(dict.fromkeys(place.group for place in places))
+        for group in groups:
+            group.files = files
+        named = {table.weight: table for table in reversed(tables)}
         self.row_optimizer = FusedOptimizer(
-            {"weight": (table, "")},
-            [place.group],
+            {table.key: (table.weight, table.state_prefix) for table in [*named.values()][::-1]},
+            groups,
             formula,
             stochastic_rounding=settings.stochastic_rounding,
             rounding_seed=settings.rounding_seed,
         )
         if settings.budget is not None:
-            give_slots([place.group], formula, parse_bytes(settings.budget, "budget"))
-        # Weak, because the node's hook must not keep the optimizer of a deleted module.
-        step = WeakMethod(self.row_optimizer.step) if settings.auto_apply else None
-        self.attach(place, Nodes(None if step is None else partial(_call, step)))
+            give_slots(groups, formula, parse_bytes(settings.budget, "budget"))
+        self.attach(places, Nodes(self.row_optimizer if settings.auto_apply else None))
+
+    def _lay_out(self) -> None:
+        """Note the places of the tables."""
+        self._known = [place.group.tables[place.number] for place in self._places]
+        # Every lookup compares all tables; reading modules' attributes takes ten times as long.
+        self._parameters_of_tables = [table.holder._parameters for table in self.tables()]
+
+    def _require_tables(self) -> None:
+        """Notice that a Parameter was replaced.
+
+        Raises:
+            ValueError: a recsys optimizer updates its rows.
+        """
+        are_known = map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._known)
+        if self._known and all(are_known):
+            return
+        if self._nodes is None:
+            self._places = group_tables(self.tables(), are_bound=False)
+            self._lay_out()
+            return
+        for table, known, place in zip(self.tables(), self._known, self._places, strict=True):
+            if table.holder._parameters["weight"] is not known:
+                raise ValueError(
+                    f"table {place.group.names[place.number]!r}: its Parameter was replaced, and "
+                    "the tables of a module are fixed while a recsys optimizer updates them; copy "
+                    "values into it instead (weight.data.copy_, load_state_dict without "
+                    "assign=True), or call recsys.restore first"
+                )
+
+
+class OneTable(TableModule):
+    """A module of torch with one table, `weight`."""
+
+    weight: Tensor
+    mode: str
+    sparse: bool
+
+    def tables(self) -> list[Table]:
+        """Its table."""
+        return [Table("weight", "weight", "", self, self.sparse)]
+
+    def _lay_out(self) -> None:
+        super()._lay_out()
+        [place] = self._places
+        lookups = Lookups([(place.number, 0, 0)], is_mean=self.mode == "mean")
+        self._parts = [(place.group, lookups)]
+
+    def _dtype(self) -> torch.dtype:
+        """Of the rows, which `module.double()` may have converted; those with slots are fixed.
+
+        Raises:
+            ValueError: the Parameter was replaced.
+        """
+        [table] = self._known
+        if self._parameters["weight"] is not table:
+            self._require_tables()
+        group = self._parts[0][0]
+        return table.dtype if group.fetcher is None else group.dtype
+
+    def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
+        if settings.optimizer is not None:
+            _require_supported(self)
+        super()._optimize(settings, files)
 
     def _optimize_pretrained(self, settings: TableSettings, *, freeze: bool) -> None:
         """The rest of `from_pretrained`."""
@@ -176,39 +327,6 @@ class TableModule(nn.Module):
                 stacklevel=3,
             )
         self._optimize(settings, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
-        return self.__dict__ | {"_parts": (), "_nodes": None, "row_optimizer": None}
-
-    def _dtype(self) -> torch.dtype:
-        """Of the rows, which `module.double()` may have converted; those with slots are fixed.
-
-        Raises:
-            ValueError: the Parameter was replaced.
-        """
-        [(group, lookups)] = self._parts
-        table = group.tables[lookups.tables[0]]
-        if self._parameters["weight"] is not table:
-            raise ValueError(
-                f"table {group.names[lookups.tables[0]]!r}: its Parameter was replaced, and the "
-                "tables of a module are fixed while a recsys optimizer updates them; copy values "
-                "into it instead (weight.data.copy_, load_state_dict without assign=True)"
-            )
-        return table.dtype if group.fetcher is None else group.dtype
-
-    def _claim_ahead(self, bags: Any) -> Claim | None:
-        """Fetch the rows of a later lookup; None without slots, or if slots are short."""
-        [(group, lookups)] = self._parts
-        if group.fetcher is None:
-            return None
-        return cast("Claim | None", group.fetcher.claim_ahead(lookups, bags))
-
-
-def _call(method: WeakMethod[Any]) -> None:
-    found = method()
-    if found is not None:
-        found()
 
 
 def _require_supported(module: Any) -> None:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from recsys.batch import JaggedIds, require_all_in_bags, require_one_batch_size
 from recsys.engine.kernels.cpu.places import BAD_OFFSETS
 from recsys.engine.rows.bags import Bags
 from recsys.engine.rows.tables import compute_dtype
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
 
+    from recsys.batch import Features
     from recsys.engine.rows.bags import Lookups
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["explain", "read_bag_call", "read_bags", "read_ids", "without_row"]
+__all__ = [
+    "explain",
+    "read_bag_call",
+    "read_bags",
+    "read_features",
+    "read_ids",
+    "require_features",
+    "without_row",
+]
 
 _ID_TYPES = (torch.int64, torch.int32)
 
@@ -30,6 +42,7 @@ def read_bags(
     num_samples: int,
     num_bags: int,
     dtype: torch.dtype,
+    origin: torch.Size | Sequence[str] = (),
 ) -> Bags:
     """The input of a lookup; the kernel checks and copies its numbers.
 
@@ -41,6 +54,7 @@ def read_bags(
         num_samples: B.
         num_bags: Bags of all features.
         dtype: That of the computation; weights are converted to it.
+        origin: As for `Bags`.
 
     Raises:
         MalformedBags: dtypes or shapes do not fit, or a weight is nan.
@@ -64,19 +78,15 @@ def read_bags(
         if weights.numel() != num_ids:
             raise MalformedBags(f"weights must be as many as ids, {num_ids}, got {weights.numel()}")
         weights = weights.reshape(-1).to(dtype).contiguous()
-        if bool(weights.isnan().any()):
-            position = int(weights.isnan().nonzero()[0])
-            raise MalformedBags(
-                f"weights must be numbers, got nan at position {position} (id "
-                f"{int(ids.reshape(-1)[position])}); check the code that computes it"
-            )
-    return Bags(
-        ids.contiguous(),
-        None if offsets is None else offsets.contiguous(),
-        weights,
-        num_samples,
-        num_bags,
-    )
+    ids, offsets = ids.contiguous(), None if offsets is None else offsets.contiguous()
+    bags = Bags(ids, offsets, weights, num_samples, num_bags, origin)
+    if weights is not None and bool(weights.isnan().any()):
+        place = int(weights.isnan().nonzero()[0])
+        raise MalformedBags(
+            f"{_location(bags, place)}: the weight of id {int(ids.reshape(-1)[place])} is nan; "
+            "check the code that computes it"
+        )
+    return bags
 
 
 def read_bag_call(
@@ -154,8 +164,90 @@ def read_ids(ids: Tensor, dtype: torch.dtype) -> Bags:
     """
     if ids.is_nested:
         raise MalformedBags("input must be a plain tensor, got a nested one; pass its values()")
-    bags = read_bags(ids, None, None, ids.numel(), ids.numel(), compute_dtype(dtype))
-    return bags._replace(shape=ids.shape)
+    size = ids.numel()
+    return read_bags(ids, None, None, size, size, compute_dtype(dtype), origin=ids.shape)
+
+
+def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
+    """Check that the input of a collection has every feature that is looked up, once.
+
+    Args:
+        features: The features that are looked up.
+        keys: Those of the input; others than these features may be there several times.
+
+    Raises:
+        KeyError: a feature is missing.
+        MalformedBags: a feature is there more than once.
+    """
+    wanted = list(dict.fromkeys(features))
+    missing = [feature for feature in wanted if feature not in keys]
+    if missing:
+        raise KeyError(f"features {missing} are missing; the batch has {keys}")
+    repeated = [feature for feature in wanted if keys.count(feature) > 1]
+    if repeated:
+        raise MalformedBags(
+            f"features {repeated} must be in the batch once, but its keys are {keys}; give each "
+            "feature a name of its own, or drop the one that is not meant"
+        )
+
+
+def read_features(features: Features, *, is_weighted: bool, dtype: torch.dtype) -> Bags:
+    """The input of a collection.
+
+    Args:
+        features: `JaggedIds`, or a `KeyedJaggedTensor` of TorchRec.
+        is_weighted: Whether each id has a weight.
+        dtype: Of the rows.
+
+    Raises:
+        MalformedBags: tensors do not fit together, or weights are missing or nan.
+        ValueError: features have different batch sizes.
+    """
+    keys, values, weights = features.keys(), features.values(), None
+    if isinstance(features, JaggedIds):
+        offsets = None if features.is_known_one_hot() else features.offsets()
+    else:
+        require_one_batch_size(features)
+        offsets = features.offsets()
+        _require_consistent(features)
+    if is_weighted:
+        weights = features.weights_or_none()
+        if weights is None:
+            raise MalformedBags("is_weighted=True needs a weight for each id; the input has none")
+    num_samples = features.stride()
+    num_bags = num_samples * len(keys)
+    dtype = compute_dtype(dtype)
+    return read_bags(values, offsets, weights, num_samples, num_bags, dtype, origin=keys)
+
+
+def _require_consistent(features: Any) -> None:
+    """Check a `KeyedJaggedTensor` as its own class does not.
+
+    Raises:
+        MalformedBags: lengths, offsets and values contradict each other.
+    """
+    keys, size = features.keys(), features.stride()
+    values, offsets = features.values(), features.offsets()
+    if offsets.dtype not in _ID_TYPES or len(offsets) != len(keys) * size + 1:
+        raise MalformedBags(
+            f"{len(keys)} features of {size} samples need {len(keys) * size + 1} offsets of int64 "
+            f"or int32, got {len(offsets)} of {offsets.dtype}"
+        )
+    if not offsets.is_cpu:
+        return
+    lengths = features.lengths_or_none() if features.offsets_or_none() is not None else None
+    if lengths is not None and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
+        raise MalformedBags(
+            "lengths and offsets of a KeyedJaggedTensor must say the same, got lengths "
+            f"{lengths.tolist()} and offsets {offsets.tolist()}; pass one of them"
+        )
+    require_all_in_bags(values.numel(), int(offsets[-1]))
+    by_key = features.length_per_key_or_none()
+    if by_key is not None and size and offsets[::size].diff().tolist() != by_key:
+        raise MalformedBags(
+            "length_per_key of a KeyedJaggedTensor must be the sum of each feature's lengths, "
+            f"{offsets[::size].diff().tolist()}, got {by_key}; leave it out"
+        )
 
 
 def without_row(bags: Bags, row: int) -> Bags:
@@ -185,13 +277,16 @@ def without_row(bags: Bags, row: int) -> Bags:
 def explain(group: TableGroup, lookups: Lookups, bags: Bags, code: int) -> Exception:
     """The error for a code that a lookup kernel returned."""
     if code == BAD_OFFSETS:
-        return MalformedBags(f"offsets must ascend from 0 to the number of ids, {bags.ids.numel()}")
+        return MalformedBags(
+            f"offsets must ascend from 0 to the number of ids, {bags.ids.numel()}, got "
+            f"{_bad_offset(bags)}"
+        )
     value = int(bags.ids.reshape(-1)[code])
     for table, position, _ in lookups.locations:
         first, end = _ids_of_feature(bags, position)
         if first <= code < end and not 0 <= value < group.sizes[table]:
             return IdOutOfRange(
-                f"table {group.names[table]!r}, {_location(bags, position, code)}: id {value} is "
+                f"table {group.names[table]!r}, {_location(bags, code)}: id {value} is "
                 f"not in [0, {group.sizes[table]}); raise num_embeddings or hash the ids"
             )
     raise AssertionError("the kernel refused a row that exists")
@@ -207,13 +302,31 @@ def _ids_of_feature(bags: Bags, position: int) -> tuple[int, int]:
     return bounds[first], bounds[end]
 
 
-def _location(bags: Bags, position: int, code: int) -> str:
+def _bad_offset(bags: Bags) -> str:
+    """The first offset that does not ascend."""
+    assert bags.offsets is not None
+    offsets = bags.offsets
+    floor = torch.nn.functional.pad(offsets, (1, 0))[:-1]
+    is_bad = (offsets < floor) | (offsets > bags.ids.numel())
+    is_bad[:1] |= offsets[:1] != 0
+    is_bad[bags.num_bags :] |= offsets[bags.num_bags :] != bags.ids.numel()
+    place = int(is_bad.int().argmax())
+    of_bag = f", where {_name(bags, place)} begins" if place < bags.num_bags else ""
+    return f"offsets[{place}] = {int(offsets[place])} after {int(floor[place])}{of_bag}"
+
+
+def _location(bags: Bags, code: int) -> str:
     """Where an id is, for errors."""
-    if bags.shape is not None and len(bags.shape) != 1:
-        index = ", ".join(str(int(place)) for place in np.unravel_index(code, bags.shape))
+    if isinstance(bags.origin, torch.Size) and len(bags.origin) != 1:
+        index = ", ".join(str(int(place)) for place in np.unravel_index(code, bags.origin))
         return f"input[{index}]" if index else "input"
     if bags.offsets is None:
-        bag = code // max(bags.ids.numel() // bags.num_bags, 1)
-    else:
-        bag = int(torch.searchsorted(bags.offsets, code, right=True)) - 1
-    return f"sample {bag - position * bags.num_samples}"
+        return _name(bags, code // max(bags.ids.numel() // bags.num_bags, 1))
+    return _name(bags, int(torch.searchsorted(bags.offsets, code, right=True)) - 1)
+
+
+def _name(bags: Bags, bag: int) -> str:
+    """The name of a bag, for errors."""
+    position, sample = divmod(bag, bags.num_samples)
+    is_named = not isinstance(bags.origin, torch.Size) and len(bags.origin) > 0
+    return f"feature {bags.origin[position]!r}, sample {sample}" if is_named else f"sample {sample}"

@@ -52,13 +52,20 @@ if TYPE_CHECKING:
     from recsys.engine.rows.bags import Bags, Lookups
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["Nodes", "Part", "look_up"]
+__all__ = [
+    "Nodes",
+    "Part",
+    "look_up",
+    "pool_part",
+    "require_one_dtype",
+    "weight_gradient",
+    "with_dense_rows",
+]
 
 Part = tuple["TableGroup", "Lookups"]  # what is looked up in which group
 _next_lookup = count(1).__next__
 # glibc gets larger blocks from the system each time, in small pages.
 _MAX_KEPT_BYTES = 32 * 2**20
-_NOTHING = torch.empty(0)
 _MOST_OUTPUTS = 1024  # of a node: evaluation in grad mode never ends a pass
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -79,19 +86,21 @@ class Nodes:
     """Makes the autograd nodes of the lookups of a collection, or of all bags of one group.
 
     Args:
-        after_backward: Called at the end of each backward pass that has filled a ledger; None if
-            an optimizer's step updates rows.
+        optimizer: Its `step` is called at the end of each backward pass that has filled a ledger;
+            None if somebody else calls it.
+
+    Attributes:
+        is_sharded: Whether each process updates rows of its own, so that no update is shared.
     """
 
-    def __init__(self, after_backward: Callable[[], None] | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         # The reason that a result requires a gradient: tables are no inputs of the node.
         self.anchor = torch.empty(0, requires_grad=True)
         self.anchor_node: Any = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        self.after_backward = after_backward
-        self._outer_pass = NO_PASS
-        if after_backward is not None:
-            # Weak, because Python's garbage collector does not see what a hook refers to.
-            self.anchor.register_post_accumulate_grad_hook(partial(_end_pass, ref(self)))  # type: ignore[no-untyped-call]
+        self.is_sharded = False
+        # Weak, because graphs keep nodes, and must not keep the optimizer of a deleted module.
+        self.optimizer = None if optimizer is None else ref(optimizer)
+        self._end: ref[Callable[[], None]] | None = None
         self._made: list[_Made | None] = []
         self._outputs: list[Tensor] = []  # those that no call has filled, the last one first
         self._kind: tuple[int, int, torch.dtype] = (0, 0, torch.float32)
@@ -104,7 +113,7 @@ class Nodes:
         kind = num_samples, width, dtype
         # Checkpointing counts saved tensors when it recomputes, and a lookup that is repeated in a
         # backward has a backward of its own. So there each call has its own node.
-        is_alone = top_saved_tensors_hooks(True) is not None or self._outer_pass != NO_PASS
+        is_alone = top_saved_tensors_hooks(True) is not None or current_pass() != NO_PASS
         if not self._outputs or self._kind != kind or is_alone:
             if self._kind != kind:
                 self.close()
@@ -116,37 +125,28 @@ class Nodes:
         number = len(self._made) - len(self._outputs)
         return self._outputs.pop(), self._made, number
 
-    def join_pass(self) -> None:
-        """For a lookup that is repeated in a backward: rows are updated when that pass ends."""
-        outer_pass = current_pass()
-        if outer_pass == self._outer_pass:
-            return
-        self._outer_pass = outer_pass
-        if outer_pass != NO_PASS and self.after_backward is not None:
-            queue_callback(self._end_outer_pass)
+    def begin_pass(self) -> None:
+        """Update rows when the backward pass ends that runs now."""
+        if self.optimizer is None or (self._end is not None and self._end() is not None):
+            return  # or that this one is a part of
+        optimizer = self.optimizer()
+        if self._end is not None and optimizer is not None:
+            optimizer.zero_grad()  # of a pass that failed, which nobody else could drop
+        end = partial(self._end_pass)
+        self._end = ref(end)  # the pass alone keeps it
+        queue_callback(end)
 
-    def _end_outer_pass(self) -> None:
-        self._outer_pass = NO_PASS
-        self.end_pass()
-
-    def end_pass(self) -> None:
-        """Update rows, unless a pass that this one is a part of does so later."""
-        if self._outer_pass == NO_PASS and self.after_backward is not None:
-            self.after_backward()
+    def _end_pass(self) -> None:
+        self._end = None
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None:
+            optimizer.step()
 
     def close(self) -> None:
         """Make a new node for the next call, because a backward or another shape begins."""
         if self._num_calls:
             self._num_expected = min(self._num_calls, _MOST_OUTPUTS)
             self._num_calls, self._outputs = 0, []
-
-
-def _end_pass(nodes: ref[Nodes], anchor: Tensor) -> None:
-    """A hook of an anchor: autograd calls it when all nodes of the pass have run."""
-    anchor.grad = None
-    found = nodes()
-    if found is not None:
-        found.end_pass()
 
 
 def look_up(
@@ -178,24 +178,17 @@ def look_up(
             placed.append(one)
             is_training = is_training or any(map(_requires_grad, one.tables))
     is_training = is_training and is_grad_enabled()
-    dtype = parts[0][0].compute_dtype  # known after `place`, which notices converted tables
-    if (weights is not None and weights.dtype is not dtype) or any(
-        group.compute_dtype is not dtype for group, _ in parts[1:]
-    ):
-        raise ValueError(
-            f"tables and weights that are looked up together must be computed in one dtype, {dtype}"
-            "; convert the whole module"
-        )
+    dtype = require_one_dtype(parts, weights)
     wrapper = active_ddp_module()
-    if wrapper is not None and (is_training or wrapper.training):
+    if wrapper is not None and not nodes.is_sharded and (is_training or wrapper.training):
         raise RuntimeError(
             "DistributedDataParallel: a recsys optimizer does not share its row updates between "
             "processes; build the tables without optimizer=, or call recsys.accelerate without "
             "it, so that their gradients are shared; or train in one process"
         )
     needs_weight_grad = is_grad_enabled() and weights is not None and weights.requires_grad
-    if is_training or needs_weight_grad:
-        nodes.join_pass()
+    if (is_training or needs_weight_grad) and current_pass() != NO_PASS:
+        nodes.begin_pass()  # the lookup is repeated in a backward, which its own is a part of
     kept = torch.empty(num_ids + num_bags + 1, dtype=torch.int32)
     made: list[_Made | None]
     if needs_weight_grad:
@@ -216,7 +209,7 @@ def look_up(
         if fetcher is not None and is_training and num_samples:
             fetcher.before_lookup(lookups, bags)
         if num_samples:
-            _pool(group, lookups, one.lookups_5L, bags, kept, of_result)
+            pool_part(group, lookups, one.lookups_5L, bags, kept, of_result)
         num_ahead = 0 if fetcher is None else fetcher.num_ahead
         calls.append((group, Call(number, lookups, *of_input, None, num_ahead)))
     if is_training or needs_weight_grad:
@@ -227,6 +220,23 @@ def look_up(
             calls = [(group, call._replace(weights=copied)) for group, call in calls]
         made[output] = _Made(calls, _versions(calls) if needs_weight_grad else ())
     return result
+
+
+def require_one_dtype(parts: Sequence[Part], weights: Tensor | None) -> torch.dtype:
+    """The dtype of a lookup; its tables are placed, which notices converted ones.
+
+    Raises:
+        ValueError: tables or weights have others.
+    """
+    dtype = parts[0][0].compute_dtype
+    if (weights is not None and weights.dtype is not dtype) or any(
+        group.compute_dtype is not dtype for group, _ in parts[1:]
+    ):
+        raise ValueError(
+            f"tables and weights that are looked up together must be computed in one dtype, {dtype}"
+            "; convert the whole module"
+        )
+    return dtype
 
 
 def _without_row(call: Call, row: int) -> Call:
@@ -241,7 +251,7 @@ def _without_row(call: Call, row: int) -> Call:
     return call._replace(kept=kept, num_ids=num_ids, num_bounds=call.num_samples)
 
 
-def _pool(
+def pool_part(
     group: TableGroup,
     lookups: Lookups,
     lookups_5L: NDArray[np.uint64],
@@ -285,7 +295,6 @@ class _Lookup(torch.autograd.Function):
         ctx.anchor_node = nodes.anchor_node
         # Weak, because Python's garbage collector does not see what a node refers to.
         ctx.nodes, ctx.made = ref(nodes), made
-        ctx.ends_pass = nodes.after_backward is not None
         return tuple([_empty(*kind) for _ in made])
 
     @staticmethod
@@ -296,6 +305,7 @@ class _Lookup(torch.autograd.Function):
         nodes = ctx.nodes()
         if nodes is not None:
             nodes.close()
+            nodes.begin_pass()
         # `torch.autograd.grad` and `backward(inputs=...)` do not update rows.
         is_updating = is_node_in_pass(ctx.anchor_node)
         of_weights = None
@@ -309,7 +319,12 @@ class _Lookup(torch.autograd.Function):
                     "lookup has already run; pass retain_graph=True to the first backward"
                 )
             if ctx.needs_input_grad[3]:
-                of_weights = _weight_gradient(made, gradient)
+                if _versions(made.calls) != made.versions:
+                    raise RuntimeError(
+                        "rows were updated between a lookup and its backward, and the gradient of "
+                        "weights needs the rows as they were; call backward before rows are updated"
+                    )
+                of_weights = weight_gradient(made.calls, gradient)
             # Of one sample, torch may build the `grad` of another parameter on the same memory.
             if gradient.shape[0] == 1:  # `len` of a tensor is slow
                 gradient = gradient.clone()  # noqa: PLW2901
@@ -321,7 +336,7 @@ class _Lookup(torch.autograd.Function):
                         group.ledger.add(call._replace(lookups=trained), gradient)
             if not is_graph_kept():
                 ctx.made[output] = None
-        return None, None, _NOTHING if ctx.ends_pass else None, of_weights, None
+        return None, None, None, of_weights, None
 
 
 _backward_once: Callable[..., tuple[Any, ...]] = once_differentiable(_Lookup.backward)
@@ -329,21 +344,16 @@ _backward_once: Callable[..., tuple[Any, ...]] = once_differentiable(_Lookup.bac
 _make_node: Callable[..., Sequence[Tensor]] = plain_apply(_Lookup)
 
 
-def _weight_gradient(made: _Made, gradient: Tensor) -> Tensor:
-    """The gradient of the ids' weights, (N,).
+def weight_gradient(calls: Sequence[tuple[TableGroup, Call]], gradient: Tensor) -> Tensor:
+    """The gradient of the ids' weights, (N,), from the rows of now.
 
-    Raises:
-        RuntimeError: rows were updated since the lookup.
+    Args:
+        calls: The parts of one lookup.
+        gradient: Of its result, (B, W).
     """
-    if _versions(made.calls) != made.versions:
-        raise RuntimeError(
-            "rows were updated between a lookup and its backward, and the gradient of weights "
-            "needs the rows as they were; call backward before rows are updated"
-        )
-    call = made.calls[0][1]
-    result = gradient.new_zeros(call.num_ids)
+    result = gradient.new_zeros(calls[0][1].num_ids)
     whole = gradient.contiguous().numpy()
-    for group, call in made.calls:
+    for group, call in calls:
         given = Input(
             0,
             call.num_ids,

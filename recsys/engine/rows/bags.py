@@ -29,7 +29,8 @@ class Bags(NamedTuple):
         weights: A factor for each id, in the dtype of the computation; None for 1.
         num_samples: B.
         num_bags: F * B.
-        shape: Of the ids given to `nn.Embedding`, each of which is a bag; None for others.
+        origin: For errors: the shape of ids given to `nn.Embedding`, each of which is a bag, or the
+            names of the features.
     """
 
     ids: Tensor
@@ -37,7 +38,7 @@ class Bags(NamedTuple):
     weights: Tensor | None
     num_samples: int
     num_bags: int
-    shape: torch.Size | None = None
+    origin: torch.Size | Sequence[str] = ()
 
 
 class Lookups:

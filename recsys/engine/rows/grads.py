@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["LedgerParameter", "bind_table", "group_of", "use_written_grads"]
+__all__ = ["LedgerParameter", "bind_table", "gradient_of", "group_of", "use_written_grads"]
 
 
 class MadeGrad(NamedTuple):
@@ -142,25 +142,40 @@ def use_written_grads(group: TableGroup) -> None:
 
 
 def _read(group: TableGroup, number: int, *, is_sparse: bool) -> Tensor | None:
-    ledger, table = group.ledger, group.tables[number]
+    ledger = group.ledger
     known = ledger.grads.get(number)
     if known is not None and known.last == ledger.last:
         gradient: Tensor = known.gradient
         return gradient
     use_written_grads(group)
-    found = _by_id(group, ledger.entries, number)
+    made = gradient_of(group, ledger.entries, number, is_sparse=is_sparse)
+    if made is not None:
+        ledger.grads[number] = MadeGrad(made, version_of(made), ledger.last)
+    return made
+
+
+def gradient_of(
+    group: TableGroup, entries: Sequence[Entry], number: int, *, is_sparse: bool
+) -> Tensor | None:
+    """The gradient of a table, (E, D); None if no entry has one.
+
+    Args:
+        group: Its group.
+        entries: Lookups and their gradients.
+        number: Its number in the group.
+        is_sparse: Whether it is sparse, with one row for each id that was looked up.
+    """
+    table = group.tables[number]
+    found = _by_id(group, entries, number)
     if not found:
         return None
     rows = torch.cat([rows for rows, _ in found]).long()
     values = torch.cat([values for _, values in found])
     if is_sparse:
-        gradient = torch.sparse_coo_tensor(
+        return torch.sparse_coo_tensor(
             rows.unsqueeze(0), values.to(table.dtype), table.shape, check_invariants=False
         )
-    else:
-        gradient = values.new_zeros(table.shape).index_add_(0, rows, values).to(table.dtype)
-    ledger.grads[number] = MadeGrad(gradient, version_of(gradient), ledger.last)
-    return gradient
+    return values.new_zeros(table.shape).index_add_(0, rows, values).to(table.dtype)
 
 
 def _by_id(group: TableGroup, entries: Sequence[Entry], number: int) -> list[tuple[Tensor, Tensor]]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from recsys.engine.rows.ledger import Entry
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["Claim", "Counts", "Fetcher"]
+__all__ = ["Claim", "Claims", "Counts", "Fetcher", "claim_together"]
 
 _NEVER_OVER = 2**31 - 1
 
@@ -58,7 +58,7 @@ class Claim(NamedTuple):
 
     Attributes:
         generation: Number of the mini-batch.
-        transfer: Fetches its rows.
+        transfer: The last one that fetches its rows.
         is_whole: Whether every row got a slot.
     """
 
@@ -111,8 +111,11 @@ class Fetcher:
             table.__class__ = TieredParameter
         self.accept_writes()
 
-    def claim_ahead(self, lookups: Lookups, bags: Bags) -> Claim | None:
+    def claim_ahead(self, wanted: Sequence[tuple[Lookups, Bags]]) -> Claim | None:
         """Claim slots for a later mini-batch, and fetch its rows in the background.
+
+        Args:
+            wanted: All its lookups in the group.
 
         Returns:
             The claim; None if a mini-batch before this one is still short of slots.
@@ -122,11 +125,12 @@ class Fetcher:
         self._last = max(self._last, self._needed) + 1
         self.num_ahead += 1
         with self.lock:
-            found = self._claim(lookups, bags, self._last)
+            found = [self._claim(lookups, bags, self._last) for lookups, bags in wanted]
             self.queue.start()
-        if not found.is_whole:
+        is_whole = all(claimed.is_whole for claimed in found)
+        if not is_whole:
             self._short = self._last
-        return found
+        return found[-1]._replace(is_whole=is_whole)
 
     def begin(self, claimed: Claim | None) -> None:
         """Begin to compute a mini-batch: its claim, or None if it was not claimed ahead."""
@@ -250,3 +254,15 @@ class Fetcher:
             known.left + int(found[LEFT]),
         )
         return Claim(generation, transfer, not found[LEFT])
+
+
+Claims = list[tuple[Fetcher, Claim | None]]  # of the groups of a mini-batch
+
+
+def claim_together(wanted: Sequence[tuple[tuple[TableGroup, Lookups], Bags]]) -> Claims:
+    """Claim slots for all lookups of a later mini-batch, in all groups."""
+    by_fetcher: dict[Fetcher, list[tuple[Lookups, Bags]]] = {}
+    for (group, lookups), bags in wanted:
+        if group.fetcher is not None:
+            by_fetcher.setdefault(group.fetcher, []).append((lookups, bags))
+    return [(fetcher, fetcher.claim_ahead(lookups)) for fetcher, lookups in by_fetcher.items()]

@@ -56,7 +56,7 @@ class Tables:
         self.optimizer = FusedOptimizer(keyed, [self.group], formula, rounding_seed=7)
         if num_slots is not None:
             Fetcher(self.group, num_slots, pinned)
-        self.nodes = Nodes(after_backward=self.optimizer.step if auto_apply else None)
+        self.nodes = Nodes(self.optimizer if auto_apply else None)
         self.features, self.dim = features, dim
         self.width = dim * len(features)
         self.lookups = Lookups(
@@ -86,7 +86,7 @@ class Tables:
 
     def claim_ahead(self, bags):
         """Fetch the rows of a later mini-batch in the background."""
-        return self.fetcher.claim_ahead(self.lookups, bags)
+        return self.fetcher.claim_ahead([(self.lookups, bags)])
 
     def values(self):
         """All rows and state, after what is in slots was written back."""

@@ -84,14 +84,13 @@ def test_an_embedding_trains_as_torchs(shape, padding_idx, tiers, tmp_path):
 def test_modules_of_one_model_share_groups_and_an_optimizer():
     bags = [HotColdEmbeddingBag(7, dim, mode="sum") for dim in (4, 8, 4)]
     before = [bag.weight.detach().clone() for bag in bags]
-    tables = {str(number): (bag.weight, False) for number, bag in enumerate(bags)}
-    places = group_tables(tables)
+    places = group_tables([table for bag in bags for table in bag.tables()])
     groups = list(dict.fromkeys(place.group for place in places))
-    keyed = {name: (table, "") for name, (table, _) in tables.items()}
+    keyed = {str(number): (bag.weight, "") for number, bag in enumerate(bags)}
     optimizer = FusedOptimizer(keyed, groups, SGD(lr=1.0))
     nodes = {group: Nodes() for group in groups}
     for bag, place in zip(bags, places, strict=True):
-        bag.attach(place, nodes[place.group])
+        bag.attach([place], nodes[place.group])
     for _ in range(2):
         sum(bag(IDS, OFFSETS).sum() for bag in bags).backward()
         optimizer.step()
@@ -213,7 +212,7 @@ def test_a_deleted_module_leaves_nothing_behind():
     ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), **TIERS["host"])
     step(ours, (IDS, OFFSETS))
     ours.prefetch(IDS, OFFSETS)
-    group = weakref.ref(ours._parts[0][0])
+    group = weakref.ref(ours.groups()[0])
     del ours
     gc.collect()
     assert group() is None

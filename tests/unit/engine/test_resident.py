@@ -203,7 +203,7 @@ def test_calls_of_a_pass_share_a_node_from_the_second_pass_on():
 
 def test_rows_can_be_updated_at_the_end_of_each_backward():
     group, optimizer, lookups = one_table()
-    nodes = Nodes(after_backward=optimizer.step)
+    nodes = Nodes(optimizer)
     for expected in (-1.0, -3.0):
         first = look_up(nodes, [(group, lookups)], bags_of([1]), 4)
         second = look_up(nodes, [(group, lookups)], bags_of([1]), 4)
