@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import not_compiled
 from recsys.engine.lookup.inputs import read_bag_call, without_row
 from recsys.engine.lookup.lookup import look_up
+from recsys.engine.rows.grads import require_no_optimizer
 from recsys.engine.tables_module import OneTable, TableSettings
 
 if TYPE_CHECKING:
@@ -220,6 +221,49 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
             TableSettings(optimizer, auto_apply, stochastic_rounding, rounding_seed),
             freeze=freeze,
         )
+        return module
+
+    @classmethod
+    def from_torch(
+        cls, bag: nn.EmbeddingBag, *, optimizer: RowOptimizer | None = None, auto_apply: bool = True
+    ) -> HotColdEmbeddingBag:
+        """Make a module with the settings and the same Parameter as a torch module.
+
+        If `apply_optimizer_in_backward` gave the table an optimizer, this module reads its settings
+        and state once, and removes its hook. Gradients from other uses of the table, such as a
+        lookup by `bag`, join the update after the next backward of this module.
+
+        Args:
+            bag: The torch module. It remains usable and shares its rows.
+            optimizer: The update rule of the rows. None takes the optimizer that
+                `apply_optimizer_in_backward` gave the table; without one, gradients are left to
+                torch, sparse or dense as `bag.sparse` says.
+            auto_apply: As for the class.
+
+        Raises:
+            ValueError: a recsys optimizer does not support the rows, or already updates them; or
+                `apply_optimizer_in_backward` gave the table an optimizer that cannot be translated,
+                or one in addition to `optimizer`.
+        """
+        return cls._on(bag)._take_over(bag, optimizer, auto_apply=auto_apply)
+
+    @classmethod
+    def _on(cls, bag: nn.EmbeddingBag) -> HotColdEmbeddingBag:
+        """A module without an optimizer on the same Parameter."""
+        require_no_optimizer("weight", bag.weight)
+        module = cls(
+            bag.num_embeddings,
+            bag.embedding_dim,
+            bag.max_norm,
+            bag.norm_type,
+            bag.scale_grad_by_freq,
+            bag.mode,
+            bag.sparse,
+            bag.weight,
+            bag.include_last_offset,
+            bag.padding_idx,
+        )
+        module.weight = bag.weight  # torch has made another one of the same memory
         return module
 
     @not_compiled

@@ -28,6 +28,7 @@ from recsys.engine.lookup.inputs import explain, read_features, require_features
 from recsys.engine.lookup.leave_to_torch import look_up_for_torch
 from recsys.engine.lookup.lookup import look_up
 from recsys.engine.rows.bags import Lookups
+from recsys.engine.rows.grads import require_no_optimizer
 from recsys.engine.tables_module import Table, TableModule, TableSettings
 from recsys.errors import IdOutOfRange
 
@@ -118,23 +119,30 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
     ) -> HotColdEmbeddingBagCollection:
         """Make a collection with the configs and the same Parameters as one of TorchRec's.
 
+        If `apply_optimizer_in_backward` gave the tables an optimizer, this collection reads its
+        settings and state once, and removes its hooks; see `HotColdEmbeddingBag.from_torch`.
+
         Args:
             collection: TorchRec's, on the CPU, not sharded. It remains usable and shares its rows.
-            optimizer: The update rule of the rows; without one, dense gradients are left to torch.
+            optimizer: The update rule of the rows. None takes the optimizer that
+                `apply_optimizer_in_backward` gave the tables; without one, dense gradients are left
+                to torch.
             auto_apply: As for the class.
 
         Raises:
             ValueError: rows are not float32 or bfloat16 on the CPU, or a recsys optimizer already
-                updates them.
+                updates them; or `apply_optimizer_in_backward` gave the tables optimizers that
+                differ or cannot be translated, or one in addition to `optimizer`.
         """
-        module = cls(
-            collection.embedding_bag_configs(),
-            collection.is_weighted(),
-            optimizer=optimizer,
-            auto_apply=auto_apply,
-            _bags=collection.embedding_bags,
-        )
-        return module.train(collection.training)
+        return cls._on(collection)._take_over(collection, optimizer, auto_apply=auto_apply)
+
+    @classmethod
+    def _on(cls, collection: EmbeddingBagCollection) -> HotColdEmbeddingBagCollection:
+        """A collection without an optimizer on the same Parameters."""
+        for name, bag in collection.embedding_bags.items():
+            require_no_optimizer(name, bag.weight)
+        configs, is_weighted = collection.embedding_bag_configs(), collection.is_weighted()
+        return cls(configs, is_weighted, _bags=collection.embedding_bags)
 
     def tables(self) -> list[Table]:
         """Its tables, in order."""
@@ -353,14 +361,18 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         Raises:
             ValueError: as for `HotColdEmbeddingBagCollection.from_torchrec`.
         """
-        module = cls(
+        return cls._on(collection)._take_over(collection, optimizer, auto_apply=auto_apply)
+
+    @classmethod
+    def _on(cls, collection: EmbeddingCollection) -> HotColdEmbeddingCollection:
+        """A collection without an optimizer on the same Parameters."""
+        for name, table in collection.embeddings.items():
+            require_no_optimizer(name, table.weight)
+        return cls(
             collection.embedding_configs(),
             need_indices=collection.need_indices(),
-            optimizer=optimizer,
-            auto_apply=auto_apply,
             _embeddings=collection.embeddings,
         )
-        return module.train(collection.training)
 
     def tables(self) -> list[Table]:
         """Its tables, in order."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import not_compiled
 from recsys.engine.lookup.inputs import read_ids
 from recsys.engine.lookup.lookup import look_up
+from recsys.engine.rows.grads import require_no_optimizer
 from recsys.engine.tables_module import OneTable, TableSettings
 
 if TYPE_CHECKING:
@@ -173,6 +174,39 @@ class HotColdEmbedding(OneTable, nn.Embedding):
             freeze=freeze,
         )
         return module
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.Embedding, *, optimizer: RowOptimizer | None = None, auto_apply: bool = True
+    ) -> HotColdEmbedding:
+        """Make a module on the same Parameter; see `HotColdEmbeddingBag.from_torch`.
+
+        Args:
+            module: The torch module. It remains usable and shares its rows.
+            optimizer: As for `HotColdEmbeddingBag.from_torch`.
+            auto_apply: As for the class.
+
+        Raises:
+            ValueError: as for `HotColdEmbeddingBag.from_torch`.
+        """
+        return cls._on(module)._take_over(module, optimizer, auto_apply=auto_apply)
+
+    @classmethod
+    def _on(cls, module: nn.Embedding) -> HotColdEmbedding:
+        """A module without an optimizer on the same Parameter."""
+        require_no_optimizer("weight", module.weight)
+        ours = cls(
+            module.num_embeddings,
+            module.embedding_dim,
+            module.padding_idx,
+            module.max_norm,
+            module.norm_type,
+            module.scale_grad_by_freq,
+            module.sparse,
+            module.weight,
+        )
+        ours.weight = module.weight  # torch has made another one of the same memory
+        return ours
 
     @not_compiled
     def _break_graph(self, input: Tensor) -> Tensor:

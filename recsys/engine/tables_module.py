@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from itertools import repeat
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from recsys._support.memory import empty_rows
 from recsys._support.sizes import parse_bytes
 from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.update.in_backward import read_marks
 from recsys.engine.lookup.lookup import Nodes
 from recsys.engine.rows.bags import Lookups
-from recsys.engine.rows.grads import bind_table
+from recsys.engine.rows.grads import bind_table, require_no_optimizer
 from recsys.engine.rows.tables import TableGroup
 from recsys.engine.tiers.budget import give_slots
 from recsys.engine.tiers.fetch import claim_together
@@ -141,29 +142,41 @@ class TableSettings(NamedTuple):
         return made if weight is None else made.copy_(weight), files
 
 
-def group_tables(tables: Sequence[Table], *, are_bound: bool = True) -> list[Place]:
-    """Group tables by dim and dtype.
+def group_tables(
+    tables: Sequence[Table],
+    numbers: Mapping[nn.Parameter, int] | None = None,
+    *,
+    are_bound: bool = True,
+) -> list[Place]:
+    """Group tables by dim, dtype and param group.
 
     Args:
         tables: A Parameter that is several tables is in its group once, under its first name.
+        numbers: Of their param groups; None for one.
         are_bound: Whether a recsys optimizer updates them, so that their `grad` is the ledger's.
 
     Returns:
         The place of each table.
 
     Raises:
-        ValueError: a table is not float32, float64 or bfloat16 on the CPU, or not contiguous.
+        ValueError: a table is not float32, float64 or bfloat16 on the CPU, or not contiguous; or
+            another recsys optimizer updates it.
     """
-    kinds: dict[tuple[int, torch.dtype], dict[nn.Parameter, str]] = {}
+    kinds: dict[tuple[int, torch.dtype, int], dict[nn.Parameter, str]] = {}
     for table in tables:
-        kind = table.weight.shape[1], table.weight.dtype
+        if are_bound:
+            require_no_optimizer(table.name, table.weight)
+        kind = table.weight.shape[1], table.weight.dtype, (numbers or {}).get(table.weight, 0)
         kinds.setdefault(kind, {}).setdefault(table.weight, table.name)
     places: dict[nn.Parameter, Place] = {}
     for members in kinds.values():
         group = TableGroup(list(members.values()), list(members))
         places |= {table: Place(group, number) for number, table in enumerate(members)}
-    for table in reversed(tables) if are_bound else ():
-        bind_table(*places[table.weight], is_sparse=table.is_sparse)
+    sparse: dict[nn.Parameter, bool] = {}  # the sum of a sparse and a dense gradient is dense
+    for table in tables:
+        sparse[table.weight] = sparse.get(table.weight, True) and table.is_sparse
+    for weight, place in places.items() if are_bound else ():
+        bind_table(*place, is_sparse=sparse[weight])
     return [places[table.weight] for table in tables]
 
 
@@ -175,6 +188,7 @@ class TableModule(nn.Module):
     """
 
     row_optimizer: FusedOptimizer | None = None
+    attachment: Any = None  # an `Attachment`; imports point down
     _places: Sequence[Place] = ()
     _parts: Sequence[Part] = ()  # what is looked up
     _nodes: Nodes | None = None
@@ -232,6 +246,7 @@ class TableModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
         state = {"_places": (), "_parts": (), "_nodes": None, "row_optimizer": None}
+        state["attachment"] = None
         return self.__dict__ | state | {"_known": (), "_parameters_of_tables": ()}
 
     def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
@@ -254,6 +269,25 @@ class TableModule(nn.Module):
         if settings.budget is not None:
             give_slots(groups, formula, parse_bytes(settings.budget, "budget"))
         self.attach(places, Nodes(self.row_optimizer if settings.auto_apply else None))
+
+    def _take_over(
+        self, module: nn.Module, optimizer: RowOptimizer | None, *, auto_apply: bool
+    ) -> Self:
+        """Update rows by `optimizer`, or by that of `apply_optimizer_in_backward`, if any.
+
+        Args:
+            module: The module that this one was made of.
+            optimizer: The formula.
+            auto_apply: As for the class.
+        """
+        marks = read_marks([(table.name, table.weight) for table in self.tables()], optimizer)
+        formula = optimizer if marks is None else marks.formula
+        self._optimize(TableSettings(formula, auto_apply), None)
+        if marks is not None:
+            assert self.row_optimizer is not None
+            marks.give_state(self.row_optimizer)
+            marks.remove_hooks()
+        return self.train(module.training)
 
     def _lay_out(self) -> None:
         """Note the places of the tables."""

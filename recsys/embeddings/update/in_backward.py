@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 __all__ = ["InBackward", "read_marks"]
 
@@ -52,7 +51,7 @@ class InBackward:
     optimizers: Sequence[torch.optim.Optimizer | None]
     state_names: Mapping[str, str]
 
-    def give_state(self, row_optimizer: FusedOptimizer) -> None:
+    def give_state(self, row_optimizer: torch.optim.Optimizer) -> None:
         """Give the state that the optimizers have to `row_optimizer`."""
         for table, optimizer in zip(self.tables, self.optimizers, strict=True):
             known = {} if optimizer is None else optimizer.state.get(table, {})

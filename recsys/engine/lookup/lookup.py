@@ -332,6 +332,11 @@ class _Lookup(torch.autograd.Function):
             with DisableTorchFunctionSubclass():
                 for group, call in made.calls if is_updating else ():
                     trained = group.trained(call.lookups)
+                    if not group.released.isdisjoint(trained.tables):
+                        raise RuntimeError(
+                            f"one of the tables {group.names} was given back to torch between this "
+                            "lookup and its backward; call backward before recsys.restore"
+                        )
                     if trained.tables:
                         group.ledger.add(call._replace(lookups=trained), gradient)
             if not is_graph_kept():

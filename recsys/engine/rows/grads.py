@@ -3,11 +3,15 @@
 It is made when a caller reads it, of the form that torch would have, and kept. Clipping and
 `GradScaler` write to it in place; then the update uses it in place of the ledger's entries that it
 was made of. A caller that only reads it changes nothing.
+
+A gradient that did not come from lookups, such as that of an L2 penalty or one that a caller has
+set, is where torch keeps it. It becomes an entry of the ledger when rows are updated.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -23,7 +27,17 @@ if TYPE_CHECKING:
 
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["LedgerParameter", "bind_table", "gradient_of", "group_of", "use_written_grads"]
+__all__ = [
+    "LedgerParameter",
+    "bind_table",
+    "drop_grads",
+    "gradient_of",
+    "group_of",
+    "has_dense_grad",
+    "require_no_optimizer",
+    "take_grads",
+    "unbind_table",
+]
 
 
 class MadeGrad(NamedTuple):
@@ -61,20 +75,31 @@ class LedgerParameter(nn.Parameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         bound, group = _BOUND.get(id(self)), group_of(self)
-        if bound is None or group is None:
-            set_plain_grad(self, gradient)
-        elif gradient is None:
+        if bound is not None and group is not None:
             _drop(group, bound.number, group.ledger.last)
-        else:
-            raise ValueError(
-                f"table {group.names[bound.number]!r}: its grad can be set to None, or written to "
-                "in place (grad.mul_, clip_grad_norm_, GradScaler); a new one cannot take its "
-                "place, because rows are updated from the gradients of lookups"
-            )
+        set_plain_grad(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def register_hook(self, hook: Any) -> Any:
+        """Like torch's; refused while lookups leave their gradients to recsys.
+
+        Raises:
+            ValueError: a recsys optimizer updates the table.
+        """
+        _require_unbound(self)
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As `register_hook`.
+
+        Raises:
+            ValueError: a recsys optimizer updates the table.
+        """
+        _require_unbound(self)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain table with the same rows."""
@@ -83,6 +108,15 @@ class LedgerParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickles: a plain table with the same rows."""
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _require_unbound(table: LedgerParameter) -> None:
+    bound, group = _BOUND.get(id(table)), group_of(table)
+    if bound is not None and group is not None:
+        raise ValueError(
+            f"table {group.names[bound.number]!r}: a hook for its gradient would not be called, "
+            "because recsys updates rows without it; change weight.grad between backward and step"
+        )
 
 
 def _plain(table: LedgerParameter) -> nn.Parameter:
@@ -114,13 +148,87 @@ def bind_table(group: TableGroup, number: int, *, is_sparse: bool) -> None:
     table.__class__ = LedgerParameter
 
 
+def unbind_table(group: TableGroup, number: int) -> None:
+    """Make a table a plain Parameter; its gradients become its `grad`.
+
+    Args:
+        group: Its group, without rows in slots that are newer.
+        number: Its number there.
+    """
+    table = group.tables[number]
+    gradient = table.grad
+    _drop(group, number, group.ledger.last)
+    group.released.add(number)
+    del _BOUND[id(table)]
+    table.__class__ = nn.Parameter
+    table.grad = gradient
+
+
+def require_no_optimizer(name: str, table: Tensor) -> None:
+    """Refuse a table that a recsys optimizer updates: a second one would update its rows twice.
+
+    A table whose optimizer has been deleted becomes a plain Parameter again.
+
+    Raises:
+        ValueError: a recsys optimizer updates the table.
+    """
+    if group_of(table) is not None:
+        gc.collect()  # a deleted module may be in a circle of references
+    if group_of(table) is not None:
+        raise ValueError(
+            f"table {name!r} is already updated by another recsys optimizer; accelerate all of its "
+            "modules in one call, or call recsys.restore on the other model (or delete it) first"
+        )
+    if isinstance(table, LedgerParameter):
+        _BOUND.pop(id(table), None)
+        table.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def has_dense_grad(group: TableGroup) -> list[int]:
+    """The tables with a dense gradient that did not come from lookups."""
+    return [
+        number
+        for number, grad in enumerate(map(plain_grad, group.tables))
+        if grad is not None and not grad.is_sparse and number not in group.released
+    ]
+
+
 def group_of(table: Tensor) -> TableGroup | None:
     """The group that a table is bound to; None if there is none any more."""
     bound = _BOUND.get(id(table))
     return None if bound is None else bound.group()
 
 
-def use_written_grads(group: TableGroup) -> None:
+def drop_grads(group: TableGroup) -> None:
+    """Drop all gradients."""
+    group.drop_ledger()
+    for table in group.tables:
+        if plain_grad(table) is not None:
+            table.grad = None
+
+
+def take_grads(group: TableGroup) -> None:
+    """Put gradients that callers have written to, or that no lookup has left, into the ledger.
+
+    Raises:
+        ValueError: a sparse one has an index that is not in its table.
+    """
+    if group.ledger.grads:
+        _take_written(group)
+    for number, grad in enumerate(map(plain_grad, group.tables)):
+        if grad is None or number in group.released:
+            continue
+        if grad.is_sparse and grad.sparse_dim() == 1:
+            rows, values = grad._indices()[0], grad._values()
+        else:
+            dense = grad.to_dense()
+            rows = (dense != 0).any(1).nonzero().view(-1)
+            values = dense[rows]
+        _add(group, number, rows, values, group.ledger.last)
+        set_plain_grad(group.tables[number], None)
+
+
+def _take_written(group: TableGroup) -> None:
     """Put gradients that callers have written to in place of the entries that they were made of."""
     for number, (gradient, version, last) in list(group.ledger.grads.items()):
         if version_of(gradient) == version:
@@ -133,25 +241,44 @@ def use_written_grads(group: TableGroup) -> None:
             rows = torch.cat(looked_up).long().unique()  # type: ignore[no-untyped-call]
             values = gradient.detach()[rows]
         _drop(group, number, last)
-        if len(rows):
-            lookups = Lookups([(number, 0, 0)], is_mean=False)
-            kept = torch.cat([rows.to(torch.int32), torch.zeros(1, dtype=torch.int32)])
-            call = Call(0, lookups, kept, len(rows), len(rows), 0, None, 0)
-            values = values.to(group.compute_dtype).contiguous()
-            group.ledger.entries.insert(0, Entry(call, values, version_of(values), last))
+        _add(group, number, rows, values, last)
+
+
+def _add(group: TableGroup, number: int, rows: Tensor, values: Tensor, last: int) -> None:
+    """Put the gradients of rows into the ledger, as an entry before all others."""
+    if len(rows):
+        size = int(group.sizes[number])
+        if int(rows.min()) < 0 or int(rows.max()) >= size:
+            raise ValueError(
+                f"table {group.names[number]!r}: its grad is sparse and has an index that is not "
+                f"in [0, {size}); correct what made it"
+            )
+        lookups = Lookups([(number, 0, 0)], is_mean=False)
+        kept = torch.cat([rows.to("cpu", torch.int32), torch.zeros(1, dtype=torch.int32)])
+        call = Call(0, lookups, kept, len(rows), len(rows), 0, None, 0)
+        values = values.detach().to(group.compute_dtype).contiguous()
+        group.ledger.entries.insert(0, Entry(call, values, version_of(values), last))
 
 
 def _read(group: TableGroup, number: int, *, is_sparse: bool) -> Tensor | None:
-    ledger = group.ledger
-    known = ledger.grads.get(number)
-    if known is not None and known.last == ledger.last:
+    ledger, table = group.ledger, group.tables[number]
+    plain, known = plain_grad(table), ledger.grads.get(number)
+    if plain is None and known is not None and known.last == ledger.last:
         gradient: Tensor = known.gradient
         return gradient
-    use_written_grads(group)
+    _take_written(group)
     made = gradient_of(group, ledger.entries, number, is_sparse=is_sparse)
-    if made is not None:
+    if made is None:
+        return plain
+    if plain is None:
         ledger.grads[number] = MadeGrad(made, version_of(made), ledger.last)
-    return made
+        return made
+    _drop(group, number, ledger.last)
+    if plain.is_sparse and plain.sparse_dim() > 1:
+        plain = plain.to_dense().to_sparse(1)
+    # torch adds a sparse tensor to a dense one, not the other way round
+    set_plain_grad(table, made + plain if plain.is_sparse else plain + made)
+    return plain_grad(table)
 
 
 def gradient_of(

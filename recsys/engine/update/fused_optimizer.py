@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from recsys._support.torch_compat import (
     GLOBAL_STEP_POST_HOOKS,
     GLOBAL_STEP_PRE_HOOKS,
-    DisableTorchFunctionSubclass,
     is_profiler_enabled,
 )
 from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.update.translation import Translation
+from recsys.engine.rows.grads import drop_grads
 from recsys.engine.tiers.write_back import write_back
-from recsys.engine.update.update_rows import Rule, TableUpdate, require_state
+from recsys.engine.update.update_rows import TableUpdate, require_state, update_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +60,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([table for table, _ in tables.values()], settings)
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
         self._kind = type(formula)
-        rule = Rule(
+        rule = Translation(
             formula=self._formula_of,
             learning_rate=_read_lr,
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
@@ -92,7 +93,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             or GLOBAL_STEP_POST_HOOKS
         ):
             return self._named_step(closure)
-        self._update()
+        update_all(self._updates)
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # otherwise the base class wraps it
@@ -103,16 +104,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        update_all(self._updates)
         return loss
-
-    def _update(self) -> None:
-        """Update all groups, or none if one of them is refused."""
-        with DisableTorchFunctionSubclass():  # internal reads of tables
-            prepared = [(update, update.prepare()) for update in self._updates]
-            errors = [update.apply(checked) for update, checked in prepared if checked is not None]
-        for error in filter(None, errors):
-            raise error
 
     @property
     def formula(self) -> RowOptimizer:
@@ -135,7 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients collected since the last step."""
         for update in self._updates:
-            update.group.drop_ledger()
+            drop_grads(update.group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""

@@ -1,13 +1,13 @@
 """`TableUpdate`: owns the optimizer's state of a table group, and updates its rows once a step.
 
 A `torch.optim.Optimizer` has the settings in `param_groups` and each table's state in `state`. A
-`Rule` says how to read them.
+`Translation` says how to read them.
 """
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 from operator import is_
@@ -18,47 +18,28 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.engine.kernels.cpu.update import update_rows
-from recsys.engine.rows.grads import use_written_grads
+from recsys.engine.rows.grads import has_dense_grad, take_grads
 from recsys.engine.rows.ledger import join
 from recsys.engine.rows.tables import Memory
 from recsys.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
     from numpy.typing import NDArray
 
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.update.translation import Translation
     from recsys.engine.rows.ledger import Entry
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["PreparedUpdate", "Rule", "TableUpdate", "require_state"]
+__all__ = ["PreparedUpdate", "TableUpdate", "require_state", "update_all"]
 
 _NO_STATE: dict[str, Any] = {}  # of a table that was never updated; do not write to it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How to read an optimizer's settings and state.
-
-    Attributes:
-        formula: Maps a param group to the formula of its rows.
-        state_names: Maps the formula's state arrays to the optimizer's names, where they differ.
-        learning_rate: Maps a param group and a step, counted from 1, to the learning rate.
-        counts_steps: Whether `state[table]["step"]` is kept. With stochastic rounding it always is.
-        no_step: The value of "step" before the first step; a tensor if the optimizer keeps one.
-        has_columns: Whether a state with one number per row is (E, 1) instead of (E,).
-    """
-
-    formula: Callable[[Mapping[str, Any]], RowOptimizer]
-    learning_rate: Callable[[Mapping[str, Any], int], float]
-    counts_steps: bool
-    state_names: Mapping[str, str]
-    no_step: int | Tensor = 0
-    has_columns: bool = False
 
 
 class _Settings(NamedTuple):
@@ -100,7 +81,7 @@ class TableUpdate:
     """
 
     def __init__(
-        self, group: TableGroup, optimizer: torch.optim.Optimizer, number: int, rule: Rule
+        self, group: TableGroup, optimizer: torch.optim.Optimizer, number: int, rule: Translation
     ) -> None:
         self.group = group
         self._optimizer, self._number, self._rule = optimizer, number, rule
@@ -110,6 +91,7 @@ class TableUpdate:
         self._numbers = [
             places.get(id(table), len(known) + place) for place, table in enumerate(group.tables)
         ]
+        self._has_warned = False
         self._settings: _Settings | None = None
         self._setting_values: list[Any] = []
         self._values: list[Any] = []  # of the optimizer's state, when it was last read
@@ -129,8 +111,8 @@ class TableUpdate:
             ValueError: settings or state do not fit the tables or the formula.
         """
         group = self.group
-        if group.ledger.grads:
-            use_written_grads(group)
+        self._warn_of_dense_grads()
+        take_grads(group)
         entries = group.ledger.in_order()
         if not entries:
             return None
@@ -199,6 +181,18 @@ class TableUpdate:
             "it. Rows with such a gradient were not updated, all others were; find what computes "
             "it (a learning rate too high, log(0), float16 without GradScaler)"
         )
+
+    def _warn_of_dense_grads(self) -> None:
+        dense = [] if self._has_warned else has_dense_grad(self.group)
+        if dense:
+            self._has_warned = True
+            warnings.warn(
+                f"table {self.group.names[dense[0]]!r}: its gradient has all rows, because it is "
+                "used in other ways than by lookups (an L2 penalty over all rows?) or was set, so "
+                "steps are slower; penalize the rows that were looked up, or leave the table to "
+                "torch (recsys.restore)",
+                stacklevel=2,
+            )
 
     def _read(self, settings: dict[str, Any]) -> _Settings:
         """The settings; translated again when one is another object, or may change in place."""
@@ -284,6 +278,20 @@ class TableUpdate:
         if files is not None:
             known = files.keep(f"{self.group.names[table]}.{name}", known)
         return known
+
+
+def update_all(updates: Sequence[TableUpdate]) -> None:
+    """Update the rows of all groups, or none if one of them is refused.
+
+    Raises:
+        NonFiniteGradient: a row has a gradient with nan or inf; all others were updated.
+        Exception: as for `TableUpdate.prepare`.
+    """
+    with DisableTorchFunctionSubclass():  # internal reads of tables
+        prepared = [(update, update.prepare()) for update in updates]
+        errors = [update.apply(checked) for update, checked in prepared if checked is not None]
+    for error in filter(None, errors):
+        raise error
 
 
 def require_state(name: str, columns: tuple[int, ...], weight: Tensor, state: Tensor) -> None:

@@ -1,0 +1,241 @@
+"""Lets one optimizer update the rows of several modules; changes tables, and gives them back.
+
+A torch optimizer keeps its settings and state, and its `step` updates the rows:
+
+    step -> hook -> closure, update of all groups -> the optimizer's own parameters
+
+All tables of one param group, dim and dtype are a `TableGroup`, across modules. A table that
+modules share is in it once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
+
+import torch
+
+from recsys.engine.lookup.lookup import Nodes
+from recsys.engine.rows.grads import drop_grads, has_dense_grad, unbind_table
+from recsys.engine.tables_module import group_tables
+from recsys.engine.tiers.write_back import write_back
+from recsys.engine.update.fused_optimizer import FusedOptimizer
+from recsys.engine.update.update_rows import TableUpdate, update_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.update.translation import Translation
+    from recsys.engine.rows.tables import TableGroup
+    from recsys.engine.tables_module import Table, TableModule
+
+__all__ = ["Attachment"]
+
+
+class Attachment:
+    """What updates the rows of several modules, which keep it.
+
+    Args:
+        modules: Modules without an optimizer of recsys.
+        tables: The tables that are updated, each once, by their names in the model; of a module all
+            or none.
+        optimizer: Its step updates the rows; or their formula, which updates them at the end of
+            each backward.
+        rule: How to read a torch optimizer.
+
+    Attributes:
+        groups: The groups of the tables.
+        row_optimizer: The formula as a torch optimizer; None with a torch optimizer.
+
+    Raises:
+        ValueError: recsys does not support the device or dtype of a table, or already updates it.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[TableModule],
+        tables: Sequence[Table],
+        optimizer: torch.optim.Optimizer | RowOptimizer,
+        rule: Translation | None = None,
+    ) -> None:
+        self.row_optimizer: FusedOptimizer | None = None
+        self._updates: list[TableUpdate] = []
+        self._handles: Sequence[RemovableHandle] = ()
+        self._modules: WeakSet[TableModule] = WeakSet()
+        self._rule, self._is_begun = rule, False
+        self._known: list[tuple[int, int]] = []  # param groups that have all tables
+        is_torch = isinstance(optimizer, torch.optim.Optimizer)
+        numbers = _numbers_of(optimizer) if is_torch else {}
+        found = group_tables(tables, numbers)
+        places = {table.weight: place for table, place in zip(tables, found, strict=True)}
+        self.groups: list[TableGroup] = list(dict.fromkeys(place.group for place in found))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            assert rule is not None
+            self._updates = [
+                TableUpdate(group, optimizer, numbers[group.tables[0]], rule)
+                for group in self.groups
+            ]
+            self._handles = _add_hooks(optimizer, self)
+        else:
+            keyed = {table.key: (table.weight, table.state_prefix) for table in tables}
+            self.row_optimizer = FusedOptimizer(keyed, self.groups, optimizer)
+        nodes = Nodes(self.row_optimizer)
+        for module in modules:
+            own = [places[table.weight] for table in module.tables() if table.weight in places]
+            if own:
+                module.attach(own, nodes)
+                module.attachment = self
+                self._modules.add(module)
+
+    @property
+    def num_modules(self) -> int:
+        """Number of the modules whose rows it updates."""
+        return len(self._modules)
+
+    def write_back(self) -> None:
+        """Write the newest rows and state to the tables and the optimizer's state."""
+        for group in self.groups:
+            write_back(group)
+
+    def empty_slots(self) -> None:
+        """Let the optimizer's state be replaced."""
+        for group in self.groups:
+            if group.fetcher is not None:
+                group.fetcher.empty_slots(is_written_back=True)
+
+    def release(self) -> None:
+        """Give the tables back: plain Parameters with all rows, whose `grad` torch fills.
+
+        Raises:
+            RuntimeError: a gradient was overwritten before its rows were updated.
+        """
+        for group in self.groups:
+            group.ledger.in_order()  # raises before anything changes
+        self._give_back(list(self._modules))
+        for handle in self._handles:
+            handle.remove()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update rows in a step of the torch optimizer.
+
+        Raises:
+            NonFiniteGradient: a row has a gradient with nan or inf; all others were updated.
+            RuntimeError: GradScaler has left unscaling to the optimizer, which sees no gradients of
+                rows; or a gradient was overwritten since its backward.
+            ValueError: a table is in no param group any more; or settings or state do not fit.
+        """
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "GradScaler leaves unscaling to an optimizer with fused=True, which does not see "
+                "the gradients of rows; call scaler.unscale_(optimizer) before the step"
+            )
+        self._require_param_groups(optimizer)
+        if bool(getattr(optimizer, "found_inf", False)):
+            for group in self.groups:
+                drop_grads(group)
+            return
+        if not self._is_begun:
+            self._give_back_dense()
+        update_all(self._updates)
+        self._is_begun = True
+
+    def _require_param_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        now = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+        if now == self._known:
+            return
+        known = _numbers_of(optimizer)
+        for group in self.groups:
+            for table, name in zip(group.tables, group.names, strict=True):
+                if table not in known and table.requires_grad:
+                    raise ValueError(
+                        f"table {name!r} is in no param group of the optimizer any more, which "
+                        "updates its rows; add it again, or call recsys.restore first"
+                    )
+        self._known = now
+
+    def _give_back_dense(self) -> None:
+        """Before the first update: give back tables that a loss also uses as a matrix."""
+        dense = {
+            group.tables[number]: group.names[number]
+            for group in self.groups
+            if group.fetcher is None
+            for number in has_dense_grad(group)
+        }
+        if not dense or self._rule is None or self._rule.rule:
+            return
+        known, going = set(dense), []
+        left = list(self._modules)
+        while found := [
+            module for module in left if any(each.weight in known for each in module.tables())
+        ]:
+            going += found
+            left = [module for module in left if module not in going]
+            known |= {table.weight for module in found for table in module.tables()}
+        self._give_back(going)
+        warnings.warn(
+            f"tables {', '.join(dense.values())} are left to torch, because a loss uses them in "
+            "other ways than by lookups (an L2 penalty over all rows?), and torch's step is faster "
+            "then; penalize the rows that were looked up instead",
+            stacklevel=2,
+        )
+
+    def _give_back(self, modules: Sequence[TableModule]) -> None:
+        given = {table.weight for module in modules for table in module.tables()}
+        for group in self.groups:
+            write_back(group)
+            for number, table in enumerate(group.tables):
+                if table in given and number not in group.released:
+                    unbind_table(group, number)
+        for module in modules:
+            module.detach()
+            module.attachment = None
+            self._modules.discard(module)
+
+
+def _numbers_of(optimizer: Any) -> dict[nn.Parameter, int]:
+    """The number of each parameter's param group."""
+    return {
+        weight: number
+        for number, group in enumerate(optimizer.param_groups)
+        for weight in group["params"]
+    }
+
+
+def _add_hooks(
+    optimizer: torch.optim.Optimizer, attachment: Attachment
+) -> Sequence[RemovableHandle]:
+    """Update rows in the optimizer's steps, and let it load and save their state.
+
+    Hooks do not keep the attachment, which modules keep. Without them, the optimizer updates their
+    tables by itself.
+    """
+    found = ref(attachment)
+
+    def call(run: Callable[[Attachment], None]) -> None:
+        known = found()
+        if known is not None:
+            run(known)
+
+    def before_step(
+        stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Update in the closure, which runs after hooks that may change gradients or settings."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def compute_and_update() -> Any:
+            loss = None if closure is None else closure()
+            call(lambda known: known.update(stepping))
+            return loss
+
+        return args[:1], kwargs | {"closure": compute_and_update}
+
+    return (
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_state_dict_pre_hook(lambda _: call(Attachment.write_back)),
+        optimizer.register_load_state_dict_pre_hook(lambda *_: call(Attachment.empty_slots)),
+    )
