@@ -12,6 +12,7 @@ from hypothesis import settings
 PROFILE = settings.get_current_profile_name()
 FORMS = {"stress": ["--all"], "ci": ["--once"]}
 MOST_REGISTERS = 128  # of a thread, so that 512 threads fit on a multiprocessor
+MOST_SPILLED = 16  # bytes: a number or two, which some kernels keep aside to record an error
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_every_module_of_kernels_is_compiled():
     here = Path(__file__).parent
     recsys = here.parents[3] / "recsys"
     with_kernels = {
-        path.stem for path in recsys.rglob("*.py") if "@triton.jit" in path.read_text("utf-8")
+        path.stem for path in recsys.rglob("*.py") if "\n@launched\n" in path.read_text("utf-8")
     }
 
     assert with_kernels == {
@@ -42,7 +43,7 @@ def test_every_module_of_kernels_is_compiled():
 
 
 def test_no_kernel_spills_registers(compiled):
-    spilling = [kernel for kernel in compiled if kernel["spilled_bytes"]]
+    spilling = [kernel for kernel in compiled if kernel["spilled_bytes"] > MOST_SPILLED]
     names = {
         number: {kernel["kernel"] for kernel in compiled if kernel["capability"] == number}
         for number in (80, 90)
