@@ -17,7 +17,7 @@ from weakref import WeakSet, ref
 import torch
 
 from recsys.engine.lookup.lookup import Nodes
-from recsys.engine.rows.grads import drop_grads, has_dense_grad, unbind_table
+from recsys.engine.rows.grads import drop_grads, unbind_table, with_dense_grads
 from recsys.engine.tables_module import group_tables
 from recsys.engine.tiers.write_back import write_back
 from recsys.engine.update.fused_optimizer import FusedOptimizer
@@ -164,7 +164,7 @@ class Attachment:
             group.tables[number]: group.names[number]
             for group in self.groups
             if group.fetcher is None
-            for number in has_dense_grad(group)
+            for number in with_dense_grads(group)
         }
         if not dense or self._rule is None or self._rule.rule:
             return

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import repeat
+from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -33,11 +35,14 @@ __all__ = [
     "drop_grads",
     "gradient_of",
     "group_of",
-    "has_dense_grad",
     "require_no_optimizer",
     "take_grads",
     "unbind_table",
+    "with_dense_grads",
 ]
+
+
+_NONE = repeat(None)
 
 
 class MadeGrad(NamedTuple):
@@ -184,7 +189,7 @@ def require_no_optimizer(name: str, table: Tensor) -> None:
         table.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def has_dense_grad(group: TableGroup) -> list[int]:
+def with_dense_grads(group: TableGroup) -> list[int]:
     """The tables with a dense gradient that did not come from lookups."""
     return [
         number
@@ -207,25 +212,31 @@ def drop_grads(group: TableGroup) -> None:
             table.grad = None
 
 
-def take_grads(group: TableGroup) -> None:
+def take_grads(group: TableGroup) -> list[int]:
     """Put gradients that callers have written to, or that no lookup has left, into the ledger.
+
+    Returns:
+        The tables with a dense gradient that no lookup has left.
 
     Raises:
         ValueError: a sparse one has an index that is not in its table.
     """
     if group.ledger.grads:
         _take_written(group)
-    for number, grad in enumerate(map(plain_grad, group.tables)):
+    grads, dense = list(map(plain_grad, group.tables)), []
+    for number, grad in enumerate(grads if any(map(is_not, grads, _NONE)) else ()):
         if grad is None or number in group.released:
             continue
         if grad.is_sparse and grad.sparse_dim() == 1:
             rows, values = grad._indices()[0], grad._values()
         else:
-            dense = grad.to_dense()
-            rows = (dense != 0).any(1).nonzero().view(-1)
-            values = dense[rows]
+            dense.append(number)
+            whole = grad.to_dense()
+            rows = (whole != 0).any(1).nonzero().view(-1)
+            values = whole[rows]
         _add(group, number, rows, values, group.ledger.last)
         set_plain_grad(group.tables[number], None)
+    return dense
 
 
 def _take_written(group: TableGroup) -> None:

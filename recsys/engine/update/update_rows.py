@@ -21,7 +21,7 @@ from recsys._support.memory import empty_rows
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.engine.kernels.cpu.update import update_rows
-from recsys.engine.rows.grads import has_dense_grad, take_grads
+from recsys.engine.rows.grads import take_grads
 from recsys.engine.rows.ledger import join
 from recsys.engine.rows.tables import Memory
 from recsys.errors import NonFiniteGradient
@@ -111,8 +111,9 @@ class TableUpdate:
             ValueError: settings or state do not fit the tables or the formula.
         """
         group = self.group
-        self._warn_of_dense_grads()
-        take_grads(group)
+        dense = take_grads(group)
+        if dense and not self._has_warned:
+            self._warn_of(dense)
         entries = group.ledger.in_order()
         if not entries:
             return None
@@ -182,17 +183,15 @@ class TableUpdate:
             "it (a learning rate too high, log(0), float16 without GradScaler)"
         )
 
-    def _warn_of_dense_grads(self) -> None:
-        dense = [] if self._has_warned else has_dense_grad(self.group)
-        if dense:
-            self._has_warned = True
-            warnings.warn(
-                f"table {self.group.names[dense[0]]!r}: its gradient has all rows, because it is "
-                "used in other ways than by lookups (an L2 penalty over all rows?) or was set, so "
-                "steps are slower; penalize the rows that were looked up, or leave the table to "
-                "torch (recsys.restore)",
-                stacklevel=2,
-            )
+    def _warn_of(self, dense: Sequence[int]) -> None:
+        self._has_warned = True
+        warnings.warn(
+            f"table {self.group.names[dense[0]]!r}: its gradient has all rows, because it is used "
+            "in other ways than by lookups (an L2 penalty over all rows?) or was set, so steps are "
+            "slower; penalize the rows that were looked up, or leave the table to torch "
+            "(recsys.restore)",
+            stacklevel=2,
+        )
 
     def _read(self, settings: dict[str, Any]) -> _Settings:
         """The settings; translated again when one is another object, or may change in place."""
