@@ -1,9 +1,11 @@
 """Triton kernels give the bits of plain PyTorch, in the interpreter or on a GPU."""
 
+import numpy as np
 import pytest
 import torch
 
-from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.engine.rows.bags import Bags, Lookups
 from recsys.engine.rows.tables import compute_dtype
 from tests.unit.engine.oracle import Oracle
@@ -12,6 +14,7 @@ pytest.importorskip("triton")
 
 from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool
 from recsys.engine.kernels.triton.memory import (
+    BAD_GRADIENT,
     BAD_OFFSETS,
     BAD_WEIGHT,
     LEFT_OUT,
@@ -20,38 +23,64 @@ from recsys.engine.kernels.triton.memory import (
     ErrorRecord,
     Rows,
 )
+from recsys.engine.kernels.triton.row_sort import CHUNK, DeviceEntry
+from recsys.engine.kernels.triton.update import update_rows
 
 SIZES = [3, 7, 40]
 # Table, position, column; the third feature is looked up in two tables, the last in none.
+PLAIN = SGD(lr=1.0)
 LOCATIONS = [(0, 1, 0), (1, 2, 3), (2, 0, 2), (2, 2, 4)]
 
 
 class Setup:
     """Tables on a device, some of whose rows are in slots."""
 
-    def __init__(self, device, dim, dtype=torch.float32, *, has_slots=False, is_mean=False):
+    def __init__(
+        self,
+        device,
+        dim,
+        dtype=torch.float32,
+        *,
+        has_slots=False,
+        is_mean=False,
+        formula=PLAIN,
+        seed=None,
+    ):
         self.device, self.generator = device, torch.Generator().manual_seed(dim)
+        self.dtype = compute_dtype(dtype)
         draw = torch.randn(sum(SIZES), dim, generator=self.generator).to(dtype)
         self.tables = list(draw.split(SIZES))
         locations = [(table, position, column * dim) for table, position, column in LOCATIONS]
         self.lookups = Lookups(locations, is_mean=is_mean)
-        self.oracle = Oracle(self.tables, SGD(lr=1.0))
-        self.width, self.dtype = 5 * dim, compute_dtype(dtype)
-        held = [table.clone().to(device) for table in self.tables]
-        firsts = [0, 3, 10, 50]
-        slots, slot_of_row = draw[:0].to(device), None
+        self.formula, self.seed, self.step = formula, seed, 0
+        self.oracle = Oracle(self.tables, formula, seed)
+        self.width = 5 * dim
+        firsts, in_slots = [0, 3, 10, 50], torch.arange(0, 50 if has_slots else 0, 3)
+        slot_of_row = is_dirty = None
         if has_slots:  # every third row is in a slot, and cold memory has other numbers
-            in_slots = torch.arange(0, 50, 3)
             slot_of_row = torch.full((50,), -1, dtype=torch.int32)
             slot_of_row[in_slots] = torch.arange(len(in_slots), dtype=torch.int32)
-            slot_of_row, slots = slot_of_row.to(device), draw[in_slots].to(device)
-            for table, first in zip(held, firsts, strict=False):
-                table[(torch.arange(len(table)) + first) % 3 == 0] = 77
-        rows = Rows(held, slots)
+            slot_of_row = slot_of_row.to(device)
+            is_dirty = torch.zeros(len(in_slots), dtype=torch.uint8, device=device)
+        self.in_slots = in_slots
+        states = [
+            torch.zeros(50, size, dtype=self.dtype) for size in formula.state_sizes(dim).values()
+        ]
+        memories = []
+        for every in (draw, *states):
+            cold = every.clone()
+            cold[self.in_slots] = 77
+            held = [part.clone().to(device) for part in cold.split(SIZES)]
+            memories.append(Rows(held, every[self.in_slots].to(device)))
         self.memories = DeviceMemories(
-            rows, [], torch.tensor(firsts, device=device), 50, slot_of_row, None,
+            memories[0],
+            memories[1:],
+            torch.tensor(firsts, device=device),
+            50,
+            slot_of_row,
+            is_dirty,
             ErrorRecord(device),
-        )  # fmt: skip
+        )
         self.placed = DeviceLookups(self.lookups.locations, SIZES, firsts, device)
 
     def bags(self, how, num_samples=5, dtype=torch.int64):
@@ -76,10 +105,62 @@ class Setup:
         ids, num_samples, num_bags = bags.ids, bags.num_samples, bags.num_bags
         on_device = [None if each is None else each.to(self.device) for each in bags[:3]]
         given = DeviceInput(*on_device, num_samples, num_bags, self.lookups.is_mean)
-        kept = torch.full((len(ids) + num_bags + 1,), -7, dtype=torch.int32, device=self.device)
+        num_kept = len(ids) + num_bags + 1 + num_bags
+        kept = torch.full((num_kept,), -7, dtype=torch.int32, device=self.device)
         result = torch.zeros(num_samples, self.width, dtype=self.dtype, device=self.device)
         pool(self.memories, self.placed, given, kept, result)
+        self.last = given, kept
         return result.cpu(), kept.cpu()
+
+    def update(self, calls, *, is_expected=True):
+        """One step with `(bags, gradient)` each, which the oracle takes, too, if it is expected."""
+        entries = []
+        for bags, gradient in calls:
+            self.look_up(bags)
+            self.oracle.add(self.lookups, bags, gradient)
+            given, kept = self.last
+            num_bounds = (
+                0 if given.offsets is None and bags.num_bags == len(bags.ids) else bags.num_bags
+            )
+            entries.append(
+                DeviceEntry(
+                    self.placed,
+                    kept,
+                    len(bags.ids),
+                    bags.num_samples,
+                    num_bounds,
+                    self.lookups.is_mean,
+                    given.weights,
+                    gradient.to(self.device),
+                )
+            )
+        self.step += 1
+        rates = np.array([self.formula.rate_and_eps(self.formula.lr, self.step)] * len(SIZES))
+        keys = TO_NEAREST
+        if self.seed is not None:
+            keys = np.array(
+                [table_key(self.seed, self.step, table) for table in range(3)], np.uint64
+            )
+        update_rows(self.memories, self.formula, rates, keys, entries)
+        if is_expected:
+            self.oracle.step()
+
+    def values(self):
+        """All rows and state arrays, as one table each."""
+        found = []
+        for memory in (self.memories.rows, *self.memories.states):
+            every = torch.cat(memory.tensors).cpu()
+            every[self.in_slots] = memory.slots.cpu()
+            found.append(every)
+        return found
+
+    def is_as_expected(self):
+        """Whether rows and state are those of the oracle."""
+        expected = [
+            torch.cat(self.oracle.tables),
+            *map(torch.cat, zip(*self.oracle.states, strict=True)),
+        ]
+        return all(map(torch.equal, self.values(), expected))
 
 
 @pytest.mark.parametrize("how", ["one-hot", "equal", "jagged", "with the end", "weighted"])
@@ -96,7 +177,7 @@ def test_rows_are_pooled_in_lookup_order(triton_device, how, has_slots, dim, dty
     assert setup.memories.record.take() is None
     last = 3 * bags.num_samples  # the last feature is looked up in no table
     if how != "one-hot":
-        bounds = kept[len(bags.ids) :].tolist()
+        bounds = kept[len(bags.ids) :][: bags.num_bags + 1].tolist()
         last = bounds[last]
         assert bounds[-1] == len(bags.ids)
         if bags.offsets is not None:
@@ -133,3 +214,65 @@ def test_an_id_that_is_left_out_adds_nothing(triton_device):
     left_out.fill_(LEFT_OUT)
     assert torch.equal(setup.look_up(bags)[0], expected)
     assert setup.memories.record.take() is None
+
+
+FORMULAS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: type(formula).__name__)
+@pytest.mark.parametrize("has_slots", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "is_mean"),
+    [(16, torch.float32, False), (5, torch.float64, True), (8, torch.bfloat16, False)],
+)
+def test_rows_are_updated_wherever_they_are(triton_device, formula, has_slots, dim, dtype, is_mean):
+    is_by_row = not isinstance(formula, SGD | Adagrad | Adam)
+    seed = 3 if dtype == torch.bfloat16 and has_slots else None
+    setup = Setup(
+        triton_device, dim, dtype, has_slots=has_slots, is_mean=is_mean, formula=formula, seed=seed
+    )
+    for hows in (["one-hot"], ["jagged", "equal"], ["with the end" if is_by_row else "weighted"]):
+        calls = []
+        for how in hows:
+            bags = setup.bags(how, 3)
+            gradient = torch.randn(3, setup.width, generator=setup.generator, dtype=setup.dtype)
+            # Squares of these add up exactly, in whatever order.
+            calls.append((bags, (gradient * 4).round() / 4 if is_by_row else gradient))
+        setup.update(calls)
+        if is_by_row and is_mean:  # of which thirds are no such numbers
+            continue
+        assert setup.is_as_expected(), hows
+    if has_slots:
+        changed = setup.memories.rows.slots.cpu() != torch.cat(setup.tables)[setup.in_slots]
+        assert torch.equal(changed.any(1), setup.memories.is_dirty.cpu().bool())
+    assert setup.memories.record.take() is None
+
+
+def test_many_lookups_of_a_row_are_summed_chunk_by_chunk(triton_device):
+    setup = Setup(triton_device, 4, torch.float64, formula=SGD(lr=1.0))
+    bags = setup.bags("one-hot", 5 * CHUNK)
+    bags.ids[: 4 * CHUNK] = 11
+    gradient = torch.randint(-9, 9, (5 * CHUNK, setup.width), generator=setup.generator).double()
+    setup.update([(bags, gradient)])  # whole numbers, which add up exactly in any order
+    assert setup.is_as_expected()
+
+
+def test_nothing_is_updated_while_there_is_an_error(triton_device):
+    setup = Setup(triton_device, 4, has_slots=True)
+    bags = setup.bags("one-hot")
+    gradient = torch.ones(5, setup.width)
+    bags.ids[7] = 3  # of table 0, which has three rows
+    setup.update([(bags, gradient)], is_expected=False)
+    assert torch.equal(setup.values()[0], torch.cat(setup.tables))
+    assert setup.memories.record.take() == [NO_ROW, 0, 3, 7]
+    bags.ids[7] = 1
+    gradient[2, 0] = float("inf")  # of the first lookup, that of feature 1 in table 0
+    setup.update([(bags, gradient)], is_expected=False)
+    assert torch.equal(setup.values()[0], torch.cat(setup.tables))
+    assert setup.memories.record.take() == [BAD_GRADIENT, 0, 1, 1]

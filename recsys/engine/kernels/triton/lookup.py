@@ -83,8 +83,12 @@ class DeviceLookups:
         device: Where kernels run.
 
     Attributes:
-        numbers: Table, its rows, number of its row 0, position, first column, (5 L,) int64.
+        numbers: Table, its rows, number of its row 0, position, first column, (5 L,) int64. Then
+            for the k-th lookup of each feature, number by number, the lookup, or L if there is
+            none, (K F,).
         num_lookups: L.
+        num_layers: K, in how many lookups a feature is at most.
+        num_features: F, the largest position, plus 1.
         multiple: Divides 16 and every first column.
     """
 
@@ -98,8 +102,15 @@ class DeviceLookups:
         tables, positions, columns = zip(*locations, strict=True)
         of_tables = [sizes[table] for table in tables], [first_rows[table] for table in tables]
         numbers = np.array([tables, *of_tables, positions, columns], np.int64)
-        self.numbers = upload(numbers.reshape(-1), device)
         self.num_lookups, self.multiple = len(tables), gcd(16, *columns)
+        self.num_layers, self.num_features = (
+            max(map(positions.count, positions)),
+            max(positions) + 1,
+        )
+        layers_KF = np.full((self.num_layers, self.num_features), self.num_lookups)
+        for lookup, position in enumerate(positions):
+            layers_KF[positions[:lookup].count(position), position] = lookup
+        self.numbers = upload(np.concatenate([numbers, layers_KF], axis=None), device)
 
 
 def pool(
@@ -115,7 +126,8 @@ def pool(
         memories: Where rows are.
         lookups: What is looked up.
         given: The input.
-        kept: Receives ids and, unless bag i is id i, where bags begin, (N + bags + 1,) int32.
+        kept: Receives ids; unless bag i is id i, where bags begin; and, for means, how many ids of
+            each bag are not left out, (N + bags + 1 + bags,) int32.
         result: Receives the pooled rows, (B, W), contiguous.
     """
     rows, num_ids = memories.rows, given.ids.numel()
@@ -275,6 +287,7 @@ def _bags_kernel(
             pooled += found
         first += UNROLL
     if IS_MEAN:
+        tl.store(kept + (num_ids + num_bags + 1 + bags), num_kept.to(tl.int32), is_sample)
         pooled = divided(pooled, tl.maximum(num_kept, 1).to(pooled.dtype)[:, None])
     target = result_BW + (samples * WIDTH + column)[:, None] + d[None, :]
     tl.store(target, pooled, is_sample[:, None] & (d < DIM)[None, :])

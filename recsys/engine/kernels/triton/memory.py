@@ -5,6 +5,7 @@ over PCIe. So a table without slots and a row without a slot are read in one way
 
     row r of table t    slot_of_row[first_rows[t] + r] is its slot, if there are slots and it is not
                         negative; else the row begins at addresses[t] + r * dim numbers
+    slot s              begins at addresses[T] + s * dim numbers
 
 The record keeps the first error that a kernel found: its kind, and the table, the id and the
 position that it names. It lies on the device, where updates read it: while it has an error they
@@ -38,6 +39,7 @@ __all__ = [
     "DeviceMemories",
     "ErrorRecord",
     "Rows",
+    "begins_of",
     "count_at_most",
     "divided",
     "has_error",
@@ -61,14 +63,15 @@ class Rows:
         tensors: Views of the tables, which share their versions.
         slots: As given.
         dim: Numbers per row.
-        addresses: Where each table begins, (T,) int64 on the device; 0 for one that is empty.
-        is_aligned: Whether every table begins at a multiple of 16 bytes.
+        addresses: Where each table begins, and last the slots, (T + 1,) int64 on the device; 0 for
+            one that is empty.
+        is_aligned: Whether all begin at multiples of 16 bytes.
     """
 
     def __init__(self, tables: Sequence[Tensor], slots: Tensor) -> None:
         self.tensors, self.slots = [table.detach() for table in tables], slots
         self.dim: int = slots.shape[1]
-        starts = [table.data_ptr() if table.numel() else 0 for table in tables]
+        starts = [table.data_ptr() if table.numel() else 0 for table in (*tables, slots)]
         self.addresses = upload(np.array(starts, np.int64), slots.device)
         self.is_aligned = not any(start % 16 for start in starts)
 
@@ -172,6 +175,23 @@ def count_at_most(array, limits, num, step):
         count = tl.where(is_counted, probe, count)
         step = step // 2
     return count
+
+
+@triton.jit
+def begins_of(address, index, numbers, DIM: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Pointers to the first number of some rows, (N, 1).
+
+    Args:
+        address: Of the table or the slots, (N,).
+        index: Of the row or the slot, (N,) int64.
+        numbers: A pointer to numbers of the same dtype.
+        DIM: Numbers per row.
+        IS_ALIGNED: As of `Rows`.
+    """
+    begins = address.to(tl.pointer_type(numbers.dtype.element_ty))
+    if IS_ALIGNED:
+        begins = tl.multiple_of(begins, [16])
+    return begins[:, None] + (index * DIM)[:, None]
 
 
 @triton.jit

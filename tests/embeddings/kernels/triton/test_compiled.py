@@ -37,6 +37,7 @@ def test_every_module_of_kernels_is_compiled():
         path.stem for path in recsys.rglob("*.py") if "\n@launched\n" in path.read_text("utf-8")
     }
 
+    # Of two modules named `row_sums`, one is launched by `update`.
     assert with_kernels == {
         path.stem.removeprefix("launches_") for path in here.glob("launches_*.py")
     }
