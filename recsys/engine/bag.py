@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.engine.lookup.lookup import Part
     from recsys.engine.rows.bags import Bags
 
@@ -58,7 +59,9 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
             do not fit stay in `weight`, the cold store. Results are the same to the last bit. A
             budget needs an optimizer. Write to rows only through `weight`: a write through a tensor
             kept from before may raise `ConflictingWrite`, and a write through a kept numpy array is
-            not seen. None keeps all rows in fast memory.
+            not seen. None takes the budget of `plan`, or keeps all rows in fast memory.
+        plan: Rows that do not leave fast memory, as a plan of a single table of this size, by any
+            name; see `plan_hot_rows`. Without a plan, rows in frequent use stay in fast memory.
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk, for tables that are
             larger than memory.
         cold_path: Folder of the cold tier "file", created if missing: it chooses the disk. The
@@ -70,9 +73,11 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
 
     Raises:
         AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
+        BudgetTooSmall: the budget has no room for the row map and a row.
         ColdTierError: the folder cannot be used, or the disk is full.
         ConfigError: budget, cold_tier and cold_path contradict each other.
-        TypeError: the optimizer is not a formula.
+        ProfileError: the plan is for other tables.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
             setting.
     """
@@ -97,11 +102,19 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
         settings = TableSettings(
-            optimizer, auto_apply, stochastic_rounding, rounding_seed, budget, cold_tier, cold_path
+            optimizer,
+            auto_apply,
+            stochastic_rounding,
+            rounding_seed,
+            budget,
+            cold_tier,
+            cold_path,
+            plan,
         )
         shape = num_embeddings, embedding_dim
         rows, files = settings.allocate_one(shape, _weight, dtype, device)

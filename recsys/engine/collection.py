@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from recsys.batch import Features, Pooled
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
     from recsys.engine.lookup.lookup import Nodes, Part
     from recsys.engine.rows.bags import Bags
@@ -61,6 +62,8 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         stochastic_rounding: As for `HotColdEmbeddingBag`.
         rounding_seed: As for `HotColdEmbeddingBag`.
         budget: As for `HotColdEmbeddingBag`. Write to rows only through each table's `weight`.
+        plan: Rows that do not leave fast memory, as a plan of these tables by name; see
+            `plan_hot_rows`. Without a plan, rows in frequent use stay in fast memory.
         cold_tier: As for `HotColdEmbeddingBag`.
         cold_path: As for `HotColdEmbeddingBag`.
 
@@ -73,9 +76,11 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         bfloat16.
 
     Raises:
+        BudgetTooSmall: the budget has no room for the row map and a row.
         ColdTierError: the folder cannot be used, or the disk is full.
         ConfigError: budget, cold_tier and cold_path contradict each other.
-        TypeError: the optimizer is not a formula.
+        ProfileError: the plan is for other tables.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: names are not distinct, a pooling or data type is unknown, or a recsys optimizer
             does not support the device.
     """
@@ -91,13 +96,21 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
         settings = TableSettings(
-            optimizer, auto_apply, stochastic_rounding, rounding_seed, budget, cold_tier, cold_path
+            optimizer,
+            auto_apply,
+            stochastic_rounding,
+            rounding_seed,
+            budget,
+            cold_tier,
+            cold_path,
+            plan,
         )
         self._is_weighted, files = is_weighted, None
         if _bags is None:
@@ -289,6 +302,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         optimizer: As for `HotColdEmbeddingBagCollection`.
         auto_apply: As for `HotColdEmbeddingBagCollection`.
         budget: As for `HotColdEmbeddingBagCollection`.
+        plan: As for `HotColdEmbeddingBagCollection`.
         cold_tier: As for `HotColdEmbeddingBagCollection`.
         cold_path: As for `HotColdEmbeddingBagCollection`.
 
@@ -297,9 +311,11 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
+        BudgetTooSmall: the budget has no room for the row map and a row.
         ColdTierError: the folder cannot be used, or the disk is full.
         ConfigError: budget, cold_tier and cold_path contradict each other.
-        TypeError: the optimizer is not a formula.
+        ProfileError: the plan is for other tables.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: names are not distinct, dims differ, a data type is unknown, or a recsys
             optimizer does not support the device.
     """
@@ -313,6 +329,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
         _embeddings: nn.ModuleDict | None = None,
@@ -322,7 +339,12 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         if len(set(dims.values())) > 1:
             raise ValueError(f"tables of a collection must have one embedding_dim, got {dims}")
         settings = TableSettings(
-            optimizer, auto_apply, budget=budget, cold_tier=cold_tier, cold_path=cold_path
+            optimizer,
+            auto_apply,
+            budget=budget,
+            cold_tier=cold_tier,
+            cold_path=cold_path,
+            plan=plan,
         )
         self._need_indices, files = need_indices, None
         if _embeddings is None:

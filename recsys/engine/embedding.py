@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.engine.lookup.lookup import Part
     from recsys.engine.rows.bags import Bags
 
@@ -47,6 +48,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
         stochastic_rounding: As for `HotColdEmbeddingBag`.
         rounding_seed: As for `HotColdEmbeddingBag`.
         budget: As for `HotColdEmbeddingBag`.
+        plan: As for `HotColdEmbeddingBag`.
         cold_tier: As for `HotColdEmbeddingBag`.
         cold_path: As for `HotColdEmbeddingBag`.
 
@@ -55,9 +57,11 @@ class HotColdEmbedding(OneTable, nn.Embedding):
 
     Raises:
         AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
+        BudgetTooSmall: the budget has no room for the row map and a row.
         ColdTierError: the folder cannot be used, or the disk is full.
         ConfigError: budget, cold_tier and cold_path contradict each other.
-        TypeError: the optimizer is not a formula.
+        ProfileError: the plan is for other tables.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
             setting.
     """
@@ -83,11 +87,19 @@ class HotColdEmbedding(OneTable, nn.Embedding):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
         settings = TableSettings(
-            optimizer, auto_apply, stochastic_rounding, rounding_seed, budget, cold_tier, cold_path
+            optimizer,
+            auto_apply,
+            stochastic_rounding,
+            rounding_seed,
+            budget,
+            cold_tier,
+            cold_path,
+            plan,
         )
         shape = num_embeddings, embedding_dim
         rows, files = settings.allocate_one(shape, _weight, dtype, device)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from recsys._support.memory import empty_rows
 from recsys._support.sizes import parse_bytes
 from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.popularity.plan import require_plan
+from recsys.embeddings.table import TableConfig
 from recsys.embeddings.update.in_backward import read_marks
 from recsys.engine.lookup.lookup import Nodes
 from recsys.engine.rows.bags import Lookups
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.engine.lookup.lookup import Part
     from recsys.engine.rows.bags import Bags
     from recsys.engine.tiers.fetch import Claims
@@ -79,16 +82,18 @@ class TableSettings(NamedTuple):
     budget: int | str | None = None
     cold_tier: str = "host"
     cold_path: Path | str | None = None
+    plan: HotPlan | None = None
 
     def require(self) -> None:
         """Check that the settings fit together.
 
         Raises:
             ConfigError: they contradict each other.
-            TypeError: the optimizer is not a formula.
+            TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
             ValueError: there is a budget and no optimizer.
         """
         require_formula(self.optimizer)
+        require_plan(self.plan)
         if self.cold_tier not in ("host", "file"):
             raise ConfigError(f"cold_tier must be 'host' or 'file', got {self.cold_tier!r}")
         if (self.cold_tier == "file") != (self.cold_path is not None):
@@ -96,10 +101,39 @@ class TableSettings(NamedTuple):
                 f"cold_path is the folder of cold_tier='file', got {self.cold_path!r} and "
                 f"cold_tier={self.cold_tier!r}; give both or none"
             )
-        if self.cold_tier == "file" and self.budget is None:
+        has_budget = self.budget is not None or self.plan is not None
+        if self.cold_tier == "file" and not has_budget:
             raise ConfigError("cold_tier='file' needs budget=, the fast memory for rows in use")
-        if self.budget is not None and self.optimizer is None:
-            raise ValueError("budget= needs optimizer=, which updates rows wherever they are")
+        if has_budget and self.optimizer is None:
+            raise ValueError(
+                "budget= (or plan=) needs optimizer=, which updates rows wherever they are"
+            )
+
+    def give_slots(
+        self, tables: Sequence[Table], groups: Sequence[TableGroup], formula: RowOptimizer
+    ) -> None:
+        """Divide the budget, if there is one, among groups of tables.
+
+        Raises:
+            BudgetTooSmall: it has no room for the row maps and a slot of each group.
+            ConfigError: it cannot be read.
+            ProfileError: the plan is for other tables.
+        """
+        budget: Any = self.budget
+        pinned = None
+        if self.plan is not None:
+            # A plan for a module with one table may have any name for it.
+            names = [*self.plan.tables] if tables[0].key == "weight" else [t.name for t in tables]
+            known = [
+                TableConfig(name=name, num_embeddings=shape[0], embedding_dim=shape[1])
+                for name, table in zip(names, tables, strict=False)
+                for shape in [table.weight.shape]
+            ]
+            plan = self.plan.of_tables(known, budget)
+            of_tables = zip(tables, plan.pinned_by_table(), strict=True)
+            budget, pinned = plan.budget_bytes, {table.name: rows for table, rows in of_tables}
+        if budget is not None:
+            give_slots(groups, formula, parse_bytes(budget, "budget"), pinned)
 
     def allocate(
         self,
@@ -266,8 +300,7 @@ class TableModule(nn.Module):
             stochastic_rounding=settings.stochastic_rounding,
             rounding_seed=settings.rounding_seed,
         )
-        if settings.budget is not None:
-            give_slots(groups, formula, parse_bytes(settings.budget, "budget"))
+        settings.give_slots(tables, groups, formula)
         self.attach(places, Nodes(self.row_optimizer if settings.auto_apply else None))
 
     def _take_over(

@@ -30,7 +30,17 @@ import numpy as np
 import torch
 
 from recsys._support.torch_compat import versions_of
-from recsys.engine.kernels.cpu.claim import HITS, LEFT, LOOKUPS, claim, drop_all
+from recsys._support.user_warnings import warn_caller
+from recsys.engine.kernels.cpu.claim import (
+    LEFT,
+    NUM_COUNTS,
+    PLANNED,
+    POPULAR,
+    ROWS,
+    claim,
+    drop_all,
+)
+from recsys.engine.kernels.cpu.places import ARRIVING, EMPTY
 from recsys.engine.rows.bags import Bags, Lookups, addresses
 from recsys.engine.rows.grads import bind_table, group_of
 from recsys.engine.tiers.host_store import Transfer
@@ -43,6 +53,7 @@ from recsys.errors import ConflictingWrite
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.engine.rows.ledger import Entry
@@ -50,7 +61,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Claim", "Claims", "Counts", "Fetcher", "claim_together"]
 
-_NEVER_OVER = 2**31 - 1
+_NO_ROWS: NDArray[np.int32] = np.empty(0, np.int32)
+_LEAST_USES = 2  # of a popular row; one that a single mini-batch looked up has one use
 
 
 class Claim(NamedTuple):
@@ -59,20 +71,34 @@ class Claim(NamedTuple):
     Attributes:
         generation: Number of the mini-batch.
         transfer: The last one that fetches its rows.
-        is_whole: Whether every row got a slot.
+        counts: As of a `Transfer`.
     """
 
     generation: int
     transfer: Transfer
-    is_whole: bool
+    counts: NDArray[np.int64]
 
 
 class Counts(NamedTuple):
-    """What claims found: ids looked up, those whose row had a slot, and rows left without one."""
+    """Sums over mini-batches; a row that a later one has claimed already is not among the rows.
+
+    Attributes:
+        lookups: Ids looked up.
+        hits: Those whose row had a slot when its mini-batch claimed slots.
+        rows: Distinct rows of each mini-batch.
+        rows_hit: Those that had a slot.
+        left: Rows that were used in cold memory, because slots were too few.
+        fetched: Rows fetched.
+        written: Rows written back.
+    """
 
     lookups: int
     hits: int
+    rows: int
+    rows_hit: int
     left: int
+    fetched: int
+    written: int
 
 
 class Fetcher:
@@ -81,29 +107,35 @@ class Fetcher:
     Args:
         group: The tables.
         num_slots: S.
-        pinned: For each table, rows that never leave their slots, int64; as many as slots hold.
+        planned: Rows that do not leave their slots, counted over all tables, (P,) int32.
 
     Attributes:
         marks: Where rows are.
         queue: Moves rows.
         num_ahead: Transfers started in the background.
-        counts: Sums over all claims.
+        sums: The numbers of `counts`, and others after them.
+        popular: Other rows that do not leave their slots until `pin` or `pin_popular`, the most
+            used first.
         lock: Held while kernels read or change where rows are: one thread trains, and others may
             evaluate meanwhile.
     """
 
-    def __init__(self, group: TableGroup, num_slots: int, pinned: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, group: TableGroup, num_slots: int, planned: NDArray[np.int32] = _NO_ROWS
+    ) -> None:
         self._group, self.lock = group, threading.RLock()
         self.marks = make_marks(int(group.first_rows[-1]), num_slots)
         self.queue = TransferQueue(self.marks.slot_of_row)
-        self.num_ahead, self.counts = 0, Counts(0, 0, 0)
+        self.num_ahead, self.sums = 0, np.zeros(NUM_COUNTS, np.int64)
         self._needed = self._last = 1
         self._views: list[Tensor] = []  # of `weight.data`, whose versions are others
         self._versions: list[int] | None = None  # None: what is found next is accepted
         self._is_covered = False  # whether the current mini-batch was claimed wholly
+        self._is_counted = False  # whether it was
         self._short = 0  # the last generation for which slots were too few
-        self._pinned = pinned
-        self._must_pin = bool(pinned)
+        self._has_warned = False
+        self._planned, self.popular = planned, _NO_ROWS
+        self._must_pin = True
         group.give_slots(num_slots, self)
         for number, table in enumerate(group.tables):
             if group_of(table) is not group:
@@ -127,27 +159,40 @@ class Fetcher:
         with self.lock:
             found = [self._claim(lookups, bags, self._last) for lookups, bags in wanted]
             self.queue.start()
-        is_whole = all(claimed.is_whole for claimed in found)
-        if not is_whole:
+        counts = np.sum([claimed.counts for claimed in found], axis=0)
+        if counts[LEFT]:
             self._short = self._last
-        return found[-1]._replace(is_whole=is_whole)
+        return found[-1]._replace(counts=counts)
 
     def begin(self, claimed: Claim | None) -> None:
         """Begin to compute a mini-batch: its claim, or None if it was not claimed ahead."""
-        self._is_covered = False
+        self._is_covered = self._is_counted = False
         if claimed is not None:
             self._needed = max(self._needed, claimed.generation)
             with self.lock:
                 self.queue.finish(claimed.transfer)
-            self._is_covered = claimed.is_whole
+            self._is_covered, self._is_counted = not claimed.counts[LEFT], True
+            self.sums[:LEFT] += claimed.counts[:LEFT]
 
     def before_lookup(self, lookups: Lookups, bags: Bags) -> None:
         """Claim slots for a lookup in training, unless its mini-batch was claimed ahead."""
-        if not self._is_covered:
-            with self.lock:
-                self.settle()
-                self._claim(lookups, bags, self._needed)
-                self.settle()
+        if self._is_covered:
+            return
+        with self.lock:
+            self.settle()
+            counts = self._claim(lookups, bags, self._needed).counts
+            self.settle()
+        if not self._is_counted:
+            self.sums[:LEFT] += counts[:LEFT]
+        self.sums[LEFT] += counts[LEFT]
+        if counts[LEFT] and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"tables {self._group.names}: a mini-batch looked up {counts[ROWS]} different "
+                f"rows, and {counts[LEFT]} of them ({counts[LEFT] / counts[ROWS]:.0%}) were used "
+                f"in cold memory, because the budget has room for {self._group.num_slots} rows; "
+                "results are the same, but later. Raise budget=, or make mini-batches smaller"
+            )
 
     def before_update(self, entries: Sequence[Entry]) -> None:
         """Let no transfer touch these rows; writes are our own until `accept_writes`."""
@@ -158,7 +203,7 @@ class Fetcher:
     def end_generation(self) -> None:
         """Let the slots of the current mini-batch be taken."""
         self._needed += 1
-        self._is_covered = False
+        self._is_covered = self._is_counted = False
 
     def settle(self) -> None:
         """Wait until no row is on its way."""
@@ -177,9 +222,52 @@ class Fetcher:
                 write_back(self._group)
             self.settle()
             marks = self.marks
-            drop_all(marks.slot_of_row, marks.row_of_slot, marks.generations, marks.is_dirty)
+            drop_all(*marks[:3], marks.is_dirty, marks.pins)
             self.accept_writes()
-            self._must_pin = bool(self._pinned)
+            self._must_pin = True
+
+    def pin_popular(self, most: int) -> tuple[int, int]:
+        """Pin the rows that are used most, in place of those in `popular`.
+
+        Of rows with equal use counts, all are pinned or none. A row's count is halved when it is
+        pinned, so one that is used no more is not pinned again.
+
+        Args:
+            most: The most rows that are pinned, with those of a plan.
+
+        Returns:
+            The numbers of rows that are pinned now and were not, and that were and are not.
+        """
+        with self.lock:
+            _, row_of_slot, _, uses, *_, pins = self.marks
+            may_be, was = (row_of_slot != EMPTY) & (pins != PLANNED), pins == POPULAR
+            most -= int((pins == PLANNED).sum())
+            # By use count: rows with as many uses or more.
+            with_uses = np.bincount(uses[may_be], minlength=256)[::-1].cumsum()[::-1]
+            least = max(_LEAST_USES, int((with_uses > most).sum()))
+            chosen = may_be & (uses >= least)
+            pins[was], pins[chosen] = 0, POPULAR
+            slots = np.flatnonzero(chosen)
+            self.popular = row_of_slot[slots[np.argsort(-uses[slots].astype(int), kind="stable")]]
+            uses[slots] >>= 1
+        return int((chosen & ~was).sum()), int((was & ~chosen).sum())
+
+    def pin(self, rows: NDArray[np.int32], most: int) -> None:
+        """Pin rows from the next claim on, in place of those in `popular`.
+
+        Args:
+            rows: Distinct rows, counted over all tables, (P,); the first ones have precedence.
+            most: As for `pin_popular`.
+        """
+        with self.lock:
+            self.marks.pins[self.marks.pins == POPULAR] = 0
+            self.popular = rows[: max(0, most - len(self._planned))]
+            self._must_pin = True
+
+    @property
+    def counts(self) -> Counts:
+        """What mini-batches found, since the slots were made."""
+        return Counts(*self.sums[: len(Counts._fields)].tolist())
 
     def watch(self, view: Tensor) -> Tensor:
         """Notice writes to a view of a table that has a version of its own; returns the view."""
@@ -215,27 +303,43 @@ class Fetcher:
             )
         self.empty_slots(is_written_back=False)
 
-    def _pin(self) -> None:
-        """Claim slots for the pinned rows, by a generation that is never over."""
-        self._must_pin, counts = False, self.counts
-        ends = torch.tensor([0, *map(len, self._pinned)]).cumsum(0)
-        bags = Bags(torch.cat(list(self._pinned)), ends, None, 1, len(self._pinned))
-        locations = [(table, table, 0) for table in range(len(self._pinned))]
-        self._claim(Lookups(locations, is_mean=False), bags, _NEVER_OVER)
-        self.counts = counts
-
     def _claim(self, lookups: Lookups, bags: Bags, generation: int) -> Claim:
         self.require_unwritten()
         if self._must_pin:
             self._pin()
-        group = self._group
-        lookups_5L = group.place(lookups).lookups_5L
+        lookups_5L = self._group.place(lookups).lookups_5L
+        of_table = np.searchsorted(lookups.arrays[0], np.arange(len(self._group.tables) + 1))
         # A feature that is looked up in several tables has more rows than ids.
-        most = min(bags.ids.numel() * lookups.most_repeats, group.num_slots)
-        transfer = Transfer(group, most, generation)
+        most = bags.ids.numel() * lookups.most_repeats
+        return self._claim_slots(lookups_5L, of_table, bags, most, generation)
+
+    def _pin(self) -> None:
+        """Claim slots for planned and popular rows, and pin those that have one then."""
+        self._must_pin = False
+        marks, of_kinds = self.marks, [self._planned, self.popular]
+        rows = np.concatenate(of_kinds)
+        kinds = np.repeat(np.array([PLANNED, POPULAR], np.uint8), list(map(len, of_kinds)))
+        # As one table with all rows.
+        whole_5L = np.array([[0], [len(marks.slot_of_row)], [0], [0], [0]], np.uint64)
+        bags = Bags(torch.from_numpy(rows), None, None, len(rows), len(rows))
+        self._claim_slots(whole_5L, np.array([0, 1]), bags, len(rows), self._needed)
+        found = marks.slot_of_row[rows]
+        slots = np.where(found < 0, ARRIVING - found, found)  # negative if there is none
+        has_slot = slots >= 0
+        marks.pins[slots[has_slot]] = kinds[has_slot]
+
+    def _claim_slots(
+        self,
+        lookups_5L: NDArray[np.uint64],
+        of_table: NDArray[np.int64],
+        bags: Bags,
+        most: int,
+        generation: int,
+    ) -> Claim:
+        group = self._group
+        transfer = Transfer(group, min(most, group.num_slots), generation)
         needed = min(self._needed, self.queue.oldest_generation(self._needed))
         self.queue.add(transfer)  # before it is filled; see `TransferQueue`
-        of_table = np.searchsorted(lookups.arrays[0], np.arange(len(group.tables) + 1))
         given = addresses(bags, 0, is_mean=False)
         claim(
             self.marks,
@@ -247,13 +351,8 @@ class Fetcher:
             transfer.moves_4M,
             transfer.counts,
         )
-        found, known = transfer.counts, self.counts
-        self.counts = Counts(
-            known.lookups + int(found[LOOKUPS]),
-            known.hits + int(found[HITS]),
-            known.left + int(found[LEFT]),
-        )
-        return Claim(generation, transfer, not found[LEFT])
+        self.sums[LEFT + 1 :] += transfer.counts[LEFT + 1 :]
+        return Claim(generation, transfer, transfer.counts)
 
 
 Claims = list[tuple[Fetcher, Claim | None]]  # of the groups of a mini-batch

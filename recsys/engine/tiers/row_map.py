@@ -12,7 +12,7 @@ from recsys.engine.kernels.cpu.places import EMPTY, NOWHERE
 
 __all__ = ["MAP_BYTES_PER_ROW", "MARK_BYTES_PER_SLOT", "make_marks"]
 
-MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT = 4, 10
+MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT = 4, 11
 
 
 def make_marks(num_rows: int, num_slots: int) -> Marks:
@@ -29,4 +29,5 @@ def make_marks(num_rows: int, num_slots: int) -> Marks:
         np.zeros(num_slots, np.uint8),
         np.zeros(num_slots, np.uint8),
         np.zeros(1, np.int64),
+        np.zeros(num_slots, np.uint8),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.engine.kernels.cpu.claim import list_dirty
+from recsys.engine.kernels.cpu.claim import WRITTEN, list_dirty
 from recsys.engine.tiers.host_store import Transfer
 
 if TYPE_CHECKING:
@@ -24,4 +24,5 @@ def write_back(group: TableGroup) -> None:
         fetcher.queue.add(transfer)  # before it is filled; see `TransferQueue`
         marks = fetcher.marks
         list_dirty(marks.row_of_slot, marks.is_dirty, transfer.moves_4M, transfer.counts)
+        fetcher.sums[WRITTEN] += transfer.counts[WRITTEN]
         fetcher.settle()

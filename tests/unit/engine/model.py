@@ -1,5 +1,6 @@
 """A small module over the engine: what tests train, resident or with a budget."""
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,6 +13,9 @@ from recsys.engine.tiers.file_store import ColdFiles
 from recsys.engine.tiers.write_back import write_back
 from recsys.engine.update.fused_optimizer import FusedOptimizer
 
+# Of the warning that a mini-batch has more rows than there are slots.
+TOO_MANY_ROWS = "tables .* different rows, and"
+
 
 class Tables:
     """Tables of one group with an optimizer.
@@ -23,7 +27,7 @@ class Tables:
         formula: How rows are updated.
         dtype: Of the rows.
         num_slots: Rows in fast memory; None for all rows in their tables.
-        pinned: Rows of each table that never leave their slots.
+        planned: Rows that do not leave their slots, counted over all tables.
         folder: Of files for tables and state; None to keep them in memory.
         is_mean: Whether bags are averaged.
         auto_apply: Whether rows are updated at the end of each backward.
@@ -39,7 +43,7 @@ class Tables:
         dtype=torch.float32,
         num_slots=None,
         folder=None,
-        pinned=(),
+        planned=(),
         is_mean=False,
         auto_apply=False,
     ):
@@ -55,7 +59,7 @@ class Tables:
         keyed = {name: (table, "") for name, table in zip(names, self.weights, strict=True)}
         self.optimizer = FusedOptimizer(keyed, [self.group], formula, rounding_seed=7)
         if num_slots is not None:
-            Fetcher(self.group, num_slots, pinned)
+            Fetcher(self.group, num_slots, np.array(planned, np.int32))
         self.nodes = Nodes(self.optimizer if auto_apply else None)
         self.features, self.dim = features, dim
         self.width = dim * len(features)

@@ -6,10 +6,15 @@ from torch import nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.popularity.counts import PopularityProfile
+from recsys.embeddings.popularity.plan import plan_hot_rows
+from recsys.engine.bag import HotColdEmbeddingBag
 from recsys.engine.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
-from recsys.errors import IdOutOfRange, MalformedBags
+from recsys.errors import IdOutOfRange, MalformedBags, ProfileError
+from tests.unit.engine.model import TOO_MANY_ROWS
 
 torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
 
 SIZES = {"users": (9, ["user", "friend"]), "goods": (7, ["item"]), "more": (5, ["item", "user"])}
 KEYS = ["item", "unused", "user", "friend"]
@@ -20,8 +25,8 @@ OFFSETS = torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
 MAPS = 21 * 4
 TIERS = {
     "resident": {},
-    "host": {"budget": MAPS + 5 * (16 * 2 + 10)},
-    "files": {"budget": MAPS + 5 * (16 * 2 + 10), "cold_tier": "file"},
+    "host": {"budget": MAPS + 5 * (16 * 2 + 11)},
+    "files": {"budget": MAPS + 5 * (16 * 2 + 11), "cold_tier": "file"},
 }
 
 
@@ -222,3 +227,38 @@ def test_a_row_that_does_not_exist_is_named_without_pooling_too():
     ids = JaggedIds(KEYS, torch.where(VALUES == 8, 9, VALUES), OFFSETS)
     with pytest.raises(IdOutOfRange, match="'users', feature 'friend', sample 1: id 9"):
         ours(ids)
+
+
+def planned(tables, *batches, budget=21 * 4 + 8 * (16 * 2 + 11)):
+    profile = PopularityProfile(tables)
+    for batch in batches:
+        profile.add(batch)
+    return plan_hot_rows(profile, tables, budget, Adagrad(lr=0.1), window_lookups=1, small_share=0)
+
+
+def pinned_rows(module):
+    marks = module.groups()[0].fetcher.marks
+    return sorted(marks.row_of_slot[marks.pins > 0].tolist())
+
+
+def test_a_plan_gives_the_budget_and_the_rows_that_stay():
+    plan = planned(configs(), light())
+    ours = HotColdEmbeddingBagCollection(configs(), optimizer=Adagrad(lr=0.1), plan=plan)
+    ours(light())
+    firsts = zip(plan.pinned_by_table(), (0, 9, 16), strict=True)
+    assert pinned_rows(ours) == [row + first for (rows, _), first in firsts for row in rows] != []
+
+
+def test_a_plan_of_a_bag_may_have_any_name(tmp_path):
+    ids = torch.tensor([5, 5, 3, 1])
+    tables = configs()[:1]
+    plan = planned(tables, JaggedIds(["user", "friend"], ids, torch.arange(5)), budget=300)
+    bag = HotColdEmbeddingBag(
+        9, 4, optimizer=Adagrad(lr=0.1), plan=plan, cold_tier="file", cold_path=tmp_path
+    )
+    bag(ids, torch.tensor([0]))
+    assert pinned_rows(bag) == [1, 3, 5]
+    for wrong in ({"num_embeddings": 8}, {"embedding_dim": 2}):
+        shape = {"num_embeddings": 9, "embedding_dim": 4} | wrong
+        with pytest.raises(ProfileError, match="'users'"):
+            HotColdEmbeddingBag(**shape, optimizer=Adagrad(lr=0.1), plan=plan)

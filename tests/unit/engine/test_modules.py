@@ -17,12 +17,15 @@ from recsys.engine.lookup.lookup import Nodes
 from recsys.engine.tables_module import group_tables
 from recsys.engine.update.fused_optimizer import FusedOptimizer
 from recsys.errors import ConfigError, MalformedBags
+from tests.unit.engine.model import TOO_MANY_ROWS
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
 
 IDS, OFFSETS = torch.tensor([1, 2, 1, 0, 3, 3, 6, 1]), torch.tensor([0, 2, 4, 4, 7])
 TIERS = {
     "resident": {},
-    "host": {"budget": 7 * 4 + 2 * (16 * 2 + 10)},
-    "files": {"budget": 7 * 4 + 2 * (16 * 2 + 10), "cold_tier": "file"},
+    "host": {"budget": 7 * 4 + 2 * (16 * 2 + 11)},
+    "files": {"budget": 7 * 4 + 2 * (16 * 2 + 11), "cold_tier": "file"},
 }
 ARGUMENTS = {
     "offsets": ({"mode": "sum"}, (IDS, OFFSETS)),
@@ -149,7 +152,7 @@ def test_activations_may_be_recomputed_in_backward(use_reentrant, has_weights, a
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_has_plain_tables_with_the_newest_rows(make):
-    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), **TIERS["host"])
+    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=Adagrad(lr=0.1), **TIERS["host"])
     step(ours, (IDS, OFFSETS))
     found = make(ours)
     assert type(found.weight) is nn.Parameter
@@ -209,7 +212,7 @@ def test_offsets_that_lie_are_refused_with_padding_too(offsets):
 
 
 def test_a_deleted_module_leaves_nothing_behind():
-    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=SGD(lr=1.0), **TIERS["host"])
+    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=Adagrad(lr=0.1), **TIERS["host"])
     step(ours, (IDS, OFFSETS))
     ours.prefetch(IDS, OFFSETS)
     group = weakref.ref(ours.groups()[0])
@@ -223,6 +226,7 @@ def test_a_deleted_module_leaves_nothing_behind():
     [
         ({"budget": 100}, ValueError, "budget="),
         ({"optimizer": "sgd"}, TypeError, "optimizer"),
+        ({"optimizer": SGD(lr=1.0), "plan": "plan.npz"}, TypeError, "plan"),
         ({"optimizer": SGD(lr=1.0), "mode": "max"}, ValueError, "'max'"),
         ({"optimizer": SGD(lr=1.0), "max_norm": 1.0}, ValueError, "max_norm"),
         ({"optimizer": SGD(lr=1.0), "scale_grad_by_freq": True}, ValueError, "scale_grad_by_freq"),

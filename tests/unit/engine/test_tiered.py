@@ -29,7 +29,7 @@ from recsys.errors import (
     MalformedBags,
     TiersFailed,
 )
-from tests.unit.engine.model import Tables, are_equal
+from tests.unit.engine.model import TOO_MANY_ROWS, Tables, are_equal
 
 FORMULAS = [
     SGD(lr=0.5),
@@ -38,7 +38,8 @@ FORMULAS = [
     Adam(lr=0.1),
     PartialRowWiseAdam(lr=0.1),
 ]
-ACTIONS = ["train", "accumulate", "evaluate", "claim", "drop", "fail", "write back", "save"]
+ACTIONS = ["train", "accumulate", "evaluate", "claim", "drop", "fail", "write back", "save", "pin"]
+pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
 
 
 class Twins:
@@ -55,8 +56,8 @@ class Twins:
         rest = sizes, features, rng.choice([16, 5]), rng.choice(FORMULAS)
         self.resident = Tables(*rest, **make)
         num_slots = max(1, int(share * sum(sizes)))
-        pinned = [torch.arange(min(size, 3)) for size in sizes] if rng.random() < 0.3 else ()
-        self.tiered = Tables(*rest, **make, num_slots=num_slots, folder=folder, pinned=pinned)
+        planned = range(min(5, sum(sizes))) if rng.random() < 0.3 else ()
+        self.tiered = Tables(*rest, **make, num_slots=num_slots, folder=folder, planned=planned)
         self.both = self.resident, self.tiered
         self.generator = torch.Generator().manual_seed(seed)
         self.window = []  # mini-batches whose rows are claimed
@@ -117,6 +118,8 @@ class Twins:
         elif action == "save":
             for tables in self.both:
                 tables.optimizer.load_state_dict(tables.optimizer.state_dict())
+        elif action == "pin":
+            self.tiered.fetcher.pin_popular(self.tiered.group.num_slots // 2)
         elif action == "fail":
             self.forward(self.next_input())
             for tables in self.both:
@@ -377,18 +380,23 @@ def test_a_table_without_state_moves_beside_one_with_state():
 
 
 def test_a_mini_batch_larger_than_the_slots_trains():
-    both = pair(num_slots=2)
-    for _ in range(3):
-        train(both, *range(20))
-    assert both[1].fetcher.counts.left > 0
+    both = pair(num_slots=5)
+    train(both, 1, 2, 3)
+    with pytest.warns(match="looked up 20 different rows, and 15 of them [(]75%[)]") as found:
+        train(both * 2, *range(20))
+    assert len(found) == 1
+    assert both[1].fetcher.counts.left == 2 * 15
     assert are_equal(*both)
 
 
-def test_pinned_rows_stay_in_their_slots():
-    sizes, features, pinned = [20, 10], [0, 1], [torch.tensor([3, 7]), torch.tensor([9])]
+def places(tables, *rows):
+    return tables.fetcher.marks.slot_of_row[[*rows]]
+
+
+def test_planned_rows_stay_in_their_slots():
     both = [
-        Tables(sizes, features, 16, Adagrad(lr=0.1), num_slots=slots, pinned=rows)
-        for slots, rows in ((None, ()), (5, pinned))
+        Tables([20, 10], [0, 1], 16, Adagrad(lr=0.1), num_slots=slots, planned=[3, 7, 29])
+        for slots in (None, 5)
     ]
     generator = torch.Generator().manual_seed(0)
     for number in range(20):
@@ -397,32 +405,74 @@ def test_pinned_rows_stay_in_their_slots():
             tables.train(bags)
         if number == 10:
             assert torch.equal(*(tables.weights[0].sum() for tables in both))
-    slot_of_row = both[1].fetcher.marks.slot_of_row
-    assert (slot_of_row[[3, 7, 20 + 9]] >= 0).all()
+    assert (places(both[1], 3, 7, 29) >= 0).all()
     assert are_equal(*both)
 
 
-def test_hits_are_counted():
+def test_popular_rows_stay_until_others_are_more_popular():
+    both = pair(num_slots=6)
+    fetcher = both[1].fetcher
+    for number in range(8):
+        train(both, 1, 2, 5 + number)
+    assert fetcher.pin_popular(3) == (2, 0)
+    assert sorted(fetcher.popular) == [1, 2]
+    train(both, *range(8, 16))
+    assert are_same(both)  # empties the slots
+    train(both, 3, 4)
+    assert (places(both[1], 1, 2) >= 0).all()
+    train(both, 3, 4)
+    assert fetcher.pin_popular(2) == (2, 2)
+    fetcher.pin(np.array([17, 18, 19], np.int32), 2)
+    train(both, *range(8))
+    assert (places(both[1], 17, 18, 19) >= 0).tolist() == [True, True, False]
+    assert are_same(both)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_counts_are_those_of_mini_batches(is_ahead):
     both = pair(num_slots=4)
-    train(both, 0, 1, 1)
-    train(both, 0, 1, 2)
-    assert tuple(both[1].fetcher.counts) == (6, 2, 0)
+    fetcher = both[1].fetcher
+    for rows in ([0, 1, 1], [0, 1, 2], [0, 3, 4, 5, 5, 6]):
+        fetcher.begin(both[1].claim_ahead(ids(both, *rows)) if is_ahead else None)
+        train(both, *rows)
+    assert are_equal(*both)
+    assert tuple(fetcher.counts) == (12, 3, 10, 3, 1, 6, 6)
+
+
+BYTES = 64 + 11  # of a slot
 
 
 @pytest.mark.parametrize(
-    ("budget", "expected"),
-    [(30 * 4 + 74, 1), (30 * 4 + 74 * 12, 12), (30 * 4 + 74 * 25, 25), (2**20, 30)],
+    ("budget", "num_slots", "planned"),
+    [
+        (30 * 4 + BYTES, 1, []),
+        (30 * 4 + BYTES * 3, 2, [27]),
+        (30 * 4 + BYTES * 5, 5, [27, 4, 12]),
+        (30 * 4 + BYTES * 15, 15, [27, 4, 12]),
+    ],
 )
-def test_a_budget_pays_for_row_maps_and_then_for_slots(budget, expected):
+def test_a_budget_pays_for_row_maps_then_for_a_plan_then_for_slots(budget, num_slots, planned):
+    tables = Tables([10, 20], [0, 1], 16, SGD(lr=1.0))
+    of_plan = {"t0": ([4], [5]), "t1": ([2, 17], [1, 9]), "other": ([0], [7])}
+    pinned = {name: tuple(map(np.array, both)) for name, both in of_plan.items()}
+    give_slots([tables.group], SGD(lr=1.0), budget, pinned)
+    tables.train(tables.bags(torch.tensor([1, 1])))
+    assert tables.group.num_slots == num_slots
+    pins = tables.fetcher.marks.pins > 0
+    assert sorted(tables.fetcher.marks.row_of_slot[pins]) == sorted(planned)
+
+
+def test_a_budget_with_room_for_all_rows_needs_no_slots():
     group = Tables([10, 20], [0, 1], 16, SGD(lr=1.0)).group
-    give_slots([group], SGD(lr=1.0), budget)
-    assert group.num_slots == expected
+    with pytest.warns(match="budget='1.88 KiB': all 1.88 KiB of rows and state fit"):
+        give_slots([group], SGD(lr=1.0), 30 * 64)
+    assert group.fetcher is None
 
 
 def test_a_budget_without_room_for_a_slot_is_refused():
     group = Tables([20], [0], 16, SGD(lr=1.0)).group
-    with pytest.raises(BudgetTooSmall, match=f"at least {20 * 4 + 74}"):
-        give_slots([group], SGD(lr=1.0), 20 * 4 + 73)
+    with pytest.raises(BudgetTooSmall, match=f"at least {20 * 4 + BYTES}"):
+        give_slots([group], SGD(lr=1.0), 20 * 4 + BYTES - 1)
 
 
 def test_files_need_a_folder_and_room(tmp_path):

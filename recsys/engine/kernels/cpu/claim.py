@@ -37,6 +37,10 @@ __all__ = [
     "LEFT",
     "LOOKUPS",
     "NUM_COUNTS",
+    "PLANNED",
+    "POPULAR",
+    "ROWS",
+    "ROWS_HIT",
     "WRITTEN",
     "Marks",
     "claim",
@@ -45,9 +49,11 @@ __all__ = [
     "note_arrivals",
 ]
 
-# Counts of a claim: rows to fetch and to write back, whether that was done, rows that got no slot,
-# ids looked up, and ids whose row had a slot or was on its way to one.
-FETCHED, WRITTEN, DONE, LEFT, LOOKUPS, HITS, NUM_COUNTS = range(7)
+# Counts of a claim: ids looked up, ids whose row had a slot or was on its way to one, and both with
+# each row counted once, rows without a slot, rows to fetch, to write back, and whether it was done.
+LOOKUPS, HITS, ROWS, ROWS_HIT, LEFT, FETCHED, WRITTEN, DONE, NUM_COUNTS = range(9)
+# Why a row does not leave its slot: a plan has it, or it was used more than others.
+PLANNED, POPULAR = 1, 2
 # Rows of the list of moves.
 _FETCHED_ROWS, _FETCHED_SLOTS, _WRITTEN_ROWS, _WRITTEN_SLOTS = range(4)
 _MIN_SHARED_IDS = 4096  # fewer are claimed before a second thread wakes
@@ -66,6 +72,7 @@ class Marks(NamedTuple):
         uses: How many mini-batches claimed it; the clock's hand halves it in passing, (S,).
         is_dirty: Whether cold memory is older than the slot; updates set it, (S,).
         hand: Where the clock's hand is, (1,).
+        pins: `PLANNED` or `POPULAR` for a row that does not leave its slot, else 0, (S,).
     """
 
     slot_of_row: NDArray[np.int32]
@@ -74,6 +81,7 @@ class Marks(NamedTuple):
     uses: NDArray[np.uint8]
     is_dirty: NDArray[np.uint8]
     hand: NDArray[np.int64]
+    pins: NDArray[np.uint8]
 
 
 def claim(
@@ -127,9 +135,9 @@ def _mark(
     ids: NDArray[Any],
     begin: np.uint64,
     end: np.uint64,
-) -> tuple[np.uint64, np.int64]:
-    """The first pass over a run of ids; returns the end of `missing`, and the hits."""
-    hits = np.int64(0)
+) -> tuple[np.uint64, np.int64, np.int64]:
+    """The first pass over a run of ids; returns the end of `missing`, the hits, and their rows."""
+    hits = rows_hit = np.int64(0)
     for n in range(begin, end):
         if n + _AHEAD < end:
             prefetch(slot_of_row, first_row + np.uint64(ids[n + _AHEAD]))
@@ -149,9 +157,10 @@ def _mark(
         at = np.uint64(slot if slot >= 0 else ARRIVING - slot)
         if generations[at] < generation:
             generations[at] = generation
+            rows_hit += 1
             if uses[at] < _MOST_USES:
                 uses[at] += np.uint8(1)
-    return of_missing, hits
+    return of_missing, hits, rows_hit
 
 
 @kernel_part
@@ -178,10 +187,10 @@ def _give(
         counts: Counts of the claim.
     """
     slot_of_row, row_of_slot = marks.slot_of_row, marks.row_of_slot
-    generations, uses, is_dirty = marks.generations, marks.uses, marks.is_dirty
+    generations, uses, is_dirty, pins = marks.generations, marks.uses, marks.is_dirty, marks.pins
     num_slots, slot = len(row_of_slot), marks.hand[0]
     num_fetched = num_written = 0
-    num_passed = 0  # slots whose generation is not over, one after the other
+    num_passed = 0  # slots that may not be taken, one after the other
     for table in range(len(begins)):
         for place in range(begins[table], ends[table]):
             row, was_leaving = missing[place], missing[place] < 0
@@ -189,7 +198,7 @@ def _give(
             # With offsets that the lookup will refuse, rows may be more than ids.
             is_full = num_fetched >= moves_4M.shape[1]
             while num_passed < num_slots and not is_full:
-                if generations[slot] >= needed:
+                if generations[slot] >= needed or pins[slot]:
                     num_passed += 1
                 else:
                     num_passed = 0
@@ -226,6 +235,7 @@ def _claim_kernel(
     uses: NDArray[np.uint8],
     is_dirty: NDArray[np.uint8],
     hand: NDArray[np.int64],
+    pins: NDArray[np.uint8],
     generation: int,
     needed: int,
     lookups_5L: NDArray[np.uint64],
@@ -249,6 +259,7 @@ def _claim_kernel(
     firsts, lasts = np.empty(num_lookups, np.int64), np.empty(num_lookups, np.int64)
     begins, ends = np.empty(num_tables, np.int64), np.empty(num_tables, np.int64)
     hits: Any = np.empty(num_tables, np.int64)
+    rows_hit: Any = np.empty(num_tables, np.int64)
     total: Any = np.int64(0)
     for table in range(num_tables):
         begins[table] = total
@@ -274,25 +285,28 @@ def _claim_kernel(
             if table >= num_tables:
                 break
             of_missing = np.uint64(begins[table])
-            hits[table] = 0
+            hits[table] = rows_hit[table] = 0
             for lookup in range(of_table[table], of_table[table + 1]):
                 begin, end = np.uint64(firsts[lookup]), np.uint64(lasts[lookup])
                 size, first_row = lookups_5L[1, lookup], lookups_5L[4, lookup]
                 of_rows = slot_of_row, generations, uses, np.int32(generation), missing
                 if is_wide:
-                    of_missing, found = _mark(
+                    of_missing, found, rows = _mark(
                         *of_rows, of_missing, first_row, size, ids64, begin, end
                     )
                 else:
-                    of_missing, found = _mark(
+                    of_missing, found, rows = _mark(
                         *of_rows, of_missing, first_row, size, ids32, begin, end
                     )
                 hits[table] += found
+                rows_hit[table] += rows
             ends[table] = np.int64(of_missing)
     counts[LOOKUPS] = total
     for table in range(num_tables):
         counts[HITS] += hits[table]
-    marks = Marks(slot_of_row, row_of_slot, generations, uses, is_dirty, hand)
+        counts[ROWS_HIT] += rows_hit[table]
+        counts[ROWS] += rows_hit[table] + ends[table] - begins[table]
+    marks = Marks(slot_of_row, row_of_slot, generations, uses, is_dirty, hand, pins)
     _give(marks, np.int32(generation), np.int32(needed), missing, begins, ends, moves_4M, counts)
 
 
@@ -335,9 +349,11 @@ def drop_all(
     row_of_slot: NDArray[np.int32],
     generations: NDArray[np.int32],
     is_dirty: NDArray[np.uint8],
+    pins: NDArray[np.uint8],
 ) -> None:
     """Empty all slots without writing them back; no row may be on its way."""
     for slot in range(len(row_of_slot)):
         if row_of_slot[slot] != EMPTY:
             slot_of_row[row_of_slot[slot]] = NOWHERE
             row_of_slot[slot], generations[slot], is_dirty[slot] = EMPTY, 0, 0
+            pins[slot] = 0
