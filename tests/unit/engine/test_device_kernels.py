@@ -6,12 +6,14 @@ import torch
 
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.engine.rows.bags import Bags, Lookups
+from recsys.engine.kernels.cpu import claim as on_cpu
+from recsys.engine.rows.bags import Bags, Lookups, addresses
 from recsys.engine.rows.tables import compute_dtype
 from tests.unit.engine.oracle import Oracle
 
 pytest.importorskip("triton")
 
+from recsys.engine.kernels.triton.claim import DeviceMarks, claim, most_rows
 from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool
 from recsys.engine.kernels.triton.memory import (
     BAD_GRADIENT,
@@ -23,12 +25,13 @@ from recsys.engine.kernels.triton.memory import (
     ErrorRecord,
     Rows,
 )
+from recsys.engine.kernels.triton.move import dirty_rows, move_rows
 from recsys.engine.kernels.triton.row_sort import CHUNK, DeviceEntry
 from recsys.engine.kernels.triton.update import update_rows
 
 SIZES = [3, 7, 40]
-# Table, position, column; the third feature is looked up in two tables, the last in none.
 PLAIN = SGD(lr=1.0)
+# Table, position, column; the third feature is looked up in two tables, the last in none.
 LOCATIONS = [(0, 1, 0), (1, 2, 3), (2, 0, 2), (2, 2, 4)]
 
 
@@ -42,6 +45,7 @@ class Setup:
         dtype=torch.float32,
         *,
         has_slots=False,
+        num_slots=None,
         is_mean=False,
         formula=PLAIN,
         seed=None,
@@ -56,29 +60,30 @@ class Setup:
         self.oracle = Oracle(self.tables, formula, seed)
         self.width = 5 * dim
         firsts, in_slots = [0, 3, 10, 50], torch.arange(0, 50 if has_slots else 0, 3)
-        slot_of_row = is_dirty = None
-        if has_slots:  # every third row is in a slot, and cold memory has other numbers
-            slot_of_row = torch.full((50,), -1, dtype=torch.int32)
-            slot_of_row[in_slots] = torch.arange(len(in_slots), dtype=torch.int32)
-            slot_of_row = slot_of_row.to(device)
-            is_dirty = torch.zeros(len(in_slots), dtype=torch.uint8, device=device)
-        self.in_slots = in_slots
+        self.marks = None
+        if num_slots is not None:
+            self.marks = DeviceMarks.empty(50, num_slots, device)
+        elif has_slots:  # every third row is in a slot, and cold memory has other numbers
+            self.marks = DeviceMarks.empty(50, len(in_slots), device)
+            numbers = torch.arange(len(in_slots), dtype=torch.int32, device=device)
+            self.marks.slot_of_row[in_slots.to(device)] = numbers
         states = [
             torch.zeros(50, size, dtype=self.dtype) for size in formula.state_sizes(dim).values()
         ]
         memories = []
         for every in (draw, *states):
             cold = every.clone()
-            cold[self.in_slots] = 77
+            cold[in_slots] = 77
+            slots = cold[:1].repeat(num_slots, 1) if num_slots else every[in_slots]
             held = [part.clone().to(device) for part in cold.split(SIZES)]
-            memories.append(Rows(held, every[self.in_slots].to(device)))
+            memories.append(Rows(held, slots.to(device)))
         self.memories = DeviceMemories(
             memories[0],
             memories[1:],
             torch.tensor(firsts, device=device),
             50,
-            slot_of_row,
-            is_dirty,
+            None if self.marks is None else self.marks.slot_of_row,
+            None if self.marks is None else self.marks.is_dirty,
             ErrorRecord(device),
         )
         self.placed = DeviceLookups(self.lookups.locations, SIZES, firsts, device)
@@ -100,17 +105,50 @@ class Setup:
             weights = torch.rand(len(ids), generator=self.generator).to(self.dtype)
         return Bags(ids, offsets, weights, num_samples, num_bags)
 
+    def given(self, bags):
+        """The input on the device."""
+        on_device = [None if part is None else part.to(self.device) for part in bags[:3]]
+        return DeviceInput(*on_device, bags.num_samples, bags.num_bags, self.lookups.is_mean)
+
     def look_up(self, bags):
         """The result, and what is kept."""
         ids, num_samples, num_bags = bags.ids, bags.num_samples, bags.num_bags
-        on_device = [None if each is None else each.to(self.device) for each in bags[:3]]
-        given = DeviceInput(*on_device, num_samples, num_bags, self.lookups.is_mean)
+        given = self.given(bags)
         num_kept = len(ids) + num_bags + 1 + num_bags
         kept = torch.full((num_kept,), -7, dtype=torch.int32, device=self.device)
         result = torch.zeros(num_samples, self.width, dtype=self.dtype, device=self.device)
         pool(self.memories, self.placed, given, kept, result)
         self.last = given, kept
         return result.cpu(), kept.cpu()
+
+    def claim(self, bags, generation, needed, num_others):
+        """Claim slots, as the CPU would from the same marks, and move rows; the rows left."""
+        arrays = [mark.cpu().numpy().copy() for mark in self.marks]
+        marks = on_cpu.Marks(*arrays)
+        given, most = self.given(bags), len(bags.ids) * self.lookups.most_repeats
+        assert most_rows(self.placed, given, 50) == min(most, 50)
+        moves = claim(self.marks, generation, needed, self.placed, given, num_others)
+        tables, positions, columns = self.lookups.arrays
+        sizes, firsts = np.array(SIZES)[tables], np.array([0, 3, 10])[tables]
+        lookups_5L = np.stack([tables, sizes, positions, columns, firsts]).astype(np.uint64)
+        lists_4M, counts = np.empty((4, most), np.int32), np.zeros(on_cpu.NUM_COUNTS, np.int64)
+        of_table = np.searchsorted(tables, np.arange(4))
+        of_input = addresses(bags, 0, is_mean=False)
+        on_cpu.claim(marks, generation, needed, lookups_5L, of_table, of_input, lists_4M, counts)
+        on_cpu.note_arrivals(marks.slot_of_row, lists_4M, counts)
+        names = ["LEFT", "LOOKUPS", "HITS", "WRITTEN", "FETCHED"]
+        assert moves.counts[:5].tolist() == [counts[getattr(on_cpu, name)] for name in names]
+        found = [mark.cpu().numpy() for mark in self.marks]
+        for mine, its in zip(found[2:], marks[2:], strict=True):
+            np.testing.assert_array_equal(mine, its)
+        num_left = int(counts[on_cpu.LEFT])
+        assert num_left or set(found[1]) == set(marks.row_of_slot)
+        is_full = found[1] >= 0
+        assert np.array_equal(found[0][found[1][is_full]], is_full.nonzero()[0])
+        assert (found[0] >= 0).sum() == is_full.sum()
+        assert found[0].min() >= -1
+        move_rows(self.memories, moves)
+        return num_left
 
     def update(self, calls, *, is_expected=True):
         """One step with `(bags, gradient)` each, which the oracle takes, too, if it is expected."""
@@ -150,7 +188,9 @@ class Setup:
         found = []
         for memory in (self.memories.rows, *self.memories.states):
             every = torch.cat(memory.tensors).cpu()
-            every[self.in_slots] = memory.slots.cpu()
+            if self.marks is not None:
+                slots = self.marks.slot_of_row.cpu().long()
+                every[slots >= 0] = memory.slots.cpu()[slots[slots >= 0]]
             found.append(every)
         return found
 
@@ -226,14 +266,14 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: type(formula).__name__)
-@pytest.mark.parametrize("has_slots", [False, True])
 @pytest.mark.parametrize(
     ("dim", "dtype", "is_mean"),
     [(16, torch.float32, False), (5, torch.float64, True), (8, torch.bfloat16, False)],
 )
-def test_rows_are_updated_wherever_they_are(triton_device, formula, has_slots, dim, dtype, is_mean):
+def test_rows_are_updated_wherever_they_are(triton_device, formula, dim, dtype, is_mean):
+    has_slots = not is_mean
     is_by_row = not isinstance(formula, SGD | Adagrad | Adam)
-    seed = 3 if dtype == torch.bfloat16 and has_slots else None
+    seed = 3 if isinstance(formula, SGD | Adam) and has_slots else None
     setup = Setup(
         triton_device, dim, dtype, has_slots=has_slots, is_mean=is_mean, formula=formula, seed=seed
     )
@@ -249,7 +289,7 @@ def test_rows_are_updated_wherever_they_are(triton_device, formula, has_slots, d
             continue
         assert setup.is_as_expected(), hows
     if has_slots:
-        changed = setup.memories.rows.slots.cpu() != torch.cat(setup.tables)[setup.in_slots]
+        changed = setup.memories.rows.slots.cpu() != torch.cat(setup.tables)[::3]
         assert torch.equal(changed.any(1), setup.memories.is_dirty.cpu().bool())
     assert setup.memories.record.take() is None
 
@@ -276,3 +316,28 @@ def test_nothing_is_updated_while_there_is_an_error(triton_device):
     setup.update([(bags, gradient)], is_expected=False)
     assert torch.equal(setup.values()[0], torch.cat(setup.tables))
     assert setup.memories.record.take() == [BAD_GRADIENT, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "is_ahead"), [(1, True), (7, False), (25, False), (25, True), (50, True)]
+)
+def test_rows_are_claimed_and_moved_as_on_the_cpu(triton_device, num_slots, is_ahead):
+    setup = Setup(triton_device, 4, num_slots=num_slots, formula=Adam(lr=0.1))
+    hows = ["one-hot", "jagged", "with the end", "weighted"] * 2
+    batches = [setup.bags(how, 3, torch.int32) for how in hows]
+    left, most = [], min(50, 2 * max(len(bags.ids) for bags in batches))
+    for number, bags in enumerate(batches):
+        if not is_ahead or not number:
+            left.append(setup.claim(bags, number + 1, number + 1, 0))
+        gradient = torch.randn(3, setup.width, generator=setup.generator)
+        result, _ = setup.look_up(bags)
+        assert torch.equal(result, setup.oracle.look_up(setup.lookups, bags, setup.width))
+        if is_ahead and number + 1 < len(batches):
+            left.append(setup.claim(batches[number + 1], number + 2, number + 1, most))
+        setup.update([(bags, gradient)])
+        assert setup.is_as_expected()
+    assert any(left) == (num_slots < 50 if is_ahead else num_slots < 25)
+    move_rows(setup.memories, dirty_rows(setup.marks))
+    setup.marks.slot_of_row.fill_(-1)
+    assert setup.is_as_expected()
+    assert not setup.marks.is_dirty.any()

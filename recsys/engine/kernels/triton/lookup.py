@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from recsys.engine.kernels.triton.memory import DeviceMemories
 
-__all__ = ["DeviceInput", "DeviceLookups", "pool"]
+__all__ = ["DeviceInput", "DeviceLookups", "bounds_of", "pool"]
 
 _MOST_COLUMNS = 256  # of a program; a power of two
 _BLOCK_CHECKED = 256  # offsets and weights that a program checks
@@ -261,8 +261,8 @@ def _bags_kernel(
     table, size, first_row, position, column = _lookup(lookups_5L, lookup, NUM_LOOKUPS, MULTIPLE)
     is_sample = samples < num_samples
     bags = position * num_samples + samples
-    begins = _bound(offsets, bags, num_ids, num_offsets, length)
-    ends = _bound(offsets, bags + 1, num_ids, num_offsets, length)
+    begins = bounds_of(offsets, bags, num_ids, num_offsets, length)
+    ends = bounds_of(offsets, bags + 1, num_ids, num_offsets, length)
     begins = tl.minimum(tl.maximum(begins, 0), num_ids)
     lengths = tl.where(is_sample, tl.maximum(tl.minimum(ends, num_ids) - begins, 0), 0)
     num_kept = tl.zeros([BLOCK_BAGS], tl.int64)
@@ -349,7 +349,7 @@ def _rows(
 
 
 @triton.jit
-def _bound(offsets, bags, num_ids, num_offsets, length):
+def bounds_of(offsets, bags, num_ids, num_offsets, length):
     """Where bags begin, as the input has it."""
     if offsets is None:
         return bags * length
@@ -362,8 +362,8 @@ def _bound(offsets, bags, num_ids, num_offsets, length):
 def _check(at, offsets, weights_N, record, kept, num_ids, num_bags, num_offsets, length):
     """Record an offset that is less than the one before it, or too large; and nan."""
     is_bound = at <= num_bags
-    bounds = _bound(offsets, at, num_ids, num_offsets, length)
-    before = _bound(offsets, tl.maximum(at - 1, 0), num_ids, num_offsets, length)
+    bounds = bounds_of(offsets, at, num_ids, num_offsets, length)
+    before = bounds_of(offsets, tl.maximum(at - 1, 0), num_ids, num_offsets, length)
     if offsets is not None:
         is_bad = (bounds < before) | (bounds < 0) | (bounds > num_ids)
         is_bad |= (at == 0) & (bounds != 0) | (at == num_bags) & (bounds != num_ids)

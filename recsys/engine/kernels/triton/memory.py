@@ -42,6 +42,7 @@ __all__ = [
     "begins_of",
     "count_at_most",
     "divided",
+    "first_step",
     "has_error",
     "note",
     "upload",
@@ -136,6 +137,11 @@ def upload(array: NDArray[np.int64], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def first_step(num: int) -> int:
+    """The first step of `count_at_most` among `num` numbers."""
+    return 1 << max(num.bit_length() - 1, 0)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
 from recsys._support.cuda.triton_support import cdiv
-from recsys.engine.kernels.triton.memory import count_at_most, divided, upload
+from recsys.engine.kernels.triton.memory import count_at_most, divided, first_step, upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from recsys.engine.kernels.triton.lookup import DeviceLookups
 
-__all__ = ["CHUNK", "DeviceEntry", "Runs", "chunks_in", "first_step", "long_runs_in", "sort_rows"]
+__all__ = ["CHUNK", "DeviceEntry", "Runs", "chunks_in", "long_runs_in", "sort_rows"]
 
 CHUNK = 32
 _MOST_LOOKUPS = 2**30  # places, and some more, are int32
@@ -159,11 +159,6 @@ def sort_rows(entries: Sequence[DeviceEntry], num_rows: int, dim: int) -> Runs |
     )
     is_wide = multiple % wide == 0 and lowest.data_ptr() % 16 == 0
     return Runs(rows, order, listed, lowest, sources, scales, wide if is_wide else 1)
-
-
-def first_step(num: int) -> int:
-    """The first step of `count_at_most` among `num` numbers."""
-    return 1 << max(num.bit_length() - 1, 0)
 
 
 def _address(tensor: Tensor) -> int:

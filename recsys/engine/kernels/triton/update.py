@@ -37,10 +37,11 @@ from recsys.engine.kernels.triton.memory import (
     begins_of,
     count_at_most,
     divided,
+    first_step,
     has_error,
     upload,
 )
-from recsys.engine.kernels.triton.row_sort import CHUNK, chunks_in, first_step, sort_rows
+from recsys.engine.kernels.triton.row_sort import CHUNK, chunks_in, sort_rows
 from recsys.engine.kernels.triton.row_sums import block_rows, gradients_at, num_programs, sum_runs
 
 if TYPE_CHECKING:

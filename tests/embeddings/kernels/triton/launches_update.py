@@ -49,7 +49,7 @@ def launches(is_all):
         for has_slots in (True, False) if is_all else (number % 2 == 1,):
             is_wide, is_one_hot = dim * dtype.itemsize % 16 == 0, not has_slots
             how = ", 16 bytes by _sum_kernel and _update_kernel" if is_wide else ""
-            if 1 in optimizer.state_sizes(dim).values() and not has_slots:
+            if 1 in optimizer.state_sizes(dim).values() and not has_slots and dim > 1:
                 how += ", replaces a number of several threads"
             name = f"update_rows {dtype}, D={dim}, {type(optimizer).__name__}, {has_slots=}{how}"
             yield name, update(dtype, dim, optimizer, has_slots=has_slots, is_one_hot=is_one_hot)
