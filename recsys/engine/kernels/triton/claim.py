@@ -28,6 +28,16 @@ import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
 from recsys._support.cuda.triton_support import cdiv
+from recsys.engine.kernels.cpu.claim import (
+    FETCHED,
+    HITS,
+    LEFT,
+    LOOKUPS,
+    NUM_COUNTS,
+    ROWS,
+    ROWS_HIT,
+    WRITTEN,
+)
 from recsys.engine.kernels.cpu.places import EMPTY, NOWHERE, WANTED
 from recsys.engine.kernels.triton.lookup import bounds_of
 
@@ -36,23 +46,16 @@ if TYPE_CHECKING:
 
     from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups
 
-__all__ = [
-    "FETCHED",
-    "HITS",
-    "LEFT",
-    "LOOKUPS",
-    "WRITTEN",
-    "DeviceMarks",
-    "Moves",
-    "claim",
-    "most_rows",
-]
+__all__ = ["DeviceMarks", "Moves", "claim", "most_rows"]
 
 _BLOCK_IDS, _BLOCK_SLOTS = 256, 256
 _MOST_PROGRAMS = 128  # that look at slots; each adds up the counts of all
 _LOOKED_AT = 4  # slots for each row that may need one, at least
-_NUM_COUNTS = 16  # some unused
-LEFT, LOOKUPS, HITS, WRITTEN, FETCHED, _MISSING, _HAND = map(tl.constexpr, range(7))
+_NUM_COUNTS = 16  # those of the CPU, and others
+_LOOKUPS, _HITS, _ROWS, _ROWS_HIT, _LEFT, _FETCHED, _WRITTEN = map(
+    tl.constexpr, (LOOKUPS, HITS, ROWS, ROWS_HIT, LEFT, FETCHED, WRITTEN)
+)
+_MISSING, _HAND = tl.constexpr(NUM_COUNTS), tl.constexpr(NUM_COUNTS + 1)
 _ROUNDS, _BINS = tl.constexpr(9), tl.constexpr(16)  # the number of bits of a use count is 0 to 8
 _NOWHERE, _WANTED, _EMPTY = (tl.constexpr(int(code)) for code in (NOWHERE, WANTED, EMPTY))
 _MOST_USES = tl.constexpr(255)
@@ -68,6 +71,7 @@ class DeviceMarks(NamedTuple):
         uses: (S,) uint8.
         is_dirty: (S,) uint8.
         hand: (1,) int64.
+        pins: (S,) uint8.
     """
 
     slot_of_row: Tensor
@@ -76,17 +80,18 @@ class DeviceMarks(NamedTuple):
     uses: Tensor
     is_dirty: Tensor
     hand: Tensor
+    pins: Tensor
 
     @classmethod
     def empty(cls, num_rows: int, num_slots: int, device: torch.device) -> DeviceMarks:
         """The row map and the marks of empty slots."""
-        kinds = torch.int32, torch.int32, torch.uint8, torch.uint8
+        kinds = torch.int32, torch.int32, torch.uint8, torch.uint8, torch.uint8
         of_slots = [torch.zeros(num_slots, dtype=kind, device=device) for kind in kinds]
         slot_of_row = torch.full((num_rows,), int(NOWHERE), dtype=torch.int32, device=device)
         hand = torch.zeros(1, dtype=torch.int64, device=device)
-        row_of_slot, generations, uses, is_dirty = of_slots
+        row_of_slot, generations, uses, is_dirty, pins = of_slots
         row_of_slot.fill_(int(EMPTY))
-        return cls(slot_of_row, row_of_slot, generations, uses, is_dirty, hand)
+        return cls(slot_of_row, row_of_slot, generations, uses, is_dirty, hand, pins)
 
 
 class Moves(NamedTuple):
@@ -94,8 +99,7 @@ class Moves(NamedTuple):
 
     Attributes:
         lists_2M: Rows to write back, and rows to fetch: row << 32 | slot each, ascending, int64.
-        counts: At `LEFT` and so on, int32: how many rows got no slot, how many ids were looked up,
-            how many of their rows had a slot, and how long the two lists are.
+        counts: Counts as of a claim on the CPU, int32; then others.
     """
 
     lists_2M: Tensor
@@ -123,8 +127,8 @@ def claim(
         needed: The oldest generation that is not over.
         lookups: What is looked up.
         given: The input. What is wrong with it is left to the lookup.
-        num_others: How many slots other generations that are not over may have, the sum of
-            `most_rows` over them. If it is too low, free slots may be overlooked.
+        num_others: How many slots are pinned or may be of other generations that are not over, for
+            which that is the sum of `most_rows`. If it is too low, free slots may be overlooked.
     """
     num_slots, num_ids = len(marks.row_of_slot), given.ids.numel()
     most = most_rows(lookups, given, num_slots)
@@ -160,7 +164,8 @@ def claim(
             NUM_BITS=lookups.num_features.bit_length(),
             BLOCK=_BLOCK_IDS,
         )
-        _count_kernel[(num_programs,)](*marks[1:4], counts, bins, *window, BLOCK=_BLOCK_SLOTS)
+        of_slots = *marks[1:4], marks.pins
+        _count_kernel[(num_programs,)](*of_slots, counts, bins, *window, BLOCK=_BLOCK_SLOTS)
         _take_kernel[(num_programs,)](
             *marks,
             missing,
@@ -238,12 +243,15 @@ def _mark_kernel(
     numbers = tl.cumsum(is_missing.to(tl.int32), 0)
     start = tl.atomic_add(counts + _MISSING, tl.max(numbers, 0), sem="relaxed")
     tl.store(missing + (start + numbers - 1), rows.to(tl.int32), is_missing)
-    tl.atomic_add(counts + LOOKUPS, tl.sum(is_row.to(tl.int32), 0), sem="relaxed")
-    tl.atomic_add(counts + HITS, tl.sum(is_hit.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(counts + _LOOKUPS, tl.sum(is_row.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(counts + _HITS, tl.sum(is_hit.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(counts + _ROWS_HIT, tl.sum(is_first.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
-def _look_at(row_of_slot, generations, uses, counts, places_W, num_slots, num_looked_at, needed):
+def _look_at(
+    row_of_slot, generations, uses, pins, counts, places_W, num_slots, num_looked_at, needed
+):
     """The slots at these places from the hand on, their rows and uses, and the rounds.
 
     The round is the one in which the hand takes the slot; `_ROUNDS` if it may not be taken.
@@ -257,6 +265,7 @@ def _look_at(row_of_slot, generations, uses, counts, places_W, num_slots, num_lo
     for bit in tl.static_range(_ROUNDS - 1):
         rounds += ((num_uses >> bit) > 0).to(tl.int32)
     is_over = tl.load(generations + slots, is_place, needed) < needed
+    is_over &= tl.load(pins + slots, is_place, 1) == 0
     rounds = tl.where(is_place & is_over, tl.where(rows == _EMPTY, 0, rounds), _ROUNDS)
     return slots, rows, num_uses, rounds
 
@@ -267,6 +276,7 @@ def _count_kernel(
     row_of_slot,
     generations,
     uses,
+    pins,
     counts,
     bins_PB,
     num_slots,
@@ -282,7 +292,7 @@ def _count_kernel(
     while block < (program + 1) * num_blocks:
         places_W = block * BLOCK + tl.arange(0, BLOCK)
         _, _, _, rounds = _look_at(
-            row_of_slot, generations, uses, counts, places_W, num_slots, num_looked_at, needed
+            row_of_slot, generations, uses, pins, counts, places_W, num_slots, num_looked_at, needed
         )
         found += tl.sum((rounds[:, None] == bins[None, :]).to(tl.int32), 0)
         block += 1
@@ -307,6 +317,7 @@ def _take_kernel(
     uses,
     is_dirty,
     hand,
+    pins,
     missing,
     counts,
     bins_PB,
@@ -334,8 +345,9 @@ def _take_kernel(
     num_missing = tl.load(counts + _MISSING)
     num_taken = tl.minimum(num_missing, tl.sum(in_all, 0))
     if program == 0:
-        tl.store(counts + FETCHED, num_taken)
-        tl.store(counts + LEFT, num_missing - num_taken)
+        tl.store(counts + _ROWS, num_missing + tl.load(counts + _ROWS_HIT))
+        tl.store(counts + _FETCHED, num_taken)
+        tl.store(counts + _LEFT, num_missing - num_taken)
     # All slots of earlier rounds are taken, and of the last round the first `num_last`.
     last = tl.sum((tl.cumsum(in_all, 0) < num_taken).to(tl.int32), 0)
     num_last = num_taken - tl.sum(tl.where(bins < last, in_all, 0), 0)
@@ -345,7 +357,7 @@ def _take_kernel(
     while (block < (program + 1) * num_blocks) & (num_taken > 0):
         places_W = block * BLOCK + tl.arange(0, BLOCK)
         slots, old, num_uses, rounds = _look_at(
-            row_of_slot, generations, uses, counts, places_W, num_slots, num_looked_at, needed
+            row_of_slot, generations, uses, pins, counts, places_W, num_slots, num_looked_at, needed
         )
         earlier, same = (rounds < last).to(tl.int32), (rounds == last).to(tl.int32)
         earlier_before = num_earlier + tl.cumsum(earlier, 0) - earlier
@@ -362,7 +374,7 @@ def _take_kernel(
         is_full = is_taken & (old != _EMPTY)
         is_written = is_full & (tl.load(is_dirty + slots, is_taken, 0) != 0)
         numbers = tl.cumsum(is_written.to(tl.int32), 0)
-        start = tl.atomic_add(counts + WRITTEN, tl.max(numbers, 0), sem="relaxed")
+        start = tl.atomic_add(counts + _WRITTEN, tl.max(numbers, 0), sem="relaxed")
         keys = (old.to(tl.int64) << 32) | slots.to(tl.int64)
         tl.store(lists_2M + (start + numbers - 1), keys, is_written)
         keys = (rows.to(tl.int64) << 32) | slots.to(tl.int64)

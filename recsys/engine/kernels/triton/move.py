@@ -17,7 +17,8 @@ import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
 from recsys._support.cuda.triton_support import cdiv, next_power_of_2
-from recsys.engine.kernels.triton.claim import FETCHED, WRITTEN, Moves
+from recsys.engine.kernels.cpu.claim import FETCHED, WRITTEN
+from recsys.engine.kernels.triton.claim import Moves
 from recsys.engine.kernels.triton.memory import begins_of, count_at_most, first_step
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def move_rows(memories: DeviceMemories, moves: Moves) -> None:
                     most,
                     first_step(num_tables),
                     NUM_TABLES=num_tables,
-                    COUNT=count.value,
+                    COUNT=count,
                     DIM=memory.dim,
                     BLOCK_DIM=block_dim,
                     BLOCK_ROWS=block_rows,
@@ -81,7 +82,7 @@ def dirty_rows(marks: DeviceMarks) -> Moves:
     slots = marks.is_dirty.nonzero().view(-1)
     keys = ((marks.row_of_slot[slots].long() << 32) | slots).sort().values
     counts = torch.zeros(16, dtype=torch.int32, device=slots.device)
-    counts[WRITTEN.value] = len(slots)
+    counts[WRITTEN] = len(slots)
     marks.is_dirty.zero_()
     return Moves(keys.expand(2, -1).contiguous(), counts)
 
