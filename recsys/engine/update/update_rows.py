@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.update.translation import Translation
     from recsys.engine.rows.ledger import Entry
     from recsys.engine.rows.tables import TableGroup
+    from recsys.engine.update.changed_rows import ChangedRows
 
 __all__ = ["PreparedUpdate", "TableUpdate", "require_state", "update_all"]
 
@@ -78,13 +79,19 @@ class TableUpdate:
         optimizer: Has settings and state.
         number: The number of the tables' param group.
         rule: How to read them.
+
+    Attributes:
+        group: As given.
+        optimizer: As given.
+        changed: Records the rows that updates change; None for no record.
     """
 
     def __init__(
         self, group: TableGroup, optimizer: torch.optim.Optimizer, number: int, rule: Translation
     ) -> None:
-        self.group = group
-        self._optimizer, self._number, self._rule = optimizer, number, rule
+        self.group, self.optimizer = group, optimizer
+        self.changed: ChangedRows | None = None
+        self._number, self._rule = number, rule
         known = [table for each in optimizer.param_groups for table in each["params"]]
         places = {id(table): place for place, table in enumerate(known)}
         # Unique, however tables are grouped; a frozen table may be in no param group.
@@ -123,7 +130,7 @@ class TableUpdate:
         if group.fetcher is not None:
             group.fetcher.require_unwritten()
         updated = sorted({table for entry in entries for table in entry.call.lookups.tables})
-        settings, rule = self._optimizer.param_groups[self._number], self._rule
+        settings, rule = self.optimizer.param_groups[self._number], self._rule
         formula, sizes, rates_T2 = self._read(settings)
         is_stochastic = group.dtype != group.compute_dtype and settings.get("stochastic_rounding")
         counts_steps = rule.counts_steps or is_stochastic
@@ -158,6 +165,10 @@ class TableUpdate:
         group, (entries, updated, formula, rates_T2, keys_T, steps) = self.group, prepared
         if group.fetcher is not None:
             group.fetcher.before_update(entries)
+        filled = [entry for entry in entries if entry.call.num_samples]
+        joined = join(filled, len(group.tables)) if filled else None
+        if self.changed is not None:
+            self.changed.mark(joined)
         group.drop_ledger()
         for table, step in zip(updated, steps, strict=False):
             self._states[table]["step"] = step
@@ -166,13 +177,13 @@ class TableUpdate:
         bad = None
         # Others may evaluate meanwhile; without slots they may see half of an update, as in torch.
         lock = nullcontext() if group.fetcher is None else group.fetcher.lock
-        filled = [entry for entry in entries if entry.call.num_samples]
-        if filled:
-            joined = join(filled, len(group.tables))
+        if joined is not None:
             rates = formula, rates_T2, keys_T
             memories, order = group.memories, group.order
             with lock:
                 bad = update_rows(memories, group.dim, *rates, order, joined, group.nothing)
+        if self.changed is not None:
+            self.changed.accept()
         if group.fetcher is not None:
             group.fetcher.accept_writes()
         if bad is None:
@@ -209,7 +220,7 @@ class TableUpdate:
 
     def _read_states(self, updated: Sequence[int]) -> None:
         """Read the state of every table, and give updated tables one."""
-        known = self._optimizer.state
+        known = self.optimizer.state
         # Parameters hash in Python, which is slow, so they are looked up only after a change.
         values = [*known.values()]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
@@ -248,9 +259,12 @@ class TableUpdate:
         for name, (own, size), arrays in zip(names, sizes.items(), found, strict=True):
             is_flat = own in formula.row_states and not rule.has_columns
             for table, state in enumerate(self._states):
-                if arrays[table] is not None or table in updated:
+                is_new = arrays[table] is None
+                if not is_new or table in updated:
                     columns = () if is_flat else (size,)
-                    arrays[table] = state[name] = self._array_of(table, name, columns)
+                    arrays[table] = state[name] = array = self._array_of(table, name, columns)
+                    if is_new and self.changed is not None:
+                        self.changed.accept_new(array)
             slots = empty_rows(group.num_slots, size, dtype=group.compute_dtype)
             by_row = [
                 slots[:0] if array is None else array.view(len(array), size) for array in arrays

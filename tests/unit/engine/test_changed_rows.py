@@ -1,0 +1,88 @@
+"""The rows that a checkpoint must save: those that differ from the last one's, and few others."""
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.embeddings.optimizer import SGD, Adam, PartialRowWiseAdam
+from recsys.engine.update import changed_rows
+from recsys.engine.update.changed_rows import ChangedRows, rows_of
+from tests.unit.engine.model import TOO_MANY_ROWS, Tables
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
+SIZES, FEATURES = [70, 200, 64], [0, 1, 2, 1]
+
+
+def recorded(formula=Adam(lr=0.1), **settings):  # noqa: B008
+    tables = Tables(SIZES, FEATURES, 5, formula, **settings)
+    [update] = tables.optimizer._updates
+    update.changed = ChangedRows(tables.group)
+    return tables, update.changed
+
+
+def take(tables, changed):
+    tables.values()
+    return [rows_of(bits).tolist() for bits in changed.take()]
+
+
+@pytest.mark.parametrize("has_threads", [False, True])
+@pytest.mark.parametrize("num_slots", [None, 30], ids=["resident", "slots"])
+@pytest.mark.parametrize("formula", [SGD(lr=0.1), PartialRowWiseAdam(lr=0.1)], ids=["SGD", "Adam"])
+def test_all_rows_that_differ_are_marked_and_no_others(
+    formula, num_slots, has_threads, monkeypatch
+):
+    if has_threads:
+        monkeypatch.setattr(changed_rows, "_MIN_SHARED_IDS", 0)
+        monkeypatch.setattr(changed_rows, "num_parts", lambda: 2)
+    tables, changed = recorded(formula, num_slots=num_slots)
+    generator = torch.Generator().manual_seed(0)
+    before = tables.values()
+    for number in range(3):
+        for _ in range(2):
+            ids = torch.randint(0, 64, (40,), generator=generator)
+            offsets = torch.arange(0, 40, 5) if number else None
+            tables.train(tables.bags(ids, offsets))
+        after, marked = tables.values(), [rows_of(bits) for bits in changed.take()]
+        for table, rows in enumerate(marked):
+            differs = (after[table, "rows"] != before[table, "rows"]).any(1)
+            assert rows.tolist() == differs.nonzero().flatten().tolist()
+        before = after
+
+
+WRITES = {
+    "rows": lambda tables: tables.weights[1].mul_(2),
+    "a row": lambda tables: tables.weights[1][3].fill_(7),
+    "state": lambda tables: tables.optimizer.state[tables.weights[1]]["momentum1"].zero_(),
+    "no state": lambda tables: tables.optimizer.state.pop(tables.weights[1]),
+    "a loaded state": lambda tables: tables.optimizer.load_state_dict(
+        tables.optimizer.state_dict()
+    ),
+}
+
+
+@pytest.mark.parametrize("num_slots", [None, 30], ids=["resident", "slots"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_other_writes_mark_the_table(write, num_slots):
+    tables, changed = recorded(num_slots=num_slots)
+    bags = tables.bags(torch.tensor([1, 2, 3, 4]))
+    tables.train(bags)
+    assert take(tables, changed) == [[1], [2, 4], [3]]
+    with torch.no_grad():
+        write(tables)
+    tables.train(bags)
+    assert take(tables, changed)[1] == list(range(200))
+    tables.train(bags)
+    assert take(tables, changed) == [[1], [2, 4], [3]]
+
+
+def test_rows_that_were_not_saved_are_marked_again():
+    tables, changed = recorded()
+    tables.train(tables.bags(torch.tensor([1, 2, 3, 4])))
+    bits = changed.take()
+    tables.train(tables.bags(torch.tensor([69, 199, 63, 0])))
+    changed.put_back(0, bits[0])
+    assert take(tables, changed) == [[1, 69], [0, 199], [63]]
+    changed.mark_table(2)
+    assert take(tables, changed) == [[], [], list(range(64))]
+    assert changed.bits.nbytes == 8 * (2 + 4 + 1)
+    assert rows_of(np.array([1, 2**63], np.uint64)).tolist() == [0, 127]
