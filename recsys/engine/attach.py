@@ -10,12 +10,14 @@ modules share is in it once.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 import torch
 
+from recsys._support.torch_compat import not_compiled
 from recsys.engine.lookup.lookup import Nodes
 from recsys.engine.rows.grads import drop_grads, unbind_table, with_dense_grads
 from recsys.engine.tables_module import group_tables
@@ -50,6 +52,7 @@ class Attachment:
 
     Attributes:
         groups: The groups of the tables.
+        updates: Those of the groups.
         row_optimizer: The formula as a torch optimizer; None with a torch optimizer.
 
     Raises:
@@ -64,19 +67,20 @@ class Attachment:
         rule: Translation | None = None,
     ) -> None:
         self.row_optimizer: FusedOptimizer | None = None
-        self._updates: list[TableUpdate] = []
+        self.updates: list[TableUpdate] = []
         self._handles: Sequence[RemovableHandle] = ()
         self._modules: WeakSet[TableModule] = WeakSet()
         self._rule, self._is_begun = rule, False
         self._known: list[tuple[int, int]] = []  # param groups that have all tables
         is_torch = isinstance(optimizer, torch.optim.Optimizer)
         numbers = _numbers_of(optimizer) if is_torch else {}
+        self._numbers = {table.weight: numbers.get(table.weight, 0) for table in tables}
         found = group_tables(tables, numbers)
         places = {table.weight: place for table, place in zip(tables, found, strict=True)}
         self.groups: list[TableGroup] = list(dict.fromkeys(place.group for place in found))
         if isinstance(optimizer, torch.optim.Optimizer):
             assert rule is not None
-            self._updates = [
+            self.updates = [
                 TableUpdate(group, optimizer, numbers[group.tables[0]], rule)
                 for group in self.groups
             ]
@@ -84,6 +88,7 @@ class Attachment:
         else:
             keyed = {table.key: (table.weight, table.state_prefix) for table in tables}
             self.row_optimizer = FusedOptimizer(keyed, self.groups, optimizer)
+            self.updates = self.row_optimizer.updates
         nodes = Nodes(self.row_optimizer)
         for module in modules:
             own = [places[table.weight] for table in module.tables() if table.weight in places]
@@ -91,6 +96,11 @@ class Attachment:
                 module.attach(own, nodes)
                 module.attachment = self
                 self._modules.add(module)
+
+    def __del__(self) -> None:
+        """The modules were deleted: the optimizer updates their tables by itself from now on."""
+        if not sys.is_finalizing():
+            self.write_back()
 
     @property
     def num_modules(self) -> int:
@@ -108,18 +118,29 @@ class Attachment:
             if group.fetcher is not None:
                 group.fetcher.empty_slots(is_written_back=True)
 
+    def require_releasable(self) -> None:
+        """Check that no gradient was changed, and no table.
+
+        Raises:
+            RuntimeError: a gradient was overwritten before its rows were updated, or the memory of
+                a table replaced.
+        """
+        for group in self.groups:
+            group.require_tables()
+            group.ledger.in_order()
+
     def release(self) -> None:
         """Give the tables back: plain Parameters with all rows, whose `grad` torch fills.
 
         Raises:
-            RuntimeError: a gradient was overwritten before its rows were updated.
+            RuntimeError: as for `require_releasable`.
         """
-        for group in self.groups:
-            group.ledger.in_order()  # raises before anything changes
+        self.require_releasable()
         self._give_back(list(self._modules))
         for handle in self._handles:
             handle.remove()
 
+    @not_compiled
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update rows in a step of the torch optimizer.
 
@@ -141,22 +162,29 @@ class Attachment:
             return
         if not self._is_begun:
             self._give_back_dense()
-        update_all(self._updates)
+        update_all(self.updates)
         self._is_begun = True
 
     def _require_param_groups(self, optimizer: torch.optim.Optimizer) -> None:
         now = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         if now == self._known:
             return
-        known = _numbers_of(optimizer)
+        numbers = _numbers_of(optimizer)
         for group in self.groups:
-            for table, name in zip(group.tables, group.names, strict=True):
-                if table not in known and table.requires_grad:
+            pending = {
+                table for entry in group.ledger.entries for table in entry.call.lookups.tables
+            }
+            for table, name in ((group.tables[each], group.names[each]) for each in pending):
+                number = numbers.get(table)
+                if number != self._numbers[table]:
+                    place = "none" if number is None else f"group {number}"
                     raise ValueError(
-                        f"table {name!r} is in no param group of the optimizer any more, which "
-                        "updates its rows; add it again, or call recsys.restore first"
+                        f"table {name!r} of shape {tuple(table.shape)} was in param group "
+                        f"{self._numbers[table]} of the optimizer, which updates its rows, and is "
+                        f"in {place} now; put it back, or call recsys.restore first"
                     )
-        self._known = now
+        if all(numbers.get(table) == number for table, number in self._numbers.items()):
+            self._known = now
 
     def _give_back_dense(self) -> None:
         """Before the first update: give back tables that a loss also uses as a matrix."""

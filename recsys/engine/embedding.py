@@ -235,4 +235,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
             untrained_row=self.padding_idx,
         )
         rows = rows.view(*input.shape, self.embedding_dim)
+        if 1 in input.shape[:-1]:
+            # Otherwise torch may build the `grad` of a parameter on the memory of the gradient.
+            rows = rows * 1
         return rows.bfloat16() if dtype is torch.bfloat16 else rows

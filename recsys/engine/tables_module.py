@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recsys._support.memory import empty_rows
 from recsys._support.sizes import parse_bytes
+from recsys._support.torch_compat import outside_graphs
 from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.table import TableConfig
@@ -37,7 +38,15 @@ if TYPE_CHECKING:
     from recsys.engine.rows.bags import Bags
     from recsys.engine.tiers.fetch import Claims
 
-__all__ = ["OneTable", "Place", "Table", "TableModule", "TableSettings", "group_tables"]
+__all__ = [
+    "OneTable",
+    "Place",
+    "Table",
+    "TableModule",
+    "TableSettings",
+    "group_tables",
+    "require_supported",
+]
 
 _WEIGHT = repeat("weight")
 
@@ -241,6 +250,7 @@ class TableModule(nn.Module):
         """
         raise NotImplementedError
 
+    @outside_graphs
     def prefetch(self, *arguments: Any) -> Claims:
         """Fetch the rows of a later lookup in the background, as many as slots suffice for.
 
@@ -382,7 +392,7 @@ class OneTable(TableModule):
 
     def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
         if settings.optimizer is not None:
-            _require_supported(self)
+            require_supported(self)
         super()._optimize(settings, files)
 
     def _optimize_pretrained(self, settings: TableSettings, *, freeze: bool) -> None:
@@ -396,14 +406,15 @@ class OneTable(TableModule):
         self._optimize(settings, None)
 
 
-def _require_supported(module: Any) -> None:
+def require_supported(module: Any) -> None:
     """Check that a formula can update the rows of a module.
 
     Raises:
         ValueError: it has a setting that only torch supports.
     """
-    if module.mode not in ("sum", "mean"):
-        raise ValueError(f"optimizer= supports mode 'sum' and 'mean', got {module.mode!r}")
+    mode = getattr(module, "mode", "sum")
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"optimizer= supports mode 'sum' and 'mean', got {mode!r}")
     for name in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, name):
             raise ValueError(

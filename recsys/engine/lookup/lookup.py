@@ -41,6 +41,7 @@ from recsys.engine.kernels.cpu.lookup import Input, pool, weight_gradients
 from recsys.engine.kernels.cpu.places import IN_FLIGHT, OK
 from recsys.engine.lookup.inputs import explain
 from recsys.engine.rows.bags import addresses
+from recsys.engine.rows.grads import leave_to_released
 from recsys.engine.rows.ledger import Call
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Nodes:
         self._end = ref(end)  # the pass alone keeps it
         queue_callback(end)
 
+    @outside_graphs
     def _end_pass(self) -> None:
         self._end = None
         optimizer = None if self.optimizer is None else self.optimizer()
@@ -332,11 +334,9 @@ class _Lookup(torch.autograd.Function):
             with DisableTorchFunctionSubclass():
                 for group, call in made.calls if is_updating else ():
                     trained = group.trained(call.lookups)
-                    if not group.released.isdisjoint(trained.tables):
-                        raise RuntimeError(
-                            f"one of the tables {group.names} was given back to torch between this "
-                            "lookup and its backward; call backward before recsys.restore"
-                        )
+                    if group.released:
+                        own = call._replace(lookups=trained)
+                        trained = leave_to_released(group, own, gradient)
                     if trained.tables:
                         group.ledger.add(call._replace(lookups=trained), gradient)
             if not is_graph_kept():

@@ -35,6 +35,7 @@ __all__ = [
     "drop_grads",
     "gradient_of",
     "group_of",
+    "leave_to_released",
     "require_no_optimizer",
     "take_grads",
     "unbind_table",
@@ -50,12 +51,12 @@ class MadeGrad(NamedTuple):
 
     Attributes:
         gradient: (E, D), sparse or dense.
-        version: Of the gradient, when it was made.
+        values: A copy of its values. GradScaler writes to them without a new version.
         last: The serial number of the last entry that it was made of.
     """
 
     gradient: Tensor
-    version: int
+    values: Tensor
     last: int
 
 
@@ -163,8 +164,7 @@ def unbind_table(group: TableGroup, number: int) -> None:
     table = group.tables[number]
     gradient = table.grad
     _drop(group, number, group.ledger.last)
-    group.released.add(number)
-    del _BOUND[id(table)]
+    group.released[number] = _BOUND.pop(id(table)).is_sparse
     table.__class__ = nn.Parameter
     table.grad = gradient
 
@@ -204,6 +204,23 @@ def group_of(table: Tensor) -> TableGroup | None:
     return None if bound is None else bound.group()
 
 
+def leave_to_released(group: TableGroup, call: Call, gradient: Tensor) -> Lookups:
+    """Leave the gradient of a lookup to tables that were given back to torch since.
+
+    Returns:
+        The lookups in other tables.
+    """
+    entry = Entry(call, gradient, 0, 0)
+    for number in call.lookups.tables:
+        if number in group.released:
+            table, is_sparse = group.tables[number], group.released[number]
+            made, known = gradient_of(group, [entry], number, is_sparse=is_sparse), table.grad
+            table.grad = made if known is None or made is None else known + made
+    return call.lookups.in_tables(
+        [number for number in call.lookups.tables if number not in group.released]
+    )
+
+
 def drop_grads(group: TableGroup) -> None:
     """Drop all gradients."""
     group.drop_ledger()
@@ -225,50 +242,47 @@ def take_grads(group: TableGroup) -> list[int]:
         _take_written(group)
     grads, dense = list(map(plain_grad, group.tables)), []
     for number, grad in enumerate(grads if any(map(is_not, grads, _NONE)) else ()):
-        if grad is None or number in group.released:
-            continue
-        if grad.is_sparse and grad.sparse_dim() == 1:
-            rows, values = grad._indices()[0], grad._values()
-        else:
-            dense.append(number)
-            whole = grad.to_dense()
-            rows = (whole != 0).any(1).nonzero().view(-1)
-            values = whole[rows]
-        _add(group, number, rows, values, group.ledger.last)
-        set_plain_grad(group.tables[number], None)
+        if grad is not None and number not in group.released:
+            if not grad.is_sparse:
+                dense.append(number)
+            _add(group, number, grad, group.ledger.last)
+            set_plain_grad(group.tables[number], None)
     return dense
 
 
 def _take_written(group: TableGroup) -> None:
     """Put gradients that callers have written to in place of the entries that they were made of."""
-    for number, (gradient, version, last) in list(group.ledger.grads.items()):
-        if version_of(gradient) == version:
-            continue
-        if gradient.is_sparse:
-            rows, values = gradient._indices()[0], gradient._values()
-        else:
-            made_of = [entry for entry in group.ledger.entries if entry.serial <= last]
-            looked_up = [rows for rows, _ in _by_id(group, made_of, number)]
-            rows = torch.cat(looked_up).long().unique()  # type: ignore[no-untyped-call]
-            values = gradient.detach()[rows]
-        _drop(group, number, last)
-        _add(group, number, rows, values, last)
+    for number, (gradient, values, last) in list(group.ledger.grads.items()):
+        if not torch.equal(_values_of(gradient), values):
+            _drop(group, number, last)
+            _add(group, number, gradient, last)
 
 
-def _add(group: TableGroup, number: int, rows: Tensor, values: Tensor, last: int) -> None:
-    """Put the gradients of rows into the ledger, as an entry before all others."""
-    if len(rows):
-        size = int(group.sizes[number])
-        if int(rows.min()) < 0 or int(rows.max()) >= size:
-            raise ValueError(
-                f"table {group.names[number]!r}: its grad is sparse and has an index that is not "
-                f"in [0, {size}); correct what made it"
-            )
-        lookups = Lookups([(number, 0, 0)], is_mean=False)
-        kept = torch.cat([rows.to("cpu", torch.int32), torch.zeros(1, dtype=torch.int32)])
-        call = Call(0, lookups, kept, len(rows), len(rows), 0, None, 0)
-        values = values.detach().to(group.compute_dtype).contiguous()
-        group.ledger.entries.insert(0, Entry(call, values, version_of(values), last))
+def _values_of(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _add(group: TableGroup, number: int, gradient: Tensor, last: int) -> None:
+    """Put a gradient into the ledger, as an entry before all others."""
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        rows, values = gradient._indices()[0], gradient._values()
+    else:
+        dense = gradient.detach().to_dense()
+        rows = (dense != 0).any(1).nonzero().view(-1)
+        values = dense[rows]
+    if not len(rows):
+        return
+    size = int(group.sizes[number])
+    if int(rows.min()) < 0 or int(rows.max()) >= size:
+        raise ValueError(
+            f"table {group.names[number]!r}: its grad is sparse and has an index that is not in "
+            f"[0, {size}); correct what made it"
+        )
+    lookups = Lookups([(number, 0, 0)], is_mean=False)
+    kept = torch.cat([rows.to(torch.int32), torch.zeros(1, dtype=torch.int32)])
+    call = Call(0, lookups, kept, len(rows), len(rows), 0, None, 0)
+    values = values.detach().to(group.compute_dtype).contiguous()
+    group.ledger.entries.insert(0, Entry(call, values, version_of(values), last))
 
 
 def _read(group: TableGroup, number: int, *, is_sparse: bool) -> Tensor | None:
@@ -282,7 +296,7 @@ def _read(group: TableGroup, number: int, *, is_sparse: bool) -> Tensor | None:
     if made is None:
         return plain
     if plain is None:
-        ledger.grads[number] = MadeGrad(made, version_of(made), ledger.last)
+        ledger.grads[number] = MadeGrad(made, _values_of(made).clone(), ledger.last)
         return made
     _drop(group, number, ledger.last)
     if plain.is_sparse and plain.sparse_dim() > 1:

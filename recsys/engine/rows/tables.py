@@ -109,7 +109,8 @@ class TableGroup:
         fetcher: Moves rows into slots; None if all rows are in their tables.
         files: The files that tables and state are mapped from; None if they are in memory.
         kernel: Looks rows up.
-        released: Tables that are torch's again; they stay in the group, and are not updated.
+        released: Tables that are torch's again, which stay in the group and are not updated, and
+            whether their gradients are sparse.
 
     Raises:
         ValueError: the tables are not as above, or have 2**31 rows or more.
@@ -130,7 +131,7 @@ class TableGroup:
         self._slots = torch.empty(0, self.dim, dtype=tables[0].dtype)
         self.fetcher: Any = None  # a `Fetcher`; imports point down
         self.files: Any = None  # `ColdFiles`
-        self.released: set[int] = set()
+        self.released: dict[int, bool] = {}
         self._states: Sequence[tuple[Memory, int]] = ()
         self.lay_out()
 

@@ -23,7 +23,9 @@ run, even if its mini-batch was dropped.
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,7 +50,7 @@ from recsys.engine.tiers.queue import TransferQueue
 from recsys.engine.tiers.row_map import make_marks
 from recsys.engine.tiers.table_access import TieredParameter
 from recsys.engine.tiers.write_back import write_back
-from recsys.errors import ConflictingWrite
+from recsys.errors import ConflictingWrite, TiersFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,6 +144,12 @@ class Fetcher:
                 bind_table(group, number, is_sparse=True)
             table.__class__ = TieredParameter
         self.accept_writes()
+
+    def __del__(self) -> None:
+        """A caller may have kept a table of a module that was deleted."""
+        if hasattr(self, "_pinned") and not sys.is_finalizing():
+            with suppress(TiersFailed, ConflictingWrite):  # said where it happened
+                write_back(self._group)
 
     def claim_ahead(self, wanted: Sequence[tuple[Lookups, Bags]]) -> Claim | None:
         """Claim slots for a later mini-batch, and fetch its rows in the background.

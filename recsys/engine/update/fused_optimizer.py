@@ -39,6 +39,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             rows are right on average, or to nearest. A setting in `param_groups`.
         rounding_seed: Seed of that rounding. A setting in `param_groups`.
 
+    Attributes:
+        updates: Those of the groups.
+
     Raises:
         TypeError: the optimizer is not a formula.
     """
@@ -66,7 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
             state_names={},
         )
-        self._updates = [TableUpdate(group, self, 0, rule) for group in groups]
+        self.updates = [TableUpdate(group, self, 0, rule) for group in groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows with gradients since the last step.
@@ -93,7 +96,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             or GLOBAL_STEP_POST_HOOKS
         ):
             return self._named_step(closure)
-        update_all(self._updates)
+        update_all(self.updates)
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # otherwise the base class wraps it
@@ -104,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        update_all(self._updates)
+        update_all(self.updates)
         return loss
 
     @property
@@ -127,12 +130,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients collected since the last step."""
-        for update in self._updates:
+        for update in self.updates:
             drop_grads(update.group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
-        for update in self._updates:
+        for update in self.updates:
             write_back(update.group)
         [group] = self.param_groups
         state = {
@@ -166,7 +169,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in own.items()
             }
-        for update in self._updates:
+        for update in self.updates:
             if update.group.fetcher is not None:
                 update.group.fetcher.empty_slots(is_written_back=True)
         group.update({name: value for name, value in settings.items() if name != "params"})
