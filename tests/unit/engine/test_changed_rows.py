@@ -15,7 +15,7 @@ SIZES, FEATURES = [70, 200, 64], [0, 1, 2, 1]
 
 def recorded(formula=Adam(lr=0.1), **settings):  # noqa: B008
     tables = Tables(SIZES, FEATURES, 5, formula, **settings)
-    [update] = tables.optimizer._updates
+    [update] = tables.optimizer.updates
     update.changed = ChangedRows(tables.group)
     return tables, update.changed
 
