@@ -64,9 +64,11 @@ __all__ = [
 ]
 
 Part = tuple["TableGroup", "Lookups"]  # what is looked up in which group
+_Kind = tuple[int, int, torch.dtype, torch.device]  # of a result: B, W, dtype and device
 _next_lookup = count(1).__next__
 # glibc gets larger blocks from the system each time, in small pages.
 _MAX_KEPT_BYTES = 32 * 2**20
+_LEFT_OUT = -(2**31)  # for kernels on a device: an id without a gradient
 _MOST_OUTPUTS = 1024  # of a node: evaluation in grad mode never ends a pass
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -104,14 +106,11 @@ class Nodes:
         self._end: ref[Callable[[], None]] | None = None
         self._made: list[_Made | None] = []
         self._outputs: list[Tensor] = []  # those that no call has filled, the last one first
-        self._kind: tuple[int, int, torch.dtype] = (0, 0, torch.float32)
+        self._kind: _Kind = (0, 0, torch.float32, torch.device("cpu"))
         self._num_calls, self._num_expected = 0, 1
 
-    def next_output(
-        self, num_samples: int, width: int, dtype: torch.dtype
-    ) -> tuple[Tensor, list[_Made | None], int]:
+    def next_output(self, kind: _Kind) -> tuple[Tensor, list[_Made | None], int]:
         """An output that no call has filled, (B, W); what its node keeps, and its number there."""
-        kind = num_samples, width, dtype
         # Checkpointing counts saved tensors when it recomputes, and a lookup that is repeated in a
         # backward has a backward of its own. So there each call has its own node.
         is_alone = top_saved_tensors_hooks(True) is not None or current_pass() != NO_PASS
@@ -191,16 +190,20 @@ def look_up(
     needs_weight_grad = is_grad_enabled() and weights is not None and weights.requires_grad
     if (is_training or needs_weight_grad) and current_pass() != NO_PASS:
         nodes.begin_pass()  # the lookup is repeated in a backward, which its own is a part of
-    kept = torch.empty(num_ids + num_bags + 1, dtype=torch.int32)
+    first = parts[0][0]
+    kind, is_on_device = (num_samples, width, dtype, first.device), first.is_on_device
+    # On a device, means also keep how many ids each bag has.
+    num_kept = num_ids + num_bags + 1 + (num_bags if is_on_device else 0)
+    kept = torch.empty(num_kept, dtype=torch.int32, device=first.device)
     made: list[_Made | None]
     if needs_weight_grad:
         made = [None]
-        [result] = _make_node(nodes, made, nodes.anchor, weights, (num_samples, width, dtype))
+        [result] = _make_node(nodes, made, nodes.anchor, weights, kind)
         output = 0
     elif is_training:
-        result, made, output = nodes.next_output(num_samples, width, dtype)
+        result, made, output = nodes.next_output(kind)
     else:
-        result = _empty(num_samples, width, dtype)
+        result = _empty(*kind)
     is_one_hot = offsets is None and num_ids == num_bags and weights is None
     number = _next_lookup()
     calls = []
@@ -210,13 +213,15 @@ def look_up(
         fetcher = group.fetcher
         if fetcher is not None and is_training and num_samples:
             fetcher.before_lookup(lookups, bags)
-        if num_samples:
+        if num_samples and is_on_device:
+            group.pool(lookups, one.lookups_5L, bags, kept, result)  # type: ignore[attr-defined]
+        elif num_samples:
             pool_part(group, lookups, one.lookups_5L, bags, kept, of_result)
         num_ahead = 0 if fetcher is None else fetcher.num_ahead
         calls.append((group, Call(number, lookups, *of_input, None, num_ahead)))
     if is_training or needs_weight_grad:
         if untrained_row is not None:
-            calls = [(group, _without_row(call, untrained_row)) for group, call in calls]
+            calls = [(group, _without_row(group, call, untrained_row)) for group, call in calls]
         if weights is not None:  # the caller may write to them before the update
             copied = weights.detach().clone()
             calls = [(group, call._replace(weights=copied)) for group, call in calls]
@@ -241,10 +246,13 @@ def require_one_dtype(parts: Sequence[Part], weights: Tensor | None) -> torch.dt
     return dtype
 
 
-def _without_row(call: Call, row: int) -> Call:
+def _without_row(group: TableGroup, call: Call, row: int) -> Call:
     """A lookup of bags of one id, without those of a row."""
     ids = call.kept[: call.num_ids]
     is_kept = ids != row
+    if group.is_on_device:
+        ids.masked_fill_(~is_kept, _LEFT_OUT)
+        return call
     if bool(is_kept.all()):
         return call
     ends = torch.cat([is_kept.new_zeros(1, dtype=torch.int32), is_kept.cumsum(0)])
@@ -277,8 +285,10 @@ def pool_part(
         raise explain(group, lookups, bags, code)
 
 
-def _empty(num_samples: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Memory for pooled rows, (B, W); in huge pages if it is large."""
+def _empty(num_samples: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for pooled rows, (B, W); on the CPU in huge pages if it is large."""
+    if device.type != "cpu":
+        return torch.empty(num_samples, width, dtype=dtype, device=device)
     is_large = num_samples * width * dtype.itemsize > _MAX_KEPT_BYTES
     return (empty_rows if is_large else torch.empty)(num_samples, width, dtype=dtype)
 
@@ -291,7 +301,7 @@ class _Lookup(torch.autograd.Function):
         made: list[_Made | None],
         anchor: Tensor,
         weights: Tensor | None,
-        kind: tuple[int, int, torch.dtype],
+        kind: _Kind,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.anchor_node = nodes.anchor_node

@@ -10,7 +10,7 @@ one array from the lowest address:
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ import torch
 from recsys._support.memory import empty_rows
 from recsys.engine.kernels.cpu.lookup import INT32, lookup_kernel
 from recsys.engine.kernels.cpu.move import NO_BASE
-from recsys.engine.kernels.cpu.update import Memories
-from recsys.engine.rows.ledger import Ledger
+from recsys.engine.kernels.cpu.update import Memories, update_rows
+from recsys.engine.rows.ledger import Ledger, join
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.engine.kernels.cpu.update import BadRow
     from recsys.engine.rows.bags import Lookups
+    from recsys.engine.rows.ledger import Entry
 
 __all__ = ["Memory", "Placed", "TableGroup", "compute_dtype"]
 
@@ -79,7 +82,7 @@ class Memory:
 class Placed(NamedTuple):
     """Where the tables of lookups are, as of these addresses."""
 
-    lookups_5L: NDArray[np.uint64]
+    lookups_5L: Any  # an array of uint64; of a `DeviceGroup`, `DeviceLookups`
     tables: list[nn.Parameter]
     addresses: list[int]
 
@@ -111,10 +114,15 @@ class TableGroup:
         kernel: Looks rows up.
         released: Tables that are torch's again, which stay in the group and are not updated, and
             whether their gradients are sparse.
+        device: Where kernels run.
+        is_on_device: Whether this is a `DeviceGroup`.
 
     Raises:
         ValueError: the tables are not as above, or have 2**31 rows or more.
     """
+
+    is_on_device: ClassVar[bool] = False
+    device = torch.device("cpu")
 
     def __init__(self, names: Sequence[str], tables: Sequence[nn.Parameter]) -> None:
         self.names, self.tables, self.ledger = list(names), list(tables), Ledger()
@@ -132,33 +140,32 @@ class TableGroup:
         self.fetcher: Any = None  # a `Fetcher`; imports point down
         self.files: Any = None  # `ColdFiles`
         self.released: dict[int, bool] = {}
-        self._states: Sequence[tuple[Memory, int]] = ()
+        self._states: Sequence[tuple[Any, int]] = ()
+        self._rows: Any
+        self.memories: Any
         self.lay_out()
 
     def lay_out(self) -> None:
         """Read where tables and slots are.
 
         Raises:
-            ValueError: the tables are not of one dtype and dim on the CPU, or not contiguous.
+            ValueError: the tables are not of one dtype and dim, not contiguous, or elsewhere.
         """
-        self.dtype = self.tables[0].dtype
+        self.dtype, kind = self.tables[0].dtype, self._kind_of_memory()
         kinds = {(table.dtype, table.device.type, table.shape[1:]) for table in self.tables}
-        is_known = kinds == {(self.dtype, "cpu", (self.dim,))} and self.dtype in _DTYPES
+        is_known = kinds == {(self.dtype, kind, (self.dim,))} and self.dtype in _DTYPES
         if not is_known or not all(table.is_contiguous() for table in self.tables):
             raise ValueError(
-                f"tables {self.names} must be contiguous float32, float64 or bfloat16 on the CPU, "
+                f"tables {self.names} must be contiguous float32, float64 or bfloat16 on {kind}, "
                 f"all of one dtype and embedding_dim, got {kinds}; convert the whole module"
             )
         self.compute_dtype = compute_dtype(self.dtype)
         self.nothing: NDArray[Any] = np.empty(0, _DTYPES[self.compute_dtype][0])
-        if not len(self._slots):
-            self._slots = self._slots.to(self.dtype)
         self._addresses = list(map(_address, self.tables))
-        self._rows = Memory(self.tables, self._slots)
+        if not len(self._slots):
+            self._slots = self._slots.to(self.device, self.dtype)
+        self._rows = self._memory(self.tables, self._slots)
         self._join()
-        self.kernel = lookup_kernel(
-            self.dim, self._rows.flat.dtype, self.nothing.dtype, is_tiered=len(self._slots) > 0
-        )
         self._placed: dict[Lookups, Placed] = {}
 
     def place(self, lookups: Lookups) -> Placed:
@@ -174,12 +181,9 @@ class TableGroup:
         ):
             return found
         self.require_tables()
-        tables, positions, columns = lookups.arrays
-        of_tables = self._rows.bases[tables], self.sizes[tables], self.first_rows[tables]
-        lookups_5L = np.stack([*of_tables[:2], positions, columns, of_tables[2]]).astype(np.uint64)
         looked_up = [self.tables[table] for table in lookups.tables]
         addresses = [self._addresses[table] for table in lookups.tables]
-        found = Placed(lookups_5L, looked_up, addresses)
+        found = Placed(self._numbers_of(lookups), looked_up, addresses)
         self._placed[lookups] = found
         return found
 
@@ -220,14 +224,48 @@ class TableGroup:
             num_slots: S.
             fetcher: Moves rows into them.
         """
-        self._slots = empty_rows(num_slots, self.dim, dtype=self.dtype)
+        self._slots = self.new_slots(num_slots, self.dim, self.dtype)
         self.fetcher = fetcher
         self.lay_out()
 
-    def set_states(self, states: Sequence[tuple[Memory, int]]) -> None:
-        """Use these state arrays, with their numbers per row; the optimizer's update owns them."""
-        self._states = states
+    def set_states(self, states: Sequence[tuple[Sequence[Tensor | None], int]]) -> None:
+        """Use these state arrays; the optimizer's update owns them.
+
+        Args:
+            states: For each kind of state, the tables' arrays, and their numbers per row.
+        """
+        found = []
+        for arrays, size in states:
+            slots = self.new_slots(self.num_slots, size, self.compute_dtype)
+            by_row = [
+                slots[:0] if array is None else array.view(len(array), size) for array in arrays
+            ]
+            found.append((self._memory(by_row, slots), size))
+        self._states = found
         self._join()
+
+    def new_rows(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros for an array beside the tables."""
+        return empty_rows(*shape, dtype=dtype).zero_()
+
+    def new_slots(self, num_slots: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for so many numbers of each slot."""
+        return empty_rows(num_slots, size, dtype=dtype)
+
+    def join(self, entries: Sequence[Entry]) -> Any:
+        """Entries of the ledger, as `update` takes them."""
+        return join(entries, len(self.tables))
+
+    def update(
+        self,
+        joined: Any,
+        formula: RowOptimizer,
+        rates_T2: NDArray[np.float64],
+        keys_T: NDArray[Any],
+    ) -> BadRow | None:
+        """Update each row once; arguments and result as of `update_rows`."""
+        settings = formula, rates_T2, keys_T, self.order
+        return update_rows(self.memories, self.dim, *settings, joined, self.nothing)
 
     def drop_ledger(self) -> None:
         """Drop all gradients; the slots of their rows may be taken."""
@@ -235,6 +273,19 @@ class TableGroup:
             self.ledger.clear()
             if self.fetcher is not None:
                 self.fetcher.end_generation()
+
+    def _kind_of_memory(self) -> str:
+        return "cpu"
+
+    def _numbers_of(self, lookups: Lookups) -> Any:
+        """Lookups as kernels take them."""
+        tables, positions, columns = lookups.arrays
+        of_tables = self._rows.bases[tables], self.sizes[tables], self.first_rows[tables]
+        found = [*of_tables[:2], positions, columns, of_tables[2]]
+        return np.stack(found).astype(np.uint64)
+
+    def _memory(self, tables: Sequence[Tensor], slots: Tensor) -> Any:
+        return Memory(tables, slots)
 
     def _join(self) -> None:
         rows, marks = self._rows, None if self.fetcher is None else self.fetcher.marks
@@ -258,3 +309,6 @@ class TableGroup:
         # A number that fits int64: numba looks for a kernel of another signature otherwise, slowly.
         slots_base = int(rows.bases[-1]) if len(self._slots) else 0
         self.for_lookups = rows.flat, self.dim, self.memories.slot_of_row, slots_base
+        self.kernel = lookup_kernel(
+            self.dim, rows.flat.dtype, self.nothing.dtype, is_tiered=len(self._slots) > 0
+        )

@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,12 +72,12 @@ class Claim(NamedTuple):
 
     Attributes:
         generation: Number of the mini-batch.
-        transfer: The last one that fetches its rows.
+        transfer: The last one that fetches its rows; None on a device.
         counts: As of a `Transfer`.
     """
 
     generation: int
-    transfer: Transfer
+    transfer: Transfer | None
     counts: NDArray[np.int64]
 
 
@@ -126,8 +126,7 @@ class Fetcher:
         self, group: TableGroup, num_slots: int, planned: NDArray[np.int32] = _NO_ROWS
     ) -> None:
         self._group, self.lock = group, threading.RLock()
-        self.marks = make_marks(int(group.first_rows[-1]), num_slots)
-        self.queue = TransferQueue(self.marks.slot_of_row)
+        self.marks, self.queue = self._make(int(group.first_rows[-1]), num_slots)
         self.num_ahead, self.sums = 0, np.zeros(NUM_COUNTS, np.int64)
         self._needed = self._last = 1
         self._views: list[Tensor] = []  # of `weight.data`, whose versions are others
@@ -229,8 +228,7 @@ class Fetcher:
             if is_written_back:
                 write_back(self._group)
             self.settle()
-            marks = self.marks
-            drop_all(*marks[:3], marks.is_dirty, marks.pins)
+            self._drop_all()
             self.accept_writes()
             self._must_pin = True
 
@@ -310,6 +308,15 @@ class Fetcher:
                 "module.weight.clamp_(...)); to continue now, load a checkpoint"
             )
         self.empty_slots(is_written_back=False)
+
+    def _make(self, num_rows: int, num_slots: int) -> tuple[Any, Any]:
+        """The marks, and the queue."""
+        marks = make_marks(num_rows, num_slots)
+        return marks, TransferQueue(marks.slot_of_row)
+
+    def _drop_all(self) -> None:
+        slot_of_row, row_of_slot, generations, _, is_dirty, _, pins = self.marks
+        drop_all(slot_of_row, row_of_slot, generations, is_dirty, pins)
 
     def _claim(self, lookups: Lookups, bags: Bags, generation: int) -> Claim:
         self.require_unwritten()

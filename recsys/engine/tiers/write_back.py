@@ -20,6 +20,9 @@ def write_back(group: TableGroup) -> None:
         return
     with fetcher.lock:
         fetcher.settle()
+        if group.is_on_device:
+            fetcher.write_dirty()
+            return
         transfer = Transfer(group, group.num_slots, 0)
         fetcher.queue.add(transfer)  # before it is filled; see `TransferQueue`
         marks = fetcher.marks

@@ -17,13 +17,9 @@ import numpy as np
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from recsys._support.memory import empty_rows
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
-from recsys.engine.kernels.cpu.update import update_rows
 from recsys.engine.rows.grads import take_grads
-from recsys.engine.rows.ledger import join
-from recsys.engine.rows.tables import Memory
 from recsys.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
@@ -171,7 +167,7 @@ class TableUpdate:
         if group.fetcher is not None:
             group.fetcher.before_update(entries)
         filled = [entry for entry in entries if entry.call.num_samples]
-        joined = join(filled, len(group.tables)) if filled else None
+        joined = group.join(filled) if filled else None
         if self.changed is not None:
             self.changed.mark(joined)
         group.drop_ledger()
@@ -183,10 +179,8 @@ class TableUpdate:
         # Others may evaluate meanwhile; without slots they may see half of an update, as in torch.
         lock = nullcontext() if group.fetcher is None else group.fetcher.lock
         if joined is not None:
-            rates = formula, rates_T2, keys_T
-            memories, order = group.memories, group.order
             with lock:
-                bad = update_rows(memories, group.dim, *rates, order, joined, group.nothing)
+                bad = group.update(joined, formula, rates_T2, keys_T)
         if self.changed is not None:
             self.changed.accept()
         if group.fetcher is not None:
@@ -270,11 +264,7 @@ class TableUpdate:
                     arrays[table] = state[name] = array = self._array_of(table, name, columns)
                     if is_new and self.changed is not None:
                         self.changed.accept_new(array)
-            slots = empty_rows(group.num_slots, size, dtype=group.compute_dtype)
-            by_row = [
-                slots[:0] if array is None else array.view(len(array), size) for array in arrays
-            ]
-            states.append((Memory(by_row, slots), size))
+            states.append((arrays, size))
         self._arrays, self._dtype = found, group.compute_dtype
         group.set_states(states)
         if group.fetcher is not None:
@@ -288,7 +278,7 @@ class TableUpdate:
             shape = len(weight), *columns
             if files is not None:
                 return files.make(f"{self.group.names[table]}.{name}", shape, dtype)  # type: ignore[no-any-return]
-            return empty_rows(*shape, dtype=dtype).zero_()
+            return self.group.new_rows(*shape, dtype=dtype)
         require_state(name, columns, weight, known)
         if known.shape == weight.shape[:1] and columns == (1,):
             known = known.unsqueeze(1)  # as earlier checkpoints have it

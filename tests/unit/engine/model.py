@@ -1,5 +1,7 @@
 """A small module over the engine: what tests train, resident or with a budget."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import nn
@@ -31,6 +33,7 @@ class Tables:
         folder: Of files for tables and state; None to keep them in memory.
         is_mean: Whether bags are averaged.
         auto_apply: Whether rows are updated at the end of each backward.
+        device: Where Triton kernels run; None for a group on the CPU.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Tables:
         planned=(),
         is_mean=False,
         auto_apply=False,
+        device=None,
     ):
         generator = torch.Generator().manual_seed(0)
         names = [f"t{number}" for number in range(len(sizes))]
@@ -53,13 +57,17 @@ class Tables:
         files = None if folder is None else ColdFiles(folder)
         if files is not None:
             rows = [files.keep(name, table) for name, table in zip(names, rows, strict=True)]
+        if device is not None and num_slots is None:
+            rows = [table.to(device) for table in rows]
+        elif device is not None and device.type == "cuda":
+            rows = [table.pin_memory() for table in rows]
         self.weights = [nn.Parameter(table) for table in rows]
-        self.group = TableGroup(names, self.weights)
+        self.group = group_on(device)(names, self.weights)
         self.group.files = files
         keyed = {name: (table, "") for name, table in zip(names, self.weights, strict=True)}
         self.optimizer = FusedOptimizer(keyed, [self.group], formula, rounding_seed=7)
         if num_slots is not None:
-            Fetcher(self.group, num_slots, np.array(planned, np.int32))
+            fetcher_of(self.group)(self.group, num_slots, np.array(planned, np.int32))
         self.nodes = Nodes(self.optimizer if auto_apply else None)
         self.features, self.dim = features, dim
         self.width = dim * len(features)
@@ -107,3 +115,21 @@ def are_equal(one, other):
     """Whether rows and state are the same to the last bit."""
     mine, its = one.values(), other.values()
     return mine.keys() == its.keys() and all(torch.equal(mine[key], its[key]) for key in mine)
+
+
+def group_on(device):
+    """What makes a group there; a machine without triton needs none for the CPU."""
+    if device is None:
+        return TableGroup
+    from recsys.engine.rows.device_tables import DeviceGroup
+
+    return partial(DeviceGroup, device=device)
+
+
+def fetcher_of(group):
+    """The class of the group's fetcher."""
+    if not group.is_on_device:
+        return Fetcher
+    from recsys.engine.tiers.device_fetch import DeviceFetcher
+
+    return DeviceFetcher
