@@ -367,8 +367,11 @@ def weight_gradient(calls: Sequence[tuple[TableGroup, Call]], gradient: Tensor) 
         gradient: Of its result, (B, W).
     """
     result = gradient.new_zeros(calls[0][1].num_ids)
-    whole = gradient.contiguous().numpy()
+    whole = gradient.contiguous()
     for group, call in calls:
+        if group.is_on_device:
+            group.weight_gradient(call, whole, result)  # type: ignore[attr-defined]
+            continue
         given = Input(
             0,
             call.num_ids,
@@ -385,7 +388,7 @@ def weight_gradient(calls: Sequence[tuple[TableGroup, Call]], gradient: Tensor) 
         if group.fetcher is not None:
             group.fetcher.settle()
         with nullcontext() if group.fetcher is None else group.fetcher.lock:
-            weight_gradients(group.for_lookups, lookups_5L, given, whole, result.numpy())
+            weight_gradients(group.for_lookups, lookups_5L, given, whole.numpy(), result.numpy())
     return result
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool
+from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool, weight_gradients
 from recsys.engine.kernels.triton.memory import (
     BAD_GRADIENT,
     BAD_OFFSETS,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.engine.rows.bags import Bags, Lookups
-    from recsys.engine.rows.ledger import Entry
+    from recsys.engine.rows.ledger import Call, Entry
 
 __all__ = ["DeviceGroup"]
 
@@ -76,6 +76,16 @@ class DeviceGroup(TableGroup):
                 fetcher.require_unwritten()
                 fetcher.settle()
             pool(self.memories, placed, given_of(lookups, bags), kept, result)
+
+    def weight_gradient(self, call: Call, gradient: Tensor, result: Tensor) -> None:
+        """Add the gradient of the ids' weights, (N,); see `kernels.triton.lookup`."""
+        with nullcontext() if self.fetcher is None else self.fetcher.lock:
+            if self.fetcher is not None:
+                self.fetcher.settle()
+            of_bags = call.num_samples, call.num_bounds, call.lookups.is_mean
+            given = DeviceInput(call.kept, None, None, *of_bags)
+            placed = self.place(call.lookups).lookups_5L
+            weight_gradients(self.memories, placed, given, call.kept, gradient, result)
 
     def join(self, entries: Sequence[Entry]) -> list[DeviceEntry]:
         """As there."""

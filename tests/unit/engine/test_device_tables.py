@@ -135,6 +135,25 @@ def test_a_caller_may_write_to_a_table_in_two_tiers(triton_device, monkeypatch):
     assert twins.are_equal()
 
 
+@pytest.mark.parametrize("num_slots", [None, 9])
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_weights_of_ids_have_the_gradient_that_they_have_on_the_cpu(
+    triton_device, num_slots, is_mean
+):
+    twins = Twins(triton_device, num_slots=num_slots, is_mean=is_mean)
+    bags, gradients = twins.bags(is_jagged=True), []
+    for tables, of_tables in zip((twins.on_cpu, twins.tables), bags, strict=True):
+        weights = torch.linspace(-1, 1, len(of_tables.ids), device=of_tables.ids.device)
+        weights.requires_grad_()
+        pooled = tables(of_tables._replace(weights=weights))
+        (pooled * torch.arange(tables.width, device=pooled.device)).sum().backward()
+        tables.optimizer.step()
+        gradients.append(weights.grad.cpu())
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].any()
+    assert twins.are_equal()
+
+
 def test_errors_are_raised_by_the_next_lookup_or_update(triton_device):
     twins = Twins(triton_device, SGD(lr=1.0))
     (_, bags), tables = twins.bags(), twins.tables

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from recsys.engine.kernels.triton.memory import DeviceMemories
 
-__all__ = ["DeviceInput", "DeviceLookups", "bounds_of", "pool"]
+__all__ = ["DeviceInput", "DeviceLookups", "bounds_of", "pool", "weight_gradients"]
 
 _MOST_COLUMNS = 256  # of a program; a power of two
 _BLOCK_CHECKED = 256  # offsets and weights that a program checks
@@ -174,6 +174,57 @@ def pool(
         )
 
 
+def weight_gradients(
+    memories: DeviceMemories,
+    lookups: DeviceLookups,
+    given: DeviceInput,
+    kept: Tensor,
+    gradient: Tensor,
+    result: Tensor,
+) -> None:
+    """Add the gradient of every id's weight: the dot product of its row and its bag's gradient.
+
+    If bags are averaged, it is divided by the number of ids that count in the bag.
+
+    Args:
+        memories: Where rows are, as the lookup found them.
+        lookups: As for `pool`.
+        given: As for `pool`; ids and offsets are not read.
+        kept: As `pool` wrote it, with the beginnings of bags.
+        gradient: Of the pooled rows, (B, W), contiguous.
+        result: (N,).
+    """
+    rows, num_ids = memories.rows, result.numel()
+    block_dim = min(next_power_of_2(rows.dim), _MOST_COLUMNS)
+    block_bags = min(max(1, 32 * 16 // rows.slots.itemsize // block_dim), _MOST_BAGS)
+    num_programs = cdiv(given.num_samples, block_bags) * lookups.num_features
+    for layer in range(lookups.num_layers if num_programs else 0):
+        with torch.cuda.device_of(result):
+            _dots_kernel[(num_programs,)](
+                rows.slots,
+                rows.addresses,
+                memories.slot_of_row,
+                lookups.numbers,
+                kept,
+                gradient,
+                result,
+                given.num_samples,
+                num_ids,
+                given.num_bags,
+                layer,
+                NUM_LOOKUPS=lookups.num_lookups,
+                NUM_FEATURES=lookups.num_features,
+                WIDTH=gradient.shape[1],
+                DIM=rows.dim,
+                MULTIPLE=lookups.multiple,
+                BLOCK_DIM=block_dim,
+                BLOCK_BAGS=block_bags,
+                IS_ALIGNED=rows.is_aligned,
+                IS_MEAN=given.is_mean,
+                num_warps=1,
+            )
+
+
 def _is_one_hot(given: DeviceInput) -> bool:
     is_plain = given.offsets is None and given.weights is None
     return is_plain and given.ids.numel() == given.num_bags
@@ -291,6 +342,76 @@ def _bags_kernel(
         pooled = divided(pooled, tl.maximum(num_kept, 1).to(pooled.dtype)[:, None])
     target = result_BW + (samples * WIDTH + column)[:, None] + d[None, :]
     tl.store(target, pooled, is_sample[:, None] & (d < DIM)[None, :])
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["num_samples", "num_ids", "num_bags", "layer"],
+    do_not_specialize_on_alignment=["kept", "result_N"],
+)
+def _dots_kernel(
+    slots_SD,
+    addresses,
+    slot_of_row,
+    numbers_5L,
+    kept,
+    gradient_BW,
+    result_N,
+    num_samples,
+    num_ids,
+    num_bags,
+    layer,
+    NUM_LOOKUPS: tl.constexpr,
+    NUM_FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_BAGS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+):
+    """Multiply the rows of some bags of one lookup by their gradients.
+
+    An id is in one lookup of the layer, so no two programs add to one place.
+    """
+    feature, samples, d = _share_of(tl.program_id(0), NUM_FEATURES, 1, BLOCK_BAGS, BLOCK_DIM)
+    lookup = tl.load(numbers_5L + (5 * NUM_LOOKUPS + layer * NUM_FEATURES) + feature)
+    if lookup < NUM_LOOKUPS:
+        numbers = _lookup(numbers_5L, lookup, NUM_LOOKUPS, MULTIPLE)
+        table, size, first_row, position, column = numbers
+        is_sample, bags = samples < num_samples, position * num_samples + samples
+        bounds = kept + num_ids + bags
+        begins = tl.load(bounds, is_sample, 0).to(tl.int64)
+        lengths = tl.load(bounds + 1, is_sample, 0) - begins
+        longest = tl.max(lengths, 0)
+        place = longest * 0
+        while place < longest:
+            at, is_id = begins + place, place < lengths
+            ids = tl.load(kept + at, is_id, -1).to(tl.int64)
+            is_row = (ids >= 0) & (ids < size)
+            dots = tl.zeros([BLOCK_BAGS], result_N.dtype.element_ty)
+            for start in range(0, DIM, BLOCK_DIM):
+                columns = start + d
+                found = _rows(
+                    slots_SD,
+                    addresses + table,
+                    slot_of_row,
+                    first_row,
+                    ids,
+                    is_row,
+                    columns,
+                    DIM,
+                    IS_ALIGNED,
+                ).to(dots.dtype)
+                of_bags = gradient_BW + (samples * WIDTH + column)[:, None] + columns[None, :]
+                is_number = is_row[:, None] & (columns < DIM)[None, :]
+                dots += tl.sum(found * tl.load(of_bags, is_number, 0), 1)
+            if IS_MEAN:
+                num_kept = tl.load(bounds + (num_bags + 1), is_sample, 1)
+                dots = divided(dots, tl.maximum(num_kept, 1).to(dots.dtype))
+            tl.store(result_N + at, tl.load(result_N + at, is_id, 0) + dots, is_id)
+            place += 1
 
 
 @triton.jit

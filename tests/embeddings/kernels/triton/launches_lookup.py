@@ -2,7 +2,7 @@
 
 import torch
 
-from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool
+from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool, weight_gradients
 from recsys.engine.kernels.triton.memory import DeviceMemories, ErrorRecord, Rows
 from recsys.engine.rows.tables import compute_dtype
 
@@ -35,7 +35,7 @@ def memories(dtype, dim, num_tables, *, has_slots, num_states=()):
 def launches(is_all):
     for number, (dtype, dim) in enumerate(ALL_CASES if is_all else CASES):
         for name, launch in launches_of(dtype, dim, batch_size=8, is_every=is_all or not number):
-            how = ", 16 bytes" if dim * dtype.itemsize % 16 == 0 else ""
+            how = ", 16 bytes" if dim * dtype.itemsize % 16 == 0 and "dots" not in name else ""
             yield f"pool {name} {dtype}, D={dim}{how}", launch
     for number, batch_size in enumerate((8, 1, 37)):
         for name, launch in launches_of(torch.float32, 128, batch_size, number % 2):
@@ -57,9 +57,12 @@ def launches_of(dtype, dim, batch_size, shift=0, *, is_every=True):
     }
     if is_every:
         kinds["mean"] = DeviceInput(ids, offsets, None, batch_size, size, is_mean=True)
-    kept = torch.zeros(size + size + 1, dtype=torch.int32)
+    kept = torch.zeros(3 * size + 1, dtype=torch.int32)
     for has_slots in (False, True):
         found = memories(dtype, dim, 2, has_slots=has_slots)
         for name, given in kinds.items():
             arguments = found, lookups, given, kept, result
             yield f"{name}, {has_slots=}", lambda arguments=arguments: pool(*arguments)
+        dots = found, lookups, given._replace(is_mean=True), kept, result, weights
+        if is_every:
+            yield f"dots, {has_slots=}", lambda dots=dots: weight_gradients(*dots)
