@@ -305,5 +305,6 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
             include_last_offset=self.include_last_offset,
             mode=self.mode,
             dtype=self._dtype(),
+            device=self._parts[0][0].device,
         )
         return bags if self.padding_idx is None else without_row(bags, self.padding_idx)

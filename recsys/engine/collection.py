@@ -232,8 +232,11 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         self._require_tables()
         if features.keys() != self._known_keys:
             self._make_parts(self._positions(features))
-        dtype = self._parts[0][0].dtype
-        return self._parts, read_features(features, is_weighted=self._is_weighted, dtype=dtype)
+        first = self._parts[0][0]
+        bags = read_features(
+            features, is_weighted=self._is_weighted, dtype=first.dtype, device=first.device
+        )
+        return self._parts, bags
 
     def _make_parts(self, positions: Sequence[int]) -> None:
         """Lay out the lookups by group and pooling, each of which is a kernel call.
@@ -444,6 +447,8 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             try:
                 rows = self._embedding(table)(ids)
             except IdOutOfRange:
+                if self._places[table].group.is_on_device:
+                    raise  # of an earlier lookup
                 raise self._id_error(features, table, feature) from None
             rows = rows.float() if rows.dtype is torch.bfloat16 else rows
             weights = ids if self._need_indices else None

@@ -136,7 +136,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
 
     def lookups(self, input: Tensor) -> list[tuple[Part, Bags]]:
         """What `forward` looks up; the argument and errors are its."""
-        return [(self._parts[0], read_ids(input, self._dtype()))]
+        return [(self._parts[0], read_ids(input, self._dtype(), self._parts[0][0].device))]
 
     @classmethod
     def from_pretrained(
@@ -230,7 +230,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
         rows = look_up(
             self._nodes,
             self._parts,
-            read_ids(input, dtype),
+            read_ids(input, dtype, self._parts[0][0].device),
             self.embedding_dim,
             untrained_row=self.padding_idx,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
+from recsys._support.cuda.own_pages import empty_in_own_pages, pages_of
 from recsys._support.memory import empty_rows
 from recsys._support.sizes import parse_bytes
 from recsys._support.torch_compat import outside_graphs
@@ -26,7 +27,7 @@ from recsys.engine.tiers.fetch import claim_together
 from recsys.engine.tiers.file_store import ColdFiles
 from recsys.engine.tiers.write_back import write_back
 from recsys.engine.update.fused_optimizer import FusedOptimizer
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from recsys.engine.lookup.lookup import Part
     from recsys.engine.rows.bags import Bags
     from recsys.engine.tiers.fetch import Claims
-    from recsys.engine.update.update_rows import TableUpdate
 
 __all__ = [
     "OneTable",
@@ -94,6 +94,14 @@ class TableSettings(NamedTuple):
     cold_path: Path | str | None = None
     plan: HotPlan | None = None
 
+    @property
+    def _has_budget(self) -> bool:
+        return self.budget is not None or self.plan is not None
+
+    def _keeps_on_host(self, device: torch.device | None) -> bool:
+        """Whether a device reaches the tables in host memory."""
+        return self._has_budget and device is not None and device.type == "cuda"
+
     def require(self) -> None:
         """Check that the settings fit together.
 
@@ -111,7 +119,7 @@ class TableSettings(NamedTuple):
                 f"cold_path is the folder of cold_tier='file', got {self.cold_path!r} and "
                 f"cold_tier={self.cold_tier!r}; give both or none"
             )
-        has_budget = self.budget is not None or self.plan is not None
+        has_budget = self._has_budget
         if self.cold_tier == "file" and not has_budget:
             raise ConfigError("cold_tier='file' needs budget=, the fast memory for rows in use")
         if has_budget and self.optimizer is None:
@@ -167,6 +175,8 @@ class TableSettings(NamedTuple):
             files = ColdFiles(self.cold_path)
             return [files.make(name, *kind) for name, kind in tables.items()], files
         place = None if device is None else torch.device(device)
+        if self._keeps_on_host(place):
+            return [empty_in_own_pages(*kind) for kind in tables.values()], None
         made = [empty_rows(*shape, dtype=dtype, device=place) for shape, dtype in tables.values()]
         return made, None
 
@@ -179,10 +189,13 @@ class TableSettings(NamedTuple):
     ) -> tuple[Tensor | None, ColdFiles | None]:
         """Memory for one table, undefined unless `weight` is given; None for torch to make it."""
         self.require()
-        if self.optimizer is None or (weight is not None and self.cold_path is None):
+        place = None if device is None else torch.device(device)
+        place = place if weight is None else weight.device
+        is_moved = self.cold_path is not None or self._keeps_on_host(place)
+        if self.optimizer is None or (weight is not None and not is_moved):
             return weight, None
         dtype = dtype or torch.get_default_dtype() if weight is None else weight.dtype
-        [made], files = self.allocate({"weight": (shape, dtype)}, device)
+        [made], files = self.allocate({"weight": (shape, dtype)}, place)
         return made if weight is None else made.copy_(weight), files
 
 
@@ -206,15 +219,15 @@ def group_tables(
         ValueError: a table is not float32, float64 or bfloat16 on the CPU, or not contiguous; or
             another recsys optimizer updates it.
     """
-    kinds: dict[tuple[int, torch.dtype, int], dict[nn.Parameter, str]] = {}
+    kinds: dict[tuple[Any, ...], dict[nn.Parameter, str]] = {}
     for table in tables:
         if are_bound:
             require_no_optimizer(table.name, table.weight)
-        kind = table.weight.shape[1], table.weight.dtype, (numbers or {}).get(table.weight, 0)
+        kind = *_kind_of(table.weight), (numbers or {}).get(table.weight, 0)
         kinds.setdefault(kind, {}).setdefault(table.weight, table.name)
     places: dict[nn.Parameter, Place] = {}
     for members in kinds.values():
-        group = TableGroup(list(members.values()), list(members))
+        group = _make_group(list(members.values()), list(members))
         places |= {table: Place(group, number) for number, table in enumerate(members)}
     sparse: dict[nn.Parameter, bool] = {}  # the sum of a sparse and a dense gradient is dense
     for table in tables:
@@ -222,6 +235,28 @@ def group_tables(
     for weight, place in places.items() if are_bound else ():
         bind_table(*place, is_sparse=sparse[weight])
     return [places[table.weight] for table in tables]
+
+
+def _kind_of(table: nn.Parameter) -> tuple[int, torch.dtype, torch.device]:
+    """What tables of one group have in common: dim, dtype, and where kernels run."""
+    device = table.device
+    if device.type == "cpu" and pages_of(table) is not None:  # as `TableSettings.allocate` makes it
+        device = torch.device("cuda", torch.cuda.current_device())
+    return table.shape[1], table.dtype, device
+
+
+def _make_group(names: Sequence[str], tables: Sequence[nn.Parameter]) -> TableGroup:
+    *_, device = _kind_of(tables[0])
+    if device.type != "cuda":
+        return TableGroup(names, tables)
+    try:
+        from recsys.engine.rows.device_tables import DeviceGroup
+    except ImportError as error:
+        raise MissingDependency(
+            "tables on a CUDA device need triton, which comes with PyTorch for CUDA; install it "
+            "with: pip install triton"
+        ) from error
+    return DeviceGroup(names, tables, device)
 
 
 class TableModule(nn.Module):
@@ -282,11 +317,6 @@ class TableModule(nn.Module):
     def groups(self) -> list[TableGroup]:
         """The groups of its tables, each once."""
         return list(dict.fromkeys(place.group for place in self._places))
-
-    def updates(self) -> Sequence[TableUpdate]:
-        """What updates its rows, and those of other modules with the same optimizer."""
-        updater = self.row_optimizer or self.attachment
-        return () if updater is None else updater.updates
 
     def sync(self) -> None:
         """Write the newest rows and state to the tables; `state_dict` does, too."""

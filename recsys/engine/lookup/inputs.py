@@ -32,6 +32,8 @@ __all__ = [
     "without_row",
 ]
 
+CPU = torch.device("cpu")
+_LEFT_OUT = -(2**31)  # for kernels on a device
 _ID_TYPES = (torch.int64, torch.int32)
 
 
@@ -43,6 +45,7 @@ def read_bags(
     num_bags: int,
     dtype: torch.dtype,
     origin: torch.Size | Sequence[str] = (),
+    device: torch.device = CPU,
 ) -> Bags:
     """The input of a lookup; the kernel checks and copies its numbers.
 
@@ -55,12 +58,16 @@ def read_bags(
         num_bags: Bags of all features.
         dtype: That of the computation; weights are converted to it.
         origin: As for `Bags`.
+        device: Where kernels run. On a GPU, they check weights, too.
 
     Raises:
         MalformedBags: dtypes or shapes do not fit, or a weight is nan.
     """
-    if not ids.is_cpu or (offsets is not None and not offsets.is_cpu):
-        raise MalformedBags(f"ids must be on the CPU like the rows, got {ids.device}; move them")
+    is_on_cpu = device.type == "cpu"
+    if ids.is_cpu is not is_on_cpu or (offsets is not None and offsets.is_cpu is not is_on_cpu):
+        raise MalformedBags(
+            f"ids and offsets must be on {device} like the rows, got ids on {ids.device}; move them"
+        )
     if offsets is not None and offsets.dtype is not ids.dtype:
         both = torch.promote_types(ids.dtype, offsets.dtype)
         ids, offsets = ids.to(both), offsets.to(both)
@@ -80,7 +87,7 @@ def read_bags(
         weights = weights.reshape(-1).to(dtype).contiguous()
     ids, offsets = ids.contiguous(), None if offsets is None else offsets.contiguous()
     bags = Bags(ids, offsets, weights, num_samples, num_bags, origin)
-    if weights is not None and bool(weights.isnan().any()):
+    if weights is not None and is_on_cpu and bool(weights.isnan().any()):
         place = int(weights.isnan().nonzero()[0])
         raise MalformedBags(
             f"{_location(bags, place)}: the weight of id {int(ids.reshape(-1)[place])} is nan; "
@@ -97,6 +104,7 @@ def read_bag_call(
     include_last_offset: bool,
     mode: str,
     dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> Bags:
     """The arguments of `nn.EmbeddingBag.forward` as the bags of one feature.
 
@@ -107,6 +115,7 @@ def read_bag_call(
         include_last_offset: Whether the last number in `offsets` is the end of the last bag.
         mode: "sum" or "mean".
         dtype: Of the rows.
+        device: As for `read_bags`.
 
     Raises:
         MalformedBags: shapes or dtypes are invalid.
@@ -143,7 +152,8 @@ def read_bag_call(
             raise MalformedBags(
                 "with include_last_offset, offsets must not be empty; pass at least 0"
             )
-        if include_last_offset:  # ids after the end of the last bag are not used
+        # Ids after the end of the last bag are not used; on a GPU, kernels refuse them.
+        if include_last_offset and ids.is_cpu:
             end = int(offsets[-1])
             if 0 <= end < ids.numel():
                 ids, weights = ids[:end], None if weights is None else weights[:end]
@@ -153,10 +163,11 @@ def read_bag_call(
             "input must have two dimensions, or one with 1-D offsets, got "
             f"{ids.dim()} dimensions and offsets of {found}"
         )
-    return read_bags(ids, offsets, weights, num_bags, num_bags, compute_dtype(dtype))
+    settings = compute_dtype(dtype), (), device
+    return read_bags(ids, offsets, weights, num_bags, num_bags, *settings)
 
 
-def read_ids(ids: Tensor, dtype: torch.dtype) -> Bags:
+def read_ids(ids: Tensor, dtype: torch.dtype, device: torch.device = CPU) -> Bags:
     """The argument of `nn.Embedding.forward`, of any shape, as bags of one id.
 
     Raises:
@@ -165,7 +176,7 @@ def read_ids(ids: Tensor, dtype: torch.dtype) -> Bags:
     if ids.is_nested:
         raise MalformedBags("input must be a plain tensor, got a nested one; pass its values()")
     size = ids.numel()
-    return read_bags(ids, None, None, size, size, compute_dtype(dtype), origin=ids.shape)
+    return read_bags(ids, None, None, size, size, compute_dtype(dtype), ids.shape, device)
 
 
 def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
@@ -191,13 +202,16 @@ def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
         )
 
 
-def read_features(features: Features, *, is_weighted: bool, dtype: torch.dtype) -> Bags:
+def read_features(
+    features: Features, *, is_weighted: bool, dtype: torch.dtype, device: torch.device = CPU
+) -> Bags:
     """The input of a collection.
 
     Args:
         features: `JaggedIds`, or a `KeyedJaggedTensor` of TorchRec.
         is_weighted: Whether each id has a weight.
         dtype: Of the rows.
+        device: As for `read_bags`.
 
     Raises:
         MalformedBags: tensors do not fit together, or weights are missing or nan.
@@ -217,7 +231,7 @@ def read_features(features: Features, *, is_weighted: bool, dtype: torch.dtype) 
     num_samples = features.stride()
     num_bags = num_samples * len(keys)
     dtype = compute_dtype(dtype)
-    return read_bags(values, offsets, weights, num_samples, num_bags, dtype, origin=keys)
+    return read_bags(values, offsets, weights, num_samples, num_bags, dtype, keys, device)
 
 
 def _require_consistent(features: Any) -> None:
@@ -253,6 +267,8 @@ def _require_consistent(features: Any) -> None:
 def without_row(bags: Bags, row: int) -> Bags:
     """The same bags without the lookups of one row."""
     ids, offsets, weights, num_samples, num_bags, _ = bags
+    if not ids.is_cpu:
+        return bags._replace(ids=ids.masked_fill(ids == row, _LEFT_OUT))
     is_kept = ids.reshape(-1) != row
     if bool(is_kept.all()):
         return bags

@@ -9,6 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
 from recsys.engine.lookup.lookup import (
+    new_kept,
     pool_part,
     require_one_dtype,
     weight_gradient,
@@ -55,12 +56,13 @@ def look_up_for_torch(
 def _pool(parts: Sequence[Part], bags: Bags, width: int, kept: Tensor | None = None) -> Tensor:
     num_samples = bags.num_samples
     if kept is None:
-        kept = torch.empty(bags.ids.numel() + bags.num_bags + 1, dtype=torch.int32)
+        kept = new_kept(parts[0][0], bags.ids.numel(), bags.num_bags)
     placed = [group.place(lookups) for group, lookups in parts]
-    result = torch.empty(num_samples, width, dtype=require_one_dtype(parts, bags.weights))
+    dtype, device = require_one_dtype(parts, bags.weights), parts[0][0].device
+    result = torch.empty(num_samples, width, dtype=dtype, device=device)
     for (group, lookups), one in zip(parts, placed, strict=True):
         if num_samples:
-            pool_part(group, lookups, one.lookups_5L, bags, kept, (result.data_ptr(), width))
+            pool_part(group, lookups, one.lookups_5L, bags, kept, result)
     return result
 
 
@@ -76,7 +78,7 @@ class _Lookup(torch.autograd.Function):
         *tables: Tensor,
     ) -> Tensor:
         num_ids, num_bags = bags.ids.numel(), bags.num_bags
-        kept = torch.empty(num_ids + num_bags + 1, dtype=torch.int32)
+        kept = new_kept(parts[0][0], num_ids, num_bags)
         result = _pool(parts, bags, width, kept)
         is_one_hot = bags.offsets is None and num_ids == num_bags and weights is None
         of_input = kept, num_ids, bags.num_samples, 0 if is_one_hot else num_bags

@@ -47,9 +47,6 @@ from recsys.engine.rows.ledger import Call
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from recsys.engine.rows.bags import Bags, Lookups
     from recsys.engine.rows.tables import TableGroup
 
@@ -57,6 +54,7 @@ __all__ = [
     "Nodes",
     "Part",
     "look_up",
+    "new_kept",
     "pool_part",
     "require_one_dtype",
     "weight_gradient",
@@ -191,10 +189,8 @@ def look_up(
     if (is_training or needs_weight_grad) and current_pass() != NO_PASS:
         nodes.begin_pass()  # the lookup is repeated in a backward, which its own is a part of
     first = parts[0][0]
-    kind, is_on_device = (num_samples, width, dtype, first.device), first.is_on_device
-    # On a device, means also keep how many ids each bag has.
-    num_kept = num_ids + num_bags + 1 + (num_bags if is_on_device else 0)
-    kept = torch.empty(num_kept, dtype=torch.int32, device=first.device)
+    kind = num_samples, width, dtype, first.device
+    kept = new_kept(first, num_ids, num_bags)
     made: list[_Made | None]
     if needs_weight_grad:
         made = [None]
@@ -208,15 +204,12 @@ def look_up(
     number = _next_lookup()
     calls = []
     of_input = kept, num_ids, num_samples, 0 if is_one_hot else num_bags
-    of_result = result.data_ptr(), width
     for (group, lookups), one in zip(parts, placed, strict=True):
         fetcher = group.fetcher
         if fetcher is not None and is_training and num_samples:
             fetcher.before_lookup(lookups, bags)
-        if num_samples and is_on_device:
-            group.pool(lookups, one.lookups_5L, bags, kept, result)  # type: ignore[attr-defined]
-        elif num_samples:
-            pool_part(group, lookups, one.lookups_5L, bags, kept, of_result)
+        if num_samples:
+            pool_part(group, lookups, one.lookups_5L, bags, kept, result)
         num_ahead = 0 if fetcher is None else fetcher.num_ahead
         calls.append((group, Call(number, lookups, *of_input, None, num_ahead)))
     if is_training or needs_weight_grad:
@@ -261,17 +254,28 @@ def _without_row(group: TableGroup, call: Call, row: int) -> Call:
     return call._replace(kept=kept, num_ids=num_ids, num_bounds=call.num_samples)
 
 
+def new_kept(group: TableGroup, num_ids: int, num_bags: int) -> Tensor:
+    """Room for what a lookup keeps: ids, where bags begin, and on a device how long they are."""
+    size = num_ids + num_bags + 1
+    if group.is_on_device:
+        return torch.empty(size + num_bags, dtype=torch.int32, device=group.device)
+    return torch.empty(size, dtype=torch.int32)
+
+
 def pool_part(
     group: TableGroup,
     lookups: Lookups,
-    lookups_5L: NDArray[np.uint64],
+    lookups_5L: Any,
     bags: Bags,
     kept: Tensor,
-    result: tuple[int, int],
+    result: Tensor,
 ) -> None:
     """Look up in one group; if a row is on its way, wait for it and look up again."""
+    if group.is_on_device:
+        group.pool(lookups, lookups_5L, bags, kept, result)  # type: ignore[attr-defined]
+        return
     given = addresses(bags, kept.data_ptr(), is_mean=lookups.is_mean)
-    arguments = lookups_5L, given, *result
+    arguments = lookups_5L, given, result.data_ptr(), result.shape[1]
     if group.fetcher is None:
         code = pool(group.kernel, group.for_lookups, *arguments)
     else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys._support.cuda.own_pages import PageLocks, empty_in_own_pages, in_own_pages
 from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups, pool, weight_gradients
 from recsys.engine.kernels.triton.memory import (
     BAD_GRADIENT,
@@ -45,7 +46,7 @@ class DeviceGroup(TableGroup):
 
     Args:
         names: As for `TableGroup`.
-        tables: As there, on the device; on the CPU in page-locked memory if rows will have slots.
+        tables: As there, on the device, or on the CPU in pages of their own, which are locked.
         device: Where kernels run.
 
     Attributes:
@@ -115,29 +116,31 @@ class DeviceGroup(TableGroup):
 
     def new_rows(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """As there; in the memory where the tables are."""
-        if self.fetcher is None:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        if self._kind_of_memory() == "cpu":
+            return empty_in_own_pages(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def reachable(self, tensor: Tensor) -> Tensor:
+        """As there; in pages that can be locked."""
+        return in_own_pages(tensor) if tensor.is_cpu else tensor
 
     def new_slots(self, num_slots: int, size: int, dtype: torch.dtype) -> Tensor:
         """As there; on the device."""
         return torch.empty(num_slots, size, dtype=dtype, device=self.device)
 
     def _kind_of_memory(self) -> str:
-        return self.device.type if self.fetcher is None else "cpu"
+        return self.tables[0].device.type
 
     def _numbers_of(self, lookups: Lookups) -> DeviceLookups:
         sizes, firsts = self.sizes.tolist(), self.first_rows.tolist()
         return DeviceLookups(lookups.locations, sizes, firsts, self.device)
 
     def _memory(self, tables: Sequence[Tensor], slots: Tensor) -> Rows:
-        is_reached = self.fetcher is None or self.device.type != "cuda"
-        if not is_reached and not all(table.is_pinned() for table in tables if table.numel()):
-            raise ValueError(
-                f"tables {self.names} and their state must be in page-locked memory if they have a "
-                "budget; build the module with its budget"
-            )
-        return Rows(tables, slots)
+        rows = Rows(tables, slots)
+        if self.device.type == "cuda":
+            on_host = [table for table in rows.tensors if table.is_cpu]
+            rows.locks = PageLocks(on_host, self.device) if on_host else None
+        return rows
 
     def _join(self) -> None:
         marks = None if self.fetcher is None else self.fetcher.marks

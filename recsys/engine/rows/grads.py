@@ -20,14 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from recsys._support.torch_compat import (
-    outside_graphs,
-    plain_data,
-    plain_grad,
-    set_plain_data,
-    set_plain_grad,
-    version_of,
-)
+from recsys._support.torch_compat import plain_grad, set_plain_grad, version_of
 from recsys.engine.rows.bags import Lookups
 from recsys.engine.rows.ledger import Call, Entry
 
@@ -73,20 +66,6 @@ class LedgerParameter(nn.Parameter):
     An existing Parameter becomes one by assignment to its `__class__`, so it stays the same object.
     A copy has no group, and is a plain table.
     """
-
-    @property
-    @outside_graphs
-    def data(self) -> Tensor:
-        """The rows, (E, D), detached from autograd. A read counts as a write to them."""
-        bound, group = _BOUND.get(id(self)), group_of(self)
-        if bound is not None and group is not None:
-            group.data_reads[bound.number] += 1
-        return plain_data(self)
-
-    @data.setter
-    @outside_graphs
-    def data(self, rows: Tensor) -> None:
-        set_plain_data(self, rows)
 
     @property
     def grad(self) -> Tensor | None:
@@ -361,7 +340,11 @@ def _by_id(group: TableGroup, entries: Sequence[Entry], number: int) -> list[tup
             first, end = position * call.num_samples, (position + 1) * call.num_samples
             part = whole.detach()[:, column : column + group.dim]
             if not call.num_bounds:
-                found.append((call.kept[first:end], part))
+                rows = call.kept[first:end]
+                if group.is_on_device:  # of which some may be left out
+                    part = part[rows >= 0]
+                    rows = rows[rows >= 0]
+                found.append((rows, part))
                 continue
             bounds = call.kept[call.num_ids + first : call.num_ids + end + 1].long()
             lengths, of_ids = bounds.diff(), slice(int(bounds[0]), int(bounds[-1]))

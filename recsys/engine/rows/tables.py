@@ -112,7 +112,6 @@ class TableGroup:
         fetcher: Moves rows into slots; None if all rows are in their tables.
         files: The files that tables and state are mapped from; None if they are in memory.
         kernel: Looks rows up.
-        data_reads: How often callers have read each table's `data`, to which they may write.
         released: Tables that are torch's again, which stay in the group and are not updated, and
             whether their gradients are sparse.
         device: Where kernels run.
@@ -140,7 +139,6 @@ class TableGroup:
         self._slots = torch.empty(0, self.dim, dtype=tables[0].dtype)
         self.fetcher: Any = None  # a `Fetcher`; imports point down
         self.files: Any = None  # `ColdFiles`
-        self.data_reads = [0] * len(tables)
         self.released: dict[int, bool] = {}
         self._states: Sequence[tuple[Any, int]] = ()
         self._rows: Any
@@ -249,6 +247,10 @@ class TableGroup:
     def new_rows(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Zeros for an array beside the tables."""
         return empty_rows(*shape, dtype=dtype).zero_()
+
+    def reachable(self, tensor: Tensor) -> Tensor:
+        """An array beside the tables, or a copy of it that kernels can reach."""
+        return tensor
 
     def new_slots(self, num_slots: int, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for so many numbers of each slot."""

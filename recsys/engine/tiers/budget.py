@@ -89,7 +89,15 @@ def give_slots(
     most = max(max(group.sizes.tolist()) for group in groups)
     level = bisect_right(range(most + 1), left, key=bytes_at) - 1
     for group, num_slots, rows in zip(groups, slots_at(level, beside), planned, strict=True):
-        Fetcher(group, num_slots, rows[: num_slots - 1])
+        _fetcher_of(group)(group, num_slots, rows[: num_slots - 1])
+
+
+def _fetcher_of(group: TableGroup) -> type[Fetcher]:
+    if not group.is_on_device:
+        return Fetcher
+    from recsys.engine.tiers.device_fetch import DeviceFetcher  # needs triton
+
+    return DeviceFetcher
 
 
 def _most_looked_up(

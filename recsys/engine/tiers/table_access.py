@@ -16,6 +16,7 @@ from torch import Tensor
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     outside_graphs,
+    plain_data,
     set_plain_data,
 )
 from recsys.engine.rows.grads import LedgerParameter, group_of
@@ -34,7 +35,7 @@ class TieredParameter(LedgerParameter):
     @outside_graphs
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd; writes to them are noticed."""
-        group, rows = group_of(self), super().data
+        group, rows = group_of(self), plain_data(self)
         if group is None:
             return rows
         write_back(group)

@@ -1,5 +1,7 @@
 """Tables on a device train like those on the CPU, in Triton's interpreter or on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,10 @@ from tests.unit.engine.model import Tables
 
 pytest.importorskip("triton")
 
+from recsys.engine import tables_module
+from recsys.engine.bag import HotColdEmbeddingBag
+from recsys.engine.embedding import HotColdEmbedding
+from recsys.engine.rows.device_tables import DeviceGroup
 from recsys.engine.tiers import device_fetch
 
 ADAM = Adam(lr=0.1)
@@ -152,6 +158,40 @@ def test_weights_of_ids_have_the_gradient_that_they_have_on_the_cpu(
     torch.testing.assert_close(*gradients)
     assert gradients[0].any()
     assert twins.are_equal()
+
+
+IDS, OFFSETS = torch.tensor([1, 2, 1, 0, 3, 3, 6, 1]), torch.tensor([0, 2, 4, 4, 7])
+WEIGHTS = torch.linspace(0.1, 1, 8)
+MODULES = {
+    "offsets": (HotColdEmbeddingBag, {"mode": "sum"}, (IDS, OFFSETS)),
+    "padding": (HotColdEmbeddingBag, {"mode": "mean", "padding_idx": 1}, (IDS.view(4, 2),)),
+    "weights": (HotColdEmbeddingBag, {"mode": "sum"}, (IDS, OFFSETS, WEIGHTS)),
+    "unpooled": (HotColdEmbedding, {"padding_idx": 1}, (IDS.view(2, 4),)),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "arguments"), MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("budget", [None, 7 * 4 + 3 * (16 * 2 + 11)])
+def test_modules_on_a_device_train_like_those_on_the_cpu(
+    triton_device, monkeypatch, kind, settings, arguments, budget
+):
+    on_cpu = kind(7, 4, optimizer=Adagrad(lr=0.1), **settings)
+    if triton_device.type == "cpu":
+        make = partial(DeviceGroup, device=triton_device)
+        monkeypatch.setattr(tables_module, "_make_group", make)
+    how = {"optimizer": Adagrad(lr=0.1), "budget": budget, "device": triton_device}
+    ours = kind(7, 4, **how, **settings)
+    ours.load_state_dict(on_cpu.state_dict())
+    given = [argument.to(triton_device) for argument in arguments]
+    for factor in (1.0, -0.5, 2.0):
+        results = []
+        for module, of_module in ((on_cpu, arguments), (ours, given)):
+            result = module(*of_module)
+            factors = torch.arange(1.0, result.numel() + 1, device=result.device) * factor
+            (result * factors.view(result.shape)).sum().backward()
+            results.append(result.detach().cpu())
+        assert torch.equal(*results)
+        assert torch.equal(ours.weight.detach().cpu(), on_cpu.weight.detach())
 
 
 def test_errors_are_raised_by_the_next_lookup_or_update(triton_device):

@@ -67,7 +67,10 @@ class Rows:
         addresses: Where each table begins, and last the slots, (T + 1,) int64 on the device; 0 for
             one that is empty.
         is_aligned: Whether all begin at multiples of 16 bytes.
+        locks: What keeps tables in host memory page-locked.
     """
+
+    locks: object = None
 
     def __init__(self, tables: Sequence[Tensor], slots: Tensor) -> None:
         self.tensors, self.slots = [table.detach() for table in tables], slots
