@@ -347,6 +347,7 @@ class TableModule(nn.Module):
             rounding_seed=settings.rounding_seed,
         )
         settings.give_slots(tables, groups, formula)
+        self.row_optimizer.steps_in_backward = settings.auto_apply
         self.attach(places, Nodes(self.row_optimizer if settings.auto_apply else None))
 
     def _take_over(

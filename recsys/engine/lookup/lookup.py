@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from recsys.engine.rows.bags import Bags, Lookups
     from recsys.engine.rows.tables import TableGroup
+    from recsys.engine.update.fused_optimizer import FusedOptimizer
 
 __all__ = [
     "Nodes",
@@ -87,14 +88,14 @@ class Nodes:
     """Makes the autograd nodes of the lookups of a collection, or of all bags of one group.
 
     Args:
-        optimizer: Its `step` is called at the end of each backward pass that has filled a ledger;
-            None if somebody else calls it.
+        optimizer: Its `end_pass` is called at the end of each backward pass that has filled a
+            ledger; None if rows are updated in somebody's step.
 
     Attributes:
         is_sharded: Whether each process updates rows of its own, so that no update is shared.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, optimizer: FusedOptimizer | None = None) -> None:
         # The reason that a result requires a gradient: tables are no inputs of the node.
         self.anchor = torch.empty(0, requires_grad=True)
         self.anchor_node: Any = torch.autograd.graph.get_gradient_edge(self.anchor).node
@@ -139,7 +140,7 @@ class Nodes:
         self._end = None
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is not None:
-            optimizer.step()
+            optimizer.end_pass()
 
     def close(self) -> None:
         """Make a new node for the next call, because a backward or another shape begins."""

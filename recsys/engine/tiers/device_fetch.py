@@ -82,7 +82,7 @@ class DeviceFetcher(Fetcher):
             found = [self._claim(lookups, bags, self._last) for lookups, bags in wanted]
         return found[-1]
 
-    def begin(self, claimed: Claim | None) -> None:
+    def begin(self, claimed: Claim | None, *, is_waiting: bool = True) -> None:
         """As there; lookups wait for the rows."""
         self._is_covered = claimed is not None
         if claimed is not None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -116,6 +117,7 @@ class Fetcher:
         queue: Moves rows.
         num_ahead: Transfers started in the background.
         sums: The numbers of `counts`, and others after them.
+        waited: Seconds that callers waited for rows.
         popular: Other rows that do not leave their slots until `pin` or `pin_popular`, the most
             used first.
         lock: Held while kernels read or change where rows are: one thread trains, and others may
@@ -127,7 +129,8 @@ class Fetcher:
     ) -> None:
         self._group, self.lock = group, threading.RLock()
         self.marks, self.queue = self._make(int(group.first_rows[-1]), num_slots)
-        self.num_ahead, self.sums = 0, np.zeros(NUM_COUNTS, np.int64)
+        self.num_ahead, self.waited = 0, 0.0
+        self.sums = np.zeros(NUM_COUNTS, np.int64)
         self._needed = self._last = 1
         self._views: list[Tensor] = []  # of `weight.data`, whose versions are others
         self._versions: list[int] | None = None  # None: what is found next is accepted
@@ -146,7 +149,7 @@ class Fetcher:
 
     def __del__(self) -> None:
         """A caller may have kept a table of a module that was deleted."""
-        if hasattr(self, "_pinned") and not sys.is_finalizing():
+        if hasattr(self, "_must_pin") and not sys.is_finalizing():
             with suppress(TiersFailed, ConflictingWrite):  # said where it happened
                 write_back(self._group)
 
@@ -171,13 +174,21 @@ class Fetcher:
             self._short = self._last
         return found[-1]._replace(counts=counts)
 
-    def begin(self, claimed: Claim | None) -> None:
-        """Begin to compute a mini-batch: its claim, or None if it was not claimed ahead."""
+    def begin(self, claimed: Claim | None, *, is_waiting: bool = True) -> None:
+        """Begin to compute a mini-batch.
+
+        Args:
+            claimed: Its claim; None if it was not claimed ahead.
+            is_waiting: Whether to wait for all its rows. If not, a lookup of one that is on its way
+                waits.
+        """
         self._is_covered = self._is_counted = False
+        if claimed is None and self._last <= self._needed:
+            self._needed += 1  # the last one may have had no update
         if claimed is not None:
             self._needed = max(self._needed, claimed.generation)
-            with self.lock:
-                self.queue.finish(claimed.transfer)
+            if is_waiting:
+                self._finish(claimed.transfer)
             self._is_covered, self._is_counted = not claimed.counts[LEFT], True
             self.sums[:LEFT] += claimed.counts[:LEFT]
 
@@ -215,8 +226,41 @@ class Fetcher:
     def settle(self) -> None:
         """Wait until no row is on its way."""
         if self.queue:
-            with self.lock:
-                self.queue.finish()
+            self._finish()
+
+    def _finish(self, last: Transfer | None = None) -> None:
+        begin = perf_counter()
+        with self.lock:
+            self.queue.finish(last)
+        self.waited += perf_counter() - begin
+
+    def missing_samples(self, lookups: Lookups, bags: Bags) -> Tensor:
+        """Which samples look up a row that has no slot, (B,) bool; ids out of range do not.
+
+        Args:
+            lookups: Some lookups.
+            bags: Their input.
+        """
+        self.settle()
+        slot_of_row = torch.from_numpy(self.marks.slot_of_row)
+        is_missing = torch.zeros(bags.num_samples, dtype=torch.bool)
+        if not bags.ids.numel():
+            return is_missing
+        length = bags.ids.numel() // max(bags.num_bags, 1)
+        whole = torch.arange(0, bags.ids.numel() + 1, max(length, 1))
+        ends = whole if bags.offsets is None else bags.offsets
+        for table, position, _ in lookups.locations:
+            first, last = position * bags.num_samples, (position + 1) * bags.num_samples
+            bounds = ends[first : last + 1].long()
+            if len(bounds) <= bags.num_samples:  # without the end of the last bag
+                bounds = torch.cat([bounds, bounds.new_tensor([bags.ids.numel()])])
+            ids = bags.ids.reshape(-1)[int(bounds[0]) : int(bounds[-1])].long()
+            rows = int(self._group.first_rows[table]) + ids
+            rows = rows.clamp(0, len(slot_of_row) - 1)
+            counts = (slot_of_row[rows] < 0).cumsum(0)
+            upto = torch.cat([counts.new_zeros(1), counts])[bounds - bounds[0]]
+            is_missing |= upto.diff() > 0
+        return is_missing
 
     def empty_slots(self, *, is_written_back: bool) -> None:
         """Empty all slots.

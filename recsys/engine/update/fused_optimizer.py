@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from recsys.engine.tiers.write_back import write_back
 from recsys.engine.update.update_rows import TableUpdate, require_state, update_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.engine.rows.tables import TableGroup
@@ -41,6 +42,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         updates: Those of the groups.
+        steps_in_backward: Whether rows are updated at the end of each backward.
 
     Raises:
         TypeError: the optimizer is not a formula.
@@ -69,6 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
             state_names={},
         )
+        self.steps_in_backward, self._is_deferred = True, False
         self.updates = [TableUpdate(group, self, 0, rule) for group in groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -109,6 +112,24 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         update_all(self.updates)
         return loss
+
+    def end_pass(self) -> None:
+        """Update rows at the end of a backward pass, unless `update_once` does so later."""
+        if not self._is_deferred:
+            self.step()
+
+    @contextmanager
+    def update_once(self) -> Iterator[None]:
+        """Update rows once for all backward passes inside; after an error not at all."""
+        self._is_deferred = True
+        try:
+            yield
+        except BaseException:
+            self.zero_grad()
+            raise
+        finally:
+            self._is_deferred = False
+        self.step()
 
     @property
     def formula(self) -> RowOptimizer:

@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -440,6 +441,59 @@ def test_counts_are_those_of_mini_batches(is_ahead):
 
 
 BYTES = 64 + 11  # of a slot
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_samples_whose_rows_have_no_slot_are_known_before_they_are_claimed(has_offsets):
+    tables = Tables([20, 20], [0, 1, 0], 4, SGD(lr=1.0), num_slots=40)
+    known = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])  # four samples
+    tables.train(tables.bags(known))
+    asked, offsets = known.clone(), None
+    asked[[2, 5]] = torch.tensor([15, 1])  # of sample 2, of sample 1: a row of another table
+    if has_offsets:  # the first sample has no id of the first feature
+        asked, offsets = asked[1:], torch.cat([torch.tensor([0, 0]), torch.arange(1, 11)])
+    missing = tables.fetcher.missing_samples(tables.lookups, tables.bags(asked, offsets))
+    assert missing.tolist() == [False, True, True, False]
+
+
+def test_rows_may_come_while_samples_that_have_theirs_are_computed_on():
+    gate = threading.Event()
+    tables = Tables([20], [0], 4, SGD(lr=1.0), num_slots=8, auto_apply=True)
+    resident = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
+    halves = [torch.tensor([1, 2]), torch.tensor([7, 8])]
+    for each in (tables, resident):
+        each(each.bags(halves[0])).sum().backward()
+    run = Transfer.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "run", lambda self, **how: (gate.wait(30), run(self, **how)))
+        claimed = tables.claim_ahead(tables.bags(torch.cat(halves)))
+        tables.fetcher.begin(claimed, is_waiting=False)
+        for each in (tables, resident):
+            with each.optimizer.update_once():
+                for ids in halves:
+                    each(each.bags(ids)).square().sum().backward()
+                    gate.set()
+    assert are_equal(tables, resident)
+    assert tables.fetcher.counts.left == 0
+
+
+def test_a_failed_pass_of_several_updates_nothing():
+    tables = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
+    before = tables.weights[0].detach().clone()
+    with suppress(ZeroDivisionError), tables.optimizer.update_once():
+        tables(tables.bags(torch.tensor([1, 2]))).sum().backward()
+        raise ZeroDivisionError
+    tables(tables.bags(torch.tensor([3]))).sum().backward()
+    before[3] -= 1
+    assert torch.equal(tables.weights[0], before)
+
+
+def test_forwards_without_a_backward_keep_no_slot():
+    tables = Tables([40], [0], 4, SGD(lr=1.0), num_slots=8)
+    for first in range(0, 40, 8):
+        tables.fetcher.begin(None)
+        tables(tables.bags(torch.arange(first, first + 8)))
+    assert tables.fetcher.counts.left == 0
 
 
 @pytest.mark.parametrize(
