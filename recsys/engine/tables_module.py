@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from recsys.engine.lookup.lookup import Part
     from recsys.engine.rows.bags import Bags
     from recsys.engine.tiers.fetch import Claims
+    from recsys.engine.update.update_rows import TableUpdate
 
 __all__ = [
     "OneTable",
@@ -317,6 +318,11 @@ class TableModule(nn.Module):
     def groups(self) -> list[TableGroup]:
         """The groups of its tables, each once."""
         return list(dict.fromkeys(place.group for place in self._places))
+
+    def updates(self) -> Sequence[TableUpdate]:
+        """What updates its rows, and those of other modules with the same optimizer."""
+        updater = self.row_optimizer or self.attachment
+        return () if updater is None else updater.updates
 
     def sync(self) -> None:
         """Write the newest rows and state to the tables; `state_dict` does, too."""

@@ -20,7 +20,14 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from recsys._support.torch_compat import plain_grad, set_plain_grad, version_of
+from recsys._support.torch_compat import (
+    outside_graphs,
+    plain_data,
+    plain_grad,
+    set_plain_data,
+    set_plain_grad,
+    version_of,
+)
 from recsys.engine.rows.bags import Lookups
 from recsys.engine.rows.ledger import Call, Entry
 
@@ -66,6 +73,20 @@ class LedgerParameter(nn.Parameter):
     An existing Parameter becomes one by assignment to its `__class__`, so it stays the same object.
     A copy has no group, and is a plain table.
     """
+
+    @property
+    @outside_graphs
+    def data(self) -> Tensor:
+        """The rows, (E, D), detached from autograd. A read counts as a write to them."""
+        bound, group = _BOUND.get(id(self)), group_of(self)
+        if bound is not None and group is not None:
+            group.data_reads[bound.number] += 1
+        return plain_data(self)
+
+    @data.setter
+    @outside_graphs
+    def data(self, rows: Tensor) -> None:
+        set_plain_data(self, rows)
 
     @property
     def grad(self) -> Tensor | None:

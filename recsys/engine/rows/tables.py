@@ -112,6 +112,7 @@ class TableGroup:
         fetcher: Moves rows into slots; None if all rows are in their tables.
         files: The files that tables and state are mapped from; None if they are in memory.
         kernel: Looks rows up.
+        data_reads: How often callers have read each table's `data`, to which they may write.
         released: Tables that are torch's again, which stay in the group and are not updated, and
             whether their gradients are sparse.
         device: Where kernels run.
@@ -139,6 +140,7 @@ class TableGroup:
         self._slots = torch.empty(0, self.dim, dtype=tables[0].dtype)
         self.fetcher: Any = None  # a `Fetcher`; imports point down
         self.files: Any = None  # `ColdFiles`
+        self.data_reads = [0] * len(tables)
         self.released: dict[int, bool] = {}
         self._states: Sequence[tuple[Any, int]] = ()
         self._rows: Any

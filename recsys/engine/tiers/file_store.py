@@ -16,7 +16,8 @@ import os
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 
@@ -43,7 +44,7 @@ class ColdFiles:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder).absolute()  # the process may change its working directory
         self._process = os.getpid()
-        self._arrays: dict[str, Tensor] = {}
+        self._arrays: dict[str, tuple[Tensor, int]] = {}  # with the descriptors of their files
 
     def make(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make an array of zeros; an earlier one of the name lasts as long as something uses it.
@@ -67,6 +68,7 @@ class ColdFiles:
                     path = f"/proc/self/fd/{file.fileno()}"
                     flat = torch.from_file(path, shared=True, size=prod(shape), dtype=dtype)
                     advise_random(flat)
+                descriptor = os.dup(file.fileno())
         except OSError as error:
             if error.errno in TOO_MUCH:
                 raise _no_room(self.folder, num_bytes, error.errno or errno.ENOSPC) from error
@@ -75,8 +77,10 @@ class ColdFiles:
                 f"{self.folder}: must be a writable folder ({error.strerror}); choose another "
                 "cold_path, or change its permissions",
             ) from error
-        self._arrays[name] = flat.view(tuple(shape))
-        return self._arrays[name]
+        array = flat.view(tuple(shape))
+        finalize(array, os.close, descriptor)
+        self._arrays[name] = array, descriptor
+        return array
 
     def keep(self, name: str, values: Tensor) -> Tensor:
         """Store values in the array of a name, which is made if there is none of their shape.
@@ -84,12 +88,45 @@ class ColdFiles:
         Raises:
             ColdTierError: the disk has no room.
         """
-        known = self._arrays.get(name)
+        known, _ = self._arrays.get(name, (None, 0))
         if known is not None and known.data_ptr() == values.data_ptr():
             return values
         if known is None or (known.shape, known.dtype) != (values.shape, values.dtype):
             known = self.make(name, values.shape, values.dtype)
         return known.copy_(values)
+
+    def move_range(self, array: Tensor, begin: int, rows: Tensor, *, is_read: bool) -> bool:
+        """Copy consecutive rows between memory and a file, without its map.
+
+        Pages that are reached through the map count as memory of the process.
+
+        Args:
+            array: Of a table.
+            begin: The first row there.
+            rows: In memory, of the same row size and dtype, contiguous.
+            is_read: Whether rows are read from the file, or written to it.
+
+        Returns:
+            Whether the array is in a file; else nothing is copied.
+
+        Raises:
+            ColdTierError: the disk cannot read or write the file.
+        """
+        address = array.data_ptr()
+        found = [number for known, number in self._arrays.values() if known.data_ptr() == address]
+        left: Any = rows.view(-1).view(torch.uint8).numpy()
+        place = begin * array.itemsize * array.shape[1:].numel()
+        while found and left.size:
+            try:
+                moved = (os.preadv if is_read else os.pwritev)(found[0], [left], place)
+            except OSError as error:
+                raise ColdTierError(
+                    error.errno,
+                    f"{self.folder}: rows cannot be {'read' if is_read else 'written'} "
+                    f"({error.strerror}); load a checkpoint into new tables",
+                ) from error
+            left, place = left[moved:], place + moved
+        return bool(found)
 
     def require_owner(self) -> None:
         """Check that this process made the files: two that write rows would mix them.

@@ -16,7 +16,6 @@ from torch import Tensor
 from recsys._support.torch_compat import (
     DisableTorchFunctionSubclass,
     outside_graphs,
-    plain_data,
     set_plain_data,
 )
 from recsys.engine.rows.grads import LedgerParameter, group_of
@@ -35,7 +34,7 @@ class TieredParameter(LedgerParameter):
     @outside_graphs
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd; writes to them are noticed."""
-        group, rows = group_of(self), plain_data(self)
+        group, rows = group_of(self), super().data
         if group is None:
             return rows
         write_back(group)

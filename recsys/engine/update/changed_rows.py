@@ -1,9 +1,9 @@
 """`ChangedRows`: which rows of a table group were changed, for checkpoints that save these alone.
 
 An update marks its rows before it changes them. Another write to a table or its state is noticed by
-its version and marks the whole table, and so does another array in place of one of the state. Not
-seen are writes to `weight.data` of a table without slots, and those through numpy arrays, DLPack or
-addresses; after one, write to the table in a way that is seen (`weight.mul_(1)`).
+its version and marks the whole table; so does another array in place of one of the state, or a read
+of `weight.data`. Not seen are writes through numpy arrays, DLPack or addresses, and by a
+`weight.data` that was read before the last `take`; read `weight.data` after one.
 
 Letters: T tables, M rows.
 """
@@ -21,8 +21,6 @@ from recsys._support.torch_compat import version_of, versions_of
 from recsys.engine.kernels.cpu.row_sort import Segments, ids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -100,8 +98,10 @@ class ChangedRows:
 
     def _read(self) -> list[tuple[int, int]]:
         """The address and version of every table and state array."""
-        tensors: Sequence[Tensor] = self._group.tensors
-        return list(zip(map(_address, tensors), versions_of(tensors), strict=True))
+        versions = versions_of(self._group.tensors)
+        for number, reads in enumerate(self._group.data_reads):
+            versions[number] += reads
+        return list(zip(map(_address, self._group.tensors), versions, strict=True))
 
     def _mark_written(self) -> None:
         now = self._read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -186,8 +187,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             own = {name.removeprefix(prefix): value for name, value in states.get(key, {}).items()}
             self._require_state(key, table, own)
             # Clones, because `state_dict` makes no copies: the state of two tables may be swapped.
+            # A checkpoint has written to the arrays themselves.
+            known = self.state.get(table, {})
             loaded[table] = {
-                name: value.clone() if isinstance(value, Tensor) else value
+                name: value if value is known.get(name) else copy.deepcopy(value)
                 for name, value in own.items()
             }
         for update in self.updates:
@@ -198,8 +201,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             known = self.state.pop(table, {})
             for name, value in own.items():
                 before = known.get(name)
-                are_alike = isinstance(value, Tensor) and isinstance(before, Tensor)
-                if are_alike and (before.shape, before.dtype) == (value.shape, value.dtype):
+                is_array = isinstance(value, Tensor) and isinstance(before, Tensor)
+                is_other = is_array and value is not before
+                if is_other and (before.shape, before.dtype) == (value.shape, value.dtype):
                     own[name] = before.copy_(value)
             if own:
                 self.state[table] = own

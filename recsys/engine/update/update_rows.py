@@ -153,6 +153,30 @@ class TableUpdate:
             self._lay_out(formula, sizes, updated)
         return PreparedUpdate(entries, updated, formula, rates_T2, keys_T, steps)
 
+    def read_state(self) -> None:
+        """Use the optimizer's state as it is now; `prepare` does, too.
+
+        Raises:
+            ValueError: an array belongs to another table or another formula.
+        """
+        self._read_states(())
+        if any(self._states):
+            formula, sizes, _ = self._read(self.optimizer.param_groups[self._number])
+            self._lay_out(formula, sizes, ())
+
+    def state_sizes(self) -> dict[str, int]:
+        """Numbers per row of each state array, by the optimizer's names."""
+        _, sizes, _ = self._read(self.optimizer.param_groups[self._number])
+        return {self._rule.state_names.get(name, name): size for name, size in sizes.items()}
+
+    def new_array(self, number: int, name: str, columns: tuple[int, ...]) -> Tensor:
+        """A state array of zeros for a table, (E, *columns), in a file if its rows are."""
+        group = self.group
+        shape = len(group.tables[number]), *columns
+        if group.files is not None:
+            return group.files.make(f"{group.names[number]}.{name}", shape, group.compute_dtype)  # type: ignore[no-any-return]
+        return group.new_rows(*shape, dtype=group.compute_dtype)
+
     def apply(self, prepared: PreparedUpdate) -> NonFiniteGradient | None:
         """Update every row in the ledger once, and empty the ledger.
 
@@ -275,10 +299,7 @@ class TableUpdate:
         weight, dtype, files = self.group.tables[table], self.group.compute_dtype, self.group.files
         known: Tensor | None = self._states[table].get(name)
         if known is None:
-            shape = len(weight), *columns
-            if files is not None:
-                return files.make(f"{self.group.names[table]}.{name}", shape, dtype)  # type: ignore[no-any-return]
-            return self.group.new_rows(*shape, dtype=dtype)
+            return self.new_array(table, name, columns)
         require_state(name, columns, weight, known)
         if known.shape == weight.shape[:1] and columns == (1,):
             known = known.unsqueeze(1)  # as earlier checkpoints have it
