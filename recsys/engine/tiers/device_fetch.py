@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.engine.kernels.cpu.claim import NUM_COUNTS, PLANNED, POPULAR
+from recsys.engine.kernels.cpu.claim import FETCHED, LEFT, NUM_COUNTS, PLANNED, POPULAR, ROWS
 from recsys.engine.kernels.cpu.places import EMPTY, NOWHERE
 from recsys.engine.kernels.triton.claim import DeviceMarks, claim, most_rows
 from recsys.engine.kernels.triton.lookup import DeviceInput, DeviceLookups
@@ -85,14 +85,18 @@ class DeviceFetcher(Fetcher):
     def begin(self, claimed: Claim | None, *, is_waiting: bool = True) -> None:
         """As there; lookups wait for the rows."""
         self._is_covered = claimed is not None
+        if claimed is None and self._last <= self._needed:
+            self._needed += 1  # the last one may have had no update
         if claimed is not None:
             self._needed = max(self._needed, claimed.generation)
 
     def before_lookup(self, lookups: Lookups, bags: Bags) -> None:
-        """As there."""
+        """As there; the warning may come with a later lookup."""
         if not self._is_covered:
             with self.lock:
                 self._claim(lookups, bags, self._needed)
+        if not self._has_warned and int(self._seen[LEFT]):
+            self._warn_of(int(self._seen[LEFT]), int(self._seen[ROWS]))
 
     def before_update(self, entries: Sequence[Entry]) -> None:
         """As there."""
@@ -105,9 +109,25 @@ class DeviceFetcher(Fetcher):
 
     def write_dirty(self) -> None:
         """Write every changed row to its table; the host waits for it."""
-        move_rows(self._group.memories, dirty_rows(self.marks))
+        moves = dirty_rows(self.marks)
+        move_rows(self._group.memories, moves)
+        self._sums += moves.counts[:NUM_COUNTS]
         if self._group.device.type == "cuda":
             torch.cuda.current_stream(self._group.device).synchronize()
+
+    def pin_popular(self, most: int) -> tuple[int, int]:
+        """As there; the host waits."""
+        self.settle()
+        marks = self.marks
+        row_of_slot, uses, pins = (
+            mark.cpu().numpy() for mark in (marks.row_of_slot, marks.uses, marks.pins)
+        )
+        self.marks = marks._replace(row_of_slot=row_of_slot, uses=uses, pins=pins)
+        found = super().pin_popular(most)
+        self.marks = marks
+        marks.uses.copy_(torch.from_numpy(uses))
+        marks.pins.copy_(torch.from_numpy(pins))
+        return found
 
     @property
     def counts(self) -> Counts:
@@ -119,6 +139,8 @@ class DeviceFetcher(Fetcher):
         device = self._group.device
         self._sums = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
         self._most: dict[int, int] = {}  # by generation that is not over: rows, at most
+        # Counts of the last claim, which the host reads when they have come, to warn of them.
+        self._seen = torch.zeros(NUM_COUNTS, dtype=torch.int32, pin_memory=device.type == "cuda")
         return DeviceMarks.empty(num_rows, num_slots, device), SideStream(device)
 
     def _drop_all(self) -> None:
@@ -136,7 +158,9 @@ class DeviceFetcher(Fetcher):
         self._claim_on_device(placed, given_of(lookups, bags), generation)
         return Claim(generation, None, _NO_COUNTS)
 
-    def _claim_on_device(self, placed: DeviceLookups, given: DeviceInput, generation: int) -> None:
+    def _claim_on_device(
+        self, placed: DeviceLookups, given: DeviceInput, generation: int, *, is_counted: bool = True
+    ) -> None:
         needed, memories = self._needed, self._group.memories
         known = {number: most for number, most in self._most.items() if number >= needed}
         num_others = sum(known.values()) + len(self._planned) + len(self.popular)
@@ -148,7 +172,10 @@ class DeviceFetcher(Fetcher):
         def work() -> None:
             moves = claim(self.marks, generation, needed, placed, given, num_others)
             move_rows(memories, moves)
-            self._sums += moves.counts[:NUM_COUNTS]
+            counts, first = moves.counts[:NUM_COUNTS], 0 if is_counted else FETCHED
+            self._sums[first:] += counts[first:]
+            if is_counted:
+                self._seen.copy_(counts, non_blocking=True)
 
         self.queue.run(work, given)
 
@@ -163,7 +190,7 @@ class DeviceFetcher(Fetcher):
         whole = DeviceLookups([(0, 0, 0)], [len(marks.slot_of_row)], [0], device)
         size = len(rows)
         given = DeviceInput(rows, None, None, size, size, is_mean=False)
-        self._claim_on_device(whole, given, self._needed)
+        self._claim_on_device(whole, given, self._needed, is_counted=False)
         self.settle()
         kinds = torch.full((size,), POPULAR, dtype=torch.uint8, device=device)
         kinds[: len(self._planned)] = PLANNED

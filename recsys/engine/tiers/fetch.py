@@ -204,13 +204,7 @@ class Fetcher:
             self.sums[:LEFT] += counts[:LEFT]
         self.sums[LEFT] += counts[LEFT]
         if counts[LEFT] and not self._has_warned:
-            self._has_warned = True
-            warn_caller(
-                f"tables {self._group.names}: a mini-batch looked up {counts[ROWS]} different "
-                f"rows, and {counts[LEFT]} of them ({counts[LEFT] / counts[ROWS]:.0%}) were used "
-                f"in cold memory, because the budget has room for {self._group.num_slots} rows; "
-                "results are the same, but later. Raise budget=, or make mini-batches smaller"
-            )
+            self._warn_of(int(counts[LEFT]), int(counts[ROWS]))
 
     def before_update(self, entries: Sequence[Entry]) -> None:
         """Let no transfer touch these rows; writes are our own until `accept_writes`."""
@@ -352,6 +346,15 @@ class Fetcher:
                 "module.weight.clamp_(...)); to continue now, load a checkpoint"
             )
         self.empty_slots(is_written_back=False)
+
+    def _warn_of(self, num_left: int, num_rows: int) -> None:
+        self._has_warned = True
+        warn_caller(
+            f"tables {self._group.names}: a mini-batch looked up {num_rows} different rows, and "
+            f"{num_left} of them ({num_left / num_rows:.0%}) were used in cold memory, because the "
+            f"budget has room for {self._group.num_slots} rows; results are the same, but later. "
+            "Raise budget=, or make mini-batches smaller"
+        )
 
     def _make(self, num_rows: int, num_slots: int) -> tuple[Any, Any]:
         """The marks, and the queue."""

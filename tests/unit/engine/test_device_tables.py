@@ -9,7 +9,7 @@ from recsys.embeddings.optimizer import SGD, Adagrad, Adam
 from recsys.engine.rows.bags import Bags
 from recsys.engine.tiers.write_back import write_back
 from recsys.errors import IdOutOfRange, MalformedBags, NonFiniteGradient
-from tests.unit.engine.model import Tables
+from tests.unit.engine.model import TOO_MANY_ROWS, Tables
 
 pytest.importorskip("triton")
 
@@ -19,6 +19,7 @@ from recsys.engine.embedding import HotColdEmbedding
 from recsys.engine.rows.device_tables import DeviceGroup
 from recsys.engine.tiers import device_fetch
 
+pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
 ADAM = Adam(lr=0.1)
 SIZES, FEATURES, DIM, B = [4, 30, 12], [0, 1, 1, 2], 4, 3
 

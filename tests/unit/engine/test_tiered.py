@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -182,8 +183,18 @@ def test_two_threads_change_no_bit(monkeypatch):
         torch.set_num_threads(before)
 
 
-def pair(num_slots=4, formula=SGD(lr=1.0), num_rows=20):  # noqa: B008
-    return [Tables([num_rows], [0], 16, formula, num_slots=each) for each in (None, num_slots)]
+def pair(num_slots=4, formula=SGD(lr=1.0), num_rows=20, device=None):  # noqa: B008
+    tables = partial(Tables, [num_rows], [0], 16, formula)
+    return [tables(), tables(num_slots=num_slots, device=device)]
+
+
+@pytest.fixture(params=["cpu", "device"])
+def device(request):
+    """None for the CPU's kernels, or a device for Triton's."""
+    if request.param == "cpu":
+        return None
+    pytest.importorskip("triton")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def ids(both, *rows):
@@ -380,8 +391,8 @@ def test_a_table_without_state_moves_beside_one_with_state():
     assert are_equal(*both)
 
 
-def test_a_mini_batch_larger_than_the_slots_trains():
-    both = pair(num_slots=5)
+def test_a_mini_batch_larger_than_the_slots_trains(device):
+    both = pair(num_slots=5, device=device)
     train(both, 1, 2, 3)
     with pytest.warns(match="looked up 20 different rows, and 15 of them [(]75%[)]") as found:
         train(both * 2, *range(20))
@@ -410,8 +421,8 @@ def test_planned_rows_stay_in_their_slots():
     assert are_equal(*both)
 
 
-def test_popular_rows_stay_until_others_are_more_popular():
-    both = pair(num_slots=6)
+def test_popular_rows_stay_until_others_are_more_popular(device):
+    both = pair(num_slots=6, device=device)
     fetcher = both[1].fetcher
     for number in range(8):
         train(both, 1, 2, 5 + number)
@@ -430,8 +441,8 @@ def test_popular_rows_stay_until_others_are_more_popular():
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_counts_are_those_of_mini_batches(is_ahead):
-    both = pair(num_slots=4)
+def test_counts_are_those_of_mini_batches(is_ahead, device):
+    both = pair(num_slots=4, device=device)
     fetcher = both[1].fetcher
     for rows in ([0, 1, 1], [0, 1, 2], [0, 3, 4, 5, 5, 6]):
         fetcher.begin(both[1].claim_ahead(ids(both, *rows)) if is_ahead else None)
