@@ -59,6 +59,7 @@ class DeviceGroup(TableGroup):
         self, names: Sequence[str], tables: Sequence[nn.Parameter], device: torch.device
     ) -> None:
         self.device, self.record = device, ErrorRecord(device)
+        self._changed: Tensor | None = None
         super().__init__(names, tables)
 
     def require_tables(self) -> None:
@@ -112,7 +113,19 @@ class DeviceGroup(TableGroup):
         keys_T: NDArray[Any],
     ) -> None:
         """As there; a bad row is an error of the next lookup or update."""
-        update_rows(self.memories, formula, rates_T2, keys_T, joined)
+        update_rows(self.memories, formula, rates_T2, keys_T, joined, self._changed)
+
+    def track_rows(self) -> None:
+        """Let updates mark the rows that they change from now on; takes a byte for each row."""
+        num_rows = int(self.first_rows[-1])
+        self._changed = torch.zeros(num_rows + 1, dtype=torch.uint8, device=self.device)
+
+    def take_changed(self) -> NDArray[np.uint8]:
+        """Whether each row was changed since the last call, (R,); the host waits."""
+        assert self._changed is not None
+        found: NDArray[np.uint8] = self._changed[:-1].cpu().numpy().copy()
+        self._changed.zero_()
+        return found
 
     def new_rows(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """As there; in the memory where the tables are."""

@@ -53,6 +53,8 @@ class ChangedRows:
         self.bits: NDArray[np.uint64] = np.zeros(sum(words), np.uint64)
         self._known = self._read()
         self._made: list[tuple[int, int]] = []  # arrays of zeros
+        if group.is_on_device:
+            group.track_rows()  # type: ignore[attr-defined]
 
     def mark(self, joined: Joined | None) -> None:
         """Mark the rows that an update will change; `accept` comes after it.
@@ -61,7 +63,7 @@ class ChangedRows:
             joined: The ledger of the update; None without rows.
         """
         self._mark_written()
-        if joined is not None:
+        if joined is not None and not self._group.is_on_device:  # where the update marks them
             is_small = joined.num_ids < _MIN_SHARED_IDS
             (_mark.alone if is_small else _mark)(
                 self.bits, self._first_words, *joined.segments, 1 if is_small else num_parts()
@@ -85,6 +87,11 @@ class ChangedRows:
     def take(self) -> list[NDArray[np.uint64]]:
         """The bits of every table since the last call: row r is bit r % 64 of word r // 64."""
         self._mark_written()
+        if self._group.is_on_device:
+            found = self._group.take_changed()  # type: ignore[attr-defined]
+            for number, of_table in enumerate(np.split(found, self._group.first_rows[1:-1])):
+                packed = np.packbits(of_table, bitorder="little")
+                self._bits_of(number).view(np.uint8)[: len(packed)] |= packed
         taken = [self._bits_of(number) for number in range(len(self._group.tables))]
         self.bits = np.zeros_like(self.bits)
         return taken

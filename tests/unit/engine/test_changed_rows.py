@@ -29,16 +29,18 @@ def take(tables, changed):
     return [rows_of(bits).tolist() for bits in changed.take()]
 
 
-@pytest.mark.parametrize("has_threads", [False, True])
+@pytest.mark.parametrize("how", ["alone", "threads", "device"])
 @pytest.mark.parametrize("num_slots", [None, 30], ids=["resident", "slots"])
 @pytest.mark.parametrize("formula", [SGD(lr=0.1), PartialRowWiseAdam(lr=0.1)], ids=["SGD", "Adam"])
-def test_all_rows_that_differ_are_marked_and_no_others(
-    formula, num_slots, has_threads, monkeypatch
-):
-    if has_threads:
+def test_all_rows_that_differ_are_marked_and_no_others(formula, num_slots, how, monkeypatch):
+    device = None
+    if how == "device":
+        pytest.importorskip("triton")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if how == "threads":
         monkeypatch.setattr(changed_rows, "_MIN_SHARED_IDS", 0)
         monkeypatch.setattr(changed_rows, "num_parts", lambda: 2)
-    tables, changed = recorded(formula, num_slots=num_slots)
+    tables, changed = recorded(formula, num_slots=num_slots, device=device)
     generator = torch.Generator().manual_seed(0)
     before = tables.values()
     for number in range(3):

@@ -82,6 +82,7 @@ def update_rows(
     rates_T2: NDArray[np.float64],
     keys_T: NDArray[Any],
     entries: Sequence[DeviceEntry],
+    changed: Tensor | None = None,
 ) -> None:
     """Sum the gradients of each row, and update each row once; the host waits for nothing.
 
@@ -92,6 +93,7 @@ def update_rows(
         keys_T: `table_key` of each table, uint64, to round 16-bit rows stochastically; or
             `TO_NEAREST`.
         entries: The ledger, in the order of lookups.
+        changed: Receives 1 for each row of the ledger, and for no row, (R + 1,) uint8.
     """
     rows, record, num_rows = memories.rows, memories.record, memories.num_rows
     is_narrow = rows.slots.dtype == torch.bfloat16
@@ -100,6 +102,8 @@ def update_rows(
         runs = sort_rows(entries, num_rows, rows.dim)
         if runs is None:
             return
+        if changed is not None:
+            changed.index_fill_(0, runs.rows.long(), 1)
         sums = sum_runs(runs, rows.dim, num_rows, record)
         betas = getattr(optimizer, "betas", (0.0, 0.0))
         keys = keys_T.tobytes() if is_by_chance else bytes(8 * len(rates_T2))
