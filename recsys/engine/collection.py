@@ -438,7 +438,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             KeyError: a feature is missing.
             MalformedBags: tensors of a `KeyedJaggedTensor` do not fit, or it has a feature twice.
         """  # noqa: D205  # two kinds of input, one sentence
-        if self._nodes is not None:
+        if self._nodes is not None or self._pending is not None:
             self._require_tables()  # of all, before the first lookup: they share a group
         by_feature = self._by_feature(features)
         found: dict[str, Any] = {}

@@ -271,6 +271,8 @@ class SavedTables:
             TiersFailed: as for `flush`.
         """
         self.flush()
+        for update in self._updates:  # arrays that were loaded are not changes
+            update.read_state()
         self._records = {update: ChangedRows(update.group) for update in self._updates}
         for update, record in self._records.items():
             update.changed = record

@@ -269,6 +269,7 @@ class TableModule(nn.Module):
 
     row_optimizer: FusedOptimizer | None = None
     attachment: Any = None  # an `Attachment`; imports point down
+    _pending: TableSettings | None = None  # of tables on "meta", until they have memory
     _places: Sequence[Place] = ()
     _parts: Sequence[Part] = ()  # what is looked up
     _nodes: Nodes | None = None
@@ -332,29 +333,49 @@ class TableModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
         state = {"_places": (), "_parts": (), "_nodes": None, "row_optimizer": None}
-        state["attachment"] = None
+        state |= {"attachment": None, "_pending": None}
         return self.__dict__ | state | {"_known": (), "_parameters_of_tables": ()}
 
     def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
-        """Let the formula of the settings update the rows."""
-        formula, tables = settings.optimizer, self.tables()
-        if formula is None:
+        """Let the formula of the settings update the rows, once they have memory."""
+        if settings.optimizer is None:
             return
+        self.row_optimizer = FusedOptimizer(
+            {table.key: (table.weight, table.state_prefix) for table in self._tables_once()},
+            [],
+            settings.optimizer,
+            stochastic_rounding=settings.stochastic_rounding,
+            rounding_seed=settings.rounding_seed,
+        )
+        self.row_optimizer.steps_in_backward = settings.auto_apply
+        if any(table.weight.is_meta for table in self.tables()):
+            self._pending = settings
+        else:
+            self._begin(settings, files)
+
+    def _begin(self, settings: TableSettings, files: ColdFiles | None) -> None:
+        formula, tables, optimizer = settings.optimizer, self.tables(), self.row_optimizer
+        assert formula is not None
+        assert optimizer is not None
         places = group_tables(tables)
         groups = list(dict.fromkeys(place.group for place in places))
         for group in groups:
             group.files = files
-        named = {table.weight: table for table in reversed(tables)}
-        self.row_optimizer = FusedOptimizer(
-            {table.key: (table.weight, table.state_prefix) for table in [*named.values()][::-1]},
-            groups,
-            formula,
-            stochastic_rounding=settings.stochastic_rounding,
-            rounding_seed=settings.rounding_seed,
-        )
+        optimizer.begin([table.weight for table in self._tables_once()], groups)
         settings.give_slots(tables, groups, formula)
-        self.row_optimizer.steps_in_backward = settings.auto_apply
-        self.attach(places, Nodes(self.row_optimizer if settings.auto_apply else None))
+        self.attach(places, Nodes(optimizer if settings.auto_apply else None))
+
+    def _tables_once(self) -> list[Table]:
+        """Each Parameter once, under the first of its names."""
+        named = {table.weight: table for table in reversed(self.tables())}
+        return [*named.values()][::-1]
+
+    def _has_optimizer(self) -> bool:
+        """Whether rows are updated by recsys."""
+        if self._pending is not None:
+            self._begin(self._pending, None)
+            self._pending = None
+        return self._nodes is not None
 
     def _take_over(
         self, module: nn.Module, optimizer: RowOptimizer | None, *, auto_apply: bool
@@ -387,6 +408,8 @@ class TableModule(nn.Module):
         Raises:
             ValueError: a recsys optimizer updates its rows.
         """
+        if self._pending is not None:
+            self._has_optimizer()
         are_known = map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._known)
         if self._known and all(are_known):
             return
@@ -463,3 +486,30 @@ def require_supported(module: Any) -> None:
             raise ValueError(
                 f"optimizer= does not support {name}={getattr(module, name)}; leave one of them out"
             )
+
+
+def table_modules_in(model: nn.Module) -> dict[str, TableModule]:
+    """The modules of recsys in a model, by name, but those that are parts of another one."""
+    found = {name: each for name, each in model.named_modules() if isinstance(each, TableModule)}
+    parts = {part for each in found.values() for part in each.modules() if part is not each}
+    return {name: each for name, each in found.items() if each not in parts}
+
+
+def groups_of(model: nn.Module) -> list[TableGroup]:
+    """The groups of tables that recsys updates in a model, each once."""
+    modules = table_modules_in(model).values()
+    return list(dict.fromkeys(group for each in modules for group in each.groups()))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes. Its first parameter may be a table in the host's memory."""
+    for group in groups_of(model):
+        if group.fetcher is not None:
+            return group.device
+    return next(model.parameters()).device
+
+
+def check_input(model: nn.Module) -> None:
+    """Wait for all lookups on a device, and raise the error of one of them, if there is one."""
+    for group in groups_of(model):
+        group.require_tables()

@@ -44,8 +44,13 @@ class TieredParameter(LedgerParameter):
     @data.setter
     @outside_graphs
     def data(self, rows: Tensor) -> None:
-        group = group_of(self)
-        if group is not None:
+        group, own = group_of(self), super().data
+        is_same = (rows.data_ptr(), rows.shape, rows.dtype) == (
+            own.data_ptr(),
+            own.shape,
+            own.dtype,
+        )
+        if group is not None and not is_same:
             raise ValueError(
                 f"a table of {group.names}: its memory is fixed while it has a budget; copy values "
                 "into it (weight.copy_, load_state_dict), or call recsys.restore first"

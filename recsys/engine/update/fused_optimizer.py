@@ -66,14 +66,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([table for table, _ in tables.values()], settings)
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
         self._kind = type(formula)
-        rule = Translation(
+        self._rule = Translation(
             formula=self._formula_of,
             learning_rate=_read_lr,
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
             state_names={},
         )
         self.steps_in_backward, self._is_deferred = True, False
-        self.updates = [TableUpdate(group, self, 0, rule) for group in groups]
+        self.updates = [TableUpdate(group, self, 0, self._rule) for group in groups]
+
+    def begin(self, tables: Sequence[nn.Parameter], groups: Sequence[TableGroup]) -> None:
+        """Use Parameters that have replaced those without memory, in the same order."""
+        self.param_groups[0]["params"] = list(tables)
+        self.updates = [TableUpdate(group, self, 0, self._rule) for group in groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the rows with gradients since the last step.

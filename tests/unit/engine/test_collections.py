@@ -1,5 +1,7 @@
 """The engine's drop-ins for TorchRec's collections, beside TorchRec's."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -191,11 +193,29 @@ def test_a_backward_that_fails_leaves_nothing_for_the_next():
     assert all(map(torch.equal, before, ours.table_weights()))
 
 
-def test_a_collection_without_memory_is_filled_by_loading():
-    plain = torchrec.EmbeddingBagCollection(tables=configs())
-    ours = HotColdEmbeddingBagCollection(configs(), device="meta")
-    ours.load_state_dict(plain.state_dict(), assign=True)
-    torch.testing.assert_close(ours(light()).values(), plain(keyed()).values())
+@pytest.mark.parametrize("optimizer", [None, Adagrad(lr=0.1)])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_a_collection_without_memory_is_filled_by_loading_and_trained(is_pooled, optimizer):
+    kind = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
+    tables = configs() if is_pooled else unpooled_configs()
+    plain = kind(tables, optimizer=optimizer, auto_apply=False)
+    ours = kind(tables, device="meta", optimizer=optimizer, auto_apply=False)
+    ours.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
+    for _ in range(2):
+        for module in (plain, ours):
+            found = module(light())
+            parts = [found] if is_pooled else list(found.values())
+            sum(part.values().square().sum() for part in parts).backward()
+            if optimizer is not None:
+                module.row_optimizer.step()
+    for mine, other in zip(ours.table_weights(), plain.table_weights(), strict=True):
+        assert torch.equal(mine, other)
+        if optimizer is not None:
+            states = [
+                each.row_optimizer.state[weight]["momentum1"]
+                for each, weight in ((ours, mine), (plain, other))
+            ]
+            assert torch.equal(*states)
 
 
 @pytest.mark.parametrize(
