@@ -47,14 +47,14 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
 class Twins:
     """Resident and tiered tables that do the same, in an order that chance gives."""
 
-    def __init__(self, seed, folder=None):
+    def __init__(self, seed, folder=None, device=None):
         self.rng = rng = random.Random(seed)
         sizes = [rng.choice([1, 3, 17, 60, 200]) for _ in range(rng.randint(1, 4))]
         features = [rng.randrange(len(sizes)) for _ in range(rng.randint(1, 4))]
         dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
         share = rng.choice([0, 0.02, 0.1, 0.25, 0.5, 1])
         self.sizes, self.features = sizes, features
-        make = {"dtype": dtype, "is_mean": rng.random() < 0.3}
+        make = {"dtype": dtype, "is_mean": rng.random() < 0.3, "device": device}
         rest = sizes, features, rng.choice([16, 5]), rng.choice(FORMULAS)
         self.resident = Tables(*rest, **make)
         num_slots = max(1, int(share * sum(sizes)))
@@ -160,6 +160,22 @@ def late_transfers(monkeypatch):
 )
 def test_tiers_change_no_bit(folder_of_files, seed, actions, has_files):
     twins = Twins(seed, folder_of_files if has_files else None)
+    for action in actions:
+        twins.act(action)
+    assert are_equal(*twins.both)
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(0, 2**20),
+    st.lists(st.sampled_from(["train", "claim", *ACTIONS]), min_size=3, max_size=12),
+)
+def test_tiers_on_a_device_change_no_bit(seed, actions):
+    """In the interpreter; on a GPU, `test_device_tables` has mini-batches there."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    twins = Twins(seed, device=torch.device("cpu"))
     for action in actions:
         twins.act(action)
     assert are_equal(*twins.both)
