@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from recsys._support.memory import lasting_tensors
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
@@ -117,7 +118,9 @@ class SavedTable:
         """
         array, end = self._array(name), begin + len(values)
         self._require_fit(name, array, values, begin, end)
-        if not self._move_range(array, begin, values.contiguous(), is_read=False):
+        if self._move_range(array, begin, values.contiguous(), is_read=False):
+            increment_version(array)
+        else:
             array[begin:end] = values.view(-1, *array.shape[1:])
 
     def scatter(self, name: str, rows: NDArray[Any], values: Tensor) -> None:
@@ -292,6 +295,7 @@ class SavedTables:
 
         Raises:
             ConfigError: changes are not recorded, or another object records them.
+            RuntimeError: a table has another number of rows now.
         """
         if {update: update.changed for update in self._updates} != self._records:
             raise ConfigError(

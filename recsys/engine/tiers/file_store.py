@@ -125,6 +125,8 @@ class ColdFiles:
                     f"{self.folder}: rows cannot be {'read' if is_read else 'written'} "
                     f"({error.strerror}); load a checkpoint into new tables",
                 ) from error
+            if not moved:
+                raise ColdTierError(f"{self.folder}: a file was cut off; load a checkpoint again")
             left, place = left[moved:], place + moved
         return bool(found)
 

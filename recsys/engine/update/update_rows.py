@@ -154,11 +154,13 @@ class TableUpdate:
         return PreparedUpdate(entries, updated, formula, rates_T2, keys_T, steps)
 
     def read_state(self) -> None:
-        """Use the optimizer's state as it is now; `prepare` does, too.
+        """Use the tables and the optimizer's state as they are now; `prepare` does, too.
 
         Raises:
+            RuntimeError: a table has another number of rows now.
             ValueError: an array belongs to another table or another formula.
         """
+        self.group.require_tables()
         self._read_states(())
         if any(self._states):
             formula, sizes, _ = self._read(self.optimizer.param_groups[self._number])

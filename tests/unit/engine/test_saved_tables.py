@@ -1,6 +1,7 @@
 """What checkpoints save of tables, and restore into others."""
 
 import mmap
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from recsys.engine.bag import HotColdEmbeddingBag
 from recsys.engine.collection import HotColdEmbeddingBagCollection
 from recsys.engine.saved_tables import SavedTables
 from recsys.engine.update.changed_rows import rows_of
-from recsys.errors import ConfigError, WeightsError
+from recsys.errors import ColdTierError, ConfigError, WeightsError
 from tests.unit.engine.model import TOO_MANY_ROWS
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
@@ -95,12 +96,14 @@ def test_a_copy_by_blocks_and_then_by_changed_rows_is_whole(tiers, others, formu
     assert [table.key for table in mine.tables] == [
         f"embedding_bags.t{number}.weight" for number in range(3)
     ]
+    its.track()
     for seed in (7, 8):  # rows are in slots with their state from the second step on
         train(models[0], seed)
         train(models[1], seed + 2)  # so the copy has rows and state of its own
     mine.track()
     copy_all(mine, its)
     assert are_same(mine, its)
+    assert [len(rows_of(bits)) for bits in its.take_changed()] == SIZES
     for step in range(2, 5):
         train(models[0], step)
     assert 0 < max(copy_changed(mine, its)) <= 3 * 12
@@ -108,6 +111,17 @@ def test_a_copy_by_blocks_and_then_by_changed_rows_is_whole(tiers, others, formu
     for model in models:
         train(model, 5)
     assert are_same(mine, its)
+
+
+def test_a_table_in_another_place_is_taken(tmp_path):
+    model = collection({}, tmp_path)
+    saved, weight = SavedTables(model), model.embedding_bags["t1"].weight
+    saved.track()
+    weight.data = weight.data.clone()
+    assert [len(rows_of(bits)) for bits in saved.take_changed()] == [0, 70, 0]
+    weight.data = torch.zeros(9, 8)
+    with pytest.raises(RuntimeError, match="number of rows"):
+        saved.take_changed()
 
 
 @pytest.mark.parametrize("tiers", TIERS)
@@ -193,3 +207,6 @@ def test_reading_a_file_takes_no_memory(tmp_path):
     assert mapped_bytes() - before < 2**20
     weight.sum()
     assert mapped_bytes() - before > weight.nbytes / 2
+    os.ftruncate(bag.groups()[0].files._arrays["weight"][1], 100)
+    with pytest.raises(ColdTierError, match="cut off"):
+        table.read("weight", 0, 9)
