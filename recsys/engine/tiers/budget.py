@@ -13,25 +13,137 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from recsys._support.sizes import format_bytes
 from recsys._support.user_warnings import warn_caller
+from recsys.engine.rows.tables import compute_dtype
 from recsys.engine.tiers.fetch import Fetcher
 from recsys.engine.tiers.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
+    from torch import nn
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.engine.rows.tables import TableGroup
 
-__all__ = ["give_slots"]
+__all__ = [
+    "SpaceSize",
+    "divide_budget",
+    "floor_bytes",
+    "give_slots",
+    "map_bytes",
+    "row_bytes",
+    "slot_bytes",
+]
+
+
+def map_bytes(num_rows: int) -> int:
+    """Bytes of the row map of `num_rows` rows."""
+    return num_rows * MAP_BYTES_PER_ROW
+
+
+def row_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
+    """Bytes of a row and its state."""
+    return dim * dtype.itemsize + sum(state_sizes.values()) * compute_dtype(dtype).itemsize
+
+
+def slot_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
+    """Bytes of one slot: a row, its state, and the slot's marks."""
+    return row_bytes(dim, dtype, state_sizes) + MARK_BYTES_PER_SLOT
+
+
+def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
+    """The fast memory with which all rows of a mini-batch have a slot.
+
+    Args:
+        num_rows: Number of rows of all tables.
+        slots: For every group, its number of slots and the bytes of one slot.
+    """
+    return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
+
+
+class SpaceSize(NamedTuple):
+    """The size of one group of tables.
+
+    Attributes:
+        sizes: E of each table.
+        dim: D.
+        dtype: Dtype of the rows.
+        state_sizes: Numbers per row in each state array, by name.
+    """
+
+    sizes: Sequence[int]
+    dim: int
+    dtype: torch.dtype
+    state_sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tables: Sequence[nn.Parameter], state_sizes: Mapping[str, int]) -> SpaceSize:
+        """The size of tables of one dim and dtype; reads only their shapes."""
+        return cls(list(map(len, tables)), tables[0].shape[1], tables[0].dtype, state_sizes)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all its tables."""
+        return sum(self.sizes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return slot_bytes(self.dim, self.dtype, self.state_sizes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all rows and their state, without slots."""
+        return self.num_rows * row_bytes(self.dim, self.dtype, self.state_sizes)
+
+    def slots_at(self, level: int, num_pinned: int) -> int:
+        """Slots for the rows of a plan, and `level` for each table, but not more than rows."""
+        shares = sum(min(size, level) for size in self.sizes)
+        return max(1, min(self.num_rows, num_pinned + max(1, shares)))
+
+
+def divide_budget(
+    budget: int, spaces: Sequence[SpaceSize], num_pinned: Sequence[int] | None = None
+) -> list[int]:
+    """The number of slots of each group.
+
+    Args:
+        budget: Bytes.
+        spaces: The groups that share it.
+        num_pinned: How many rows of each do not leave their slots; none of them if there is no room
+            for all.
+
+    Raises:
+        BudgetTooSmall: the budget is smaller than the row maps and one slot of each group.
+    """
+    costs = [space.slot_bytes for space in spaces]
+    left = budget - map_bytes(sum(space.num_rows for space in spaces))
+    if left < sum(costs):
+        raise BudgetTooSmall(
+            f"budget must be at least {budget - left + sum(costs)} bytes, for the row maps and a "
+            f"slot of each dim and dtype, got {budget}"
+        )
+    beside = list(num_pinned or [0] * len(spaces))
+
+    def slots_at(level: int) -> list[int]:
+        return [space.slots_at(level, pins) for space, pins in zip(spaces, beside, strict=True)]
+
+    def bytes_at(level: int) -> int:
+        return sum(map(mul, slots_at(level), costs))
+
+    if bytes_at(0) > left:
+        beside = [0] * len(spaces)
+    most = max(max(space.sizes) for space in spaces)
+    return slots_at(bisect_right(range(most + 1), left, key=bytes_at) - 1)
 
 
 def give_slots(
@@ -53,42 +165,17 @@ def give_slots(
     Raises:
         BudgetTooSmall: the budget is smaller than the row maps and one slot of each group.
     """
-    row_bytes = [
-        group.dim * group.dtype.itemsize
-        + sum(formula.state_sizes(group.dim).values()) * group.compute_dtype.itemsize
-        for group in groups
-    ]
-    all_rows = [int(group.first_rows[-1]) for group in groups]
-    needed = sum(count * cost for count, cost in zip(all_rows, row_bytes, strict=True))
+    spaces = [SpaceSize.of(group.tables, formula.state_sizes(group.dim)) for group in groups]
+    needed = sum(space.resident_bytes for space in spaces)
     if needed <= budget and all(group.files is None for group in groups):
         warn_caller(
             f"budget={format_bytes(budget)!r}: all {format_bytes(needed)} of rows and state fit; "
             "no cold tier is needed"
         )
         return
-    slot_bytes = [cost + MARK_BYTES_PER_SLOT for cost in row_bytes]
-    left = budget - sum(all_rows) * MAP_BYTES_PER_ROW
-    if left < sum(slot_bytes):
-        raise BudgetTooSmall(
-            f"budget must be at least {budget - left + sum(slot_bytes)} bytes, for the row maps "
-            f"and a slot of each dim and dtype, got {budget}"
-        )
     planned = [_most_looked_up(group, pinned or {}) for group in groups]
-
-    def slots_at(level: int, beside: Sequence[int]) -> list[int]:
-        shares = [sum(min(size, level) for size in group.sizes.tolist()) for group in groups]
-        wanted = zip(all_rows, beside, shares, strict=True)
-        return [max(1, min(most, pins + max(1, share))) for most, pins, share in wanted]
-
-    def bytes_at(level: int) -> int:
-        return sum(map(mul, slots_at(level, beside), slot_bytes))
-
-    beside = list(map(len, planned))
-    if bytes_at(0) > left:
-        beside = [0] * len(groups)
-    most = max(max(group.sizes.tolist()) for group in groups)
-    level = bisect_right(range(most + 1), left, key=bytes_at) - 1
-    for group, num_slots, rows in zip(groups, slots_at(level, beside), planned, strict=True):
+    slots = divide_budget(budget, spaces, list(map(len, planned)))
+    for group, num_slots, rows in zip(groups, slots, planned, strict=True):
         _fetcher_of(group)(group, num_slots, rows[: num_slots - 1])
 
 

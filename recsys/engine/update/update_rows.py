@@ -102,10 +102,9 @@ class TableUpdate:
         self._arrays: list[list[Tensor | None]] = []
         self._dtype = group.compute_dtype  # of the arrays
 
-    def state_size(self) -> int:
-        """Numbers of state that each row has, by the settings of now."""
-        settings = self.optimizer.param_groups[self._number]
-        return sum(self._read(settings).sizes.values())
+    def formula(self) -> RowOptimizer:
+        """The update rule of the rows, by the settings of now."""
+        return self._read(self.optimizer.param_groups[self._number]).formula
 
     def prepare(self) -> PreparedUpdate | None:
         """Do every check that may refuse the update; no row has changed, and the ledger is whole.
