@@ -170,12 +170,18 @@ class TableSettings(NamedTuple):
 
         Raises:
             ColdTierError: the folder cannot be used, or the disk is full.
+            ConfigError: the settings contradict each other, or files are to be on a device.
         """
         self.require()
+        place = None if device is None else torch.device(device)
         if self.cold_path is not None:
+            if place is not None and place.type != "cpu":
+                raise ConfigError(
+                    f"cold_tier='file' is for tables whose fast memory is that of the CPU, got "
+                    f"device={device!r}; use cold_tier='host', or leave device= out"
+                )
             files = ColdFiles(self.cold_path)
             return [files.make(name, *kind) for name, kind in tables.items()], files
-        place = None if device is None else torch.device(device)
         if self._keeps_on_host(place):
             return [empty_in_own_pages(*kind) for kind in tables.values()], None
         made = [empty_rows(*shape, dtype=dtype, device=place) for shape, dtype in tables.values()]

@@ -143,7 +143,14 @@ def divide_budget(
     if bytes_at(0) > left:
         beside = [0] * len(spaces)
     most = max(max(space.sizes) for space in spaces)
-    return slots_at(bisect_right(range(most + 1), left, key=bytes_at) - 1)
+    level = bisect_right(range(most + 1), left, key=bytes_at) - 1
+    slots = slots_at(level)
+    left -= bytes_at(level)
+    for number, more in enumerate(slots_at(level + 1)):  # what is left goes to the first groups
+        added = min(more - slots[number], left // costs[number])
+        slots[number] += added
+        left -= added * costs[number]
+    return slots
 
 
 def give_slots(

@@ -232,6 +232,17 @@ def test_a_deleted_module_leaves_nothing_behind():
         ({"optimizer": SGD(lr=1.0), "scale_grad_by_freq": True}, ValueError, "scale_grad_by_freq"),
         ({"optimizer": SGD(lr=1.0), "cold_tier": "disk"}, ConfigError, "'disk'"),
         ({"optimizer": SGD(lr=1.0), "cold_tier": "file"}, ConfigError, "cold_path"),
+        (
+            {
+                "optimizer": SGD(lr=1.0),
+                "device": "cuda",
+                "budget": 900,
+                "cold_tier": "file",
+                "cold_path": "unused",
+            },
+            ConfigError,
+            "'cuda'",
+        ),
         ({"optimizer": SGD(lr=1.0), "dtype": torch.float16}, ValueError, "float16"),
     ],
 )

@@ -527,7 +527,7 @@ def test_forwards_without_a_backward_keep_no_slot():
     ("budget", "num_slots", "planned"),
     [
         (30 * 4 + BYTES, 1, []),
-        (30 * 4 + BYTES * 3, 2, [27]),
+        (30 * 4 + BYTES * 3, 3, [27, 4]),
         (30 * 4 + BYTES * 5, 5, [27, 4, 12]),
         (30 * 4 + BYTES * 15, 15, [27, 4, 12]),
     ],
