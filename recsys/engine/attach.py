@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -24,6 +25,7 @@ from recsys.engine.tables_module import group_tables
 from recsys.engine.tiers.write_back import write_back
 from recsys.engine.update.fused_optimizer import FusedOptimizer
 from recsys.engine.update.update_rows import TableUpdate, update_all
+from recsys.errors import ConflictingWrite, TiersFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +68,7 @@ class Attachment:
         optimizer: torch.optim.Optimizer | RowOptimizer,
         rule: Translation | None = None,
     ) -> None:
+        self.groups: list[TableGroup] = []
         self.row_optimizer: FusedOptimizer | None = None
         self.updates: list[TableUpdate] = []
         self._handles: Sequence[RemovableHandle] = ()
@@ -77,7 +80,7 @@ class Attachment:
         self._numbers = {table.weight: numbers.get(table.weight, 0) for table in tables}
         found = group_tables(tables, numbers)
         places = {table.weight: place for table, place in zip(tables, found, strict=True)}
-        self.groups: list[TableGroup] = list(dict.fromkeys(place.group for place in found))
+        self.groups = list(dict.fromkeys(place.group for place in found))
         if isinstance(optimizer, torch.optim.Optimizer):
             assert rule is not None
             self.updates = [
@@ -100,7 +103,8 @@ class Attachment:
     def __del__(self) -> None:
         """The modules were deleted: the optimizer updates their tables by itself from now on."""
         if not sys.is_finalizing():
-            self.write_back()
+            with suppress(TiersFailed, ConflictingWrite):  # said where it happened
+                self.write_back()
 
     @property
     def num_modules(self) -> int:

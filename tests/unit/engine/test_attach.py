@@ -214,3 +214,13 @@ def test_an_optimizer_outlives_its_modules():
     before = weight.detach().clone()
     ours.optimizer.step()
     torch.testing.assert_close(weight.detach(), 0.8 * before)
+
+
+def test_a_refused_attachment_leaves_the_modules_to_torch():
+    plain = nn.EmbeddingBag(7, 4, mode="sum", sparse=True, dtype=torch.float16)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ours = HotColdEmbeddingBag.from_torch(plain)
+    with pytest.raises(ValueError, match="float16"):
+        Attachment([ours], ours.tables(), optimizer, translate(optimizer, [("t", 0)]))
+    assert type(ours.weight) is nn.Parameter
+    assert not optimizer._optimizer_step_pre_hooks
