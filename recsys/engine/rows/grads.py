@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.torch_compat import (
+    DisableTorchFunctionSubclass,
     outside_graphs,
     plain_data,
     plain_grad,
@@ -245,9 +246,10 @@ def leave_to_released(group: TableGroup, call: Call, gradient: Tensor) -> Lookup
 def drop_grads(group: TableGroup) -> None:
     """Drop all gradients."""
     group.drop_ledger()
-    for table in group.tables:
-        if plain_grad(table) is not None:
-            table.grad = None
+    with DisableTorchFunctionSubclass():
+        for table, grad in zip(group.tables, map(plain_grad, group.tables), strict=True):
+            if grad is not None:
+                set_plain_grad(table, None)
 
 
 def take_grads(group: TableGroup) -> list[int]:
