@@ -77,14 +77,16 @@ class Attachment:
         self._known: list[tuple[int, int]] = []  # param groups that have all tables
         is_torch = isinstance(optimizer, torch.optim.Optimizer)
         numbers = _numbers_of(optimizer) if is_torch else {}
-        self._numbers = {table.weight: numbers.get(table.weight, 0) for table in tables}
+        self._numbers = {
+            table.weight: numbers[table.weight] for table in tables if table.weight in numbers
+        }
         found = group_tables(tables, numbers)
         places = {table.weight: place for table, place in zip(tables, found, strict=True)}
         self.groups = list(dict.fromkeys(place.group for place in found))
         if isinstance(optimizer, torch.optim.Optimizer):
             assert rule is not None
             self.updates = [
-                TableUpdate(group, optimizer, numbers[group.tables[0]], rule)
+                TableUpdate(group, optimizer, numbers.get(group.tables[0], 0), rule)
                 for group in self.groups
             ]
             self._handles = _add_hooks(optimizer, self)
@@ -179,12 +181,12 @@ class Attachment:
                 table for entry in group.ledger.entries for table in entry.call.lookups.tables
             }
             for table, name in ((group.tables[each], group.names[each]) for each in pending):
-                number = numbers.get(table)
-                if number != self._numbers[table]:
+                number, before = numbers.get(table), self._numbers.get(table)
+                if number != before:
                     place = "none" if number is None else f"group {number}"
                     raise ValueError(
                         f"table {name!r} of shape {tuple(table.shape)} was in param group "
-                        f"{self._numbers[table]} of the optimizer, which updates its rows, and is "
+                        f"{before} of the optimizer, which updates its rows, and is "
                         f"in {place} now; put it back, or call recsys.restore first"
                     )
         if all(numbers.get(table) == number for table, number in self._numbers.items()):

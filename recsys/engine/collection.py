@@ -56,7 +56,8 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
         is_weighted: Whether every lookup has a weight.
-        device: Device of the tables: the CPU, or "meta" until `to_empty`, without an optimizer.
+        device: Device of the tables; with a budget, of the rows in fast memory: the CPU, CUDA, or
+            "meta" until the tables are loaded.
         optimizer: The update rule of the rows; None leaves sparse gradients to a torch optimizer.
         auto_apply: As for `HotColdEmbeddingBag`.
         stochastic_rounding: As for `HotColdEmbeddingBag`.
@@ -501,7 +502,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         if keys != self._known_keys:
             require_features((feature for _, feature in self._lookups), keys)
             self._known_keys = list(keys)
-        read_features(features, is_weighted=False, dtype=torch.float32)
+        read_features(features, is_weighted=False, dtype=torch.float32, device=self._id_device())
         values, offsets = features.values(), features.offsets()
         ends = offsets[::size].tolist() if size else [0] * (len(keys) + 1)
         require_all_in_bags(len(values), ends[-1])
@@ -511,10 +512,14 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             for number, feature in enumerate(keys)
         }
 
+    def _id_device(self) -> torch.device:
+        return self._places[0].group.device if self._places else self.device
+
     def _id_error(self, features: Features, table: int, feature: str) -> Exception:
         """An error that names the feature and the sample."""
         group, number = self._places[table]
-        bags = read_features(features, is_weighted=False, dtype=group.dtype)
+        device = self._id_device()
+        bags = read_features(features, is_weighted=False, dtype=group.dtype, device=device)
         position, values = features.keys().index(feature), features.values()
         begin = int(features.offsets()[position * features.stride()])
         is_bad = (values[begin:] < 0) | (values[begin:] >= int(group.sizes[number]))

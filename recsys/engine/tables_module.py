@@ -332,8 +332,14 @@ class TableModule(nn.Module):
         return () if updater is None else updater.updates
 
     def sync(self) -> None:
-        """Write the newest rows and state to the tables; `state_dict` does, too."""
+        """Write the newest rows and state to the tables; `state_dict` does, too.
+
+        Raises:
+            ConflictingWrite: a table was written to while slots had newer rows.
+        """
         for group in self.groups():
+            if group.fetcher is not None:
+                group.fetcher.require_unwritten()
             write_back(group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -367,8 +373,8 @@ class TableModule(nn.Module):
         groups = list(dict.fromkeys(place.group for place in places))
         for group in groups:
             group.files = files
-        optimizer.begin([table.weight for table in self._tables_once()], groups)
         settings.give_slots(tables, groups, formula)
+        optimizer.begin([table.weight for table in self._tables_once()], groups)
         self.attach(places, Nodes(optimizer if settings.auto_apply else None))
 
     def _tables_once(self) -> list[Table]:

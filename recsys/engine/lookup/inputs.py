@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from recsys.engine.rows.tables import TableGroup
 
 __all__ = [
+    "LEFT_OUT",
     "explain",
     "read_bag_call",
     "read_bags",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
-_LEFT_OUT = -(2**31)  # for kernels on a device
+LEFT_OUT = -(2**31)  # for kernels on a device: an id without a gradient
 _ID_TYPES = (torch.int64, torch.int32)
 
 
@@ -268,7 +269,7 @@ def without_row(bags: Bags, row: int) -> Bags:
     """The same bags without the lookups of one row."""
     ids, offsets, weights, num_samples, num_bags, _ = bags
     if not ids.is_cpu:
-        return bags._replace(ids=ids.masked_fill(ids == row, _LEFT_OUT))
+        return bags._replace(ids=ids.masked_fill(ids == row, LEFT_OUT))
     is_kept = ids.reshape(-1) != row
     if bool(is_kept.all()):
         return bags

@@ -102,6 +102,9 @@ class _Lookup(torch.autograd.Function):
             entry = Entry(call, gradient, 0, 0)
             for table in call.lookups.tables:
                 is_needed = ctx.needs_input_grad[5 + len(of_tables)]
-                made = gradient_of(group, [entry], table, is_sparse=is_sparse[table])
-                of_tables.append(made if is_needed else None)
+                of_tables.append(
+                    gradient_of(group, [entry], table, is_sparse=is_sparse[table])
+                    if is_needed
+                    else None
+                )
         return None, None, None, None, of_weights, *of_tables

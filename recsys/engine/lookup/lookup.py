@@ -39,7 +39,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.engine.kernels.cpu.lookup import Input, pool, weight_gradients
 from recsys.engine.kernels.cpu.places import IN_FLIGHT, OK
-from recsys.engine.lookup.inputs import explain
+from recsys.engine.lookup.inputs import LEFT_OUT, explain
 from recsys.engine.rows.bags import addresses
 from recsys.engine.rows.grads import leave_to_released
 from recsys.engine.rows.ledger import Call
@@ -67,8 +67,8 @@ _Kind = tuple[int, int, torch.dtype, torch.device]  # of a result: B, W, dtype a
 _next_lookup = count(1).__next__
 # glibc gets larger blocks from the system each time, in small pages.
 _MAX_KEPT_BYTES = 32 * 2**20
-_LEFT_OUT = -(2**31)  # for kernels on a device: an id without a gradient
-_MOST_OUTPUTS = 1024  # of a node: evaluation in grad mode never ends a pass
+# Of a node: evaluation in grad mode never ends a pass.
+_MOST_OUTPUTS, _MOST_OUTPUT_BYTES = 1024, 2**28
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -117,7 +117,9 @@ class Nodes:
             if self._kind != kind:
                 self.close()
             self._kind = kind
-            self._made = [None] * (1 if is_alone else max(1, self._num_expected - self._num_calls))
+            most = _MOST_OUTPUT_BYTES // max(1, kind[0] * kind[1] * kind[2].itemsize)
+            wanted = 1 if is_alone else min(self._num_expected - self._num_calls, most)
+            self._made = [None] * max(1, wanted)
             outputs = _make_node(self, self._made, self.anchor, None, kind)
             self._outputs = list(outputs)[::-1]
         self._num_calls += 1
@@ -130,7 +132,7 @@ class Nodes:
             return  # or that this one is a part of
         optimizer = self.optimizer()
         if self._end is not None and optimizer is not None:
-            optimizer.zero_grad()  # of a pass that failed, which nobody else could drop
+            optimizer.drop_failed_pass()
         end = partial(self._end_pass)
         self._end = ref(end)  # the pass alone keeps it
         queue_callback(end)
@@ -245,7 +247,7 @@ def _without_row(group: TableGroup, call: Call, row: int) -> Call:
     ids = call.kept[: call.num_ids]
     is_kept = ids != row
     if group.is_on_device:
-        ids.masked_fill_(~is_kept, _LEFT_OUT)
+        ids.masked_fill_(~is_kept, LEFT_OUT)
         return call
     if bool(is_kept.all()):
         return call
@@ -390,9 +392,9 @@ def weight_gradient(calls: Sequence[tuple[TableGroup, Call]], gradient: Tensor) 
             0,
         )
         lookups_5L = group.place(call.lookups).lookups_5L
-        if group.fetcher is not None:
-            group.fetcher.settle()
         with nullcontext() if group.fetcher is None else group.fetcher.lock:
+            if group.fetcher is not None:
+                group.fetcher.settle()
             weight_gradients(group.for_lookups, lookups_5L, given, whole.numpy(), result.numpy())
     return result
 

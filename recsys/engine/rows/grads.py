@@ -148,7 +148,10 @@ def _require_unbound(table: LedgerParameter) -> None:
 
 
 def _plain(table: LedgerParameter) -> nn.Parameter:
-    return nn.Parameter(table.data, table.requires_grad)
+    group = group_of(table)
+    # A read of `data` counts as a write of the caller's.
+    is_tiered = group is not None and group.fetcher is not None
+    return nn.Parameter(table.data if is_tiered else plain_data(table), table.requires_grad)
 
 
 class _Bound(NamedTuple):
@@ -236,8 +239,8 @@ def leave_to_released(group: TableGroup, call: Call, gradient: Tensor) -> Lookup
     for number in call.lookups.tables:
         if number in group.released:
             table, is_sparse = group.tables[number], group.released[number]
-            made, known = gradient_of(group, [entry], number, is_sparse=is_sparse), table.grad
-            table.grad = made if known is None or made is None else known + made
+            made = gradient_of(group, [entry], number, is_sparse=is_sparse)
+            table.grad = _sum(table.grad, made)
     return call.lookups.in_tables(
         [number for number in call.lookups.tables if number not in group.released]
     )
@@ -322,11 +325,17 @@ def _read(group: TableGroup, number: int, *, is_sparse: bool) -> Tensor | None:
         ledger.grads[number] = MadeGrad(made, _values_of(made).clone(), ledger.last)
         return made
     _drop(group, number, ledger.last)
-    if plain.is_sparse and plain.sparse_dim() > 1:
-        plain = plain.to_dense().to_sparse(1)
-    # torch adds a sparse tensor to a dense one, not the other way round
-    set_plain_grad(table, made + plain if plain.is_sparse else plain + made)
+    set_plain_grad(table, _sum(plain, made))
     return plain_grad(table)
+
+
+def _sum(known: Tensor | None, made: Tensor | None) -> Tensor | None:
+    """The sum of two gradients; torch adds a sparse one to a dense one, not the other way round."""
+    if known is None or made is None:
+        return made if known is None else known
+    if known.is_sparse and known.sparse_dim() > 1:
+        known = known.to_dense().to_sparse(1)
+    return made + known if known.is_sparse else known + made
 
 
 def gradient_of(

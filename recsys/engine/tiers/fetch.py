@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 __all__ = ["Claim", "Claims", "Counts", "Fetcher", "claim_together"]
 
 _NO_ROWS: NDArray[np.int32] = np.empty(0, np.int32)
+_MOST_VIEWS = 256  # of tables, which a caller may have kept
 _LEAST_USES = 2  # of a popular row; one that a single mini-batch looked up has one use
 
 
@@ -315,7 +316,7 @@ class Fetcher:
 
     def watch(self, view: Tensor) -> Tensor:
         """Notice writes to a view of a table that has a version of its own; returns the view."""
-        self._views = [*self._views[-len(self._group.tables) :], view]
+        self._views = [*self._views[-_MOST_VIEWS:], view]
         self.accept_writes()
         return view
 

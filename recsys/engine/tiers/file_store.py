@@ -113,7 +113,9 @@ class ColdFiles:
             ColdTierError: the disk cannot read or write the file.
         """
         address = array.data_ptr()
-        found = [number for known, number in self._arrays.values() if known.data_ptr() == address]
+        found = [
+            number for known, number in list(self._arrays.values()) if known.data_ptr() == address
+        ]
         left: Any = rows.view(-1).view(torch.uint8).numpy()
         place = begin * array.itemsize * array.shape[1:].numel()
         while found and left.size:

@@ -43,6 +43,7 @@ class TransferQueue:
         self._given: SimpleQueue[Transfer | None] = SimpleQueue()
         self._failures: list[BaseException] = []
         self._process = 0
+        self._thread: int | None = None
 
     def __bool__(self) -> bool:
         """Whether rows may be on their way."""
@@ -69,6 +70,7 @@ class TransferQueue:
             arguments = self._given, self._failures
             thread = threading.Thread(target=_run, args=arguments, daemon=True, name="transfers")
             thread.start()
+            self._thread = thread.ident
             weakref.finalize(self, _stop, self._given, thread)
         for transfer in self._transfers:
             if not transfer.is_started:
@@ -95,8 +97,11 @@ class TransferQueue:
             elif not first.is_done and not self._failures:
                 if os.getpid() != self._process:
                     raise _forked()
-                self._given.put(first)  # a signal may have come before `start` did
-                first.lock.acquire()
+                if threading.get_ident() == self._thread:  # it collects garbage, a fetcher
+                    first.run(is_alone=True)
+                else:
+                    self._given.put(first)  # a signal may have come before `start` did
+                    first.lock.acquire()
             if not first.is_done:
                 raise TiersFailed(
                     "rows could not be moved, so the tables are no longer whole; build the model "
@@ -128,4 +133,5 @@ def _run(given: SimpleQueue[Any], failures: list[BaseException]) -> None:
 
 def _stop(given: SimpleQueue[Any], thread: threading.Thread) -> None:
     given.put(None)
-    thread.join()
+    if thread is not threading.current_thread():
+        thread.join()

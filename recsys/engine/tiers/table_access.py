@@ -73,6 +73,8 @@ class TieredParameter(LedgerParameter):
             tables = list(_tables_among((args, kwargs)))
             groups = [group for table in tables if (group := group_of(table)) is not None]
             for group in groups:
+                if func is not torch.Tensor.copy_:  # as load_state_dict does
+                    group.fetcher.require_unwritten()
                 write_back(group)
             result = func(*args, **kwargs or {})
             is_copy = _is_copy(result, tables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +68,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
         self._kind = type(formula)
         self._rule = Translation(
-            formula=self._formula_of,
+            formula=partial(_formula_of, type(formula)),
             learning_rate=_read_lr,
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
             state_names={},
@@ -124,6 +125,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self._is_deferred:
             self.step()
 
+    def drop_failed_pass(self) -> None:
+        """Drop what a backward pass that failed has left, which nobody else could.
+
+        Raises:
+            RuntimeError: it was one of several passes with one update.
+        """
+        self.zero_grad()
+        if self._is_deferred:
+            raise RuntimeError(
+                "a backward pass failed before this one, and both are parts of one update; let "
+                "its error end the block of update_once"
+            )
+
     @contextmanager
     def update_once(self) -> Iterator[None]:
         """Update rows once for all backward passes inside; after an error not at all."""
@@ -140,7 +154,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def formula(self) -> RowOptimizer:
         """The update rule, by the settings in `param_groups`."""
-        return self._formula_of(self.param_groups[0])
+        return _formula_of(self._kind, self.param_groups[0])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse other groups: the tables are those of the module.
@@ -236,8 +250,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             columns = () if name in formula.row_states else (sizes[name],)
             require_state(f"{key}: {name}", columns, table, value)
 
-    def _formula_of(self, settings: Mapping[str, Any]) -> RowOptimizer:
-        return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
+
+def _formula_of(kind: type[RowOptimizer], settings: Mapping[str, Any]) -> RowOptimizer:
+    return kind(**{field.name: settings[field.name] for field in fields(kind)})
 
 
 def _read_lr(settings: Mapping[str, Any], step: int) -> float:

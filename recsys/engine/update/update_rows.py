@@ -12,6 +12,7 @@ from itertools import repeat
 from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -78,14 +79,14 @@ class TableUpdate:
 
     Attributes:
         group: As given.
-        optimizer: As given.
         changed: Records the rows that updates change; None for no record.
     """
 
     def __init__(
         self, group: TableGroup, optimizer: torch.optim.Optimizer, number: int, rule: Translation
     ) -> None:
-        self.group, self.optimizer = group, optimizer
+        self.group = group
+        self._optimizer = ref(optimizer)  # a FusedOptimizer keeps its updates
         self.changed: ChangedRows | None = None
         self._number, self._rule = number, rule
         known = [table for each in optimizer.param_groups for table in each["params"]]
@@ -101,6 +102,13 @@ class TableUpdate:
         self._states: list[dict[str, Any]] = [_NO_STATE] * len(group.tables)
         self._arrays: list[list[Tensor | None]] = []
         self._dtype = group.compute_dtype  # of the arrays
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Has settings and state."""
+        found = self._optimizer()
+        assert found is not None
+        return found
 
     def formula(self) -> RowOptimizer:
         """The update rule of the rows, by the settings of now."""

@@ -224,3 +224,30 @@ def test_a_refused_attachment_leaves_the_modules_to_torch():
         Attachment([ours], ours.tables(), optimizer, translate(optimizer, [("t", 0)]))
     assert type(ours.weight) is nn.Parameter
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_frozen_table_needs_no_param_group():
+    bags = [HotColdEmbeddingBag(7, 4, mode="sum", sparse=True) for _ in range(2)]
+    bags[0].weight.requires_grad = False
+    optimizer = torch.optim.SGD([bags[1].weight], lr=1.0)
+    tables = [
+        table._replace(name=str(number))
+        for number, bag in enumerate(bags)
+        for table in bag.tables()
+    ]
+    Attachment(bags, tables, optimizer, translate(optimizer, [("1", 0)]))
+    before = [bag.weight.detach().clone() for bag in bags]
+    sum(bag(IDS).sum() for bag in bags).backward()
+    optimizer.step()
+    assert torch.equal(bags[0].weight, before[0])
+    assert not torch.equal(bags[1].weight, before[1])
+
+
+def test_a_late_dense_gradient_is_added_to_a_sparse_one():
+    ours, plain = (Model(*OPTIMIZERS["sgd dense"], is_attached=each) for each in (True, False))
+    late = ours.loss(0), plain.loss(0)
+    ours.attached.release()
+    for model, loss in zip((ours, plain), late, strict=True):
+        model.weights[1].grad = torch.ones(7, 4).to_sparse(1)
+        loss.backward()
+    torch.testing.assert_close(ours.weights[1].grad.to_dense(), plain.weights[1].grad.to_dense())

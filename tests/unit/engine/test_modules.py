@@ -16,7 +16,7 @@ from recsys.engine.embedding import HotColdEmbedding
 from recsys.engine.lookup.lookup import Nodes
 from recsys.engine.tables_module import group_tables
 from recsys.engine.update.fused_optimizer import FusedOptimizer
-from recsys.errors import ConfigError, MalformedBags
+from recsys.errors import BudgetTooSmall, ConfigError, MalformedBags
 from tests.unit.engine.model import TOO_MANY_ROWS
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
@@ -219,6 +219,27 @@ def test_a_deleted_module_leaves_nothing_behind():
     del ours
     gc.collect()
     assert group() is None
+
+
+def test_a_deleted_resident_module_frees_its_memory_at_once():
+    ours = HotColdEmbeddingBag(7, 4, mode="sum", optimizer=Adagrad(lr=0.1))
+    step(ours, (IDS, OFFSETS))
+    table = weakref.ref(ours.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del ours
+        assert table() is None
+    finally:
+        gc.enable()
+
+
+def test_a_budget_that_is_too_small_for_loaded_tables_says_so_each_time():
+    ours = HotColdEmbeddingBag(7, 4, device="meta", optimizer=SGD(lr=1.0), budget=10)
+    ours.load_state_dict({"weight": torch.ones(7, 4)}, assign=True)
+    for _ in range(2):
+        with pytest.raises(BudgetTooSmall):
+            ours(IDS, OFFSETS)
 
 
 @pytest.mark.parametrize(

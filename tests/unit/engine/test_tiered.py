@@ -1,5 +1,6 @@
 """With a budget, all rows and results are those of resident tables, to the last bit."""
 
+import gc
 import random
 import signal
 import threading
@@ -515,6 +516,51 @@ def test_a_failed_pass_of_several_updates_nothing():
     assert torch.equal(tables.weights[0], before)
 
 
+def test_a_pass_that_failed_ends_the_update_that_it_was_a_part_of():
+    tables = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
+    before = tables.weights[0].detach().clone()
+
+    def train():
+        with tables.optimizer.update_once():
+            for number in range(3):
+                late = torch.ones(1, requires_grad=True) * 2
+                if number == 1:
+                    late.register_hook(lambda _: 1 / 0)
+                with suppress(ZeroDivisionError):
+                    (tables(tables.bags(torch.tensor([number]))).sum() + late.sum()).backward()
+
+    with pytest.raises(RuntimeError, match="update_once"):
+        train()
+    assert torch.equal(tables.weights[0], before)
+
+
+def test_the_thread_of_transfers_may_collect_a_fetcher():
+    """A model is deleted while its rows are on their way, and garbage is collected there."""
+    run, is_deleted = Transfer.run, threading.Event()
+
+    def collect(self, **how):
+        if threading.current_thread() not in others:
+            assert is_deleted.wait(30)
+            gc.collect()
+        run(self, **how)
+
+    others = threading.enumerate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "run", collect)
+        tables = Tables([20], [0], 4, SGD(lr=1.0), num_slots=8)
+        ids = torch.tensor([1, 2, 3])
+        tables.train(tables.bags(ids))
+        weight = tables.weights[0]
+        expected = Tables([20], [0], 4, SGD(lr=1.0))
+        expected.train(expected.bags(ids))
+        tables.claim_ahead(tables.bags(torch.tensor([4, 5])))
+        [thread] = {*threading.enumerate()} - {*others}
+        del tables
+        is_deleted.set()
+        thread.join(30)
+    assert torch.equal(weight.detach(), expected.weights[0].detach())
+
+
 def test_forwards_without_a_backward_keep_no_slot():
     tables = Tables([40], [0], 4, SGD(lr=1.0), num_slots=8)
     for first in range(0, 40, 8):
@@ -612,10 +658,17 @@ def test_rows_that_are_written_to_are_those_that_are_trained_on(write):
     assert are_same(both)
 
 
+def train_again(tables):
+    train([tables, tables], 1, 2, 3)
+
+
+@pytest.mark.parametrize("then", [train_again, lambda tables: tables.weights[0].sum()])
 @pytest.mark.parametrize("view", [lambda weight: weight.detach(), lambda weight: weight.data])
-def test_a_write_by_a_kept_tensor_is_noticed(view):
+def test_a_write_by_a_kept_tensor_is_noticed(view, then):
     both = pair()
     kept = [view(tables.weights[0]) for tables in both]
+    for _ in range(3):
+        both[1].weights[0].data.norm()
     for tensor in kept:
         tensor.add_(1)
     train(both, 1, 2, 3)
@@ -623,7 +676,7 @@ def test_a_write_by_a_kept_tensor_is_noticed(view):
     train(both, 1, 2, 3)
     kept[1].add_(1)
     with pytest.raises(ConflictingWrite, match="'t0'"):
-        train(both[1:] * 2, 1, 2, 3)
+        then(both[1])
 
 
 @pytest.mark.usefixtures("late_transfers")
