@@ -256,7 +256,10 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
             for (group, is_mean), locations in members.items()
         ]
         sparse = {table.weight: table.is_sparse for table in reversed(self.tables())}
-        self._are_sparse = [[sparse[table] for table in group.tables] for group, _ in self._parts]
+        # With an optimizer, tables of other modules may be in a group.
+        self._are_sparse = [
+            [sparse.get(table, True) for table in group.tables] for group, _ in self._parts
+        ]
 
 
 class JaggedEmbeddings:

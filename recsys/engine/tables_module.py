@@ -331,6 +331,15 @@ class TableModule(nn.Module):
         updater = self.row_optimizer or self.attachment
         return () if updater is None else updater.updates
 
+    @property
+    def nodes(self) -> Nodes | None:
+        """Makes the autograd nodes of its lookups; None if gradients are left to torch."""
+        return self._nodes
+
+    def places(self) -> list[Place]:
+        """The places of its tables; none if gradients are left to torch."""
+        return list(self._places)
+
     def sync(self) -> None:
         """Write the newest rows and state to the tables; `state_dict` does, too.
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from recsys.batch import JaggedIds
+from recsys.embeddings.table import TableConfig
 from recsys.embeddings.update.translate import translate
 from recsys.engine.attach import Attachment
 from recsys.engine.bag import HotColdEmbeddingBag
+from recsys.engine.collection import HotColdEmbeddingBagCollection
 from recsys.engine.embedding import HotColdEmbedding
 from recsys.engine.tiers.budget import give_slots
 from tests.unit.engine.model import TOO_MANY_ROWS
@@ -251,3 +254,23 @@ def test_a_late_dense_gradient_is_added_to_a_sparse_one():
         model.weights[1].grad = torch.ones(7, 4).to_sparse(1)
         loss.backward()
     torch.testing.assert_close(ours.weights[1].grad.to_dense(), plain.weights[1].grad.to_dense())
+
+
+def test_a_collection_and_a_bag_share_a_group():
+    tables = [TableConfig(name=name, num_embeddings=7, embedding_dim=4) for name in ("a", "b")]
+    found = []
+    for is_attached in (True, False):
+        torch.manual_seed(0)
+        rows = HotColdEmbeddingBagCollection(tables)
+        bag = HotColdEmbeddingBag(7, 4, mode="sum", sparse=True)
+        optimizer = torch.optim.SGD([*rows.parameters(), bag.weight], lr=1.0)
+        if is_attached:
+            known = [*rows.tables(), bag.tables()[0]]
+            Attachment([rows, bag], known, optimizer, translate(optimizer, [("a", 0)]))
+        ids = JaggedIds.from_one_hot(["a", "b"], IDS[:2])
+        for _ in range(2):
+            optimizer.zero_grad()
+            (rows(ids).values().square().sum() + bag(IDS).square().sum()).backward()
+            optimizer.step()
+        found.append([table.detach().clone() for table in (*rows.table_weights(), bag.weight)])
+    torch.testing.assert_close(*found)
