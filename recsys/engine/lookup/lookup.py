@@ -89,7 +89,7 @@ class Nodes:
 
     Args:
         optimizer: Its `end_pass` is called at the end of each backward pass that has filled a
-            ledger; None if rows are updated in somebody's step.
+            ledger; None if the step of a torch optimizer, or the caller's, updates rows.
 
     Attributes:
         is_sharded: Whether each process updates rows of its own, so that no update is shared.

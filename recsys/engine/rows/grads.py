@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from itertools import repeat
-from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -49,9 +47,6 @@ __all__ = [
     "unbind_table",
     "with_dense_grads",
 ]
-
-
-_NONE = repeat(None)
 
 
 class MadeGrad(NamedTuple):
@@ -266,8 +261,8 @@ def take_grads(group: TableGroup) -> list[int]:
     """
     if group.ledger.grads:
         _take_written(group)
-    grads, dense = list(map(plain_grad, group.tables)), []
-    for number, grad in enumerate(grads if any(map(is_not, grads, _NONE)) else ()):
+    dense = []
+    for number, grad in enumerate(map(plain_grad, group.tables)):
         if grad is not None and number not in group.released:
             if not grad.is_sparse:
                 dense.append(number)

@@ -126,7 +126,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.step()
 
     def drop_failed_pass(self) -> None:
-        """Drop what a backward pass that failed has left, which nobody else could.
+        """Drop the gradients of a backward pass that failed.
 
         Raises:
             RuntimeError: it was one of several passes with one update.
