@@ -6,8 +6,9 @@ DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SECONDS ?= 600
+MINUTES ?= 150
 
-.PHONY: help setup train test check stress crash threads fuzz bench tables site clean
+.PHONY: help setup train test check stress crash threads twins fuzz bench tables site clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -17,6 +18,7 @@ help:
 	@echo "make check                         ruff, formatting, mypy, import-linter, the size gate"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
+	@echo "make twins MINUTES=150             train random models in tiers, and compare with plain PyTorch"
 	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
 	@echo "make fuzz SECONDS=600               read damaged and hostile files, for ten minutes"
 	@echo "make bench                         measure the numbers in benchmarks/results (needs RECSYS_DATA)"
@@ -62,6 +64,9 @@ threads: setup
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest
+
+twins: setup
+	$(BIN)/python tests/exact/twins.py --minutes $(MINUTES) --json benchmarks/results/twins.json
 
 crash: setup
 	$(BIN)/python tests/train/crash.py --json benchmarks/results/crash.json

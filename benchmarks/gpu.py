@@ -12,9 +12,8 @@
                between forward and backward, as TorchRec's pipeline with prefetching does
 
 All have Criteo Kaggle's 26 tables (16.1 GiB at D=128), SGD, and take turns in one process. A turn's
-untimed steps fill the window of a schedule, and the caches of the device. Dense parts of recsys are
-replayed as CUDA graphs. Providers without slots train on the same few mini-batches again and again;
-slots keep rows, so a schedule gets new ones.
+untimed steps fill the window of a schedule, and the caches of the device. Providers without slots
+train on the same few mini-batches again and again; slots keep rows, so a schedule gets new ones.
 
 With --device cpu --quick the program can be tried without a GPU; FBGEMM is then left out.
 """
@@ -57,7 +56,7 @@ _SCHEDULES: dict[str, Any] = {
     "sequential": Sequential(),
     "lookahead-1": LookAhead(1),
     "lookahead-2": LookAhead(2),
-    "hotline": Hotline(learning_steps=0),  # no rows are pinned
+    "hotline": Hotline(learning_steps=100),
 }
 _LEARNING_RATE = 0.01
 _NUM_CYCLED = 8  # mini-batches that providers without slots train on
@@ -223,13 +222,8 @@ class _Bench:
             pipeline.progress(iterator)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what cannot be captured, and too few slots
-            pipeline = TrainPipeline(
-                model,
-                optimizers,
-                schedule=_SCHEDULES[schedule],
-                capture=self._device.type == "cuda",
-            )
+            warnings.simplefilter("ignore")  # of too few slots
+            pipeline = TrainPipeline(model, optimizers, schedule=_SCHEDULES[schedule])
             iterator = iter(queue.popleft, None)
             for _ in range(0 if budget is None else self._num_fill):
                 step()

@@ -65,7 +65,7 @@ _SCHEDULES: dict[str, Any] = {
     "lookahead-2": LookAhead(2),
     "lookahead-4": LookAhead(4),
     "lookahead-8": LookAhead(8),
-    "hotline": Hotline(learning_steps=0),  # no rows are pinned
+    "hotline": Hotline(learning_steps=100),
 }
 _FORMULAS: dict[str, Callable[..., Any]] = {"sgd": SGD, "rowwise_adagrad": RowWiseAdagrad}
 _STATE_SIZES = {"sgd": 0, "rowwise_adagrad": 1}
@@ -120,7 +120,7 @@ class _Run(NamedTuple):
 
     def floor(self, num_steps: int) -> int:
         """The least budget for the mini-batches: the row map, and a slot for each row of one."""
-        from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
+        from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 
         source = self.source(num_steps)
         most = 0

@@ -56,7 +56,7 @@ from recsys.config_skip import (
     StalenessConfig,
 )
 from recsys.datasets.synthetic.config import SyntheticConfig
-from recsys.embeddings.tiers.cold import COLD_TIERS
+from recsys.embeddings.tiers import COLD_TIERS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -227,9 +227,6 @@ class TrainConfig:
     )
     precision: str = _key(
         "fp32", "of the dense part; bf16 keeps parameters in fp32", choices=("fp32", "bf16")
-    )
-    capture: bool = _key(
-        True, "replay steps of models of pooled bags as CUDA graphs; without effect on a CPU"
     )
     init_from: str = _key(
         "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, is_dataclass
 
 from recsys._support.config_fields import check_fields, key, keys_set
-from recsys.embeddings.staleness.drift import MEASURES
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline.skip.guard_settings import Guard
@@ -40,7 +39,6 @@ class StalenessConfig:
     """When a row counts as stale; see `recsys.embeddings.Staleness`."""
 
     window: int = key(1000, "steps over which rows' drift is measured", least=33)
-    measure: str = key("mean_change", "how drift is measured", choices=tuple(MEASURES))
     threshold: float = key(0.0, "drift up to which a row is stale; 0: found from share", least=0)
     min_updates: int = key(16, "updates in a window; a row with fewer is unknown", least=1)
     patience: int = key(2, "windows in a row that a row's drift must be small", least=1)

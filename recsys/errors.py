@@ -13,7 +13,7 @@
     |                        RuntimeError)
     |-- MalformedBags       (ValueError,       ids, offsets or weights that do not form bags
     |                        RuntimeError)
-    |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
+    |-- BudgetTooSmall      (ValueError)       a budget below the row maps and a slot
     |-- ColdTierError       (OSError)          row files that cannot be made, opened, read, written
     |   `-- TiersFailed                        rows that could not be moved between the tiers
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
@@ -23,7 +23,7 @@
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
 Each class also derives from the built-in error named beside it, so `except ValueError` works too. A
-message names the place, the rule, the value found and the way out.
+message names the location, the rule, the value found and a hint.
 """
 
 __all__ = [
@@ -92,7 +92,7 @@ class MalformedBags(RecsysError, ValueError, RuntimeError):
 
 
 class BudgetTooSmall(RecsysError, ValueError):
-    """Fast memory that cannot hold the rows of one mini-batch. The message names the minimum."""
+    """A budget below the row maps and a slot of each group. The message names the minimum."""
 
 
 class ColdTierError(RecsysError, OSError):

@@ -164,14 +164,8 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         facts["processes"] = (
             f"{processes['num_ranks']}; tiers, stages and memory are those of the first process"
         )
-    threads = record.get("threads") or {}  # a run that failed has none
-    stalls = format_stalls(
-        record["stalls"],
-        is_alone=processes is None,
-        follows_rows=skipped is not None and skipped["staleness"] is not None,
-        **{key: threads[key] for key in ("num_threads", "share_without_core") if key in threads},
-    )
-    lines += ["", *(f"{name:<20}{text}" for name, text in facts.items()), "", stalls]
+    lines += ["", *(f"{name:<20}{text}" for name, text in facts.items())]
+    lines += ["", format_stalls(record["stalls"])]
     return "\n".join(lines)
 
 
@@ -202,12 +196,14 @@ def _tiers(tiers: Mapping[str, Any] | None, budget: str) -> dict[str, str]:
     """Fast memory, hit rates and bytes moved; empty if all rows were resident."""
     if tiers is None:
         return {}
+    cold = tiers["cold_row_share"]
     return {
         "tiers": f"{format_bytes(tiers['hot_bytes'])} hot"
         f"{f' of budget {budget}' if budget else ''}, "
         f"{tiers['num_slots']:,} of {tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
         "hits": f"{tiers['lookup_hit_rate']:.1%} of lookups, {tiers['unique_hit_rate']:.1%} of "
-        "distinct rows",
+        "distinct rows"
+        f"{f'; {cold:.1%} of rows used in cold memory' if cold else ''}",
         "moved": f"{format_bytes(tiers['fetched_bytes'])} fetched, "
         f"{format_bytes(tiers['written_back_bytes'])} written back; "
         f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",

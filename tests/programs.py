@@ -369,7 +369,7 @@ def run_program(seed: int) -> str:
     num_rows = sum(table["num_embeddings"] for table in own)
     row_bytes = 8 * (1 + _OPTIMIZERS[spec.optimizer])
     num_bytes = sum(table["num_embeddings"] * table["embedding_dim"] * row_bytes for table in own)
-    budget = int(num_bytes * draw.choice([0.6, 0.8, 0.9])) + 4 * num_rows
+    budget = int(num_bytes * draw.choice([0.3, 0.6, 0.9])) + 4 * num_rows
     done: list[str] = []
     try:
         plain, resident = (Run(spec, is_accelerated=each) for each in (False, True))

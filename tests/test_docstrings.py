@@ -23,7 +23,7 @@ MODULES = (
     "recsys.datasets",
     "recsys.distributed",
     "recsys.embeddings",
-    "recsys.embeddings.baselines",
+    "recsys.train.parts.baselines",
     "recsys.errors",
     "recsys.models",
     "recsys.pipeline",

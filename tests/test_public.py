@@ -122,7 +122,7 @@ def test_public_names_are_these_and_no_others():
             "read_tree",
             "to_toml",
         ],
-        "recsys.embeddings.baselines": [
+        "recsys.train.parts.baselines": [
             "FbgemmEmbeddingBags",
             "TorchEmbeddingBags",
             "require_torch_optimizer",

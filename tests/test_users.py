@@ -9,6 +9,7 @@ from tests import users
 
 @pytest.mark.in_ci("PipelineUsers")
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:tables", "ignore:budget=")
 @pytest.mark.parametrize("name", ["Users", "PipelineUsers"])
 def test_whatever_users_do_tiers_and_resident_tables_stay_equal(name):
     run_state_machine_as_test(getattr(users, name), settings=settings(stateful_step_count=25))

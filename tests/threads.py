@@ -2,20 +2,19 @@
 
     PYTHONDEVMODE=1 python tests/threads.py --cases 500 --json FILE
 
-Three kinds of cases take turns. The seed of a case decides everything in it, except for the order
-in which threads run.
+Two kinds of cases take turns. The seed of a case decides everything in it, except for the order in
+which threads run.
 
-    pipelines   a run of `tests/pipeline/stress.py`
     users       a user of `tests/users.py` who trains by a pipeline, also by Hotline
     loaders     a pipeline over a `BatchLoader`: some iterations are left early, some reads fail
 
-Threads sleep for random times before and after each transfer, each part of a move from or to a
-file, each group of samples that is read ahead, and each change of a window. Python switches between
-threads at a random interval, from a microsecond to some milliseconds.
+Threads sleep for random times before and after each transfer, each group of samples that is read
+ahead, and each change of a window. Python switches between threads at a random interval, from a
+microsecond to some milliseconds.
 
-After each case, no thread, open file, mapped file, ticket, claimed slot or `Residency` of it may be
-left. Errors that Python cannot raise, such as a ResourceWarning in a destructor, end the run. So
-does a case that takes longer than `HANG_SECONDS`: it hangs.
+After each case, no thread, open file, mapped file or `Fetcher` of it may be left. Errors that
+Python cannot raise, such as a ResourceWarning in a destructor, end the run. So does a case that
+takes longer than `HANG_SECONDS`: it hangs.
 """
 
 import argparse
@@ -45,23 +44,22 @@ from recsys.batch import Batch, JaggedIds
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.embeddings.optimizer import Adagrad
-from recsys.embeddings.tiers.cold import file_store
-from recsys.embeddings.tiers.cold.file_store import FileStore
-from recsys.embeddings.tiers.residency import Residency
-from recsys.embeddings.tiers.transfers import TransferQueue
+from recsys.embeddings.tiers.fetch import Fetcher
+from recsys.embeddings.tiers.host_store import Transfer
+from recsys.embeddings.tiers.queue import TransferQueue
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.window import Window
 from recsys.train.run_files.run_folder import write_json
 
 FOLDER = Path(__file__).parent
 SMALL = SimpleNamespace(**runpy.run_path(str(FOLDER / "pipeline" / "conftest.py")))
-STRESS = SimpleNamespace(**runpy.run_path(str(FOLDER / "pipeline" / "stress.py")))
 USERS = SimpleNamespace(**runpy.run_path(str(FOLDER / "users.py")))
 
 HANG_SECONDS = 120
 END_SECONDS = 10  # a thread of an executor ends soon after the executor is deleted
 USER_EXAMPLES = 5  # cases of `users` that one call of hypothesis makes
-KINDS = ("pipelines", "loaders", "pipelines", "users")
+KINDS = ("loaders", "users")
+BROKEN = "the disk is broken"
 
 
 class Delays:
@@ -90,27 +88,15 @@ class Delays:
         """Sleep before and after what threads do for each other."""
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in (
-                (TransferQueue, "put"),
-                (TransferQueue, "wait"),
-                (TransferQueue, "_wake_thread"),
-                (TransferQueue, "_run_first"),
-                (FileStore, "_move"),
+                (TransferQueue, "add"),
+                (TransferQueue, "start"),
+                (TransferQueue, "finish"),
+                (Transfer, "run"),
                 (ReadAhead, "_read_group"),
                 (Window, "fill"),
                 (Window, "pop"),
             ):
                 patch.setattr(owner, name, self._around(getattr(owner, name)))
-            run, start = TransferQueue._run, file_store._start
-
-            def run_slowly(queue, *moves):
-                moves = [self._around(move) for move in moves]
-                run(queue, moves.pop())  # `run` deletes its reference, so this must be the only one
-
-            def start_slowly(threads, move, share):
-                return start(threads, self._around(move), share)
-
-            patch.setattr(TransferQueue, "_run", run_slowly)
-            patch.setattr(file_store, "_start", start_slowly)
             yield
 
     def _around(self, function):
@@ -128,23 +114,21 @@ class Open:
     """What this process has open, and what of it a case must not leave behind."""
 
     def __init__(self):
-        self.tickets = WeakSet()  # what holds the slots of each ticket
         self.left = {}  # how much more of each kind is open than before, if anything
-        self._residencies = WeakSet()
+        self._fetchers = WeakSet()
         self._before = {}
 
     @contextmanager
     def watched(self):
-        """Note every ticket and residency from now on."""
-        make = Residency.__init__
+        """Note every fetcher from now on."""
+        make = Fetcher.__init__
 
-        def note(residency, *arguments):
-            make(residency, *arguments)
-            self._residencies.add(residency)
+        def note(fetcher, *arguments):
+            make(fetcher, *arguments)
+            self._fetchers.add(fetcher)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Residency, "__init__", note)
-            self.tickets = STRESS.watch_tickets(patch)
+            patch.setattr(Fetcher, "__init__", note)
             yield
 
     def begin(self):
@@ -166,14 +150,11 @@ class Open:
             time.sleep(0.01)
 
     def _count(self):
-        residencies = list(self._residencies)
         return {
             "threads": Counter(re.sub(r"\d+", "", each.name) for each in threading.enumerate()),
             "files": Counter(_open_files()),
             "mapped files": Counter(_mapped_files()),
-            "tickets": Counter(tickets=len(self.tickets)),
-            "slots": Counter(slots=sum(each.num_claimed for each in residencies)),
-            "residencies": Counter(residencies=len(residencies)),
+            "fetchers": Counter(fetchers=len(self._fetchers)),
         }
 
 
@@ -205,7 +186,7 @@ class Numbered:
     def read(self, samples):
         if self.num_failures:
             self.num_failures -= 1
-            raise OSError(STRESS.BROKEN)
+            raise OSError(BROKEN)
         numbers = torch.from_numpy(samples)
         ids = torch.stack([(7 * numbers) % size for size in self.table_sizes.values()])
         features = JaggedIds.from_one_hot(list(self.table_sizes), ids)
@@ -247,7 +228,7 @@ def run_loader(seed, folder):
             except StopIteration:
                 break
             except OSError as error:
-                assert str(error) == STRESS.BROKEN  # noqa: PT017  # most steps raise nothing
+                assert str(error) == BROKEN  # noqa: PT017  # most steps raise nothing
                 break
             assert [loss.item()] == SMALL.run_plain(twin, dense[0], [next(expected)])
         source.num_failures = 0
@@ -257,21 +238,13 @@ def run_loader(seed, folder):
         iterator.close()
     assert next(expected, None) is None
     SMALL.require_equal(twin, model)
-    assert SMALL.num_claimed(model) == 0
 
 
 def run_users(seed, num_examples):
     """Let hypothesis play users of a pipeline; no shrinking, because delays differ each time."""
 
-    class Case(USERS.PipelineUsers):
-        def teardown(self):
-            model = getattr(self, "model", None)
-            super().teardown()
-            gc.collect()
-            assert model is None or SMALL.num_claimed(model) == 0
-
     run_state_machine_as_test(
-        hypothesis.seed(seed)(Case),
+        hypothesis.seed(seed)(type("Case", (USERS.PipelineUsers,), {})),
         settings=hypothesis.settings(
             max_examples=1 + num_examples,  # the first is not random but the simplest one
             stateful_step_count=25,
@@ -283,15 +256,12 @@ def run_users(seed, num_examples):
     )
 
 
-def run_case(kind, seed, folder, tickets, num_examples):
+def run_case(kind, seed, folder, num_examples):
     """One case, or so many examples of users; returns the number of cases."""
     if kind == "users":
         run_users(seed, num_examples)
         return num_examples
-    if kind == "loaders":
-        run_loader(seed, folder)
-    else:
-        STRESS.run(SMALL, seed, tickets, folder)
+    run_loader(seed, folder)
     return 1
 
 
@@ -320,9 +290,7 @@ def run_cases(num_cases, first_seed=0):
             opened.begin()
             delays.begin(seed)
             try:
-                counts[kind] += run_case(
-                    kind, seed, Path(folder, str(seed)), opened.tickets, num_examples
-                )
+                counts[kind] += run_case(kind, seed, Path(folder, str(seed)), num_examples)
                 opened.require_closed()
                 assert not problems, problems
             except BaseException as error:

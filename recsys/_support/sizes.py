@@ -9,7 +9,7 @@ from typing import Final, SupportsIndex
 
 from recsys.errors import ConfigError
 
-__all__ = ["counted", "format_bytes", "parse_bytes", "round_up_as_written", "round_up_bytes"]
+__all__ = ["counted", "format_bytes", "parse_bytes", "round_up_as_written"]
 
 _UNITS: Final = ("", "Ki", "Mi", "Gi", "Ti")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE | re.ASCII)
@@ -69,12 +69,6 @@ def round_up_as_written(num_bytes: int) -> int:
         unit *= 1024
     parts = 1 if unit == 1 or num_bytes >= 100 * unit else 10 if num_bytes >= 10 * unit else 100
     return -(-num_bytes * parts // unit) * unit // parts
-
-
-def round_up_bytes(num_bytes: int) -> str:
-    """Text of a size in whole KiB or MiB; `parse_bytes` reads it as `num_bytes` or a bit more."""
-    power = 1 if num_bytes < 100 * 2**20 else 2
-    return f"{-(-num_bytes // 1024**power)}{_UNITS[power]}B"
 
 
 def counted(number: int, thing: str) -> str:

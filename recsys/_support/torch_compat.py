@@ -22,7 +22,6 @@ from torch._C import (
     DisableTorchFunctionSubclass,
     _are_functorch_transforms_active,
     _current_graph_task_id,
-    _get_tracing_state,
     _will_engine_execute_node,
 )
 from torch._C._autograd import (
@@ -32,12 +31,11 @@ from torch._C._autograd import (
 )
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -50,13 +48,9 @@ __all__ = [
     "NO_PASS",
     "DisableTorchFunctionSubclass",
     "active_ddp_module",
-    "add_to_each",
     "are_functorch_transforms_active",
-    "base_of",
     "current_pass",
     "current_stream_number",
-    "end_allocation",
-    "has_global_hooks",
     "has_gradient_hooks",
     "is_graph_kept",
     "is_node_in_pass",
@@ -67,12 +61,10 @@ __all__ = [
     "plain_apply",
     "plain_data",
     "plain_grad",
-    "plain_requires_grad",
     "queue_callback",
     "set_plain_data",
     "set_plain_grad",
     "top_saved_tensors_hooks",
-    "tracing_state",
     "version_of",
     "versions_of",
 ]
@@ -91,21 +83,13 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return [each._version for each in tensors]
 
 
-# Adds a number to each tensor, in one launch for all tensors of a CUDA device.
-add_to_each: Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]] = torch._foreach_add  # type: ignore[assignment]  # it is overloaded
-
-# The tensor that a view is of; None for a tensor that is no view.
-base_of: Callable[[Tensor], Tensor | None] = inspect.getattr_static(torch.Tensor, "_base").__get__
-
 # torch's own implementation of attributes that the Parameter classes of tables override.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
 _DATA: Any = inspect.getattr_static(torch.Tensor, "data")
-_REQUIRES_GRAD: Any = inspect.getattr_static(torch.Tensor, "requires_grad")
 plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 plain_data: Callable[[Tensor], Tensor] = _DATA.__get__
 set_plain_data: Callable[[Tensor, Tensor], None] = _DATA.__set__
-plain_requires_grad: Callable[[Tensor], bool] = _REQUIRES_GRAD.__get__
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -159,8 +143,6 @@ def outside_graphs(function: _F) -> _F:
     return cast("_F", call)
 
 
-# Not None while `torch.jit.trace` records the operations of this thread.
-tracing_state: Callable[[], Any] = _get_tracing_state
 # Whether a transform of torch.func is active, such as vmap or grad.
 are_functorch_transforms_active: Callable[[], bool] = _are_functorch_transforms_active
 # The module whose forward DistributedDataParallel runs; None outside of such a forward.
@@ -180,16 +162,6 @@ def current_stream_number(device: torch.device) -> int:
     `torch.cuda.current_stream` makes an object, which takes much longer.
     """
     return _raw_stream(device.index) if device.type == "cuda" else 0
-
-
-def end_allocation(device: int, pool: tuple[int, int]) -> None:
-    """Let the allocator serve a device as before a capture that did not end, and forget its pool.
-
-    Raises:
-        RuntimeError: no capture allocates from the pool.
-    """
-    torch._C._cuda_endAllocateToPool(device, pool)
-    torch._C._cuda_releasePool(device, pool)
 
 
 # -- Optimizers and hooks.
@@ -215,11 +187,6 @@ MODULE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 )
-
-
-def has_global_hooks() -> bool:
-    """Whether a hook is called for every module."""
-    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 # -- oneDNN's matrix product; no public operation calls it in float32.

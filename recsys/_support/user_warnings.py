@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plain_warnings", "warn_caller"]
 
-_SKIPPED = ("recsys", "torch", "contextlib")
+_SKIPPED = ("recsys", "torch", "contextlib", "copy")
 
 
 def warn_caller(message: str) -> None:

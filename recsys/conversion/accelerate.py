@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from itertools import pairwise
+from operator import mul
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recsys._support.memory import lasting_tensors
-from recsys.conversion.accelerated import (
-    Accelerated,
-    LeftAlone,
-    Replacement,
-    describe_outlook,
-)
+from recsys._support.sizes import counted, format_bytes
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.conversion.choice import choose_tables
 from recsys.conversion.exchange import (
     KEPT,
@@ -36,23 +34,96 @@ from recsys.conversion.exchange import (
     tables_of,
 )
 from recsys.conversion.model_plan import plan_of_model, require_arguments
-from recsys.embeddings.rows.table_parameter import storage_address
-from recsys.embeddings.tiers.cold.cold_tier import open_cold_files
-from recsys.embeddings.update.tiering import require_own_memory
-from recsys.embeddings.updaters import make_updater
+from recsys.embeddings.attach import Attachment
+from recsys.embeddings.tables_module import TableSettings
+from recsys.embeddings.tiers.budget import give_slots
+from recsys.embeddings.tiers.file_store import ColdFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from recsys.conversion.choice import ChosenTables
-    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.updaters import Link
+    from recsys.embeddings.tables_module import TableModule
+    from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "accelerate", "restore"]
+
+_NAMED = 3  # modules named in a list before it is shortened
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A module that was replaced.
+
+    Attributes:
+        names: Its names in the model; several if the model uses it in several places.
+        kind: The class that replaces it.
+        num_tables: Number of its tables; 1 unless it is a collection.
+        num_rows: Rows of all its tables.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    num_tables: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module with a table that was not replaced.
+
+    Attributes:
+        names: Its names in the model.
+        kind: Its class.
+        reason: Why it was not replaced.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Accelerated:
+    """What `accelerate` or `restore` did; prints as a few lines.
+
+    Attributes:
+        replacements: The replaced modules, in the order of the model.
+        left_alone: The modules that were left to PyTorch, and why.
+        updated_by: A sentence per optimizer that says what updates the rows now.
+        notes: How these updates differ from those before, and why; usually empty.
+        row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
+            None if an optimizer of the user's updates the rows.
+        tiers: A sentence that says where the rows are.
+        expected: A sentence that says what speed to expect.
+    """
+
+    replacements: tuple[Replacement, ...]
+    left_alone: tuple[LeftAlone, ...]
+    updated_by: tuple[str, ...]
+    notes: tuple[str, ...]
+    row_optimizer: FusedOptimizer | None = None
+    tiers: str = ""
+    expected: str = ""
+
+    def __repr__(self) -> str:
+        lines = []
+        for kind in dict.fromkeys(each.kind for each in self.replacements):
+            of_kind = [each for each in self.replacements if each.kind == kind]
+            num_tables = sum(each.num_tables for each in of_kind)
+            num_rows = sum(each.num_rows for each in of_kind)
+            tables = counted(num_tables, "table")
+            places = _some([", ".join(each.names) for each in of_kind])
+            lines.append(f"{kind}: {tables} of {num_rows:,} rows at {places}")
+        for reason in dict.fromkeys(each.reason for each in self.left_alone):
+            places = _some([each.names[0] for each in self.left_alone if each.reason == reason])
+            lines.append(f"left to PyTorch: {places}, because {reason}")
+        outlook = [each for each in (self.tiers, self.expected) if each]
+        return "\n".join([*lines, *self.updated_by, *self.notes, *outlook])
 
 
 def accelerate(
@@ -81,8 +152,8 @@ def accelerate(
 
     The tables are fixed until `restore`: if a Parameter is replaced (`load_state_dict(...,
     assign=True)`, `torch.func.functional_call`), the next lookup raises. `load_state_dict` and
-    `weight.data = ...` keep the Parameter. With rows in files, `weight.data = ...` takes the rows
-    out of their file, and the next use raises: call `weight.data.copy_(...)`.
+    `weight.data = ...` keep the Parameter. With a budget, `weight.data = ...` raises: call
+    `weight.data.copy_(...)`.
 
     Differences from plain PyTorch, for updated rows:
 
@@ -165,46 +236,47 @@ def accelerate(
     require_arguments(budget, plan, profile)
     always = always or budget is not None or plan is not None
     chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=always)
-    specs, left = chosen.specs, chosen.left
-    notes = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
-    refused = [f"{left[each][0]} is not replaced: {why}" for each, why in chosen.unfit.items()]
+    updaters, left = chosen.updaters, chosen.left
+    notes = tuple(dict.fromkeys(updater.rule for updater in updaters if updater.rule))
+    refused = [f"{left[module][0]} is not replaced: {why}" for module, why in chosen.unfit.items()]
     for message in (*notes, *refused):
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
     with lasting_tensors():  # which training changes, also if this is called in inference mode
         begin_tiers = _choose_tiers(model, chosen, budget, plan, profile, cold_tier, cold_path)
         counterparts = {module: counterpart(module) for module in chosen.found}
-        links: list[Link] = []
-        link_of: dict[nn.Module, Link] = {}
+        made: list[Attachment] = []
         try:
-            for spec in specs:
-                link, modules = make_updater(spec, list(counterparts.values()))
-                links.append(link)
-                link_of |= dict.fromkeys(modules, link)
+            tables = list(counterparts.values())
+            for updater in updaters:
+                of_rows = updater.optimizer or updater.formula
+                made.append(Attachment(tables, updater.tables, of_rows, updater.translation))
+                if updater.marks is not None and made[-1].row_optimizer is not None:
+                    updater.marks.give_state(made[-1].row_optimizer)
             for old, new in counterparts.items():
-                new.__dict__[KEPT] = _Original(old, link_of.get(new))
+                new.__dict__[KEPT] = _Original(old)
             exchange(model, counterparts)
             if begin_tiers is not None:
-                begin_tiers(links[0])
+                begin_tiers(made[0])
         except BaseException:
-            for link in links:
-                link.cut()
-            for new in counterparts.values():
-                new.detach()
+            for attachment in made:
+                attachment.release()
             exchange(model, {new: old for old, new in counterparts.items()})
             raise
-    for link in links:
-        if link.marks is not None:
-            link.marks.remove_hooks()
+    for updater in updaters:
+        if updater.marks is not None:
+            updater.marks.remove_hooks()
     return Accelerated(
         _describe(chosen.found, counterparts),
         tuple(
-            LeftAlone(tuple(left[each]), type(each).__name__, why)
-            for each, why in (chosen.unfit | chosen.not_updated).items()
+            LeftAlone(tuple(left[module]), type(module).__name__, why)
+            for module, why in (chosen.unfit | chosen.not_updated).items()
         ),
-        _describe_updates(chosen, {old for old, new in counterparts.items() if new in link_of}),
+        _describe_updates(
+            chosen, {old for old, new in counterparts.items() if new.attachment is not None}
+        ),
         notes,
-        None if len(links) != 1 else links[0].row_optimizer,
-        *describe_outlook([link.updater for link in links], len(counterparts)),
+        None if len(made) != 1 else made[0].row_optimizer,
+        *_describe_outlook(made),
     )
 
 
@@ -229,27 +301,26 @@ def restore(model: nn.Module) -> Accelerated:
     if not names:
         find_replaceable(model)  # raises if there is nothing that accelerate may have left
         return Accelerated((), (), (_LEFT_TO_CALLER,), ())
-    kept: dict[AbstractTables, _Original] = {
-        cast("AbstractTables", module): module.__dict__[KEPT] for module in names
-    }
-    links = dict.fromkeys(each.link for each in kept.values() if each.link is not None)
-    for link in links:
-        found = sum(each.link is link for each in kept.values())
-        if found != link.num_modules:
+    kept = {cast("TableModule", module): module.__dict__[KEPT].module for module in names}
+    made = dict.fromkeys(each.attachment for each in kept if each.attachment is not None)
+    for attachment in made:
+        found = sum(each.attachment is attachment for each in kept)
+        if found != attachment.num_modules:
             raise ValueError(
-                f"the model has {found} of the {link.num_modules} modules that recsys.accelerate "
-                "replaced together, and one optimizer updates the rows of all; call recsys.restore "
-                "on the whole model, and before one of these modules is replaced"
+                f"the model has {found} of the {attachment.num_modules} modules that "
+                "recsys.accelerate replaced together, and one optimizer updates the rows of all; "
+                "call recsys.restore on the whole model, and before one of these modules is "
+                "replaced"
             )
-    for link in links:  # may raise, so before the first cut
-        link.updater.prepare_release()
-    for link in links:
-        link.cut()
+    for attachment in made:  # may raise, so before the first release
+        attachment.require_releasable()
+    for attachment in made:
+        attachment.release()
     originals: dict[nn.Module, nn.Module] = {}
-    for module, each in kept.items():
+    for module, original in kept.items():
         module.detach()
-        originals[module] = each.module
-        give_back(module, each.module)
+        originals[module] = original
+        give_back(module, original)
         del module.__dict__[KEPT]
     exchange(model, originals)
     return Accelerated(_describe(names, originals), (), (_LEFT_TO_CALLER,), ())
@@ -260,11 +331,6 @@ class _Original:
     """The module that a recsys module replaced; wrapped, so that it is not a submodule."""
 
     module: nn.Module
-    link: Link | None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles."""
-        return {"module": self.module, "link": None}
 
 
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
@@ -272,7 +338,7 @@ _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
 
 def _describe_updates(chosen: ChosenTables, updated: set[nn.Module]) -> tuple[str, ...]:
     """Say what updates the rows, and which replaced modules that leaves to the caller."""
-    if not chosen.specs:
+    if not chosen.updaters:
         return (_LEFT_TO_CALLER,)
     left = [
         names[0]
@@ -280,7 +346,7 @@ def _describe_updates(chosen: ChosenTables, updated: set[nn.Module]) -> tuple[st
         if module not in updated and any(each.requires_grad for each in module.parameters())
     ]
     of_rest = [f"of {', '.join(left)}, {_LEFT_TO_CALLER}"] if left else []
-    return (*(each.description for each in chosen.specs), *of_rest)
+    return (*(updater.description for updater in chosen.updaters), *of_rest)
 
 
 def _choose_tiers(
@@ -291,7 +357,7 @@ def _choose_tiers(
     profile: PopularityProfile | None,
     cold_tier: str,
     cold_path: Path | str | None,
-) -> Callable[[Link], None] | None:
+) -> Callable[[Attachment], None] | None:
     """Check the arguments of tiers, and open their files.
 
     Returns:
@@ -301,35 +367,41 @@ def _choose_tiers(
         Exception: as for `accelerate`.
     """
     updated = chosen.updated
-    formulas = [spec.formula for spec in chosen.specs]
+    formulas = [updater.formula for updater in chosen.updaters]
     budgeted = plan_of_model(updated, formulas, budget, plan, profile)
     if budgeted is not None:
         _require_own_memory(model, {table.weight: table.name for table in updated})
-    names = {table.weight: table.name for table in reversed(updated)}
-    if cold_tier == "file":  # before each table gets a file of its own
-        own = [(name, weight) for weight, name in names.items() if weight.is_cpu]
-        require_own_memory(reversed(own))
-    files = open_cold_files(
-        cold_tier,
-        cold_path,
-        {name: (weight.shape, weight.dtype) for weight, name in names.items()},
-        has_budget=budgeted is not None,
-        formula=None if budgeted is None else formulas[0],
-        frozen={name for weight, name in names.items() if not weight.requires_grad},
+    formula = None if budgeted is None else formulas[0]
+    settings = TableSettings(
+        formula,
+        budget=None if budgeted is None else budgeted[0],
+        cold_tier=cold_tier,
+        cold_path=cold_path,
     )
+    settings.require()
     if budgeted is None:
         return None
     budget_bytes, pinned = budgeted
-    device = updated[0].weight.device
+    assert formula is not None
+    names = {table.weight: table.name for table in reversed(updated)}
 
-    def begin(link: Link) -> None:
+    def begin(attachment: Attachment) -> None:
         """Give the tables tiers; after an error, the tables are as before."""
         before = {weight: weight.data for weight in names}
         try:
-            if files is not None:
+            if cold_path is not None:
+                files = ColdFiles(cold_path)
                 for weight, name in names.items():
-                    weight.data = files.begin_with(name, weight.detach())
-            link.updater.tier(budget_bytes, pinned, files=files, names=names, device=device)
+                    weight.data = files.keep(name, weight.detach())
+                for group in attachment.groups:
+                    group.files = files
+                    group.lay_out()
+            give_slots(
+                attachment.groups,
+                formula,
+                budget_bytes,
+                {names[weight]: rows for weight, rows in pinned.items()},
+            )
         except BaseException:
             for weight, rows in before.items():
                 weight.data = rows
@@ -348,15 +420,31 @@ def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) ->
     Raises:
         ValueError: there is one.
     """
-    names = {storage_address(weight): name for weight, name in tables.items()}
+    ordered = sorted((table.data_ptr(), name, table.nbytes) for table, name in tables.items())
+    for (begin, first, num_bytes), (then, second, _) in pairwise(ordered):
+        if begin + num_bytes > then:
+            raise ValueError(
+                f"tables {first!r} and {second!r}: with a budget a table must have its own memory, "
+                "and these are two Parameters on one; use one Parameter in both modules, or a clone"
+            )
+    names = {_memory(weight): name for weight, name in tables.items()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        memory = storage_address(tensor)
+        memory = _memory(tensor)
         if memory is not None and tensor not in tables and memory in names:
             raise ValueError(
                 f"table {names[memory]!r}: with a budget a table must have its own memory, and "
                 f"{name!r} is another Parameter or buffer of the model on it, which would miss "
                 "newer rows; use the table's own Parameter there, or a clone"
             )
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """The address of a tensor's storage; None if it has none, as a sparse or a lazy tensor."""
+    try:
+        with DisableTorchFunctionSubclass():  # reading a table would write back all its rows
+            return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _describe(
@@ -368,3 +456,45 @@ def _describe(
         kind = type(counterparts[module]).__name__
         replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes)))
     return tuple(replacements)
+
+
+def _describe_outlook(made: Sequence[Attachment]) -> tuple[str, str]:
+    """Say where the rows are, and what speed to expect.
+
+    Args:
+        made: Everything in recsys that updates rows; empty if only torch does.
+    """
+    if not made:
+        return "", "expect the same speed as before: recsys updates no rows here"
+    groups = [group for attachment in made for group in attachment.groups]
+    updates = [update for attachment in made for update in attachment.updates]
+    sizes = [sum(update.formula().state_sizes(update.group.dim).values()) for update in updates]
+    of_row = [
+        group.dim * group.dtype.itemsize + size * group.compute_dtype.itemsize
+        for group, size in zip(groups, sizes, strict=True)
+    ]
+    rows = [int(group.first_rows[-1]) for group in groups]
+    total = f"{format_bytes(sum(map(mul, rows, of_row)))} of rows and state"
+    speed = "expect shorter steps"
+    is_tiered = any(group.fetcher is not None for group in groups)
+    if is_tiered:
+        speed = (
+            "expect longer steps: a budget saves fast memory, and rows that are not in it must be "
+            "fetched; recsys.pipeline.TrainPipeline fetches them before their step"
+        )
+    elif not any(sizes):
+        speed += (
+            "; steps of fewer than 500 samples may take longer than before, because the optimizer "
+            "has no state"
+        )
+    if not is_tiered:
+        return f"all {total} are in fast memory", speed
+    hot = sum(map(mul, [group.num_slots for group in groups], of_row))
+    place = "in memory" if groups[0].files is None else "in files"
+    return f"{format_bytes(hot)} of fast memory for {total}; the other rows are {place}", speed
+
+
+def _some(places: Sequence[str]) -> str:
+    if len(places) <= 2 * _NAMED:
+        return ", ".join(places)
+    return f"{', '.join(places[:_NAMED])}, ... {places[-1]}"

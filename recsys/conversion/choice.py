@@ -15,6 +15,7 @@ are those of a plain step to one of recsys.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,17 +28,21 @@ from recsys.conversion.exchange import (
     find_replaceable,
     named_tables_in,
 )
-from recsys.embeddings.lookup.one_table.bag_lookup import require_supported
+from recsys.embeddings.attach import numbers_of
 from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
-from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.updaters import choose_updaters, require_translatable, require_updatable
+from recsys.embeddings.rows.grads import require_no_optimizer
+from recsys.embeddings.tables_module import require_supported
+from recsys.embeddings.update.in_backward import read_marks
+from recsys.embeddings.update.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from recsys.embeddings.updaters import NamedTable, UpdaterSpec
+    from recsys.embeddings.tables_module import Table
+    from recsys.embeddings.update.in_backward import InBackward
+    from recsys.embeddings.update.translation import Translation
 
-__all__ = ["ChosenTables", "choose_tables"]
+__all__ = ["ChosenTables", "Updater", "choose_tables"]
 
 # From so many tables with sparse gradients, or numbers in those with dense ones, steps are shorter.
 _WITHOUT_STATE = 24, 1 << 20
@@ -48,33 +53,63 @@ _BY_LAUNCHES = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Updater:
+    """What will update the rows of some tables.
+
+    Attributes:
+        tables: The tables, each once.
+        numbers: The number of each table's param group.
+        formula: The update rule by the current settings.
+        optimizer: The torch optimizer whose step updates rows; None for the formula.
+        translation: How that is read.
+        marks: Optimizers of `apply_optimizer_in_backward` that the formula replaces, if any.
+    """
+
+    tables: Sequence[Table]
+    numbers: Mapping[nn.Parameter, int]
+    formula: RowOptimizer
+    optimizer: torch.optim.Optimizer | None = None
+    translation: Translation | None = None
+    marks: InBackward | None = None
+
+    @property
+    def rule(self) -> str:
+        """How updates differ from those of the optimizer, and why; usually ""."""
+        return "" if self.translation is None else self.translation.rule
+
+    @property
+    def description(self) -> str:
+        """What updates the rows."""
+        if self.optimizer is None:
+            return f"rows are updated at the end of each backward, by {self.formula}"
+        return f"rows are updated in the step of {type(self.optimizer).__name__}"
+
+
 class ChosenTables(NamedTuple):
     """What is replaced in a model.
 
     Attributes:
         found: The modules to replace, with their names in the model.
         tables: Their tables; a table that modules share is listed several times.
-        specs: What updates the rows; empty if that is left to the caller.
+        updaters: What updates the rows; empty if that is left to the caller.
         unfit: The modules that cannot be replaced, and why.
         not_updated: The modules that no given optimizer updates, or that PyTorch trains faster.
         left: The names of all modules that are left.
     """
 
     found: dict[nn.Module, list[str]]
-    tables: list[NamedTable]
-    specs: list[UpdaterSpec]
+    tables: list[Table]
+    updaters: list[Updater]
     unfit: dict[nn.Module, str]
     not_updated: dict[nn.Module, str]
     left: dict[nn.Module, list[str]]
 
     @property
-    def updated(self) -> list[NamedTable]:
-        """The tables that the specs update, which share a budget."""
-        return [
-            table
-            for table in self.tables
-            if any(id(table.weight) in spec.param_groups for spec in self.specs)
-        ]
+    def updated(self) -> list[Table]:
+        """The tables that the updaters have, which share a budget."""
+        known = set(chain.from_iterable(updater.numbers for updater in self.updaters))
+        return [table for table in self.tables if table.weight in known]
 
 
 def choose_tables(
@@ -109,17 +144,17 @@ def choose_tables(
     for module in others:
         kind = f"{type(module).__name__} is a subclass unknown to recsys"
         unfit[module] = f"{kind}, which may compute other values than torch's"
-    specs = choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
-    not_updated = _find_not_updated(tables, specs) if given else {}
-    if not always and (given or not specs):
+    updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
+    not_updated = _find_not_updated(tables, updaters) if given else {}
+    if not always and (given or not updaters):
         wanted = {module: own for module, own in tables.items() if module not in not_updated}
-        not_updated |= _find_slower(wanted, specs)
+        not_updated |= _find_slower(wanted, updaters)
     tables = {module: own for module, own in tables.items() if module not in not_updated}
     if not_updated:
-        specs = choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
+        updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
     left = {module: names[module] for module in unfit | not_updated}
     taken = {module: found[module] for module in tables}
-    return ChosenTables(taken, _all_of(tables), specs, unfit, not_updated, left)
+    return ChosenTables(taken, _all_of(tables), updaters, unfit, not_updated, left)
 
 
 def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:
@@ -133,22 +168,22 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
     several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if not several:
         raise TypeError("optimizer must not be an empty list; leave it out, or give at least one")
-    for each in several:
-        if not isinstance(each, torch.optim.Optimizer):
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer must be a torch.optim.Optimizer, several of these, a formula of "
-                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {shown_optimizer(each)}"
+                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {shown_optimizer(optimizer)}"
             )
     return several
 
 
-def _all_of(tables: Mapping[nn.Module, Sequence[NamedTable]]) -> list[NamedTable]:
+def _all_of(tables: Mapping[nn.Module, Sequence[Table]]) -> list[Table]:
     return list(chain.from_iterable(tables.values()))
 
 
 def _find_unfit(
     found: Mapping[nn.Module, Sequence[str]],
-    tables: Mapping[nn.Module, Sequence[NamedTable]],
+    tables: Mapping[nn.Module, Sequence[Table]],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     lazy_adam: bool,
@@ -161,7 +196,7 @@ def _find_unfit(
         tables: The tables of each.
         optimizers: The torch optimizers that were given.
         lazy_adam: As for `accelerate`.
-        may_be_meta: As for `require_updatable`.
+        may_be_meta: As for `choose_tables`.
 
     Raises:
         ValueError: no module can be replaced; or recsys already updates a table.
@@ -169,14 +204,14 @@ def _find_unfit(
     left, errors = {}, []
     for module, own in tables.items():
         for table in own:
-            require_no_updater(table.name, table.weight)
+            require_no_optimizer(table.name, table.weight)
         try:
             _require_plain_instance(module, found[module][0], own)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 require_supported(module)
             for table in own:
-                require_updatable(table, may_be_meta=may_be_meta)
-                require_translatable(table, optimizers, lazy_adam=lazy_adam)
+                _require_updatable(table, may_be_meta=may_be_meta)
+                _require_translatable(table, optimizers, lazy_adam=lazy_adam)
         except ValueError as error:
             errors.append(error)
             left[module] = str(error)
@@ -186,24 +221,24 @@ def _find_unfit(
 
 
 def _find_not_updated(
-    tables: Mapping[nn.Module, Sequence[NamedTable]], specs: Sequence[UpdaterSpec]
+    tables: Mapping[nn.Module, Sequence[Table]], updaters: Sequence[Updater]
 ) -> dict[nn.Module, str]:
     """Find the modules whose weights require a gradient but are in no given optimizer.
 
     Args:
         tables: The tables of the modules that can be replaced.
-        specs: The updaters of the given optimizers.
+        updaters: Those of the given optimizers.
     """
-    updated = set(chain.from_iterable(spec.param_groups for spec in specs))
+    updated = set(chain.from_iterable(updater.numbers for updater in updaters))
     return {
         module: "no given optimizer has its tables in a param group"
         for module, own in tables.items()
-        if updated.isdisjoint(id(table.weight) for table in own)
+        if updated.isdisjoint(table.weight for table in own)
         and any(table.weight.requires_grad for table in own)
     }
 
 
-def _require_plain_instance(module: nn.Module, name: str, tables: Sequence[NamedTable]) -> None:
+def _require_plain_instance(module: nn.Module, name: str, tables: Sequence[Table]) -> None:
     """Refuse a module that has more than its class defines, or no table.
 
     Raises:
@@ -213,7 +248,7 @@ def _require_plain_instance(module: nn.Module, name: str, tables: Sequence[Named
     if not tables:
         raise ValueError(f"{name} has no tables")
     own = ["forward"] if "forward" in module.__dict__ else []
-    own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
+    own += [*module._buffers, *(name for name in module._parameters if name != "weight")]
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         own += module._modules
     if own:
@@ -228,48 +263,207 @@ def _require_plain_instance(module: nn.Module, name: str, tables: Sequence[Named
 
 
 def _find_slower(
-    tables: Mapping[nn.Module, Sequence[NamedTable]], specs: Sequence[UpdaterSpec]
+    tables: Mapping[nn.Module, Sequence[Table]], updaters: Sequence[Updater]
 ) -> dict[nn.Module, str]:
     """Find the modules that plain PyTorch trains faster.
 
     Args:
         tables: The tables of the modules that can be replaced.
-        specs: What would update their rows in place of torch optimizers; empty if the gradients
+        updaters: What would update their rows in place of torch optimizers; empty if the gradients
             are left to the caller.
     """
-    of_table: dict[int, str] = {}
+    of_table: dict[nn.Parameter, str] = {}
     # Updates by another rule, such as lazy_adam, are wanted at any speed.
-    ruled = {table for spec in specs if spec.rule for table in spec.param_groups}
-    for spec in specs:
-        of_table |= dict.fromkeys(spec.param_groups, _reason_of(spec, _all_of(tables)))
+    ruled = {table for updater in updaters if updater.rule for table in updater.numbers}
+    for updater in updaters:
+        of_table |= dict.fromkeys(updater.numbers, _reason_of(updater, _all_of(tables)))
     reasons = {}
     for module, own in tables.items():
         is_apart = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.is_cuda
-        is_apart &= not any(id(table.weight) in ruled for table in own)
-        of_tables = [of_table.get(id(table.weight), "") for table in own]
+        is_apart &= not any(table.weight in ruled for table in own)
+        of_tables = [of_table.get(table.weight, "") for table in own]
         reasons[module] = _BY_LAUNCHES if is_apart else next(filter(None, of_tables), "")
     # A table that modules share is left in all of them, or in none.
     kept = [own for module, own in tables.items() if not reasons[module]]
-    taken = {id(table.weight) for table in chain.from_iterable(kept)}
+    taken = {table.weight for table in chain.from_iterable(kept)}
     return {
         module: f"{reasons[module]}; always=True takes them"
         for module, own in tables.items()
-        if reasons[module] and taken.isdisjoint(id(table.weight) for table in own)
+        if reasons[module] and taken.isdisjoint(table.weight for table in own)
     }
 
 
-def _reason_of(spec: UpdaterSpec, tables: Sequence[NamedTable]) -> str:
+def _reason_of(updater: Updater, tables: Sequence[Table]) -> str:
     """Why PyTorch trains the tables of an optimizer faster; "" if it does not."""
-    if spec.rule:  # the caller asks for another rule than PyTorch's
+    if updater.rule:  # the caller asks for another rule than PyTorch's
         return ""
-    own = {id(table.weight): table for table in tables if id(table.weight) in spec.param_groups}
+    own = {table.weight: table for table in tables if table.weight in updater.numbers}
     num_sparse = sum(table.is_sparse for table in own.values())
     num_dense = sum(0 if table.is_sparse else table.weight.numel() for table in own.values())
-    has_state = bool(spec.formula.state_sizes(1))
+    has_state = bool(updater.formula.state_sizes(1))
     least_tables, least_numbers = _WITH_STATE if has_state else _WITHOUT_STATE
     if num_sparse >= least_tables or num_dense >= least_numbers:
         return ""
     return (
-        f"with {type(spec.formula).__name__}, steps are not shorter for fewer than {least_tables} "
-        f"tables with sparse=True, or {least_numbers:,} numbers in tables with sparse=False"
+        f"with {type(updater.formula).__name__}, steps are not shorter for fewer than "
+        f"{least_tables} tables with sparse=True, or {least_numbers:,} numbers in tables with "
+        "sparse=False"
     )
+
+
+def _require_updatable(table: Table, *, may_be_meta: bool) -> None:
+    """Check that the kernels support a table.
+
+    Args:
+        table: The table.
+        may_be_meta: Whether it may be on the "meta" device, where it has no rows to update.
+
+    Raises:
+        ValueError: they do not.
+    """
+    weight: Any = table.weight
+    named = f"table {table.name!r}"
+    if type(weight) is not nn.Parameter:
+        kind, hint = type(weight).__name__, "remove parametrizations (weight_norm, ...) first"
+        if kind == "DTensor":  # of fully_shard, for example
+            hint = (
+                "this one is divided among processes; train in one process, without fully_shard, "
+                "or divide the tables by recsys.distributed"
+            )
+        raise ValueError(f"{named}: weight must be a plain Parameter, got {kind}; {hint}")
+    if weight.is_meta and not may_be_meta:
+        raise ValueError(
+            f"{named}: rows must have memory, and are on the meta device; first call "
+            'to_empty(device="cpu") on the module, and load or reset its parameters'
+        )
+    if weight.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(
+            f"{named}: rows must be on the CPU or on CUDA, got {weight.device}; move the module by "
+            ".cpu() (other devices are not supported yet)"
+        )
+    dtypes = [torch.float32] if table.collection else [torch.float32, torch.float64]
+    if weight.dtype not in dtypes:
+        raise ValueError(
+            f"{named}: rows must be one of {dtypes} here, got {weight.dtype}; convert them by "
+            ".float() (others are not supported yet)"
+        )
+    if not weight.is_contiguous():
+        raise ValueError(
+            f"{named}: rows must be contiguous, got strides {weight.stride()}; set weight.data to "
+            "weight.data.contiguous()"
+        )
+    if weight.data_ptr() % weight.element_size():
+        raise ValueError(
+            f"{named}: rows must begin at a multiple of {weight.element_size()} bytes in memory, "
+            f"got address {weight.data_ptr():#x}; use a clone of them"
+        )
+
+
+def _require_translatable(
+    table: Table, optimizers: Sequence[torch.optim.Optimizer], *, lazy_adam: bool
+) -> None:
+    """Check that the torch optimizers that have a table can be translated.
+
+    Raises:
+        ValueError: one cannot be translated.
+    """
+    for optimizer in optimizers:
+        number = numbers_of(optimizer).get(table.weight)
+        if number is None:
+            continue
+        translation = translate(optimizer, [(table.name, number)], lazy_adam=lazy_adam)
+        if translation.is_for_sparse and not table.is_sparse:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"table {table.name!r}: sparse must be True with {kind}, which updates elements, "
+                "not rows, of a table with a dense gradient; build it with sparse=True"
+            )
+
+
+def _choose_updaters(
+    in_modules: Sequence[Table],
+    optimizers: tuple[torch.optim.Optimizer, ...] | RowOptimizer | None,
+    *,
+    lazy_adam: bool,
+) -> list[Updater]:
+    """Choose what updates which tables; an empty list leaves gradients to torch.
+
+    Args:
+        in_modules: Tables of every module; a shared table is listed several times.
+        optimizers: As for `accelerate`.
+        lazy_adam: As for `accelerate`.
+
+    Raises:
+        ValueError: an optimizer cannot update the rows, or a table has no optimizer or several.
+    """
+    tables = list({table.weight: table for table in reversed(in_modules)}.values())[::-1]
+    marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
+    marks = None
+    if marked:  # raises if an optimizer is given, too
+        given = optimizers[0] if isinstance(optimizers, tuple) else optimizers
+        marks = read_marks([(table.name, table.weight) for table in marked], given)
+    if isinstance(optimizers, tuple):
+        found = [_updater_of(optimizer, tables, lazy_adam=lazy_adam) for optimizer in optimizers]
+        updaters = [updater for updater in found if updater is not None]
+        _require_owners(tables, updaters, optimizers)
+        rule = "in the optimizer's param groups"
+    else:
+        formula = optimizers if marks is None else marks.formula
+        if formula is None:
+            return []
+        updated = tables if marks is None else marked
+        numbers = dict.fromkeys((table.weight for table in updated), 0)
+        updaters = [Updater(updated, numbers, formula, marks=marks)]
+        rule = "marked by apply_optimizer_in_backward"
+    for updater in updaters:
+        _require_whole_collections(in_modules, updater.numbers, rule)
+    return updaters
+
+
+def _updater_of(
+    optimizer: torch.optim.Optimizer, tables: Sequence[Table], *, lazy_adam: bool
+) -> Updater | None:
+    numbers = numbers_of(optimizer)
+    updated = [table for table in tables if table.weight in numbers]
+    if not updated:
+        return None
+    own = {table.weight: numbers[table.weight] for table in updated}
+    named = [(table.name, own[table.weight]) for table in updated]
+    translation = translate(optimizer, named, lazy_adam=lazy_adam)
+    formula = translation.formula(optimizer.param_groups[named[0][1]])
+    return Updater(updated, own, formula, optimizer, translation)
+
+
+def _require_owners(
+    tables: Sequence[Table],
+    updaters: Sequence[Updater],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Check that each table has one optimizer, unless others have one."""
+    for table in tables:
+        num_owners = sum(table.weight in updater.numbers for updater in updaters)
+        if num_owners > 1:
+            raise ValueError(
+                f"table {table.name!r}: one optimizer must have it in a param group, and "
+                f"{num_owners} of the given ones do; remove it from the others"
+            )
+        if not updaters and table.weight.requires_grad:  # frozen tables need no optimizer
+            kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise ValueError(
+                f"table {table.name!r}: an optimizer must have it in a param group, and {kinds} "
+                "has none of the model's tables; give the one that has them"
+            )
+
+
+def _require_whole_collections(
+    tables: Sequence[Table], updated: Mapping[nn.Parameter, int], rule: str
+) -> None:
+    """Check that an optimizer has all tables of a collection or none: one call looks them up."""
+    partly = {table.collection: table.name for table in tables if table.weight in updated}
+    for table in tables:
+        if table.collection in partly and table.collection and table.weight not in updated:
+            raise ValueError(
+                f"table {table.name!r}: all tables of a collection must be {rule} or none; "
+                f"{partly[table.collection]!r} is and this one is not; add this one, too, and if "
+                "its rows are to stay, set its requires_grad to False"
+            )

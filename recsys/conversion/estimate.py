@@ -8,7 +8,7 @@ proportion to them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -17,34 +17,26 @@ import torch
 from torch import nn
 
 from recsys._support.machine import memory_bytes
-from recsys._support.sizes import counted, format_bytes, round_up_as_written, round_up_bytes
+from recsys._support.sizes import counted, format_bytes, round_up_as_written
+from recsys._support.untrusted import is_whole
 from recsys.conversion.choice import choose_tables
 from recsys.conversion.exchange import find_recsys, named_tables_in
 from recsys.conversion.model_plan import configs_of, plan_of_model, require_arguments
-from recsys.embeddings.kernels.choice import has_own_kernels
+from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.staleness.followed_rows import tracked_bytes
-from recsys.embeddings.tiers.budget import (
-    SpaceSize,
-    divide_for_pinned,
-    order_pinned,
-    require_room_beside_rows,
-)
-from recsys.embeddings.tiers.cold.cold_files import require_disk
-from recsys.embeddings.tiers.cold.cold_tier import require_budget_of_files, require_cold_tier
-from recsys.embeddings.tiers.cold.staging import num_staged
-from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, row_bytes
-from recsys.embeddings.updaters import tables_by_kind
-from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.embeddings.tables_module import TableSettings, device_of
+from recsys.embeddings.tiers.budget import SpaceSize, divide_budget, map_bytes
+from recsys.embeddings.tiers.file_store import require_disk
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.staleness.settings import Staleness
-    from recsys.embeddings.updaters import NamedTable
+    from recsys.embeddings.tables_module import Table, TableModule
 
 __all__ = ["Estimate", "estimate", "format_line", "require_machine"]
 
@@ -68,14 +60,16 @@ class Estimate:
         everything_bytes: All rows and their optimizer state.
         has_optimizer: Whether the optimizer of the rows is known; if not, no state is counted.
         device: Device of the fast memory.
-        fast_bytes: Fast memory: rows, their state, records of slots, the row map and a tracker.
+        fast_bytes: Fast memory: rows, their state, marks of slots, the row map, and a tracker,
+            which comes on top of a budget.
         budget_bytes: The budget; None without one.
         num_slots: Slots of fast memory; 0 if every row is resident.
-        batch_size: Samples of the mini-batch of `floor_bytes`.
-        floor_bytes: The least budget for mini-batches of this size; with the cold tier "host" at
-            most what all rows take.
-        host_bytes: Host memory for the cold tier and for what passes to a GPU; on the CPU also for
-            fast memory and dense parameters.
+        floor_bytes: The least budget.
+        batch_size: Samples of the mini-batch of `batch_bytes`.
+        batch_bytes: A budget with which each row of such a mini-batch has a slot. With less, some
+            are used in the cold store. With the cold tier "host" at most what all rows take.
+        host_bytes: Host memory for the cold tier; on the CPU also for fast memory and dense
+            parameters.
         disk_bytes: Files of the cold tier "file".
         dense_bytes: All other parameters: of dense layers, and of tables that recsys leaves to
             PyTorch.
@@ -89,8 +83,9 @@ class Estimate:
     fast_bytes: int
     budget_bytes: int | None
     num_slots: int
-    batch_size: int
     floor_bytes: int
+    batch_size: int
+    batch_bytes: int
     host_bytes: int
     disk_bytes: int
     dense_bytes: int
@@ -111,13 +106,14 @@ class Estimate:
             budget = format_bytes(self.budget_bytes)
             fast = f"{self.num_slots:,} slots and the row map, of a budget of {budget}"
         tables = f"{counted(self.num_tables, 'table')} of {self.num_rows:,} rows"
-        floor = round_up_as_written(self.floor_bytes)
-        samples = f"for mini-batches of {counted(self.batch_size, 'sample')}"
+        floor, enough = map(round_up_as_written, (self.floor_bytes, self.batch_bytes))
+        samples = f"holds the rows of mini-batches of {counted(self.batch_size, 'sample')}"
         return "\n".join(
             [
                 f"{tables} take {everything} {state} optimizer state",
                 format_line(f"fast memory ({self.device})", self.fast_bytes, fast),
-                format_line("least budget", floor, samples),
+                format_line("least budget", floor, "the row map and a slot"),
+                format_line("budget of a mini-batch", enough, samples),
                 format_line("host memory", self.host_bytes, ""),
                 format_line("disk", self.disk_bytes, ""),
                 format_line("dense parameters", self.dense_bytes, ""),
@@ -152,7 +148,7 @@ def estimate(
     Args:
         model: The model.
         budget: As for `accelerate`. None for tables that have a budget already takes theirs.
-        batch_size: Samples of a mini-batch; its rows must fit the budget.
+        batch_size: Samples of a mini-batch.
         optimizer: As for `accelerate`, like the arguments after it. Of modules of recsys it is
             known, and must be left out.
         lazy_adam: As for `accelerate`.
@@ -171,8 +167,7 @@ def estimate(
         The sizes; print it.
 
     Raises:
-        BudgetTooSmall: the budget cannot hold the rows of such a mini-batch. The message names the
-            least budget.
+        BudgetTooSmall: the budget is below the least one, which the message names.
         ColdTierError: the disk of `cold_path` has no room, or may not be written to.
         ConfigError: host memory is too small, or an argument cannot be read.
         ProfileError, TypeError, ValueError: as for `accelerate`.
@@ -180,32 +175,46 @@ def estimate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     require_arguments(budget, plan, profile)
-    require_cold_tier(cold_tier, cold_path)
-    if type(batch_size) is not int or batch_size < 1:
+    if not is_whole(batch_size, 1):
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
     ours = find_recsys(model)
-    modules = [cast("AbstractTables", module) for module in ours]
-    if modules:
+    if ours:
         if optimizer is not None or lazy_adam:
             raise ValueError(
                 "optimizer: the tables are in modules of recsys already, whose optimizer is "
                 "known; leave it out"
             )
         tables = list(chain.from_iterable(named_tables_in(ours).values()))
-        sized = _sized_recsys(modules, tables, budget, plan, profile, cold_tier)
+        groups = _groups_of_recsys([cast("TableModule", module) for module in ours], tables)
+        formulas = list({group.owner: group.formula for group in groups}.values())
+        budgeted = plan_of_model(tables, formulas, budget, plan, profile)
     else:
         chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
-        tables, formulas = chosen.tables, [spec.formula for spec in chosen.specs]
+        tables, formulas = chosen.tables, [updater.formula for updater in chosen.updaters]
         budgeted = plan_of_model(chosen.updated, formulas, budget, plan, profile)
-        groups = _groups_of(tables, [(spec.param_groups, spec.formula) for spec in chosen.specs])
-        sized = _Sized(groups, bool(formulas), cold_tier, *budgeted or (None, {}))
-    if cold_tier == "file":
-        require_budget_of_files(has_budget=sized.budget_bytes is not None)
-    tiers = [each for module in modules for each in module.tiers()]
-    place = tiers[0].device if tiers else tables[0].weight.device
+        groups = [
+            group
+            for updater in chosen.updaters
+            for group in _groups_of(tables, updater.numbers, updater.formula)
+        ] or _groups_of(tables)
+    if budgeted is not None or not any(group.num_slots for group in groups):
+        folder = "." if cold_tier == "file" and cold_path is None else cold_path
+        budget_bytes = None if budgeted is None else budgeted[0]
+        settings = TableSettings(
+            SGD(lr=0.0), budget=budget_bytes, cold_tier=cold_tier, cold_path=folder
+        )
+        settings.require()
+        groups = [group._replace(is_in_files=cold_tier == "file") for group in groups]
+    tracker = 0
+    if staleness is not None:
+        tracker = sum(tracked_bytes(group.tables, staleness) for group in groups)
+    if budgeted is not None:
+        groups = _give_slots(groups, *budgeted)
+    place = device_of(model) if ours else tables[0].weight.device
     place = place if device is None else torch.device(device)
     rows = _rows_of_mini_batch(tables, batch_size, lookups_per_bag)
-    found = _estimate(sized, model, rows, batch_size, staleness, place)
+    found = _estimate(groups, model, tracker, rows, batch_size, place)
+    found = found if budgeted is None else replace(found, budget_bytes=budgeted[0])
     if not any(table.weight.is_meta for table in tables):
         require_machine(found)
     if cold_path is not None:
@@ -213,159 +222,150 @@ def estimate(
     return found
 
 
-class _Sized(NamedTuple):
-    """Tables that are sized together.
+class _Group(NamedTuple):
+    """Tables of one dim, dtype and optimizer.
 
     Attributes:
-        groups: Tables of one dim and dtype, and their size.
-        has_optimizer: Whether the optimizer of their rows is known.
-        cold_tier: "host" or "file".
-        budget_bytes: The budget; None if all rows are resident.
-        pinned: For each table, the pinned rows and their counts.
-        slots: The numbers of slots that the groups have already; empty to divide the budget.
-        reserved_bytes: The part of the budget that a tracker has already.
+        tables: The tables.
+        formula: The update rule of their rows; None if it is not known.
+        owner: Names the optimizer.
+        num_slots: Slots; 0 if all rows are resident.
+        is_in_files: Whether the cold store is in files.
     """
 
-    groups: Sequence[tuple[SpaceSize, Sequence[nn.Parameter]]]
-    has_optimizer: bool
-    cold_tier: str
-    budget_bytes: int | None = None
-    pinned: Mapping[nn.Parameter, Any] = {}
-    slots: Sequence[int] = ()
-    reserved_bytes: int = 0
+    tables: Sequence[nn.Parameter]
+    formula: RowOptimizer | None
+    owner: int = 0
+    num_slots: int = 0
+    is_in_files: bool = False
+
+    @property
+    def size(self) -> SpaceSize:
+        """The size of the tables and their state."""
+        sizes = {} if self.formula is None else self.formula.state_sizes(self.tables[0].shape[1])
+        return SpaceSize.of(self.tables, sizes)
+
+
+def _groups_of(
+    tables: Sequence[Table],
+    numbers: Mapping[nn.Parameter, int] | None = None,
+    formula: RowOptimizer | None = None,
+    owner: int = 0,
+) -> list[_Group]:
+    """The groups that `group_tables` makes, of tables that may have no memory.
+
+    Args:
+        tables: The tables; a shared table occurs several times.
+        numbers: Of the param groups; tables that are missing are left out. None for all tables and
+            one group.
+        formula: As for `_Group`.
+        owner: As for `_Group`.
+    """
+    found: dict[Any, list[nn.Parameter]] = {}
+    for weight in dict.fromkeys(table.weight for table in tables):
+        if numbers is None or weight in numbers:
+            number = 0 if numbers is None else numbers[weight]
+            kind = number, weight.shape[1], weight.dtype, weight.device
+            found.setdefault(kind, []).append(weight)
+    return [_Group(own, formula, owner) for own in found.values()]
+
+
+def _groups_of_recsys(modules: Sequence[TableModule], tables: Sequence[Table]) -> list[_Group]:
+    """The groups of modules of recsys, as they are; those on "meta" have none yet."""
+    updates = dict.fromkeys(update for module in modules for update in module.updates())
+    groups = [
+        _Group(
+            update.group.tables,
+            update.formula(),
+            id(update.optimizer),
+            update.group.num_slots,
+            update.group.files is not None,
+        )
+        for update in updates
+    ]
+    known = {table for group in groups for table in group.tables}
+    left = [table for table in tables if table.weight not in known]
+    for module in modules:
+        own = {table.weight: 0 for table in module.tables() if table.weight not in known}
+        formula = None if module.row_optimizer is None else module.row_optimizer.formula
+        owner = 0 if formula is None else id(module.row_optimizer)
+        groups += _groups_of(left, own, formula, owner)
+        known |= set(own)
+    return groups
+
+
+def _give_slots(
+    groups: Sequence[_Group], budget: int, pinned: Mapping[nn.Parameter, Any]
+) -> list[_Group]:
+    """Divide a budget as `accelerate` does.
+
+    Raises:
+        BudgetTooSmall: it does not hold the row maps and a slot of each group.
+    """
+    sizes = [group.size for group in groups]
+    if not groups[0].is_in_files and sum(size.resident_bytes for size in sizes) <= budget:
+        return [group._replace(num_slots=0) for group in groups]
+    planned = [
+        sum(len(pinned[table][0]) for table in group.tables if table in pinned) for group in groups
+    ]
+    slots = divide_budget(budget, sizes, planned)
+    return [group._replace(num_slots=count) for group, count in zip(groups, slots, strict=True)]
 
 
 def _estimate(
-    sized: _Sized,
+    groups: Sequence[_Group],
     model: nn.Module,
+    tracker: int,
     rows: Mapping[int, int],
     batch_size: int,
-    staleness: Staleness | None,
     device: torch.device,
 ) -> Estimate:
     """The formula.
 
     Args:
-        sized: The tables.
+        groups: The tables.
         model: The model.
+        tracker: Bytes of a tracker.
         rows: The most distinct rows of a mini-batch, by the `id()` of the table; 0 for others.
         batch_size: As for `estimate`.
-        staleness: As for `estimate`.
         device: Device of the fast memory; "meta" stands for the CPU.
-
-    Raises:
-        BudgetTooSmall: the budget does not hold the row maps, or a mini-batch.
     """
-    spaces = [space for space, _ in sized.groups]
-    num_rows = sum(space.num_rows for space in spaces)
-    everything = sum(space.resident_bytes for space in spaces)
-    budget, is_on_host = sized.budget_bytes, sized.cold_tier == "host"
-    tracker, slots = sized.reserved_bytes, sized.slots
-    if staleness is not None:
-        tracker, slots = sum(tracked_bytes(tables, staleness) for _, tables in sized.groups), ()
-    if budget is not None and not slots:
-        if is_on_host and everything <= budget:
-            require_room_beside_rows(budget, everything, tracker)
-        else:
-            pinned = [order_pinned(tables, sized.pinned) for _, tables in sized.groups]
-            divided = divide_for_pinned(budget - tracker, spaces, pinned, may_stay=False)
-            slots = [num_slots for num_slots, _ in divided or ()]
-    needed = [
-        (max(1, sum(rows.get(id(table), 0) for table in tables)), space.slot_bytes)
-        for space, tables in sized.groups
-    ]
-    floor = tracker + floor_bytes(num_rows, needed)
-    if is_on_host:
-        floor = min(floor, everything)  # where every row is resident there is no row map
-    fast, host, disk = tracker + everything, 0, 0
-    if slots:
-        fast = tracker + map_bytes(num_rows)
-        host, disk = (everything, 0) if is_on_host else (0, everything)
-    for space, count in zip(spaces, slots, strict=False):
-        fast += count * space.slot_bytes
-        of_row = row_bytes(space.dim, space.dtype, space.state_sizes)
-        host += num_staged(count, of_row) * of_row if has_own_kernels(device) else 0
-    own = {id(table) for _, tables in sized.groups for table in tables}
-    dense = sum(each.nbytes for each in model.parameters() if id(each) not in own)
+    fast = tracker
+    floor = enough = disk = host = everything = 0
+    for group in groups:
+        size = group.size
+        needed = sum(rows.get(id(table), 0) for table in group.tables)
+        maps = map_bytes(size.num_rows)
+        floor += maps + size.slot_bytes
+        enough += maps + max(1, needed) * size.slot_bytes
+        everything += size.resident_bytes
+        if not group.num_slots:
+            fast += size.resident_bytes
+            continue
+        fast += maps + group.num_slots * size.slot_bytes
+        host += 0 if group.is_in_files else size.resident_bytes
+        disk += size.resident_bytes if group.is_in_files else 0
+    if not any(group.is_in_files for group in groups):  # resident rows need no row map
+        floor, enough = min(floor, everything), min(enough, everything)
+    own = {id(table) for group in groups for table in group.tables}
+    dense = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
     on_cpu = device.type in ("cpu", "meta")
-    if slots and budget is not None and floor > budget:
-        raise BudgetTooSmall(
-            f"budget must be at least {floor} bytes ({round_up_bytes(floor)}), got {budget} "
-            f"({format_bytes(budget)}): a mini-batch of {batch_size:,} samples needs that much; "
-            "raise it, or make mini-batches smaller (batch_size; or lookups_per_bag, where bags "
-            "have rows in common)"
-        )
+    num_slots = sum(group.num_slots for group in groups)
     return Estimate(
         num_tables=len(own),
-        num_rows=num_rows,
+        num_rows=sum(group.size.num_rows for group in groups),
         everything_bytes=everything,
-        has_optimizer=sized.has_optimizer,
+        has_optimizer=all(group.formula is not None for group in groups),
         device="cpu" if on_cpu else str(device),
         fast_bytes=fast,
-        budget_bytes=budget,
-        num_slots=sum(slots),
-        batch_size=batch_size,
+        budget_bytes=fast - tracker if num_slots else None,
+        num_slots=num_slots,
         floor_bytes=floor,
+        batch_size=batch_size,
+        batch_bytes=enough,
         host_bytes=host + (fast + dense if on_cpu else 0),
         disk_bytes=disk,
         dense_bytes=dense,
-    )
-
-
-def _groups_of(
-    tables: Sequence[NamedTable],
-    updates: Sequence[tuple[Mapping[int, int], RowOptimizer | None]] = (),
-) -> list[tuple[SpaceSize, Sequence[nn.Parameter]]]:
-    """The groups that `make_updater` makes; without an optimizer, rows without state."""
-    weights = [table.weight for table in tables]
-    return [
-        (SpaceSize.of(each, {} if formula is None else formula.state_sizes(kind[1])), each)
-        for numbers, formula in updates or [(dict.fromkeys(map(id, weights), 0), None)]
-        for kind, each in tables_by_kind(numbers, weights).items()
-    ]
-
-
-def _sized_recsys(
-    modules: Sequence[AbstractTables],
-    tables: Sequence[NamedTable],
-    budget: int | str | None,
-    plan: HotPlan | None,
-    profile: PopularityProfile | None,
-    cold_tier: str,
-) -> _Sized:
-    """The tables of modules of recsys; arguments as for `estimate`.
-
-    Raises:
-        BudgetTooSmall, ProfileError: as for `plan_of_model`.
-        ValueError: there is a budget, and not one optimizer for all tables.
-    """
-    updaters = list(dict.fromkeys(module.row_updater for module in modules))
-    known = [each for each in updaters if each is not None]
-    formulas = [None if each is None else each.groups[0].settings.formula for each in updaters]
-    groups = [(each.space_size(), each.group.tables) for one in known for each in one.groups]
-    alone = {id(x.weight) for each in modules for x in each.holders() if not each.row_updater}
-    without = [table for table in tables if id(table.weight) in alone]
-    sized = _Sized([*groups, *_groups_of(without)], not without, cold_tier)
-    if len(updaters) > 1 and (
-        any(each.budget_bytes for each in known)
-        if budget is None and plan is None
-        else None not in updaters
-    ):
-        raise ValueError(
-            f"budget: tables that share it must have one optimizer, got {len(updaters)} (none "
-            "counts as one); estimate one module at a time"
-        )
-    budgeted = plan_of_model(tables, formulas, budget, plan, profile)
-    if budgeted is not None:
-        return sized._replace(budget_bytes=budgeted[0], pinned=budgeted[1])
-    if len(known) != 1:
-        return sized
-    tiers = known[0].tiers()
-    return sized._replace(
-        budget_bytes=known[0].budget_bytes or None,
-        cold_tier="file" if any(each.files is not None for each in tiers) else "host",
-        slots=[each.hot.num_slots for each in tiers],
-        reserved_bytes=known[0].reserved_bytes,
     )
 
 
@@ -385,7 +385,7 @@ def require_machine(found: Estimate) -> None:
 
 
 def _rows_of_mini_batch(
-    tables: Sequence[NamedTable], batch_size: int, lookups_per_bag: float | Mapping[str, float]
+    tables: Sequence[Table], batch_size: int, lookups_per_bag: float | Mapping[str, float]
 ) -> dict[int, int]:
     """The most distinct rows that a mini-batch looks up, by the `id()` of the table.
 

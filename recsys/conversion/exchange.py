@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -11,12 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys._support.torch_compat import MODULE_HOOKS
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.embedding import HotColdEmbedding
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.lookup.abstract_tables import AbstractTables
-from recsys.embeddings.table_module import TableModule
-from recsys.embeddings.updaters import NamedTable
+from recsys.embeddings.tables_module import OneTable, Table, TableModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -75,9 +71,9 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 def find_recsys(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Find the modules of `recsys.embeddings`, with their names; a model may be one itself."""
-    if isinstance(model, AbstractTables):
+    if isinstance(model, TableModule):
         return {model: ["model"]}
-    return names_of(model, lambda module: isinstance(module, AbstractTables))
+    return names_of(model, lambda module: isinstance(module, TableModule))
 
 
 def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -86,7 +82,7 @@ def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
         model,
         lambda module: (
             isinstance(module, nn.EmbeddingBag | nn.Embedding)
-            and not isinstance(module, TableModule)
+            and not isinstance(module, OneTable)
             and not _is_replaceable(module)
         ),
     )
@@ -111,28 +107,27 @@ def _wanted_in(
     for name, child in _children(module):
         if is_wanted(child):
             yield prefix + name, child
-        elif not isinstance(child, AbstractTables) and child not in path:
+        elif not isinstance(child, TableModule) and child not in path:
             yield from _wanted_in(child, is_wanted, f"{prefix}{name}.", (*path, child))
 
 
 def named_tables_in(
     found: Mapping[nn.Module, list[str]],
-) -> dict[nn.Module, list[NamedTable]]:
+) -> dict[nn.Module, list[Table]]:
     """The tables of each module; a table that modules share is in the list of each."""
     tables = {module: list(tables_of(module, names[0])) for module, names in found.items()}
     # The sum of a sparse and a dense gradient is dense.
-    dense = {id(each.weight) for own in tables.values() for each in own if not each.is_sparse}
+    dense = {each.weight for own in tables.values() for each in own if not each.is_sparse}
     return {
-        module: [replace(each, is_sparse=id(each.weight) not in dense) for each in own]
+        module: [each._replace(is_sparse=each.weight not in dense) for each in own]
         for module, own in tables.items()
     }
 
 
-def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
+def tables_of(module: nn.Module, name: str) -> Iterator[Table]:
     """The tables of a module; `name` is its name in the model."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
-        weight = cast("nn.Parameter", module.weight)
-        yield NamedTable(name, f"{name}.weight", "", weight, None, name, (name,), module.sparse)
+        yield Table(name, f"{name}.weight", "", module, module.sparse, "", name, (name,))
         return
     is_pooled = hasattr(module, "embedding_bags")
     attribute = "embedding_bags" if is_pooled else "embeddings"
@@ -143,37 +138,44 @@ def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
         place = f"{name}.{attribute}.{table}"
         features = tuple(configs[table].feature_names)
         key, prefix = f"{place}.weight", f"{table}."
-        yield NamedTable(place, key, prefix, bag.weight, name, table, features, bag.sparse)
+        yield Table(place, key, prefix, bag, bag.sparse, name, table, features)
 
 
-def counterpart(module: nn.Module) -> AbstractTables:
+def counterpart(module: nn.Module) -> TableModule:
     """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
-    ours: AbstractTables
+    ours: TableModule
     if isinstance(module, nn.EmbeddingBag):
-        ours = HotColdEmbeddingBag._on_weight_of(module)
+        ours = HotColdEmbeddingBag._on(module)
     elif isinstance(module, nn.Embedding):
-        ours = HotColdEmbedding._on_weight_of(module)
+        ours = HotColdEmbedding._on(module)
     elif hasattr(module, "embeddings"):
-        ours = HotColdEmbeddingCollection._on_embeddings_of(cast("Any", module))
+        ours = HotColdEmbeddingCollection._on(cast("Any", module))
     else:
-        ours = HotColdEmbeddingBagCollection._on_bags_of(module)
+        ours = HotColdEmbeddingBagCollection._on(module)
     ours.training = module.training
     _share_hooks(ours, module)
-    if isinstance(ours, TableModule):
+    if isinstance(ours, OneTable):
         for name, value in module.__dict__.items():  # attributes that users have set
             ours.__dict__.setdefault(name, value)
     if isinstance(ours, HotColdEmbeddingCollection):
-        for new, old in zip(ours.holders(), cast("Any", module).embeddings.values(), strict=True):
+        for new, old in zip(
+            [each.holder for each in ours.tables()],
+            cast("Any", module).embeddings.values(),
+            strict=True,
+        ):
             _share_hooks(new, old)
     return ours
 
 
-def give_back(ours: AbstractTables, module: nn.Module) -> None:
+def give_back(ours: TableModule, module: nn.Module) -> None:
     """Give the module that `ours` replaced its Parameters, and what was set on `ours` meanwhile."""
-    for new, old in [(ours, module), *zip(ours.holders(), holders_of(module), strict=True)]:
-        if isinstance(new, TableModule):
+    for new, old in [
+        (ours, module),
+        *zip([each.holder for each in ours.tables()], holders_of(module), strict=True),
+    ]:
+        if isinstance(new, OneTable):
             for name, value in new.__dict__.items():
-                if name not in _OURS and not hasattr(TableModule, name):
+                if name not in _OURS and not hasattr(OneTable, name):
                     old.__dict__[name] = value
         else:
             old.training = new.training

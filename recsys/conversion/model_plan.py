@@ -19,7 +19,6 @@ from recsys._support.sizes import parse_bytes
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows, require_plan
 from recsys.embeddings.table import DATA_TYPES
-from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.errors import BudgetTooSmall, ProfileError
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.updaters import NamedTable
+    from recsys.embeddings.tables_module import Table
 
 __all__ = ["configs_of", "plan_of_model", "require_arguments"]
 
@@ -63,7 +62,7 @@ def require_arguments(
 
 
 def plan_of_model(
-    tables: Sequence[NamedTable],
+    tables: Sequence[Table],
     formulas: Sequence[RowOptimizer | None],
     budget: int | str | None,
     plan: HotPlan | None,
@@ -80,7 +79,7 @@ def plan_of_model(
         profile: Has the updated tables, and may have others; see `accelerate`.
 
     Returns:
-        The budget, and for each table its pinned rows and their counts, as for `RowUpdater.tier`.
+        The budget, and for each table its pinned rows and their counts.
 
     Raises:
         BudgetTooSmall: the floor of the profile's plan is above the budget.
@@ -92,7 +91,11 @@ def plan_of_model(
         return None
     formula = formulas[0] if formulas else None
     if formula is None or None in formulas:
-        raise ValueError(NEEDS_OPTIMIZER)
+        raise ValueError(
+            "budget= (or plan=) keeps some rows in slow memory, and recsys must update them; give "
+            "optimizer=, too: a formula (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...) or "
+            "the model's torch optimizer"
+        )
     if len(formulas) > 1:
         raise ValueError(
             f"budget: tables that share it must have one optimizer, got {len(formulas)}; give "
@@ -144,9 +147,9 @@ class _Config(NamedTuple):
     data_type: str
 
 
-def configs_of(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[TableConfig]]:
+def configs_of(tables: Sequence[Table]) -> tuple[dict[str, nn.Parameter], list[TableConfig]]:
     """Every table once: its Parameter by its name in a plan, and its config."""
-    firsts: dict[nn.Parameter, NamedTable] = {}
+    firsts: dict[nn.Parameter, Table] = {}
     features: dict[nn.Parameter, list[str]] = {}
     for table in tables:
         firsts.setdefault(table.weight, table)
@@ -154,7 +157,7 @@ def configs_of(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], l
     uses = Counter(table.planned_as for table in firsts.values())
     weights, configs = {}, []
     for weight, table in firsts.items():
-        is_unique = uses[table.planned_as] == 1 or table.collection is None
+        is_unique = uses[table.planned_as] == 1 or not table.collection
         name = table.planned_as if is_unique else table.name
         weights[name] = weight
         data_type = _DATA_TYPES.get(weight.dtype, str(weight.dtype))

@@ -6,9 +6,8 @@
     exchange         what travels for row-wise tables
     local_tables     the rows of one rank: lookups and checkpoints
     row_state        the row optimizer as TorchRec's checkpoints and schedules see it
-    formula          TorchRec's settings of an optimizer as a recsys formula
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks
-    agreement        a setting that differs between ranks is refused
+    agreement        values that must be the same on every rank
     placement        which rank has which table, where there is no plan
     planner          what a table costs under a budget, for TorchRec's planner
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch

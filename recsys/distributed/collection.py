@@ -9,18 +9,25 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
 from recsys.distributed.exchange.distinct_rows import DistinctIdsDist
-from recsys.distributed.exchange.exchange_choice import AUTO, POOLED, ROWS, cheaper_exchange
 from recsys.distributed.exchange.row_wise import RowWiseSharding
 from recsys.distributed.local_tables import AbstractLocalTables, LocalBags, LocalEmbeddings
 from recsys.distributed.sharded_tables import AbstractShardedTables
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torchrec import KeyedJaggedTensor
     from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
-__all__ = ["ShardedHotColdEmbeddingBagCollection", "ShardedHotColdEmbeddingCollection"]
+__all__ = [
+    "EXCHANGES",
+    "ROWS",
+    "ShardedHotColdEmbeddingBagCollection",
+    "ShardedHotColdEmbeddingCollection",
+]
+
+# Of row-wise tables: distinct rows travel, and are pooled on the rank of the samples; or each rank
+# pools its rows of every bag, and these parts travel.
+EXCHANGES = ROWS, _ = "rows", "pooled"
 
 _Groups = tuple[type[AbstractLocalTables], list[list["GroupedEmbeddingConfig"]]]
 
@@ -34,7 +41,7 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         options: As for `AbstractShardedTables`.
 
     Attributes:
-        row_wise_exchange: "rows" or "pooled"; "auto" until the first mini-batch decides.
+        row_wise_exchange: "rows" or "pooled".
 
     Shape:
         input: features of this rank's B samples; result (B, sum of dims), columns in the order of
@@ -55,9 +62,7 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         self._has_mean_pooling_callback = False
         self.row_wise_exchange = row_wise_exchange
         # Removing duplicates waits for the device, and would make an invalid id another row's.
-        self._checks.waits_for_device = (
-            bool(self._row_wise_positions) and row_wise_exchange != POOLED
-        )
+        self._checks.waits_for_device = bool(self._row_wise_positions) and row_wise_exchange == ROWS
         if row_wise_exchange == ROWS:
             self._exchange_rows()
 
@@ -96,22 +101,8 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         found: list[Tensor] = self.local_tables(dist_input)
         return found
 
-    def _before_input_dist(self, features: KeyedJaggedTensor) -> None:
-        """With "auto", choose by the first mini-batch. A collective."""
-        if self.row_wise_exchange != AUTO:
-            return
-        tables = [
-            table
-            for position in self._row_wise_positions
-            for table in self._embedding_shardings[position].embedding_tables()
-        ]
-        group = self._env.process_group
-        self.row_wise_exchange = cheaper_exchange(features, tables, group, self._device)
-        if self.row_wise_exchange == ROWS:
-            self._exchange_rows()
-
     def _exchange_rows(self) -> None:
-        """Exchange distinct rows from now on; before the first mini-batch."""
+        """Exchange distinct rows."""
         tables = self.local_tables
         assert isinstance(tables, LocalBags)
         for position in self._row_wise_positions:

@@ -6,23 +6,23 @@ also give what they send the same dtypes and order, because none of them learns 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.batch import require_one_batch_size
-from recsys.embeddings.lookup.collection_input import (
-    id_error,
-    require_bags,
-    require_features,
-    require_weights,
-)
+from recsys.embeddings.kernels.cpu.places import BAD_OFFSETS
+from recsys.embeddings.lookup.inputs import explain, read_features, require_features
+from recsys.embeddings.rows.bags import Lookups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchrec import EmbeddingBagConfig
+
+    from recsys.embeddings.rows.bags import Bags
+    from recsys.embeddings.rows.tables import TableGroup
 
 __all__ = ["InputChecks"]
 
@@ -44,17 +44,19 @@ class InputChecks:
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool, needs_samples: bool
     ) -> None:
-        self._sizes = [int(table.num_embeddings) for table in tables]
-        self._lookups = [
-            (position, feature)
-            for position, table in enumerate(tables)
-            for feature in table.feature_names
-        ]
+        self._tables = _Tables(
+            [table.name for table in tables], [int(table.num_embeddings) for table in tables]
+        )
         self._is_weighted, self._needs_samples = is_weighted, needs_samples
         self._known_keys: list[str] | None = None  # of the last input, which have been checked
+        self._lookups = [
+            (number, feature)
+            for number, table in enumerate(tables)
+            for feature in table.feature_names
+        ]
         self._limits: dict[str, int] = {}  # for each feature, the rows of its smallest table
-        for position, feature in self._lookups:
-            size = self._sizes[position]
+        for number, feature in self._lookups:
+            size = self._tables.sizes[number]
             self._limits[feature] = min(self._limits.get(feature, size), size)
 
     def check(self, features: Any) -> None:
@@ -87,16 +89,22 @@ class InputChecks:
             if not self.waits_for_device:
                 return
             features = features.to(torch.device("cpu"))
-        weights = require_weights(features, is_deferred=False) if self._is_weighted else None
-        require_bags(features, weights, is_deferred=False)
-        values = features.values()
-        most = torch.iinfo(values.dtype).max
+        bags = read_features(features, is_weighted=self._is_weighted, dtype=torch.float32)
+        assert bags.offsets is not None
+        if bags.offsets[0] != 0 or bool((bags.offsets.diff() < 0).any()):
+            raise self._explain(keys, bags, BAD_OFFSETS)
+        most = torch.iinfo(bags.ids.dtype).max
         limits = torch.tensor([self._limits.get(key, most) for key in keys])
         limits = limits.repeat_interleave(torch.tensor(features.length_per_key()))
         # Features that no table looks up may have any ids.
-        is_bad = ((values < 0) & (limits < most)) | (values >= limits)
+        is_bad = ((bags.ids < 0) & (limits < most)) | (bags.ids >= limits)
         if is_bad.any():
-            raise id_error(features, self._lookups, self._sizes, int(is_bad.nonzero()[0]))
+            raise self._explain(keys, bags, int(is_bad.nonzero()[0]))
+
+    def _explain(self, keys: Sequence[str], bags: Bags, code: int) -> Exception:
+        locations = [(number, keys.index(feature), 0) for number, feature in self._lookups]
+        tables = cast("TableGroup", self._tables)
+        return explain(tables, Lookups(locations, is_mean=False), bags, code)
 
     def as_sent(self, features: KeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
         """A valid input as every rank sends it: ids and lengths int64, weights float32.
@@ -120,3 +128,10 @@ class InputChecks:
         return KeyedJaggedTensor(
             keys=list(keys), values=values.long(), lengths=lengths.long(), weights=sent
         )
+
+
+class _Tables(NamedTuple):
+    """What an error says of tables; the names are those of a `TableGroup`."""
+
+    names: list[str]
+    sizes: list[int]

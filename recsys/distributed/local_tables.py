@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,11 +35,11 @@ from torchrec.distributed.embedding_kernel import get_state_dict
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
 from recsys.batch import JaggedIds
-from recsys.distributed.exchange.row_lookups import RowLookups, make_room, without_tables
+from recsys.distributed.exchange.row_lookups import RowLookups, without_tables
 from recsys.distributed.row_state import RowStateOptimizer, make_state
 from recsys.embeddings import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
-from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.tiers.fetch import claim_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torchrec.optim.fused import FusedOptimizer
 
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.fetch import Claims, Fetcher
 
 __all__ = ["AbstractLocalTables", "LocalBags", "LocalEmbeddings"]
 
@@ -131,7 +131,8 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         )
         assert self.collection.row_optimizer is not None
         # Each rank updates rows of its own, so DistributedDataParallel has nothing to share.
-        self.collection.row_optimizer.updater.is_sharded = True
+        assert self.collection.nodes is not None
+        self.collection.nodes.is_sharded = True
         make_state(self.collection.row_optimizer)
         for table, weight in zip(self.tables, self._whole_weights(), strict=True):
             own = weight if table.local_rows else nn.Parameter(weight.new_empty(0, weight.shape[1]))
@@ -156,14 +157,13 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
             What TorchRec's exchange takes, for each sharding type.
 
         Raises:
-            BudgetTooSmall: the budget has no room for the rows of the mini-batch.
             IdOutOfRange: an id is not a row.
         """
 
-    def prefetch(self, inputs: Sequence[KeyedJaggedTensor]) -> Prefetched | None:
-        """Start to fetch the rows for a later `forward` of the same input; None without tiers."""
-        if self.collection is None or not self.tiers():
-            return None
+    def prefetch(self, inputs: Sequence[KeyedJaggedTensor]) -> Claims:
+        """Start to fetch the rows for a later `forward` of the same input."""
+        if self.collection is None or not self.fetchers():
+            return []
         return self.collection.prefetch(self._joined(inputs, self._shardings))
 
     def _joined(
@@ -188,11 +188,12 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
     def _whole_weights(self) -> list[nn.Parameter]:
         """The memory of each table, with the row of a table that has none."""
         assert self.collection is not None
-        return [cast("nn.Parameter", holder.weight) for holder in self.collection.holders()]
+        return self.collection.table_weights()
 
-    def tiers(self) -> list[Tiers]:
-        """The tiers of the rows; empty if all are in fast memory."""
-        return [] if self.collection is None else self.collection.tiers()
+    def fetchers(self) -> list[Fetcher]:
+        """What moves the rows; empty if all are in fast memory."""
+        groups = [] if self.collection is None else self.collection.groups()
+        return [group.fetcher for group in groups if group.fetcher is not None]
 
     def __getattr__(self, name: str) -> Any:
         """Say which parts of TorchRec need what these tables lack: FBGEMM's kernels.
@@ -231,13 +232,13 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
 
     def flush(self) -> None:
         """Write updated rows and state back to the cold store, before it is read."""
-        for tiers in self.tiers():
-            tiers.flush()
+        if self.collection is not None:
+            self.collection.sync()
 
     def purge(self) -> None:
         """Let the next lookup fetch rows again, because the cold store is written to."""
-        for tiers in self.tiers():
-            tiers.expose()
+        for fetcher in self.fetchers():
+            fetcher.empty_slots(is_written_back=True)
 
     # What TorchRec's `EmbeddingFusedOptimizer` calls FBGEMM's module for.
 
@@ -305,30 +306,21 @@ class LocalBags(AbstractLocalTables):
             return self._pool(self.collection, inputs, self._shardings)
         [pooled], [row_lookups], position = self._pooled, self._row_lookups, self._unpooled_position
         others = _all_but(inputs, position), _all_but(self._shardings, position)
-        if torch.is_grad_enabled() and self.tiers():
-            assert self.collection is not None
-            assert self.collection.row_updater is not None
-            parts = row_lookups.parts(inputs[position])
-            if pooled is not None:
-                parts += pooled.parts(self._joined(*others))
-            make_room(self.collection.row_updater, parts)
         rows = row_lookups(inputs[position])
         _require_gradient(rows)
         found = self._pool(pooled, *others)
         return [*found[:position], rows, *found[position:]]
 
-    def prefetch(self, inputs: Sequence[KeyedJaggedTensor]) -> Prefetched | None:
+    def prefetch(self, inputs: Sequence[KeyedJaggedTensor]) -> Claims:
         """Start to fetch rows; see `AbstractLocalTables.prefetch`."""
-        if self._unpooled_position is None:
+        if self._unpooled_position is None or not self.fetchers():
             return super().prefetch(inputs)
-        if not self.tiers():
-            return None
-        [pooled], [row_lookups], position = self._pooled, self._row_lookups, self._unpooled_position
-        claims = row_lookups.prefetch(inputs[position])
-        if pooled is not None and all(each.has_room for each in claims):
+        [pooled], [rows], position = self._pooled, self._row_lookups, self._unpooled_position
+        lookups = rows.lookups(inputs[position])
+        if pooled is not None:
             others = _all_but(inputs, position), _all_but(self._shardings, position)
-            claims.append(pooled.prefetch(self._joined(*others)))
-        return Prefetched.all_of(claims)
+            lookups += pooled.lookups(self._joined(*others))
+        return claim_together(lookups)
 
     def _collection_of(
         self, tables: list[EmbeddingBagConfig], **settings: Any

@@ -28,8 +28,8 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.types import Storage
 from torchrec.distributed.types import get_tensor_size_bytes
 
-from recsys.embeddings.tiers.cold import COLD_TIERS
-from recsys.embeddings.tiers.slot_costs import map_bytes
+from recsys.embeddings.tiers import COLD_TIERS
+from recsys.embeddings.tiers.budget import map_bytes
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:

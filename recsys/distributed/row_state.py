@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 
-from recsys.embeddings.rows.row_space import compute_dtype
+from recsys.embeddings.rows.tables import compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch.distributed as dist
 
-    from recsys.distributed.local_tables import AbstractLocalTables
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 __all__ = ["RowStateOptimizer", "make_state"]
@@ -34,11 +33,11 @@ class RowStateOptimizer(EmbeddingFusedOptimizer):  # type: ignore[misc]  # Torch
     again.
 
     Args:
-        tables: The rank's tables.
+        tables: The rank's tables, an `AbstractLocalTables`.
         group: The ranks among which the tables are divided.
     """
 
-    def __init__(self, tables: AbstractLocalTables, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, tables: Any, group: dist.ProcessGroup | None) -> None:
         self._has_dtensors = any(table.dtensor_metadata is not None for table in tables.tables)
         # TorchRec reads nothing else of a kernel's config.
         super().__init__(SimpleNamespace(embedding_tables=tables.tables), tables, group)
@@ -67,11 +66,14 @@ def make_state(optimizer: FusedOptimizer) -> None:
     TorchRec names the state of a checkpoint before the first step, and every rank must have it.
     """
     known, formula = optimizer.state_dict(), optimizer.formula
-    [group] = optimizer.param_groups
-    for (key, state), weight in zip(known["state"].items(), group["params"], strict=True):
+    [group], [saved] = optimizer.param_groups, known["param_groups"]
+    for key, weight in zip(saved["params"], group["params"], strict=True):
+        state = known["state"].setdefault(key, {})
         prefix = key.partition(".")[2].removesuffix("weight")  # of embedding_bags.<table>.weight
         zero = torch.zeros((), dtype=compute_dtype(weight.dtype), device=weight.device)
         for name, size in formula.state_sizes(weight.shape[1]).items():
             columns = () if name in formula.row_states else (size,)
             state.setdefault(prefix + name, zero.expand(len(weight), *columns))
     optimizer.load_state_dict(known)
+    for update in optimizer.updates:  # rows in files have their state there
+        update.read_state()

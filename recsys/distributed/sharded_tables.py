@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,6 +10,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
 from recsys.distributed.input_checks import InputChecks
 from recsys.distributed.local_tables import AbstractLocalTables
+from recsys.embeddings.tiers.fetch import HitRates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
     from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
-    from recsys.embeddings.tiers.counts import HitRates
-    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.fetch import Fetcher
+
 
 __all__ = ["AbstractShardedTables"]
 
@@ -80,15 +80,15 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         assert isinstance(tables, AbstractLocalTables)
         return tables
 
-    def tiers(self) -> list[Tiers]:
-        """The tiers of this rank's rows; empty if all are in fast memory."""
-        return self.local_tables.tiers()
-
     @property
     def hit_rates(self) -> HitRates | None:
-        """How often this rank's rows were in fast memory; None if all always are."""
-        collection = self.local_tables.collection
-        return None if collection is None else collection.hit_rates
+        """How often this rank's rows were in fast memory; None if all are."""
+        fetchers = self.fetchers()
+        return HitRates.of(fetchers) if fetchers else None
+
+    def fetchers(self) -> list[Fetcher]:
+        """What moves this rank's rows; empty if all are in fast memory."""
+        return self.local_tables.fetchers()
 
     def sync(self) -> None:
         """Write this rank's updated rows and state to the cold store.
@@ -109,44 +109,36 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
             Exception: of `InputChecks`: this rank's input is invalid.
         """
         self._checks.check(features)
-        is_first = not self._sent_keys
-        if is_first:
-            self._sent_keys = features.keys()
-        features = self._checks.as_sent(features, self._sent_keys)
-        if is_first:
-            self._before_input_dist(features)
-        return super().input_dist(ctx, features)
+        self._sent_keys = self._sent_keys or features.keys()
+        return super().input_dist(ctx, self._checks.as_sent(features, self._sent_keys))
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Look up rows, and send vectors to the ranks of their samples. A collective.
-
-        Raises:
-            BudgetTooSmall: the budget has no room for the rows of the mini-batch.
-        """
+        """Look up rows, and send vectors to the ranks of their samples. A collective."""
+        for fetcher, claim in getattr(ctx, "claims", ()):
+            fetcher.begin(claim)
         return self.output_dist(ctx, self.compute(ctx, input))
 
     def prefetch(self, dist_input: Any, forward_stream: Any = None, ctx: Any = None) -> None:
         """Start to fetch the rows of a later mini-batch. TorchRec's pipelines call it.
 
-        It is no collective. If there are too few slots it does nothing, and the lookup fetches.
+        It is no collective. The lookup fetches what has no slot by then.
 
         Args:
             dist_input: The ids of all ranks for this rank's rows.
             forward_stream: Ignored: the tiers order their own transfers.
-            ctx: Ignored: the lookup finds the prefetched rows by their ids.
+            ctx: The mini-batch, for its `compute_and_output_dist`.
         """
         if self.training and torch.is_grad_enabled():
-            self.local_tables.prefetch(dist_input)
+            claims = self.local_tables.prefetch(dist_input)
+            if ctx is not None:
+                ctx.claims = claims
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in TorchRec. Updated rows are written back first; they stay in fast memory.
 
         Writes to DTensors are not noticed, so after these were given out rows are fetched again.
         """
-        with ExitStack() as stack:
-            for tiers in self.tiers():
-                stack.enter_context(tiers.only_read())
-            found = super().state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **kwargs)
         if self._env.output_dtensor:
             self.local_tables.purge()
         return found
@@ -175,9 +167,6 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
             "recsys does not call TorchRec's ModelDeltaTracker, which would find no rows; name "
             "this collection in its fqns_to_skip, or leave the tracker out"
         )
-
-    def _before_input_dist(self, features: Any) -> None:
-        """A collection's own work on a valid input."""
 
     @abstractmethod
     def _local_groups(

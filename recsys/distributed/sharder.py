@@ -12,12 +12,12 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
-from recsys.distributed.agreement import require_same
 from recsys.distributed.collection import (
+    EXCHANGES,
+    ROWS,
     ShardedHotColdEmbeddingBagCollection,
     ShardedHotColdEmbeddingCollection,
 )
-from recsys.distributed.exchange.exchange_choice import ROWS, require_exchange
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.table import data_type_of
 
@@ -85,7 +85,6 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
             module_fqn: Path of the collection in the model.
 
         Raises:
-            ConfigError: ranks have different tables, plans, optimizers or exchanges.
             ProfileError: the `HotPlan` is of other tables.
             ValueError: the plan, a table or the environment is not supported.
             Exception: of `AbstractShardedTables`.
@@ -97,14 +96,6 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
                 "DistributedModelParallel (not DMPCollection)"
             )
         configs, weights = self._configs(module), self.shardable_parameters(module)
-        common: dict[str, Any] = {
-            "fused_params: row_wise_exchange": self._exchange,
-            "the rest of fused_params": self.fused_params,
-            "is_weighted": getattr(module, "_is_weighted", False),
-        }
-        for table in configs:
-            common |= _settings_of(table, params[table.name], weights[table.name])
-        require_same(common, env.process_group)
         for table in configs:
             _require_table(table, params[table.name], self._exchange)
             _require_new(table.name, weights[table.name])
@@ -151,8 +142,7 @@ class HotColdEmbeddingBagCollectionSharder(AbstractHotColdSharder, EmbeddingBagC
     Args:
         fused_params: As for `AbstractHotColdSharder`, and "row_wise_exchange": "rows" sends the
             distinct rows of row-wise tables to the samples' ranks and pools there, "pooled" pools
-            each rank's rows and sends these parts, "auto" takes the one that sends fewer bytes in
-            the first mini-batch. It must be the same on every rank.
+            each rank's rows and sends these parts.
         options: More arguments of TorchRec's class.
 
     Raises:
@@ -162,7 +152,12 @@ class HotColdEmbeddingBagCollectionSharder(AbstractHotColdSharder, EmbeddingBagC
 
     def __init__(self, fused_params: Mapping[str, Any] | None = None, **options: Any) -> None:
         settings = dict(fused_params or {})
-        self._exchange = require_exchange(settings.pop("row_wise_exchange", ROWS))
+        self._exchange = settings.pop("row_wise_exchange", ROWS)
+        if self._exchange not in EXCHANGES:
+            raise ValueError(
+                f"fused_params: row_wise_exchange must be one of {EXCHANGES}, got "
+                f"{self._exchange!r}"
+            )
         super().__init__(settings, **options)
 
     @property
@@ -196,21 +191,6 @@ class HotColdEmbeddingCollectionSharder(AbstractHotColdSharder, EmbeddingCollect
 
     def _options(self) -> dict[str, Any]:
         return {"use_index_dedup": self._use_index_dedup}
-
-
-def _settings_of(
-    table: Any, sharding: ParameterSharding, weight: torch.nn.Parameter
-) -> dict[str, Any]:
-    """What every rank must have in common of a table, by its name in a message."""
-    place = f"table {table.name!r}:"
-    names = ("num_embeddings", "embedding_dim", "feature_names", "pooling", "data_type")
-    found = {f"{place} {name}": getattr(table, name, None) for name in names}
-    for name in ("sharding_type", "compute_kernel", "ranks"):
-        found[f"{place} {name} in the plan"] = getattr(sharding, name)
-    found[f"{place} the optimizer"] = [
-        getattr(weight, name, None) for name in ("_optimizer_classes", "_optimizer_kwargs")
-    ]
-    return found
 
 
 def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> None:

@@ -29,8 +29,7 @@ class HotColdTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[m
     """A drop-in for `TrainPipelineSparseDist`; losses and rows are the same to the last bit.
 
     Ids must have arrived before the backward begins, while TorchRec's pipeline also waits for them
-    during the backward. A rank without room for the rows of the next mini-batch fetches them in
-    their forward, whatever other ranks do.
+    during the backward.
     """
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -51,5 +50,5 @@ class HotColdTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[m
                 if isinstance(module, AbstractShardedTables):
                     requests, name = context.input_dist_tensors_requests, module.forward.name
                     ids = requests[name].wait()
-                    module.prefetch(ids)
+                    module.prefetch(ids, ctx=context.module_contexts[name])
                     requests[name] = NoWait(ids)

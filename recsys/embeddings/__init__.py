@@ -1,18 +1,19 @@
 """Embedding tables, and the modules that look up and update their rows.
 
-    bag, embedding, collection, embedding_collection
-                   the modules that users build from tables (`table`); `optimizer` has the update
-                   rules of rows, `baselines` the same modules by PyTorch and FBGEMM
+    bag, embedding, collection
+                   the modules that users build from tables (`table`), on `tables_module`;
+                   `optimizer` has the update rules of rows, `attach` lets a torch optimizer update
+                   them
+    saved_tables   tables and state as a checkpoint saves and loads them
     popularity/    how often each row is looked up, and which rows stay hot
     staleness/     which rows have stopped changing although they are trained
     lookup/        ids become pooled vectors, and gradients become ledger entries
     update/        rows are updated by a ledger and the settings of an optimizer
     tiers/         which row is in which slot; rows move between slots and the cold store
-    kernels/       the work on rows: on the CPU by numba (cpu), elsewhere by torch (torch)
-    rows/          the data that all kernels share
+    rows/          tables, bags, the ledger: the data that all kernels share
+    kernels/       the work on rows: by numba (cpu) and by Triton
 
-A folder imports only folders below it in this list. A resident table does not use `tiers/`; a table
-with tiers uses the same kernels on slots instead of rows.
+A folder imports only folders below it in this list.
 """
 
 from typing import TYPE_CHECKING
@@ -21,9 +22,11 @@ from recsys._support.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from recsys.embeddings.bag import HotColdEmbeddingBag
-    from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+    from recsys.embeddings.collection import (
+        HotColdEmbeddingBagCollection,
+        HotColdEmbeddingCollection,
+    )
     from recsys.embeddings.embedding import HotColdEmbedding
-    from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
     from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
     from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
@@ -59,7 +62,7 @@ if not TYPE_CHECKING:
             "HotColdEmbedding": "embedding",
             "HotColdEmbeddingBag": "bag",
             "HotColdEmbeddingBagCollection": "collection",
-            "HotColdEmbeddingCollection": "embedding_collection",
+            "HotColdEmbeddingCollection": "collection",
             "HotPlan": "popularity.plan",
             "PartialRowWiseAdam": "optimizer",
             "PopularityProfile": "popularity.counts",

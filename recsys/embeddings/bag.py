@@ -1,40 +1,33 @@
 """`HotColdEmbeddingBag`: an `nn.EmbeddingBag` whose rows recsys updates.
 
-    input, offsets -> BagCalls, DeviceCalls -> pooled vectors    a sum or mean; calls share a node
-                   -> read_bags -> BagLookup -> pooled vectors   all others; names an invalid id
-    gradient -> ledger -> update
-
-It is a subclass of `nn.EmbeddingBag`. Without an optimizer it computes the same, and its errors
-name the sample.
+It is a subclass of `nn.EmbeddingBag`. Without an optimizer it computes the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from recsys._support.torch_compat import not_compiled
-from recsys.embeddings.rows.bag_input import BagInput, read_bags
-from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.table_module import TableModule, allocate_rows
-from recsys.embeddings.tier_arguments import TierArguments
-from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.lookup.inputs import read_bag_call, without_row
+from recsys.embeddings.lookup.lookup import look_up
+from recsys.embeddings.rows.grads import require_no_optimizer
+from recsys.embeddings.tables_module import OneTable, TableSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from recsys.embeddings.lookup.fused_lookup import Part
-    from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
+    from recsys.embeddings.lookup.lookup import Part
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.embeddings.rows.bags import Bags
 
 __all__ = ["HotColdEmbeddingBag"]
 
 
-class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
+class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
     """A drop-in for `torch.nn.EmbeddingBag`.
 
     Args:
@@ -48,9 +41,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
         include_last_offset: Whether the last number of `offsets` is the end of the last bag.
         padding_idx: A row that is left out of pooling and gets no gradient.
-        device: Device of the rows; with a budget, of the rows in fast memory. With an optimizer
-            it must be the CPU, CUDA, or "meta" until `to_empty`. On CUDA, invalid ids raise on a
-            later call, or in `check_input`.
+        device: Device of the rows; with an optimizer the CPU.
         dtype: Type of the rows; with an optimizer float32, float64 or bfloat16. Rows of bfloat16
             are pooled and updated in float32.
         optimizer: The update rule of the rows; None leaves gradients to a torch optimizer.
@@ -69,7 +60,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             budget needs an optimizer. Write to rows only through `weight`: a write through a tensor
             kept from before may raise `ConflictingWrite`, and a write through a kept numpy array is
             not seen. None takes the budget of `plan`, or keeps all rows in fast memory.
-        plan: Rows that never leave fast memory, as a plan of a single table of this size, by any
+        plan: Rows that do not leave fast memory, as a plan of a single table of this size, by any
             name; see `plan_hot_rows`. Without a plan, rows in frequent use stay in fast memory.
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk, for tables that are
             larger than memory.
@@ -82,8 +73,10 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
 
     Raises:
         AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
-        ProfileError: the plan is for other tables.
+        BudgetTooSmall: the budget has no room for the row map and a row.
         ColdTierError: the folder cannot be used, or the disk is full.
+        ConfigError: budget, cold_tier and cold_path contradict each other.
+        ProfileError: the plan is for other tables.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
             setting.
@@ -113,13 +106,18 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
-        rows = allocate_rows(
-            (num_embeddings, embedding_dim),
-            _weight,
-            dtype,
+        settings = TableSettings(
             optimizer,
-            TierArguments(budget, plan, cold_tier, cold_path, device),
+            auto_apply,
+            stochastic_rounding,
+            rounding_seed,
+            budget,
+            cold_tier,
+            cold_path,
+            plan,
         )
+        shape = num_embeddings, embedding_dim
+        rows, files = settings.allocate_one(shape, _weight, dtype, device)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -128,23 +126,15 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             scale_grad_by_freq,
             mode,
             sparse,
-            rows.weight,
+            rows,
             include_last_offset,
             padding_idx,
             device,
             dtype,
         )
-        if rows.are_to_draw:
+        if rows is not None and _weight is None:
             self.reset_parameters()
-        self.row_optimizer = None
-        if optimizer is not None:
-            updater = self._optimize(
-                optimizer,
-                auto_apply=auto_apply,
-                stochastic_rounding=stochastic_rounding,
-                rounding_seed=rounding_seed,
-            )
-            rows.tiers.begin(updater, [("weight", cast("nn.Parameter", self.weight))])
+        self._optimize(settings, files)
 
     def forward(
         self,
@@ -171,66 +161,19 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             ValueError: a weight is nan; the module's settings exclude each other; or the input is
                 on another device than the rows.
         """
-        if type(input) is not Tensor:
-            traced = self._leaf_call(input, offsets, per_sample_weights)
-            if traced is not None:
-                return cast("Tensor", traced)
-        if self._updater is not None:
-            if torch.compiler.is_compiling():
-                return self._break_graph(input, offsets, per_sample_weights)
-            return self._look_up(input, offsets, per_sample_weights)
-        if torch.compiler.is_compiling() or not input.is_cpu:
+        if self._nodes is None and not self._has_optimizer():
             return super().forward(input, offsets, per_sample_weights)
-        bags = self._read(input, offsets, per_sample_weights)
-        try:
-            return self._pool_by_torch(bags, self.weight)
-        except (IndexError, RuntimeError) as error:
-            bad = bags.first_bad(len(self.weight))
-            if bad is None:
-                raise
-            raise bags.id_error(bad, len(self.weight)) from error
+        run = self._break_graph if torch.compiler.is_compiling() else self._look_up
+        return run(input, offsets, per_sample_weights)
 
-    def prefetch(
+    def lookups(
         self,
         input: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
-    ) -> Prefetched:
-        """Start to fetch the rows of a later lookup in the background.
-
-        The next training `forward` of the same ids uses the fetched rows. Any other `forward` stays
-        correct. If slots are scarce, the latest prefetch is given up first. `TrainPipeline` calls
-        this. Without tiers it does nothing.
-
-        Args:
-            input: As for `forward`.
-            offsets: As for `forward`.
-            per_sample_weights: As for `forward`.
-
-        Shape:
-            As for `forward`.
-
-        Returns:
-            The claim on slots; it need not be kept.
-
-        Raises:
-            IdOutOfRange: as for `forward`.
-            MalformedBags: as for `forward`.
-            NotImplementedError: as for `forward`.
-            ValueError: as for `forward`.
-        """
-        if not self.tiers():
-            return Prefetched(())
-        return self._request(input, offsets, per_sample_weights).claim()
-
-    def parts(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> list[Part]:
-        """The rows that `forward` looks up; see `AbstractTables.parts`."""
-        return self._bag_lookup().parts(self._read(input, offsets, per_sample_weights))
+    ) -> list[tuple[Part, Bags]]:
+        """What `forward` looks up; arguments and errors are its."""
+        return [(self._parts[0], self._read(input, offsets, per_sample_weights))]
 
     @classmethod
     def from_pretrained(
@@ -288,11 +231,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         )
         assert isinstance(module, HotColdEmbeddingBag)  # torch builds a cls
         module._optimize_pretrained(
-            optimizer,
+            TableSettings(optimizer, auto_apply, stochastic_rounding, rounding_seed),
             freeze=freeze,
-            auto_apply=auto_apply,
-            stochastic_rounding=stochastic_rounding,
-            rounding_seed=rounding_seed,
         )
         return module
 
@@ -318,13 +258,12 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
                 `apply_optimizer_in_backward` gave the table an optimizer that cannot be translated,
                 or one in addition to `optimizer`.
         """
-        require_no_updater("weight", cast("nn.Parameter", bag.weight))
-        module = cls._on_weight_of(bag)
-        module._take_over(bag, optimizer, auto_apply=auto_apply)
-        return module
+        return cls._on(bag)._take_over(bag, optimizer, auto_apply=auto_apply)
 
     @classmethod
-    def _on_weight_of(cls, bag: nn.EmbeddingBag) -> HotColdEmbeddingBag:
+    def _on(cls, bag: nn.EmbeddingBag) -> HotColdEmbeddingBag:
+        """A module without an optimizer on the same Parameter."""
+        require_no_optimizer("weight", bag.weight)
         module = cls(
             bag.num_embeddings,
             bag.embedding_dim,
@@ -337,66 +276,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             bag.include_last_offset,
             bag.padding_idx,
         )
-        module.weight = bag.weight
+        module.weight = bag.weight  # torch has made another one of the same memory
         return module
-
-    def _read(
-        self,
-        input: Tensor,
-        offsets: Tensor | None,
-        per_sample_weights: Tensor | None,
-    ) -> BagInput:
-        return read_bags(
-            input,
-            offsets,
-            per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            mode=self.mode,
-            dtype=self.weight.dtype,
-            is_deferred=self._group is not None and self._group.kernels.errors is not None,
-        )
-
-    def _request(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> PrefetchRequest:
-        if offsets is None and per_sample_weights is None and self.padding_idx is None:
-            request = self._request_fast(input)
-            if request is not None:
-                return request
-        return self._bag_lookup().request(self._read(input, offsets, per_sample_weights))
-
-    def _request_fast(self, input: Tensor) -> PrefetchRequest | None:
-        """The request for bags of one id each; None if input or settings need `BagLookup`."""
-        if (
-            self.mode not in ("sum", "mean")
-            or self.max_norm is not None
-            or self.scale_grad_by_freq
-            or type(input) is not Tensor
-            or input.is_nested
-            or input.dim() != 2
-            or input.shape[1] != 1
-        ):
-            return None
-        calls, lookups = self._calls_and_lookups()
-        return calls.request(lookups, input, (input.shape[0],))
-
-    def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
-        return functional.embedding_bag(
-            bags.values,
-            rows,
-            bags.offsets,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            bags.weights,
-            include_last_offset=True,
-            padding_idx=self.padding_idx,
-        )
 
     @not_compiled
     def _break_graph(
@@ -407,45 +288,23 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     def _look_up(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        pooled = self._pool_fast(input, offsets, per_sample_weights)
-        if pooled is not None:
-            return pooled
-        lookup = self._bag_lookup()  # before ids are read, which torch.export cannot trace
+        assert self._nodes is not None
         bags = self._read(input, offsets, per_sample_weights)
-        return lookup.pool(bags).to(self.weight.dtype)
+        pooled = look_up(self._nodes, self._parts, bags, self.embedding_dim)
+        # A view, because a node calls hooks of all of its outputs, with None without a gradient.
+        pooled = pooled.view(-1, self.embedding_dim)
+        return pooled.bfloat16() if self._parts[0][0].dtype is torch.bfloat16 else pooled
 
-    def _pool_fast(
-        self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> Tensor | None:
-        """Look up and pool by `BagCalls`.
-
-        Returns:
-            None if the input or the module's settings need `fused_lookup`.
-        """
-        if (
-            (self.mode != "sum" and (self.mode != "mean" or weights is not None))
-            or self.max_norm is not None
-            or self.scale_grad_by_freq
-            or type(input) is not Tensor
-            or input.is_nested
-        ):
-            return None
-        if offsets is None:
-            if input.dim() != 2 or not input.numel():
-                return None
-            num_bags = input.shape[0]
-        elif type(offsets) is Tensor and input.dim() == 1 and offsets.dim() == 1:
-            num_bags = offsets.shape[0] - int(self.include_last_offset)
-        else:
-            return None
-        calls, lookups = self._calls_and_lookups()
-        return calls.look_up(
-            lookups,
+    def _read(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> Bags:
+        bags = read_bag_call(
             input,
             offsets,
-            weights,
-            (num_bags,),
-            is_mean=self.mode == "mean",
-            padding_idx=None,
-            left_out=self.padding_idx,
+            per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            mode=self.mode,
+            dtype=self._dtype(),
+            device=self._parts[0][0].device,
         )
+        return bags if self.padding_idx is None else without_row(bags, self.padding_idx)

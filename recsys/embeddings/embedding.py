@@ -1,39 +1,33 @@
 """`HotColdEmbedding`: an `nn.Embedding` whose rows recsys updates.
 
-    input -> BagCalls, DeviceCalls -> rows    of most inputs; calls share a node
-          -> BagLookup -> rows                all others; names an invalid id
-    gradient -> ledger -> update
-
-It is a subclass of `nn.Embedding`. Without an optimizer it computes the same, and its errors name
-the position of an invalid id.
+It is a subclass of `nn.Embedding`. Without an optimizer it computes the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from recsys._support.torch_compat import not_compiled
-from recsys.embeddings.rows.bag_input import read_ids
-from recsys.embeddings.rows.table_parameter import require_no_updater
-from recsys.embeddings.table_module import TableModule, allocate_rows
-from recsys.embeddings.tier_arguments import TierArguments
-from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.lookup.inputs import read_ids
+from recsys.embeddings.lookup.lookup import look_up
+from recsys.embeddings.rows.grads import require_no_optimizer
+from recsys.embeddings.tables_module import OneTable, TableSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from recsys.embeddings.lookup.fused_lookup import Part
-    from recsys.embeddings.lookup.prefetch_requests import PrefetchRequest
+    from recsys.embeddings.lookup.lookup import Part
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.embeddings.rows.bags import Bags
 
 __all__ = ["HotColdEmbedding"]
 
 
-class HotColdEmbedding(TableModule, nn.Embedding):
+class HotColdEmbedding(OneTable, nn.Embedding):
     """A drop-in for `torch.nn.Embedding`.
 
     Args:
@@ -63,8 +57,10 @@ class HotColdEmbedding(TableModule, nn.Embedding):
 
     Raises:
         AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
-        ProfileError: the plan is for other tables.
+        BudgetTooSmall: the budget has no room for the row map and a row.
         ColdTierError: the folder cannot be used, or the disk is full.
+        ConfigError: budget, cold_tier and cold_path contradict each other.
+        ProfileError: the plan is for other tables.
         TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
             setting.
@@ -95,13 +91,18 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
-        rows = allocate_rows(
-            (num_embeddings, embedding_dim),
-            _weight,
-            dtype,
+        settings = TableSettings(
             optimizer,
-            TierArguments(budget, plan, cold_tier, cold_path, device),
+            auto_apply,
+            stochastic_rounding,
+            rounding_seed,
+            budget,
+            cold_tier,
+            cold_path,
+            plan,
         )
+        shape = num_embeddings, embedding_dim
+        rows, files = settings.allocate_one(shape, _weight, dtype, device)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -110,22 +111,14 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             norm_type,
             scale_grad_by_freq,
             sparse,
-            rows.weight,
+            rows,
             _freeze,
             device,
             dtype,
         )
-        if rows.are_to_draw:
+        if rows is not None and _weight is None:
             self.reset_parameters()
-        self.row_optimizer = None
-        if optimizer is not None:
-            updater = self._optimize(
-                optimizer,
-                auto_apply=auto_apply,
-                stochastic_rounding=stochastic_rounding,
-                rounding_seed=rounding_seed,
-            )
-            rows.tiers.begin(updater, [("weight", cast("nn.Parameter", self.weight))])
+        self._optimize(settings, files)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up.
@@ -134,57 +127,19 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             input any; result (*input, D).
 
         Raises:
-            IdOutOfRange: an id is not a row; on CUDA this may be an id of an earlier input.
+            IdOutOfRange: an id is not a row.
             MalformedBags: the input is nested, or is not int64 or int32.
-            TypeError: the input is not a tensor.
-            ValueError: the input is on another device than the rows.
         """
-        if type(input) is not Tensor:
-            traced = self._leaf_call(input)
-            if traced is not None:
-                return cast("Tensor", traced)
-            if not isinstance(input, Tensor):
-                raise TypeError(
-                    f"ids must be a tensor, got {type(input).__name__}; convert them by "
-                    "torch.tensor(ids)"
-                )
-        if self._updater is not None:
-            if torch.compiler.is_compiling():
-                return self._break_graph(input)
-            return self._look_up(input)
-        if torch.compiler.is_compiling() or not input.is_cpu:
+        if self._nodes is None and not self._has_optimizer():
             return super().forward(input)
-        try:
-            return super().forward(input)
-        except (IndexError, RuntimeError) as error:
-            ids = read_ids(input)
-            bad = ids.first_bad(len(self.weight))
-            if bad is None:
-                raise
-            raise ids.id_error(bad, len(self.weight)) from error
+        return (self._break_graph if torch.compiler.is_compiling() else self._look_up)(input)
 
-    def prefetch(self, input: Tensor) -> Prefetched:
-        """Start to fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`.
-
-        Shape:
-            As for `forward`.
-
-        Raises:
-            IdOutOfRange: as for `forward`.
-            MalformedBags: as for `forward`.
-            ValueError: as for `forward`.
-        """
-        if not self.tiers():
-            return Prefetched(())
-        return self._request(input).claim()
-
-    def parts(self, input: Tensor) -> list[Part]:
-        """The rows that `forward` looks up; see `AbstractTables.parts`."""
-        ids = read_ids(input)
-        if input.dim() > 1 and input.numel():  # one bag of several ids for each sample
-            step = input.numel() // len(input)
-            ids = ids._replace(offsets=ids.offsets[::step].contiguous(), is_one_hot=step == 1)
-        return self._bag_lookup().parts(ids)
+    def lookups(self, input: Tensor) -> list[tuple[Part, Bags]]:
+        """What `forward` looks up, as one bag a sample; the argument and errors are its."""
+        bags = read_ids(input, self._dtype(), self._parts[0][0].device)
+        if input.dim() > 1:
+            bags = bags._replace(num_samples=len(input), num_bags=len(input))
+        return [(self._parts[0], bags)]
 
     @classmethod
     def from_pretrained(
@@ -230,11 +185,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         )
         assert isinstance(module, HotColdEmbedding)  # torch builds a cls
         module._optimize_pretrained(
-            optimizer,
+            TableSettings(optimizer, auto_apply, stochastic_rounding, rounding_seed),
             freeze=freeze,
-            auto_apply=auto_apply,
-            stochastic_rounding=stochastic_rounding,
-            rounding_seed=rounding_seed,
         )
         return module
 
@@ -252,13 +204,12 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         Raises:
             ValueError: as for `HotColdEmbeddingBag.from_torch`.
         """
-        require_no_updater("weight", cast("nn.Parameter", module.weight))
-        ours = cls._on_weight_of(module)
-        ours._take_over(module, optimizer, auto_apply=auto_apply)
-        return ours
+        return cls._on(module)._take_over(module, optimizer, auto_apply=auto_apply)
 
     @classmethod
-    def _on_weight_of(cls, module: nn.Embedding) -> HotColdEmbedding:
+    def _on(cls, module: nn.Embedding) -> HotColdEmbedding:
+        """A module without an optimizer on the same Parameter."""
+        require_no_optimizer("weight", module.weight)
         ours = cls(
             module.num_embeddings,
             module.embedding_dim,
@@ -269,44 +220,25 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             module.sparse,
             module.weight,
         )
-        ours.weight = module.weight
+        ours.weight = module.weight  # torch has made another one of the same memory
         return ours
-
-    def _request(self, input: Tensor) -> PrefetchRequest:
-        request = None
-        if self._is_plain(input):
-            calls, lookups = self._calls_and_lookups()
-            request = calls.request(lookups, input, input.shape)
-        if request is None:
-            request = self._bag_lookup().request(read_ids(input))
-        if input.dim() < 2 or not input.numel():
-            return request
-        step = input.numel() // len(input)
-        return request._replace(first_bags=torch.arange(0, input.numel() + 1, step, device="cpu"))
 
     @not_compiled
     def _break_graph(self, input: Tensor) -> Tensor:
         return self._look_up(input)
 
     def _look_up(self, input: Tensor) -> Tensor:
-        if self._is_plain(input):
-            calls, lookups = self._calls_and_lookups()
-            rows = calls.look_up(
-                lookups,
-                input,
-                None,
-                None,
-                input.shape,
-                is_mean=False,
-                padding_idx=self.padding_idx,
-                left_out=None,
-            )
-            if rows is not None:
-                return rows
-        rows = self._bag_lookup().pool(read_ids(input)).to(self.weight.dtype)
-        return rows.view(*input.shape, self.embedding_dim)
-
-    def _is_plain(self, input: Tensor) -> bool:
-        """Whether ids and settings need no more than rows."""
-        is_simple = self.max_norm is None and not self.scale_grad_by_freq
-        return is_simple and type(input) is Tensor and not input.is_nested
+        assert self._nodes is not None
+        dtype = self._dtype()
+        rows = look_up(
+            self._nodes,
+            self._parts,
+            read_ids(input, dtype, self._parts[0][0].device),
+            self.embedding_dim,
+            untrained_row=self.padding_idx,
+        )
+        rows = rows.view(*input.shape, self.embedding_dim)
+        if 1 in input.shape[:-1]:
+            # Otherwise torch may build the `grad` of a parameter on the memory of the gradient.
+            rows = rows * 1
+        return rows.bfloat16() if dtype is torch.bfloat16 else rows

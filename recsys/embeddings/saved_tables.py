@@ -1,85 +1,65 @@
 """The tables of a model that recsys updates, as checkpoints see them: rows and state in blocks.
 
     track           begin to record which rows are changed
-    flush           write updated rows in slots back to the cold store; they stay in their slots
+    flush           write changed rows in slots back; they stay in their slots
     take_changed    which rows were changed since the last call
-    read, gather    copy rows from the tables or the cold store, also in another thread
+    read, gather    copy rows, also in another thread
     restoring       a context in which rows and state are overwritten by `write` and `scatter`
 
-Tables in files are read and written by the system's file calls. Reading them through the memory map
-would make the whole table count as memory of the process. Letters: E rows of a table, M rows.
+Letters: E rows of a table, M rows.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
-from recsys._support.memory import empty_rows, lasting_tensors
-from recsys._support.torch_compat import DisableTorchFunctionSubclass, version_of
-from recsys.embeddings.lookup.abstract_tables import AbstractTables
-from recsys.embeddings.rows.row_space import compute_dtype
-from recsys.embeddings.tiers.cold.file_store import (
-    NUM_THREADS,
-    move_rows,
-    read_range,
-    write_range,
-)
+from recsys._support.memory import lasting_tensors
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
+from recsys.embeddings.rows.grads import drop_grads
+from recsys.embeddings.tables_module import TableModule
+from recsys.embeddings.tiers.write_back import write_back
 from recsys.embeddings.update.changed_rows import ChangedRows
 from recsys.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from recsys.embeddings.lookup.table_group import TableGroup
-    from recsys.embeddings.tiers.cold.cold_files import ColdFiles, OpenArray
-    from recsys.embeddings.update.group_updater import GroupUpdater
-    from recsys.embeddings.update.row_updater import RowUpdater
-
-    _States = dict[str, tuple[Tensor, int]]  # arrays of a table's state, with their versions
+    from recsys.embeddings.update.update_rows import TableUpdate
 
 __all__ = ["SavedTable", "SavedTables"]
 
-_CLEARED_BYTES = 16 * 2**20  # zeros are written to files in blocks of this size
+_CLEARED_BYTES = 16 * 2**20  # arrays are set to zeros in blocks of this size
 
 
 class SavedTable:
     """One table and its optimizer state: read and written in blocks.
 
-    An array is "weight" or an array of the state, by its name in the state. A reader in another
-    thread, while rows are updated, may see a row that is partly updated. `ChangedRows` records it.
+    An array is "weight" or an array of the state, by its name there. A reader in another thread may
+    see a row that is updated partly; `SavedTables.take_changed` has it.
 
     Args:
         key: The table's key in the model's `state_dict`.
-        updater: Has the table's optimizer.
-        group: The table's group.
-        number: The table's number in the group.
-        threads: For reads and writes of scattered rows in files.
+        update: Updates its group.
+        number: Its number in the group.
 
     Attributes:
         key: As given.
+        update: As given.
+        number: As given.
         weight: The Parameter.
         optimizer: Has the state.
     """
 
-    def __init__(
-        self,
-        key: str,
-        updater: RowUpdater,
-        group: GroupUpdater,
-        number: int,
-        threads: ThreadPoolExecutor,
-    ) -> None:
-        self.key, self.weight = key, group.group.tables[number]
-        self.optimizer = updater.optimizer
-        self._updater, self._group, self._number, self._threads = updater, group, number, threads
+    def __init__(self, key: str, update: TableUpdate, number: int) -> None:
+        self.key, self.weight, self.optimizer = key, update.group.tables[number], update.optimizer
+        self.update, self.number = update, number
 
     @property
     def num_rows(self) -> int:
@@ -92,7 +72,7 @@ class SavedTable:
         return state
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Copy consecutive rows to the host.
+        """Copy consecutive rows, without taking a file's pages into memory of the process.
 
         Args:
             name: Name of the array.
@@ -103,19 +83,16 @@ class SavedTable:
             result (end - begin, *columns), dtype of the array.
 
         Raises:
-            ColdTierError: the file cannot be read.
+            ColdTierError: the disk cannot read the file.
         """
-        with DisableTorchFunctionSubclass():  # internal read of the table
-            array = self._array(name)
-            opened = self._file_of(array)
-            if opened is None:
-                return array.detach()[begin:end].to("cpu", copy=True)
-            rows = torch.empty((end - begin, *array.shape[1:]), dtype=array.dtype, device="cpu")
-            read_range(opened, begin, _bytes_of(rows))
-            return rows
+        array = self._array(name)
+        rows = torch.empty((end - begin, *array.shape[1:]), dtype=array.dtype, device="cpu")
+        if not self._move_range(array, begin, rows, is_read=True):
+            rows.copy_(array[begin:end])
+        return rows
 
-    def gather(self, name: str, rows: NDArray[np.int64]) -> Tensor:
-        """Copy some rows to the host.
+    def gather(self, name: str, rows: NDArray[Any]) -> Tensor:
+        """Copy some rows.
 
         Args:
             name: Name of the array.
@@ -123,18 +100,9 @@ class SavedTable:
 
         Shape:
             result (M, *columns), dtype of the array.
-
-        Raises:
-            ColdTierError: the file cannot be read, or another process has opened it.
         """
-        with DisableTorchFunctionSubclass():  # internal read of the table
-            array = self._array(name)
-            opened = self._file_of(array)
-            if opened is None:
-                return array.detach().index_select(0, torch.from_numpy(rows).to(array.device)).cpu()
-            found = torch.empty((len(rows), *array.shape[1:]), dtype=array.dtype, device="cpu")
-            self._move(opened, rows, found, is_fetch=True)
-            return found
+        array = self._array(name)
+        return array[torch.from_numpy(rows).to(array.device)].cpu()
 
     def write(self, name: str, begin: int, values: Tensor) -> None:
         """Overwrite consecutive rows; only while `SavedTables.restoring`.
@@ -142,57 +110,46 @@ class SavedTable:
         Args:
             name: Name of the array.
             begin: The first row.
-            values: The rows, (M, *columns), on the host.
+            values: The rows, (M, *columns).
 
         Raises:
-            ColdTierError: the file cannot be written.
+            ColdTierError: the disk cannot write the file.
             WeightsError: the array has no such rows, or rows of another size or dtype.
         """
-        with DisableTorchFunctionSubclass():  # internal write to the table
-            array = self._array(name)
-            end = begin + len(values)
-            self._require_fit(name, array, values, begin, end)
-            opened = self._file_of(array)
-            if opened is None:
-                array.detach()[begin:end].copy_(values.view(-1, *array.shape[1:]))
-            else:
-                write_range(opened, begin, _bytes_of(values))
+        array, end = self._array(name), begin + len(values)
+        self._require_fit(name, array, values, begin, end)
+        if self._move_range(array, begin, values.contiguous(), is_read=False):
+            increment_version(array)
+        else:
+            array[begin:end] = values.view(-1, *array.shape[1:])
 
-    def scatter(self, name: str, rows: NDArray[np.int64], values: Tensor) -> None:
+    def scatter(self, name: str, rows: NDArray[Any], values: Tensor) -> None:
         """Overwrite some rows; only while `SavedTables.restoring`.
 
         Args:
             name: Name of the array.
             rows: Row numbers, (M,) ascending.
-            values: The rows, (M, *columns), on the host.
+            values: The rows, (M, *columns).
 
         Raises:
-            ColdTierError: the file cannot be written.
             WeightsError: the array has no such rows, or rows of another size or dtype.
         """
-        if not len(rows):
-            return
-        with DisableTorchFunctionSubclass():  # internal write to the table
-            array = self._array(name)
-            if len(rows) != len(values):
-                raise WeightsError(
-                    f"table {self.key!r}: {name}: there are {len(rows)} row numbers, got "
-                    f"{len(values)} rows; give a number for each row"
-                )
+        array = self._array(name)
+        if len(rows) != len(values):
+            raise WeightsError(
+                f"table {self.key!r}: {name}: there are {len(rows)} row numbers, got {len(values)} "
+                "rows; give a number for each row"
+            )
+        if len(rows):
             self._require_fit(name, array, values, int(rows.min()), int(rows.max()) + 1)
-            opened = self._file_of(array)
-            if opened is None:
-                numbers = torch.from_numpy(rows).to(array.device)
-                of_rows = values.view(-1, *array.shape[1:]).to(array.device)
-                array.detach().index_put_((numbers,), of_rows)
-            else:
-                self._move(opened, rows, values, is_fetch=False)
+            of_rows = values.view(-1, *array.shape[1:]).to(array.device)
+            array[torch.from_numpy(rows).to(array.device)] = of_rows
 
     @lasting_tensors()
     def make_array(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A state array of zeros, in the optimizer's state; in a file if the table is in one.
+        """A state array of zeros, in the optimizer's state; only while `SavedTables.restoring`.
 
-        An array that exists already is set to zeros. Only while `SavedTables.restoring`.
+        An array that exists already is set to zeros.
 
         Args:
             name: Name of the array.
@@ -203,19 +160,15 @@ class SavedTable:
             ColdTierError: the disk has no room.
             WeightsError: the table's optimizer has no such array.
         """
-        with DisableTorchFunctionSubclass():  # internal read of the table
-            self.require_state(name, tuple(shape), dtype)
-            state, files = self._updater.optimizer.state[self.weight], self._files()
-            own_name = "" if files is None else self._group.state.name_in_files(self._number)
-            found: Tensor | None = state.get(name)
-            if found is not None:
-                self._clear(found)
-            elif files is not None:
-                found = files.make(own_name, name, shape, dtype)
-            else:
-                found = empty_rows(*shape, dtype=dtype, device=self.weight.device).zero_()
-            state[name] = found
-            return found
+        self.require_state(name, tuple(shape), dtype)
+        state = self.optimizer.state[self.weight]
+        if name not in state:
+            state[name] = self.update.new_array(self.number, name, tuple(shape[1:]))
+        found: Tensor = state[name]
+        step = max(1, _CLEARED_BYTES // max(1, found[:1].nbytes))
+        for begin in range(0, len(found), step):
+            self.write(name, begin, torch.zeros_like(found[begin : begin + step]))
+        return found
 
     def require_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Check the description of a state array before it is made.
@@ -223,8 +176,7 @@ class SavedTable:
         Raises:
             WeightsError: the table's optimizer has no such array.
         """
-        sizes = self._group.settings.state_sizes
-        wanted = compute_dtype(self.weight.dtype)
+        sizes, wanted = self.update.state_sizes(), self.update.group.compute_dtype
         found = shape[:1], torch.Size(shape[1:]).numel(), dtype
         if name not in sizes or found != ((self.num_rows,), sizes[name], wanted):
             raise WeightsError(
@@ -233,45 +185,14 @@ class SavedTable:
                 f"{name!r} of shape {shape} in {dtype}; load the state of the same optimizer"
             )
 
-    def _clear(self, array: Tensor) -> None:
-        """Set an array to zeros."""
-        opened = self._file_of(array)
-        if opened is None:
-            array.detach().zero_()
-            return
-        step = max(1, _CLEARED_BYTES // max(1, array[:1].nbytes))
-        for begin in range(0, len(array), step):
-            size = min(step, len(array) - begin)
-            write_range(opened, begin, _bytes_of(array.new_zeros(size, *array.shape[1:])))
-
     def _array(self, name: str) -> Tensor:
-        found: Tensor = self.weight if name == "weight" else self.state()[name]
-        return found
+        with DisableTorchFunctionSubclass():  # internal use of the table
+            found: Tensor = self.weight if name == "weight" else self.state()[name]
+            return found.detach()
 
-    def _files(self) -> ColdFiles | None:
-        tiers = self._group.group.tiers
-        return None if tiers is None else tiers.files
-
-    def _file_of(self, array: Tensor) -> OpenArray | None:
-        files = self._files()
-        return None if files is None else files.find(array)
-
-    def _move(
-        self, opened: OpenArray, rows: NDArray[np.int64], values: Tensor, *, is_fetch: bool
-    ) -> None:
-        """Move scattered rows between a file and host memory."""
-        files = self._files()
-        assert files is not None
-        files.require_owner()  # a forked process does not have the threads
-        move_rows(
-            self._threads,
-            [opened],
-            np.array([0, self.num_rows], np.uint64),
-            rows.astype(np.int32),
-            np.arange(len(rows), dtype=np.int32),
-            _bytes_of(values),
-            is_fetch=is_fetch,
-        )
+    def _move_range(self, array: Tensor, begin: int, rows: Tensor, *, is_read: bool) -> bool:
+        files = self.update.group.files
+        return files is not None and files.move_range(array, begin, rows, is_read=is_read)
 
     def _require_fit(self, name: str, array: Tensor, values: Tensor, begin: int, end: int) -> None:
         """Check rows before they are written.
@@ -302,52 +223,49 @@ class SavedTables:
         tables: The tables, in the order of the model's `state_dict`.
 
     Raises:
-        ConfigError: the model is a part of a larger one, or a table has no memory yet.
+        ConfigError: the model is a part of a larger one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        keys: dict[int, str] = {}
-        for key, parameter in model.named_parameters(remove_duplicate=False):
-            keys.setdefault(id(parameter), key)
-        modules = [module for module in model.modules() if isinstance(module, AbstractTables)]
-        updaters = dict.fromkeys(module.row_updater for module in modules)
-        self._updaters = [updater for updater in updaters if updater is not None]
-        self._groups: list[TableGroup] = []
-        self._records: list[ChangedRows] = []
-        self._known_states: list[_States] = []
-        threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="recsys-saved-tables")
-        found: dict[int, tuple[SavedTable, int, int]] = {}
-        for updater in self._updaters:
-            for each in updater.groups:
-                for number, weight in enumerate(each.group.tables):
-                    _require_whole(each.group.names[number], weight, keys)
-                    table = SavedTable(keys[id(weight)], updater, each, number, threads)
-                    found[id(weight)] = table, len(self._groups), number
-                self._groups.append(each.group)
-        in_order = [found[weight] for weight in keys if weight in found]
-        self.tables = [table for table, _, _ in in_order]
-        # For each table: the number of its group, and its number in the group.
-        self._places = [(group, number) for _, group, number in in_order]
+        keys: dict[nn.Parameter, str] = {}
+        for key, weight in model.named_parameters(remove_duplicate=False):
+            keys.setdefault(weight, key)
+        modules = [module for module in model.modules() if isinstance(module, TableModule)]
+        self._updates = list(dict.fromkeys(update for each in modules for update in each.updates()))
+        self._records: dict[TableUpdate, ChangedRows] = {}
+        places = {}
+        for update in self._updates:
+            for number, weight in enumerate(update.group.tables):
+                if weight not in keys:
+                    raise ConfigError(
+                        f"table {update.group.names[number]!r}: its optimizer updates tables of "
+                        "this model too, but the table is not in this model; save the whole model"
+                    )
+                if number not in update.group.released:
+                    places[weight] = update, number
+        self.tables = [
+            SavedTable(key, *places[weight]) for weight, key in keys.items() if weight in places
+        ]
 
     @property
     def tracked_bytes(self) -> int:
         """Bytes of the record of changed rows."""
-        return sum(record.num_bytes for record in self._records)
+        return sum(record.bits.nbytes for record in self._records.values())
 
     def flush(self) -> None:
-        """Write updated rows in slots back to the cold store; slots keep their rows.
+        """Write changed rows in slots back to the tables; slots keep their rows.
 
         Raises:
-            ConflictingWrite: tables or their state were written to while slots held updated rows.
+            ConflictingWrite: tables were written to while slots had newer rows.
             TiersFailed: a transfer has failed.
         """
-        with DisableTorchFunctionSubclass():  # internal read of tables
-            for group in self._groups:
-                if group.tiers is not None:
-                    group.tiers.complete_cold_store(group.space())
+        for update in self._updates:
+            if update.group.fetcher is not None:
+                update.group.fetcher.require_unwritten()
+                write_back(update.group)
 
     def track(self) -> None:
-        """Write updated rows back, then begin to record which rows are changed.
+        """Write changed rows back, then begin to record which rows are changed.
 
         A record of the same tables that another object has begun ends.
 
@@ -356,141 +274,69 @@ class SavedTables:
             TiersFailed: as for `flush`.
         """
         self.flush()
-        self._records = [
-            ChangedRows(group.tables, are_tiered=group.tiers is not None) for group in self._groups
-        ]
-        for group, record in zip(self._groups, self._records, strict=True):
-            group.record_changes(record)
-        self._known_states = [_arrays_of(table.state()) for table in self.tables]
+        for update in self._updates:  # arrays that were loaded are not changes
+            update.read_state()
+        self._records = {update: ChangedRows(update.group) for update in self._updates}
+        for update, record in self._records.items():
+            update.changed = record
 
     def stop_tracking(self) -> None:
         """End the record of changed rows."""
-        for group, record in zip(self._groups, self._records, strict=False):
-            if group.changed_rows is record:
-                group.record_changes(None)
-        self._records = []
+        for update, record in self._records.items():
+            if update.changed is record:
+                update.changed = None
+        self._records = {}
 
-    def take_changed(self) -> list[NDArray[np.uint64]]:
+    def take_changed(self) -> list[NDArray[Any]]:
         """Take the record of changed rows, and begin a new one; call `flush` before.
 
         Returns:
             The bits of each table, in the order of `tables`; see `ChangedRows.take`.
 
         Raises:
-            ConfigError: changes are not recorded, or another object has begun a record of the same
-                tables, or a table has another number of rows than when the record began.
+            ConfigError: changes are not recorded, or another object records them.
+            RuntimeError: a table has another number of rows now.
         """
-        self._require_records()
-        states = [_arrays_of(table.state()) for table in self.tables]
-        for place, known, now in zip(self._places, self._known_states, states, strict=True):
-            if _is_written(known, now, self._records[place[0]]):
-                self._records[place[0]].mark_table(place[1])
-        self._known_states = states
-        bits = [record.take() for record in self._records]
-        return [bits[group][number] for group, number in self._places]
+        if {update: update.changed for update in self._updates} != self._records:
+            raise ConfigError(
+                "changes of rows are not recorded by this object; call track() first, and save "
+                "checkpoints of a model by one object at a time"
+            )
+        for update in self._updates:
+            update.read_state()
+        bits = {update: record.take() for update, record in self._records.items()}
+        return [bits[table.update][table.number] for table in self.tables]
 
-    def put_back(self, bits: Sequence[NDArray[np.uint64]]) -> None:
+    def put_back(self, bits: Sequence[NDArray[Any]]) -> None:
         """Mark rows as changed again, because they were not saved.
 
         Args:
             bits: The result of `take_changed`.
         """
-        for (group, number), of_table in zip(self._places, bits, strict=True):
-            self._records[group].put_back(number, of_table)
+        for table, of_table in zip(self.tables, bits, strict=True):
+            self._records[table.update].put_back(table.number, of_table)
 
     def mark_all(self) -> None:
         """Mark every row of every table as changed, because a call of `take_changed` was ended."""
-        for record in self._records:
-            record.mark_all()
+        for table in self.tables:
+            self._records[table.update].mark_table(table.number)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
         """A context in which rows and state are overwritten.
 
-        Drops gradients that no update has used, and all rows in slots. Afterwards lookups fetch
-        rows again, and updates use the new state. After an error in the context, tables may have
-        rows of both kinds.
+        Drops gradients that no update has used, and all rows in slots. After an error in the
+        context, tables may have rows of both kinds.
 
         Raises:
-            ConflictingWrite: lookups hold slots.
+            ColdTierError: rows are in files, and this process was forked from the one with them.
             TiersFailed: a transfer has failed.
         """
-        with DisableTorchFunctionSubclass():  # internal write to tables
-            for group in self._groups:
-                group.forget()
-                if group.tiers is not None:
-                    group.tiers.forget_slots()
+        for update in self._updates:
+            group = update.group
+            if group.files is not None:
+                group.files.require_owner()
+            drop_grads(group)
+            if group.fetcher is not None:
+                group.fetcher.empty_slots(is_written_back=False)
         yield
-        for updater in self._updaters:
-            updater.reload_state()
-        with DisableTorchFunctionSubclass():  # internal read of tables
-            for group in self._groups:
-                if group.tiers is not None:  # no later lookup marks every row as changed
-                    group.tiers.reload_if_tables_changed(group.space())
-
-    def _require_records(self) -> None:
-        """Check that the record is complete.
-
-        Raises:
-            ConfigError: it is not.
-        """
-        if len(self._records) != len(self._groups):
-            raise ConfigError("changes of rows are not recorded; call track() first")
-        for group, record in zip(self._groups, self._records, strict=True):
-            if group.changed_rows is not record:
-                raise ConfigError(
-                    f"tables {group.names}: another object records their changes since; save "
-                    "checkpoints of a model by one object at a time"
-                )
-            for name, table, size in zip(group.names, group.tables, record.sizes, strict=True):
-                if len(table) != size:
-                    raise ConfigError(
-                        f"table {name!r}: has {len(table)} rows, and had {size} when the record of "
-                        "its changes began; begin a new folder of checkpoints"
-                    )
-
-
-def _require_whole(name: str, weight: nn.Parameter, keys: Mapping[int, str]) -> None:
-    """Check that a table can be saved as a part of the model.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if id(weight) not in keys:
-        raise ConfigError(
-            f"table {name!r}: its optimizer updates tables of this model too, but the table is not "
-            "in this model; save the whole model"
-        )
-    if weight.is_meta:
-        raise ConfigError(
-            f"table {name!r}: is on the 'meta' device and has no rows yet; give it memory by "
-            "module.to_empty(device='cpu') first"
-        )
-
-
-def _arrays_of(state: Mapping[str, Any]) -> _States:
-    """The arrays of a table's state by name, with their versions."""
-    return {
-        name: (value, version_of(value))
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim()
-    }
-
-
-def _is_written(known: _States, now: _States, record: ChangedRows) -> bool:
-    """Whether a table's state was changed by something else than updates."""
-    for name, (array, version) in now.items():
-        if name in known:
-            before, version_before = known[name]
-            if array is not before or version != version_before:
-                return True
-        elif not record.is_new_state(array):
-            return True
-    return not known.keys() <= now.keys()
-
-
-def _bytes_of(rows: Tensor) -> NDArray[np.uint8]:
-    """The memory of rows on the host, (M, bytes per row)."""
-    row_bytes = rows.dtype.itemsize * rows.shape[1:].numel()
-    found: NDArray[np.uint8] = rows.contiguous().view(-1).view(torch.uint8).numpy()
-    return found.reshape(len(rows), row_bytes)

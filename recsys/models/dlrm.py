@@ -12,15 +12,14 @@ from __future__ import annotations
 from math import sqrt
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from recsys.embeddings.lookup.result_memory import result_in
 from recsys.models.archs import MLP, AbstractPooledModel, DenseArch, OverArch, SparseArch
 from recsys.models.interaction import InteractionArch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -100,9 +99,6 @@ class DLRMTrain(nn.Module):
     Attributes:
         uses_sample_weights: True: each sample's loss is multiplied by the mini-batch's `weights`,
             if it has any, and the sum is divided by B, unless `loss_fn.reduction` is another.
-        run_dense: Called in place of `loss_of` by `forward`, if there are no weights. None, except
-            in steps of a pipeline that replays the dense part.
-        vectors: Memory for the results of `sparse_arch` in such a step, or None.
 
     Shape:
         result (loss, (loss, logits, labels)): loss () with gradient, then detached tensors: loss
@@ -110,8 +106,6 @@ class DLRMTrain(nn.Module):
     """
 
     uses_sample_weights = True
-    run_dense: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    vectors: Tensor | None = None
 
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
@@ -133,12 +127,6 @@ class DLRMTrain(nn.Module):
                 by one with weights of its own.
         """
         weights = getattr(batch, "weights", None)
-        # Another thread may evaluate meanwhile: graphs are not for it.
-        if self.run_dense is not None and weights is None and is_grad_enabled():
-            with result_in(self.vectors):
-                embedded_sparse = self.model.sparse_arch(batch.sparse_features)  # type: ignore[operator]  # a pooled model
-            loss, logits = self.run_dense(batch.dense_features, embedded_sparse, batch.labels)
-            return loss, (loss.detach(), logits.detach(), batch.labels.detach())
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         if weights is None:
             loss = self.loss_fn(logits, batch.labels.float())

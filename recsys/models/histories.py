@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.batch import Features
-    from recsys.embeddings.embedding_collection import JaggedEmbeddings
+    from recsys.embeddings.collection import JaggedEmbeddings
 
 __all__ = ["FeatureRoles", "bags_of_rows", "feature_roles", "look_up", "pad_left", "sum_of_bags"]
 

@@ -11,7 +11,6 @@
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
     loss_and_output     checks what a model returned, and says why a loss is nan or inf
     loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
-    captured_dense      the dense part of a step, replayed as CUDA graphs
     stalls              where the time went, stage by stage
 
 Results are the same under each schedule (Hotline: up to float summation order). FAE, in contrast,

@@ -2,9 +2,9 @@
 
     send        ids travel to the processes that have their rows: a collective
     prefetch    each process claims slots for its rows and fetches them: no collective
-    forward     finds the ids that were sent, and the rows in slots
+    forward     finds the ids that were sent; a collective
 
-Whether a process has room for the rows of a mini-batch is known to that process alone. So nothing
+Whether a process has slots for the rows of a mini-batch is known to that process alone. So nothing
 that depends on it may decide about a collective.
 """
 
@@ -17,8 +17,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from recsys.batch import JaggedIds
-    from recsys.embeddings.tiers.ahead import Prefetched
-    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.fetch import Claims
 
 __all__ = ["AbstractDividedTables"]
 
@@ -33,10 +32,6 @@ class AbstractDividedTables(nn.Module, ABC):
     has_tiers = False
 
     @abstractmethod
-    def tiers(self) -> list[Tiers]:
-        """The tiers of this process's rows; empty if all are in fast memory."""
-
-    @abstractmethod
     def send(self, features: JaggedIds) -> None:
         """Start to send the ids of a later mini-batch, and do not wait for them. A collective.
 
@@ -48,9 +43,5 @@ class AbstractDividedTables(nn.Module, ABC):
         """
 
     @abstractmethod
-    def prefetch(self, features: JaggedIds) -> Prefetched:
+    def prefetch(self, features: JaggedIds) -> Claims:
         """Wait for ids that were sent, and start to fetch this process's rows. No collective."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """End all pending work of this process's tiers, and drop ids that were sent."""

@@ -5,7 +5,6 @@ Letters: B samples in the mini-batch, M samples in a part.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys._support.user_warnings import warn_caller
 from recsys.batch import JaggedIds
 from recsys.pipeline.model_tables import is_torchrec, items_of
 
 __all__ = [
-    "SampleShare",
     "concatenate",
     "count_samples",
     "join_outputs",
+    "labelled_samples",
     "select_samples",
     "sizes_in",
 ]
@@ -36,82 +34,27 @@ def count_samples(batch: Any) -> int | None:
     return next(sizes_in(batch), None)
 
 
-class SampleShare:
-    """The share of a whole mini-batch's samples that each mini-batch has.
+def labelled_samples(batch: Any) -> int | None:
+    """B; where tensors differ in length, such as the values of bags, that of `labels`.
 
-    If the first mini-batch is a smaller one, and nothing but the shapes of its tensors says so, the
-    first number of a shape may be another one than that of samples; a warning says this.
+    Returns:
+        None if there are no tensors and features.
 
-    Args:
-        whole: Samples of a whole mini-batch; None: every mini-batch counts as a whole one.
+    Raises:
+        ValueError: lengths differ, and there are no `labels`.
     """
-
-    def __init__(self, whole: int | None) -> None:
-        self._whole = whole
-        self._is_first = True
-
-    def of(self, batch: Any, size: int | None) -> float:
-        """The share of a mini-batch, at most 1.
-
-        Args:
-            batch: The mini-batch.
-            size: Its samples, if known; None to count them.
-
-        Raises:
-            ValueError: it has no `labels`, and no length is that of most tensors.
-        """
-        if self._whole is None:
-            return 1.0
-        is_first, self._is_first = self._is_first, False
-        size = _size_of(batch) if size is None else size
-        share = min(1.0, (size or self._whole) / self._whole)
-        if is_first and share < 1 and _are_tensors_alone(batch):
-            warn_caller(
-                f"batch_size={self._whole}: the first mini-batch counts as {size} samples, by the "
-                f"shapes of its tensors, so its loss is multiplied by {size}/{self._whole}; if it "
-                "has more, name its labels `labels`, or give mini-batches the methods __len__ and "
-                "select(samples)",
-            )
-        return share
-
-
-def _size_of(batch: Any) -> int | None:
-    """B, where tensors that are not (B, ...) may come first, such as the values of bags.
-
-    It is the length of `labels`; without them the one that occurs most often.
-    """
-    counted = Counter(sizes_in(batch)).most_common()
-    if len(counted) < 2:
-        return counted[0][0] if counted else None
-    labels = _labels_of(batch)
-    if labels is not None:
-        return len(labels)
-    (size, times), (_, times_of_next), *_ = counted
-    if times > times_of_next:
-        return size
-    raise ValueError(
-        f"batch_size: it is not known how many samples a {type(batch).__name__} has whose tensors "
-        f"have the lengths {[each for each, _ in counted]}; name the labels of a mini-batch "
-        "`labels`, or give it the methods __len__ and select(samples)"
-    )
-
-
-def _labels_of(batch: Any) -> Tensor | None:
-    """The labels (B, ...) of a mini-batch that names them."""
+    sizes = set(sizes_in(batch))
+    if len(sizes) < 2:
+        return next(iter(sizes), None)
     is_mapping = isinstance(batch, Mapping)
     labels = batch.get("labels") if is_mapping else getattr(batch, "labels", None)
-    return labels if isinstance(labels, Tensor) and labels.dim() else None
-
-
-def _are_tensors_alone(value: Any, depth: int = 0) -> bool:
-    """Whether nothing in a mini-batch but shapes of tensors tells its number of samples."""
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, JaggedIds) or is_torchrec(value):
-        return False
-    if (hasattr(value, "select") and hasattr(value, "__len__")) or _labels_of(value) is not None:
-        return False
-    return all(_are_tensors_alone(part, depth + 1) for part in items_of(value, depth))
+    if isinstance(labels, Tensor) and labels.dim():
+        return len(labels)
+    raise ValueError(
+        f"batch_size: it is not known how many samples a {type(batch).__name__} has whose tensors "
+        f"have the lengths {sorted(sizes)}; name the labels of a mini-batch `labels`, or give it "
+        "the methods __len__ and select(samples)"
+    )
 
 
 def sizes_in(value: Any, depth: int = 0) -> Iterator[int]:

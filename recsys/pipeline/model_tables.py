@@ -14,23 +14,21 @@ from torch import Tensor, nn
 
 from recsys._support.user_warnings import warn_caller
 from recsys.batch import JaggedIds
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.lookup.abstract_tables import AbstractTables, table_modules_in
-from recsys.embeddings.lookup.prefetch_requests import prefetch_together
-from recsys.embeddings.tiers.transfers import MoveSeconds, Together
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
+from recsys.embeddings.tables_module import TableModule, table_modules_in
+from recsys.embeddings.tiers.fetch import claim_together
 from recsys.pipeline.divided_tables import AbstractDividedTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from recsys.batch import Features
-    from recsys.embeddings.lookup.fused_lookup import Part
-    from recsys.embeddings.tiers.ahead import Prefetched
-    from recsys.embeddings.tiers.table_tiers import Tiers
-    from recsys.embeddings.update.row_updater import RowUpdater
+    from recsys.embeddings.lookup.lookup import Part
+    from recsys.embeddings.rows.bags import Bags
+    from recsys.embeddings.tiers.fetch import Claims, Fetcher
+    from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
-__all__ = ["ModelTables", "cancel", "cancel_left", "is_torchrec", "items_of"]
+__all__ = ["ModelTables", "is_torchrec", "items_of"]
 
 _MOST_NESTED = 4
 _HOLD_NO_FEATURES = (Tensor, str, bytes, nn.Module)
@@ -46,25 +44,25 @@ class ModelTables:
     Attributes:
         modules: The modules whose rows are in two tiers, by the first of their names.
         divided: Those whose rows are in two tiers and divided among processes.
-        has_unknown_inputs: Whether the input of one of them was not known at the last `prefetch`.
+        fetchers: Those of the table groups of both.
     """
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
         self._model, self._ids = model, ids
-        self._whole = dict(table_modules_in(model))
-        self.modules = {name: each for name, each in self._whole.items() if each.tiers()}
-        self.divided = [
-            each
-            for each in model.modules()
-            if isinstance(each, AbstractDividedTables) and each.has_tiers
+        self._whole = {
+            name: each for name, each in table_modules_in(model).items() if each.groups()
+        }
+        found = [each for each in model.modules() if isinstance(each, AbstractDividedTables)]
+        self.divided = [each for each in found if each.has_tiers]
+        with_slots = {name: each for name, each in self._whole.items() if _fetchers_of(each)}
+        self.fetchers = [
+            *dict.fromkeys(one for each in with_slots.values() for one in _fetchers_of(each))
         ]
+        inside = {part for each in found for part in each.modules()}
+        self.modules = {name: each for name, each in with_slots.items() if each not in inside}
+        self._updated = {name: each for name, each in self._whole.items() if each.updates()}
         self._names = {name: _features_of(each) for name, each in self._whole.items()}
-        self._updated = {name: each for name, each in self._whole.items() if each.row_updater}
-        self._has_warned = self._are_tiers_known = False
-        self.has_unknown_inputs = False
-        # Tiers that are rebuilt with other slots keep the same clock.
-        self._known_tiers = self.tiers()
-        self._times = [tiers.residency.times for tiers in self._known_tiers]
+        self._has_warned = False
 
     def __bool__(self) -> bool:
         """Whether there are rows to fetch ahead; the same on all processes."""
@@ -76,33 +74,26 @@ class ModelTables:
         From host memory to slots in host memory, a fetch is faster in its step than beside another
         one: both copy with the same cores. Files and a device's copies do not need them.
         """
-        in_turn = (each.files is None and each.device.type == "cpu" for each in self.tiers())
-        return bool(self.divided) or not all(in_turn)
-
-    def tiers(self) -> list[Tiers]:
-        """The tiers of these modules, each once."""
-        found: dict[Tiers, None] = {}
-        for module in self._tiered():
-            found |= dict.fromkeys(module.tiers())
-        return list(found)
+        groups = [group for each in self.modules.values() for group in each.groups()]
+        return bool(self.divided) or any(
+            group.files is not None or group.is_on_device for group in groups
+        )
 
     def settle(self) -> None:
-        """End all pending work of these modules."""
-        for module in self._tiered():
-            module.settle()
+        """Wait until no row of these modules is on its way."""
+        for fetcher in self.fetchers:
+            fetcher.settle()
 
-    def _tiered(self) -> list[AbstractTables | AbstractDividedTables]:
-        return [*self.modules.values(), *self.divided]
-
-    def waited(self) -> MoveSeconds:
+    def waited(self) -> float:
         """Seconds spent on waiting for rows so far."""
-        if len(self._times) == 1:  # a fast path: every step calls this several times
-            return self._times[0].exposed
-        return sum((each.exposed for each in self._times), MoveSeconds())
+        return sum(fetcher.waited for fetcher in self.fetchers)
 
-    def updaters(self) -> list[RowUpdater]:
-        """The updaters of all rows of the model, including those of resident modules."""
-        found = (module.row_updater for module in self._whole.values())
+    def row_optimizers(self) -> list[FusedOptimizer]:
+        """The optimizers of recsys in the model, including those of resident modules."""
+        found = (
+            each.row_optimizer or (each.attachment and each.attachment.row_optimizer)
+            for each in self._whole.values()
+        )
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def num_to_take(self, depth: int) -> int:
@@ -122,38 +113,59 @@ class ModelTables:
             for features in _features_in(batch):
                 module.send(cast("JaggedIds", features))
 
-    def prefetch(self, batch: Any) -> list[Prefetched] | None:
+    def prefetch(self, batch: Any) -> Claims | None:
         """Claim slots for the rows of a mini-batch, and fetch the rows in the background.
 
         Args:
             batch: The mini-batch.
 
         Returns:
-            The claims; None, with nothing claimed, if there are too few slots.
+            The claims; None if one before it is short of slots.
 
         Raises:
             Exception: any error of a module about its input, or of `ids`; nothing is claimed then.
         """
-        claims: list[Prefetched] = []
-        for tiers in self._known_tiers:
-            tiers.ahead.begin_batch()
-        try:
-            with Together([tiers.residency.queue for tiers in self._known_tiers]):
-                unknown: list[str] = []
-                for claim in self._claims(batch, unknown):
-                    claims.append(claim)
-                    if not claim.has_room:
-                        cancel(claims)
-                        return None
-                self._warn_of(unknown)
-        except BaseException:
-            for tiers in self._known_tiers:  # an interrupt may come before a claim is in `claims`
-                tiers.ahead.give_up_batch()
-            raise
-        return claims
+        unknown: list[str] = []
+        claims = claim_together(self._lookups(batch, unknown))
+        for module in self.divided:
+            for features in _features_in(batch):
+                claims += module.prefetch(cast("JaggedIds", features))
+        self._warn_of(unknown)
+        return None if any(claimed is None for _, claimed in claims) else claims
 
-    def parts(self, batch: Any, batch_size: int, setting: str) -> list[Part]:
-        """What the modules whose rows a recsys optimizer updates look up, resident or not.
+    def begin(self, claims: Claims | None, *, is_waiting: bool = True) -> None:
+        """Begin to compute a mini-batch.
+
+        Args:
+            claims: What `prefetch` returned; None if nothing was claimed.
+            is_waiting: Whether to wait for all its rows.
+        """
+        known = dict(claims or ())
+        for fetcher in self.fetchers:
+            fetcher.begin(known.get(fetcher), is_waiting=is_waiting)
+
+    def unpinned_samples(self, batch: Any) -> list[Tensor]:
+        """Which samples look up a row that is not pinned: (B,) bool for each lookup of the batch.
+
+        Empty if it is not known what a module looks up.
+        """
+        unknown: list[str] = []
+        found = self._lookups(batch, unknown)
+        return [
+            group.fetcher.unpinned_samples(lookups, bags)
+            for (group, lookups), bags in found
+            if group.fetcher is not None and not unknown
+        ]
+
+    def _lookups(self, batch: Any, unknown: list[str]) -> list[tuple[Part, Bags]]:
+        return [
+            each
+            for module, arguments in self._calls(batch, self.modules, unknown)
+            for each in module.lookups(*arguments)
+        ]
+
+    def parts(self, batch: Any, batch_size: int, setting: str) -> list[tuple[Part, Bags]]:
+        """What the modules whose rows recsys updates look up, resident or not.
 
         Args:
             batch: The mini-batch.
@@ -168,15 +180,15 @@ class ModelTables:
                 or the model has other modules than before.
             Exception: any error of a module about its input, or of `ids`.
         """
-        self._require_same_modules(setting)
-        found: list[Part] = []
+        self.require_same_modules()
+        found: list[tuple[Part, Bags]] = []
         unknown: list[str] = []
         for module, arguments in self._calls(batch, self._updated, unknown):
-            of_module = module.parts(*arguments)
-            if any(part.bags.batch_size != batch_size for part in of_module):
+            of_module = module.lookups(*arguments)
+            if any(bags.num_samples != batch_size for _, bags in of_module):
                 name = next(name for name, each in self._updated.items() if each is module)
                 raise ValueError(
-                    f"{setting}: {name!r} looks up {of_module[0].bags.batch_size} bags for a "
+                    f"{setting}: {name!r} looks up {of_module[0][1].num_samples} bags for a "
                     f"mini-batch of {batch_size} samples, so it is not known which bag belongs to "
                     "which sample; call the module once for each feature, and let ids= return a "
                     "list of the inputs"
@@ -189,53 +201,19 @@ class ModelTables:
     def require_same_modules(self) -> None:
         """Check, at little cost, that no module whose rows recsys updates was replaced.
 
-        The first call also checks that no other module has rows in two tiers.
-
         Raises:
-            ValueError: `recsys.restore` has replaced one, or `recsys.accelerate` has given another
-                one two tiers since the pipeline was built.
+            ValueError: `recsys.restore` has replaced one.
         """
-        if any(module.row_updater is None for module in self._updated.values()):
-            self._require_same_modules("pipeline")
-        if not self._are_tiers_known:
-            for name, module in table_modules_in(self._model):
-                if module.tiers() and name not in self.modules:
-                    raise ValueError(
-                        f"pipeline: the rows of {name!r} are in two tiers, and were not when the "
-                        "pipeline was built, so it would fetch none of them ahead; build the "
-                        "TrainPipeline after recsys.accelerate"
-                    )
-            self._are_tiers_known = True
-
-    def _require_same_modules(self, setting: str) -> None:
-        for name, module in self._updated.items():
-            try:
-                is_same = self._model.get_submodule(name) is module
-            except AttributeError:
-                is_same = False
-            if not is_same or module.row_updater is None:
+        for name, module in self._whole.items():
+            if not module.groups():
                 raise ValueError(
-                    f"{setting}: {name!r} is another module than when the pipeline was built, as "
+                    f"pipeline: {name!r} is another module than when the pipeline was built, as "
                     "after recsys.restore or recsys.accelerate; build a new TrainPipeline"
                 )
 
-    def _claims(self, batch: Any, unknown: list[str]) -> Iterator[Prefetched]:
-        """The claims for all lookups, each as it is made; see `_calls`."""
-        requests = []
-        for module, arguments in self._calls(batch, self.modules, unknown):
-            request = module.prefetch_request(*arguments)
-            if request is None:
-                yield module.prefetch(*arguments)
-            else:
-                requests.append(request)
-        yield from prefetch_together(requests)
-        for divided in self.divided:
-            for features in _features_in(batch):
-                yield divided.prefetch(cast("JaggedIds", features))
-
     def _calls(
-        self, batch: Any, modules: Mapping[str, AbstractTables], unknown: list[str]
-    ) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
+        self, batch: Any, modules: Mapping[str, TableModule], unknown: list[str]
+    ) -> Iterator[tuple[TableModule, tuple[Any, ...]]]:
         """Every lookup of a mini-batch that is known: a module and its arguments.
 
         Args:
@@ -259,9 +237,9 @@ class ModelTables:
     def _named_calls(
         self,
         inputs_by_name: Mapping[str, Any],
-        modules: Mapping[str, AbstractTables],
+        modules: Mapping[str, TableModule],
         unknown: list[str],
-    ) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
+    ) -> Iterator[tuple[TableModule, tuple[Any, ...]]]:
         found: set[nn.Module] = set()
         for name, inputs in inputs_by_name.items():
             module = self._module(name)
@@ -271,16 +249,16 @@ class ModelTables:
                     yield module, each if isinstance(each, tuple) else (each,)
         unknown += [name for name, module in modules.items() if module not in found]
 
-    def _module(self, name: str) -> AbstractTables:
+    def _module(self, name: str) -> TableModule:
         try:
             module = self._model.get_submodule(name)
         except AttributeError:
             module = None
-        if not isinstance(module, AbstractTables):
+        if not isinstance(module, TableModule):
             names = [
                 name
                 for name, module in self._model.named_modules()
-                if isinstance(module, AbstractTables)
+                if isinstance(module, TableModule)
             ]
             raise ValueError(  # noqa: TRY004  # the name is wrong, not its type
                 f"ids: {name!r} must be the name of a module of recsys.embeddings in the model; "
@@ -289,7 +267,6 @@ class ModelTables:
         return module
 
     def _warn_of(self, unknown: Sequence[str]) -> None:
-        self.has_unknown_inputs = bool(unknown)
         if not unknown or self._has_warned:
             return
         self._has_warned = True
@@ -307,22 +284,8 @@ def _unknown_ids(setting: str, names: Sequence[str], result: str = "") -> str:
     )
 
 
-def cancel(claims: Sequence[Prefetched] | None) -> None:
-    """Release the claims of a mini-batch."""
-    for claim in claims or ():
-        claim.cancel()
-
-
-def cancel_left(claims: Sequence[Prefetched] | None) -> bool:
-    """Release the claims that the lookups of a mini-batch have left.
-
-    Returns:
-        Whether a lookup has left one that it needs, because it was of other ids.
-    """
-    left = [claim for claim in claims or () if claim.is_held]
-    is_missed = any(claim.is_missed for claim in left)
-    cancel(left)
-    return is_missed
+def _fetchers_of(module: TableModule) -> list[Fetcher]:
+    return [group.fetcher for group in module.groups() if group.fetcher is not None]
 
 
 def _features_of(module: nn.Module) -> set[str]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from recsys.embeddings.tables_module import TableModule
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -35,14 +36,18 @@ def optimizers_to_step(
             )
     for module in model.modules():
         own = getattr(module, "row_optimizer", None)
-        if isinstance(own, FusedOptimizer) and own not in optimizers and not own.updater.auto_apply:
+        if isinstance(own, FusedOptimizer) and own not in optimizers and not own.steps_in_backward:
             optimizers.append(own)
     # Row optimizers step first: if one of them raises, no other parameter has been updated.
-    of_rows = {
-        id(updater.optimizer): updater.optimizer
+    updates = [
+        update
         for module in model.modules()
-        if (updater := getattr(module, "row_updater", None)) is not None
-    }
+        if isinstance(module, TableModule)
+        for own in (module.attachment, module.row_optimizer)
+        if own is not None
+        for update in own.updates
+    ]
+    of_rows = {id(update.optimizer): update.optimizer for update in updates}
     known = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
     are_known = all(hasattr(each, "param_groups") for each in optimizers)  # or it may be in one
     for each in of_rows.values():

@@ -8,24 +8,14 @@ Hotline       fetch for the samples with missing rows while the other samples co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from recsys._support.sizes import format_bytes
 from recsys._support.untrusted import is_number
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from recsys.embeddings.tiers.table_tiers import Tiers
 
 __all__ = [
     "Hotline",
     "LookAhead",
     "Schedule",
     "Sequential",
-    "no_effect",
-    "other_ids",
-    "too_deep",
 ]
 
 
@@ -39,7 +29,7 @@ class LookAhead:
     """Fetches the rows of the next mini-batches while the current one computes.
 
     The order of samples does not change, and losses and rows equal those of `Sequential` to the
-    last bit. With too few slots it looks fewer mini-batches ahead, and warns once.
+    last bit. A mini-batch whose rows do not all get a slot ahead gets them in its step.
 
     Args:
         depth: Mini-batches ahead.
@@ -62,22 +52,21 @@ class LookAhead:
 class Hotline:
     """Splits a mini-batch: computes on popular samples while rows are fetched for the others.
 
-    A sample is popular if all its rows are in fast memory when its step begins. The gradients of
+    A sample is popular if all its rows are pinned in fast memory. The gradients of
     both parts are added, and every parameter and row is updated once. So a step equals that of the
     whole mini-batch up to the order in which floats are summed, and to the last bit if one part is
     empty. Nothing is fetched ahead.
 
     The loss must be a mean or a sum over samples. The pipeline measures which of them it is on the
     first mini-batch that it splits: the model computes the loss of the mini-batch and of its parts
-    in evaluation mode without gradient. A loss that is neither raises an error. A module with
-    `scale_grad_by_freq=True` needs whole mini-batches: then none is split, and a warning says why.
+    in evaluation mode without gradient. A loss that is neither raises an error.
 
     Popular rows are found during training: nothing is split in the first `learning_steps`, after
     which the most used rows are pinned in fast memory. After every further `learning_steps` they
-    are chosen again.
+    are chosen again. A plan's rows are pinned from the start.
 
     Args:
-        learning_steps: Mini-batches between two choices; with 0 no rows are pinned.
+        learning_steps: Mini-batches between two choices; with 0 only a plan's rows are pinned.
         pinned_share: The largest share of the slots that pinned rows take, including a plan's.
 
     Raises:
@@ -103,45 +92,3 @@ class Hotline:
 
 
 Schedule = Sequential | LookAhead | Hotline
-
-
-def no_effect(schedule: object) -> str:
-    """What to say if there are no rows to fetch."""
-    return (
-        f"schedule={schedule} has no effect: every row is in fast memory, so none is fetched; "
-        "leave it out, or give the tables a budget"
-    )
-
-
-def too_deep(schedule: object, tiers: Sequence[Tiers], wanted: int, depth: int) -> str:
-    """What to say if there is no room for as many mini-batches ahead as wanted.
-
-    Args:
-        schedule: As the user gave it.
-        tiers: Of the model.
-        wanted: Mini-batches ahead that the schedule wants.
-        depth: Those that there is room for.
-    """
-    slots = ", ".join(
-        f"{each.hot.num_slots} rows of embedding_dim {each.hot.rows.shape[1]}" for each in tiers
-    )
-    remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
-    # The host does not wait to learn how many rows the last one has, so it counts the most.
-    may = "may have" if any(each.are_reached for each in tiers) else "has"
-    return (
-        f"schedule={schedule}: a budget with slots for {slots} "
-        f"({format_bytes(sum(each.hot.num_bytes for each in tiers))}) {may} room for {depth} of "
-        f"{wanted} mini-batches ahead; rows of the others are fetched when there is room. Give a "
-        f"larger budget, {remedy}"
-    )
-
-
-def other_ids(schedule: object) -> str:
-    """What to say if the model looks up other ids than were fetched ahead."""
-    return (
-        f"schedule={schedule}: the model has looked up other ids than were fetched ahead for its "
-        "mini-batch, or a part or another order of its KeyedJaggedTensor (split, permute), so rows "
-        "were fetched only when they were needed; give TrainPipeline(..., ids=fn) a function that "
-        "returns the input of each module, and an iterator that does not change a mini-batch "
-        "before its step"
-    )

@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.states import SavedState
-from recsys.embeddings.tiers.transfers import MoveSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +26,6 @@ STAGES = (
     "forward",
     "backward",
     "update",
-    "write_back_wait",
     "evaluate",
     "checkpoint",
     "other",
@@ -44,7 +42,6 @@ class StageClock:
         forward           also claiming slots for later mini-batches
         backward
         update            optimizer steps (fused optimizers update within backward)
-        write_back_wait   waiting until rows are written back, which frees slots for others
         evaluate          not part of `train_seconds`
         checkpoint        copying what a checkpoint holds; it is written in the background
         other             reports, the progress bar, everything between two steps
@@ -57,7 +54,7 @@ class StageClock:
     """
 
     def __init__(self) -> None:
-        self._count_waiting: Callable[[], MoveSeconds] = MoveSeconds
+        self._count_waiting: Callable[[], float] = float
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.start()
 
@@ -65,7 +62,7 @@ class StageClock:
         """Begin now; the time before is not counted."""
         self._last, self._waited = time.perf_counter(), self._count_waiting()
 
-    def watch(self, count_waiting: Callable[[], MoveSeconds]) -> None:
+    def watch(self, count_waiting: Callable[[], float]) -> None:
         """Count waiting for rows from now on; a `TrainPipeline` calls this.
 
         Args:
@@ -84,19 +81,13 @@ class StageClock:
         self.seconds[stage] += self._last - last
         if stage not in _NOT_DIVIDED and self._waited != before:
             waited = self._waited - before
-            self.seconds[stage] -= waited.total
-            self.seconds["prefetch_wait"] += waited.fetch
-            self.seconds["write_back_wait"] += waited.write_back
+            self.seconds[stage] -= waited
+            self.seconds["prefetch_wait"] += waited
 
     @property
     def train_seconds(self) -> float:
         """All stages except evaluation."""
         return sum(self.seconds.values()) - self.seconds["evaluate"]
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds of both stages of waiting for rows."""
-        return self.seconds["prefetch_wait"] + self.seconds["write_back_wait"]
 
     def state_dict(self) -> dict[str, Any]:
         """The seconds measured so far, in JSON types; called between two steps."""
@@ -112,24 +103,7 @@ class StageClock:
         self.seconds = {stage: stages.number(stage) for stage in STAGES}
 
 
-_TITLES = {"prefetch_wait": "prefetch wait", "write_back_wait": "write-back wait"}
-_REMEDIES = {
-    "load": "read more mini-batches ahead (prefetch), or put the data on a faster disk",
-    "skip": "decide less often (skip.staleness.window, skip.staleness.count_every)",
-    "prefetch_wait": "use a larger budget, or with files look further ahead (schedule.depth)",
-    "write_back_wait": "use a larger budget, or with files look further ahead (schedule.depth)",
-    "checkpoint": "write checkpoints less often (checkpoint.every_seconds, checkpoint.every_steps)",
-    "other": "report less often, or do less between two steps",
-}
-_SKIP_NOTHING = (
-    "train on all samples (skip.policy=none): choosing samples takes longer than computing on them"
-)
-_MUCH_WITHOUT_CORE = 0.2  # of the time of threads; on an idle machine it is a few percent
-_COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"
-_EXCHANGE_LESS = (
-    "compute faster, or use fewer processes or larger mini-batches: it includes the exchange with "
-    "the other processes"
-)
+_TITLES = {"prefetch_wait": "prefetch wait"}
 
 
 def stage_title(stage: str) -> str:
@@ -163,23 +137,11 @@ def describe_stalls(clock: StageClock) -> dict[str, Any]:
     }
 
 
-def format_stalls(
-    stalls: Mapping[str, Any],
-    *,
-    is_alone: bool = True,
-    follows_rows: bool = True,
-    num_threads: int = 1,
-    share_without_core: float | None = None,
-) -> str:
-    """Format the stages of training as a table, with the longest one and what would shorten it.
+def format_stalls(stalls: Mapping[str, Any]) -> str:
+    """Format the stages of training as a table, with the longest one.
 
     Args:
         stalls: As returned by `describe_stalls`; evaluation is left out.
-        is_alone: Whether one process trained. Of several, these are the stages of the first one.
-        follows_rows: Whether skipping, if any, follows the drift of rows, so that its cost depends
-            on `skip.staleness`.
-        num_threads: Threads that computed.
-        share_without_core: Share of their time for which they had no core; None if not known.
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
@@ -193,16 +155,4 @@ def format_stalls(
         f"{stage_title(stage):<20}{spent:>10.2f}{spent / total:>8.1%}"
         for stage, spent in training.items()
     ]
-    binding = stalls["binding"]
-    remedy = _REMEDIES.get(binding, _COMPUTE_FASTER if is_alone else _EXCHANGE_LESS)
-    without_core = share_without_core or 0.0
-    if remedy == _COMPUTE_FASTER and without_core > _MUCH_WITHOUT_CORE:
-        fewer = f"set num_threads below {num_threads}" if num_threads > 1 else "end other programs"
-        remedy = (
-            f"{fewer}: for {without_core:.0%} of their time, threads waited for cores that other "
-            "programs kept busy"
-        )
-    if binding == "skip" and not follows_rows:
-        remedy = _SKIP_NOTHING
-    lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{stage_title(stalls['binding'])} takes the most time"])

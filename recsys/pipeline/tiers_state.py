@@ -1,47 +1,43 @@
-"""The counts and times of a model's tiers, saved so that a resumed run reports on the whole run."""
+"""The counts of a model's fetchers, saved so that a resumed run reports on the whole run."""
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from recsys._support.states import SavedState
-from recsys.embeddings.tiers.counts import TierCounts
-from recsys.embeddings.tiers.transfers import MoveSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.fetch import Fetcher
 
 __all__ = ["load_tiers_state", "tiers_state"]
 
-_KEYS = ("num_rows", "counts", "exposed", "waiting")
+_KEYS = ("num_rows", "counts", "waited")
 
 
-def tiers_state(tiers: Sequence[Tiers]) -> list[dict[str, Any]]:
-    """The counts and times of tiers, in JSON types.
-
-    Args:
-        tiers: Those of the model.
-    """
-    return [
-        {
-            "num_rows": sum(each.sizes),
-            "counts": list(each.residency.counts),
-            "exposed": list(astuple(each.residency.times.exposed)),
-            # Claims of mini-batches that are taken ahead; a resumed run repeats them first.
-            "waiting": each.ahead.num_claims() + each.residency.counter.num_repeated,
-        }
-        for each in tiers
-    ]
+def tiers_state(fetchers: Sequence[Fetcher]) -> list[dict[str, Any]]:
+    """The counts and times of a model's fetchers, in JSON types."""
+    found = []
+    for fetcher in fetchers:
+        fetcher.settle()
+        found.append(
+            {
+                "num_rows": len(fetcher.marks.slot_of_row),
+                "counts": fetcher.sums.tolist(),
+                "waited": [fetcher.waited],
+            }
+        )
+    return found
 
 
-def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
-    """Continue with saved counts and times; ignored if the saved tiers had other tables.
+def load_tiers_state(fetchers: Sequence[Fetcher], states: Any) -> None:
+    """Continue with saved counts; ignored if the saved fetchers had other tables.
 
     Args:
-        tiers: Those of the model.
+        fetchers: Those of the model.
         states: What `tiers_state` returned.
 
     Raises:
@@ -50,18 +46,13 @@ def load_tiers_state(tiers: Sequence[Tiers], states: Any) -> None:
     holder = SavedState("pipeline state", {"tiers": states}, ["tiers"])
     if not isinstance(states, list):
         raise holder.error("tiers", "a list")
-    place = "pipeline state: tiers"
-    found = [SavedState(place, each, _KEYS) for each in states]
-    if [each["num_rows"] for each in found] != [sum(each.sizes) for each in tiers]:
+    found = [SavedState("pipeline state: tiers", each, _KEYS) for each in states]
+    if [each["num_rows"] for each in found] != [len(one.marks.slot_of_row) for one in fetchers]:
         return
     loaded = [
-        (
-            TierCounts(*each.wholes("counts", len(TierCounts._fields))),
-            MoveSeconds(*each.numbers("exposed", range(2, 3))),
-            each.whole("waiting"),
-        )
-        for each in found
+        (each.wholes("counts", len(one.sums)), each.numbers("waited", range(1, 2)))
+        for each, one in zip(found, fetchers, strict=True)
     ]
-    for each, (counts, exposed, waiting) in zip(tiers, loaded, strict=True):
-        each.residency.counter.start_from(counts, waiting)
-        each.residency.times.exposed = exposed
+    for one, (counts, [waited]) in zip(fetchers, loaded, strict=True):
+        one.sums[:] = torch.as_tensor(counts)
+        one.waited = waited

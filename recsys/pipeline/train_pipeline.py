@@ -2,41 +2,31 @@
 
 iterator -> window      the current mini-batch, and those ahead of it
 window   -> claims      slots for their rows, which are fetched in the background
-current  -> model       forward uses the claims; backward; every row is updated once
+current  -> model       forward; backward; every row is updated once
+
+A claim is a hint. It is never released, and after an error there is nothing to clean up.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.cuda.replays import replaying
-from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys._support.untrusted import is_whole
-from recsys._support.user_warnings import warn_caller
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
-from recsys.pipeline.captured_dense import CapturedDense
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.loss_and_output import explain_loss, require_loss_and_output
-from recsys.pipeline.micro_batches import SampleShare, join_outputs
-from recsys.pipeline.model_tables import ModelTables, cancel, cancel_left
+from recsys.pipeline.micro_batches import join_outputs, labelled_samples
+from recsys.pipeline.model_tables import ModelTables
 from recsys.pipeline.optimizers import optimizers_to_step
-from recsys.pipeline.schedule import (
-    Hotline,
-    LookAhead,
-    Schedule,
-    Sequential,
-    no_effect,
-    other_ids,
-    too_deep,
-)
+from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
@@ -48,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.pipeline.hotline.popular_split import MicroBatch
     from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import Policy
@@ -56,10 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainPipeline"]
 
-_COUNTS = ("depth", "allowed_depth", "steps_at_depth", "num_steps", "num_ahead")
+_COUNTS = ("depth", "num_steps", "num_ahead")
 _STATE_KEYS = (*_COUNTS, "tiers", "popular_split", "choice", "skipping")
-# After this many steps with fewer mini-batches ahead than the schedule wants, one more is tried.
-_STEPS_UNTIL_DEEPER = 16
 
 
 class TrainPipeline:
@@ -68,9 +55,8 @@ class TrainPipeline:
     Under every schedule losses and rows equal those of a plain loop to the last bit, except that
     floats are summed in another order when `Hotline` splits a mini-batch. With `skip` they equal
     those of each other schedule. Between two steps the model is an ordinary model: evaluation,
-    checkpoints and `weight` see the newest value of every row. An error or Ctrl-C releases the
-    claims for later mini-batches. The next `progress` then continues with the mini-batch after the
-    failed one.
+    checkpoints and `weight` see the newest value of every row. After an error or Ctrl-C the next
+    `progress` continues with the mini-batch after the failed one.
 
     Mini-batches taken ahead are kept by iterator. `progress` with another iterator, such as one for
     evaluation, neither uses nor loses them. The state of a `BatchLoader` or `HotColdLoader` does
@@ -100,10 +86,6 @@ class TrainPipeline:
             tensors of a mini-batch differ in length, its `labels` are counted.
         skip: What training leaves out, such as `DropInput()`; None for nothing. Its docstring says
             whether later samples replace those left out.
-        capture: Replay CUDA graphs, if the model is a `DLRMTrain` on a CUDA device: of everything
-            between the pooled vectors and the loss, and for one-hot lookups of claims and row
-            updates. Mini-batches unlike the first one run op by op. A warning says why if nothing
-            can be captured.
 
     Attributes:
         schedule: The schedule, or the default.
@@ -111,7 +93,6 @@ class TrainPipeline:
         popular_split: Splits mini-batches and counts them; None unless the schedule is `Hotline`.
         choice: What `Auto` has measured and chosen; None unless the schedule is `Auto`.
         skipping: Counts what is left out; None without `skip`.
-        captured: Replays the dense part; None without `capture`.
 
     Raises:
         ConfigError: `batch_size` is no integer of at least 1.
@@ -131,7 +112,6 @@ class TrainPipeline:
         clock: StageClock | None = None,
         batch_size: int | None = None,
         skip: Policy | Paper | None = None,
-        capture: bool = False,
     ) -> None:
         if not isinstance(schedule, Schedule | Auto | None):
             raise TypeError(f"schedule must be one such as LookAhead(), or None, got {schedule!r}")
@@ -141,8 +121,7 @@ class TrainPipeline:
         self._device = None if device is None else torch.device(device)
         self._tables = ModelTables(model, ids)
         self._optimizers = optimizers_to_step(model, optimizer)
-        self._share = SampleShare(batch_size)
-        self.captured = CapturedDense(model) if capture else None
+        self._batch_size = batch_size
         self.clock = clock or StageClock()
         self.clock.watch(self._tables.waited)
         by_default = LookAhead() if self._tables.gain_by_looking_ahead() else Sequential()
@@ -151,8 +130,8 @@ class TrainPipeline:
         self.choice: Choice | None = None
         self._max_depth = 0
         self._switch_to(Sequential())
-        if schedule != Sequential() and not self._tables:
-            warn_caller(no_effect(schedule))
+        if not self._tables:  # all rows are in fast memory
+            pass
         elif isinstance(schedule, Auto):
             self.choice = Choice(schedule)
             self._max_depth = max(getattr(each, "depth", 0) for each in schedule.candidates)
@@ -161,8 +140,7 @@ class TrainPipeline:
             self._switch_to(schedule)
             self._max_depth = self._depth
             if isinstance(schedule, Hotline):
-                self.popular_split = PopularSplit(schedule, model, self._tables.tiers)
-        self._has_warned_of_depth = self._has_warned_of_other_ids = False
+                self.popular_split = PopularSplit(schedule, model, self._tables)
         self._windows = Windows()
         self._current: MiniBatch | None = None
         self.skipping: Skipping | None = None
@@ -201,8 +179,7 @@ class TrainPipeline:
             RuntimeError: the model, an optimizer or a hook raised `StopIteration`.
             ValueError: the schedule looks ahead, but the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`); `skip` does not fit the model or the
-                iterator, or was closed; or `recsys.restore` has replaced a module; or
-                `recsys.accelerate` has given one a budget since this pipeline was built.
+                iterator, or was closed; or `recsys.restore` has replaced a module.
             TypeError: the model did not return (loss, output).
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """
@@ -215,14 +192,12 @@ class TrainPipeline:
             self._current = self._next_batch(iterator, window)
             self.clock.mark("load")
             try:
-                with replaying(self.captured is not None and not self.captured.reason):
-                    found = self._step(self._current, window)
+                found = self._step(self._current, window)
             except StopIteration as error:  # the caller would take it for the end of the data
                 raise RuntimeError("a training step raised StopIteration") from error
         except StopIteration:
             raise
         except BaseException:
-            self._release_claims()
             if self.skipping is not None:
                 self.skipping.cancel_step()
             raise
@@ -260,14 +235,13 @@ class TrainPipeline:
                     iterator.close()
 
     def detach(self) -> nn.Module:
-        """Release all claims, wait for all transfers, and keep no gradient.
+        """Wait until no row is on its way.
 
         A later `progress` continues with the mini-batches that were taken from its iterator.
 
         Returns:
             The model.
         """
-        self._release_claims()
         self._tables.settle()
         return self._model
 
@@ -279,11 +253,9 @@ class TrainPipeline:
         split, choice = self.popular_split, self.choice
         return {
             "depth": self._depth,
-            "allowed_depth": self._allowed_depth,
-            "steps_at_depth": self._steps_at_depth,
             "num_steps": self._num_steps,
             "num_ahead": self._num_ahead,
-            "tiers": tiers_state(self._tables.tiers()),
+            "tiers": tiers_state(self._tables.fetchers),
             "popular_split": None if split is None else split.state_dict(),
             "choice": None if choice is None else choice.state_dict(),
             "skipping": None if self.skipping is None else self.skipping.state_dict(),
@@ -302,7 +274,7 @@ class TrainPipeline:
         counts = {key: found.whole(key) for key in _COUNTS}
         self.detach()
         self._windows.num_untold = 0
-        load_tiers_state(self._tables.tiers(), found["tiers"])
+        load_tiers_state(self._tables.fetchers, found["tiers"])
         self.clock.watch(self._tables.waited)
         if self.popular_split is not None and found["popular_split"] is not None:
             self.popular_split.load_state_dict(found["popular_split"])
@@ -313,18 +285,13 @@ class TrainPipeline:
             self._windows.drop_all()  # what was taken ahead is taken again
         load_skipping(self.skipping, found["skipping"])
         if counts["depth"] == self._depth:
-            self._allowed_depth = min(counts["allowed_depth"], self._depth)
-            self._steps_at_depth = counts["steps_at_depth"]
             self._num_steps, self._num_ahead = counts["num_steps"], counts["num_ahead"]
 
     def __del__(self) -> None:
-        """Release the claims when the pipeline is deleted."""
-        if hasattr(self, "_current"):
-            self._release_claims()
-            self._windows.drop_all()
+        """Stop what a policy of skipping runs."""
         skipping: Skipping | None = getattr(self, "skipping", None)
         if skipping is not None and not sys.is_finalizing():
-            skipping.drop()
+            skipping.close()
 
     def _next_batch(self, iterator: Iterator[Any], window: Window) -> MiniBatch:
         """Take the next mini-batch, and fill the window with those ahead of it."""
@@ -346,27 +313,26 @@ class TrainPipeline:
 
     def _step(self, current: MiniBatch, window: Window) -> tuple[Tensor, Any]:
         if not self._model.training:
-            found = self._compute(current.batch)
-            cancel(current.claims)
-            return found
+            return self._compute(current.batch)
         if self.skipping is not None:
             self.skipping.begin_step(current)
         self._tables.require_same_modules()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        self._windows.release_claims(except_of=window)
-        if self._depth or self.popular_split:
-            # One graph has claim and copies, and a popular part waits for the claim alone.
-            with replaying(False) if self.popular_split else nullcontext():
-                self._look_ahead(current, window)
+        self._num_steps += 1
+        window.send(current, self._tables)
         parts = self._split(current)
-        size = None if current.refilled is None else current.refilled.size
-        weight = self._share.of(current.batch, size)
+        if self._tables:
+            if self._depth and current.claims is None:  # those ahead must not take its slots
+                current.claims = self._tables.prefetch(current.batch)
+            self._tables.begin(current.claims, is_waiting=not parts)
+            if current.claims is not None:
+                self._look_ahead(window)
+        weight = self._weight_of(current)
         if parts:
             loss, output = self._train_on_parts(parts, weight)
         else:
-            with nullcontext() if self.captured is None else self.captured.one_step():
-                loss, output = self._train_on(current.batch, current.claims, weight)
+            loss, output = self._train_on(current.batch, weight)
         for optimizer in self._optimizers:
             optimizer.step()
         if self.popular_split:
@@ -376,24 +342,27 @@ class TrainPipeline:
         self.clock.mark("update")
         return loss, output
 
+    def _weight_of(self, current: MiniBatch) -> float:
+        """The factor of a mini-batch's loss: its share of the samples of a whole one, at most 1."""
+        if self._batch_size is None:
+            return 1.0
+        refilled = current.refilled
+        size = labelled_samples(current.batch) if refilled is None else refilled.size
+        return min(1.0, (size or self._batch_size) / self._batch_size)
+
     def _switch_to(self, schedule: Schedule) -> None:
         """Use the depth of another schedule from now on."""
         self._current_schedule = schedule
         self._depth = schedule.depth if isinstance(schedule, LookAhead) else 0
-        self._allowed_depth = self._depth  # mini-batches ahead for which there are enough slots
-        self._steps_at_depth = self._num_steps = self._num_ahead = 0
+        self._num_steps = self._num_ahead = 0
 
     def _split(self, current: MiniBatch) -> list[MicroBatch]:
-        if self.popular_split is None:
+        """The popular samples and the others, for which rows are fetched; empty for no split."""
+        split = self.popular_split
+        if split is None:
             return []
-        # Rows without a claim would need slots while the first part holds its slots.
-        claims = None if self._tables.has_unknown_inputs else current.claims
-        parts = self.popular_split.choose(current.batch, claims, self._model, self._compute)
-        if not parts or claims is None:
-            return []
-        with interrupts_held_back():  # an interrupt in between would lose claims
-            parts = self.popular_split.split(parts, claims)
-            current.claims = [claim for part in parts for claim in part.claims]
+        parts = split.choose(current.batch, self._model, self._compute)
+        current.prefetch(self._tables)
         return parts
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
@@ -401,80 +370,39 @@ class TrainPipeline:
         self.clock.mark("forward")
         return found
 
-    def _train_on(
-        self, batch: Any, claims: Sequence[Prefetched] | None, weight: float
-    ) -> tuple[Tensor, Any]:
+    def _train_on(self, batch: Any, weight: float) -> tuple[Tensor, Any]:
         """Forward and backward.
 
         Args:
             batch: A mini-batch, or a part of one.
-            claims: Its claims.
             weight: Factor of a scalar loss; a loss for each sample is summed without it.
         """
         loss, output = require_loss_and_output(self._compute(batch), self._model)
-        if cancel_left(claims):
-            self._warn_of_other_ids()
         total = loss.sum() if loss.dim() else loss
         # On another device, `item` would wait for it.
         if total.is_cpu and not isfinite(total.item()):
             raise TrainingDiverged(explain_loss(total.item(), batch))
         if weight != 1.0 and not loss.dim():
             total = total * weight
-        backward = torch.Tensor.backward if self.captured is None else self.captured.backward
-        backward(total)
+        total.backward()  # type: ignore[no-untyped-call]
         self.clock.mark("backward")
         return loss.detach(), output
 
     def _train_on_parts(self, parts: Sequence[MicroBatch], weight: float) -> tuple[Tensor, Any]:
         """Forward and backward of each part; gradients add up, and every row is updated once."""
-        if self.captured is not None:
-            self.captured.leave_out("Hotline trains on parts of them")
         with ExitStack() as stack:
-            for updater in self._tables.updaters():
-                stack.enter_context(updater.update_once())
-            found = [
-                self._train_on(each.batch, each.claims, weight * each.weight) for each in parts
-            ]
+            for optimizer in self._tables.row_optimizers():
+                stack.enter_context(optimizer.update_once())
+            found = [self._train_on(each.batch, weight * each.weight) for each in parts]
             is_sum = self.popular_split is not None and self.popular_split.is_loss_a_sum
             sums = [loss for loss, _ in found] if is_sum else None
             loss, output = join_outputs(found, [part.samples for part in parts], sums)
         return loss, output
 
-    def _look_ahead(self, current: MiniBatch, window: Window) -> None:
-        """Claim slots for the current mini-batch, then for as many of those ahead as possible."""
-        window.send(current, self._tables)
-        self._num_steps, self._steps_at_depth = self._num_steps + 1, self._steps_at_depth + 1
-        if self._allowed_depth < self._depth and self._steps_at_depth > _STEPS_UNTIL_DEEPER:
-            self._allowed_depth, self._steps_at_depth = self._allowed_depth + 1, 0
-        if any(claim.is_given_up for claim in current.claims or ()):
-            current.release_claims()
-        if current.claims is None:
-            current.claims = self._tables.prefetch(current.batch)
-        has_room = current.claims is not None
-        for number, each in enumerate(window.batches):
-            if has_room:
-                each.prefetch(self._tables, may_claim=number < self._allowed_depth)
-                has_room = each.claims is not None or each.has_failed
-                if not has_room and number < self._allowed_depth:
-                    self._reduce_depth(number)
-            if not has_room:  # later mini-batches must not keep slots that earlier ones need
-                each.release_claims()
+    def _look_ahead(self, window: Window) -> None:
+        """Claim slots for as many of the mini-batches ahead as the schedule wants."""
+        for _, each in zip(range(self._depth), window.batches, strict=False):
+            each.prefetch(self._tables)
+            if each.claims is None:  # later ones must not take its slots
+                break
             self._num_ahead += bool(each.claims)
-
-    def _reduce_depth(self, depth: int) -> None:
-        self._allowed_depth, self._steps_at_depth = depth, 0
-        if not self._has_warned_of_depth:
-            self._has_warned_of_depth = True
-            found = too_deep(self.schedule, self._tables.tiers(), self._depth, depth)
-            warn_caller(found)
-
-    def _warn_of_other_ids(self) -> None:
-        if not self._has_warned_of_other_ids:
-            self._has_warned_of_other_ids = True
-            warn_caller(other_ids(self.schedule))
-
-    def _release_claims(self) -> None:
-        """Release every claim; the mini-batches stay."""
-        if self._current is not None:
-            self._current.release_claims()
-        self._windows.release_claims()

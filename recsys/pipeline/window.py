@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recsys._support.user_classes import fits_override
-from recsys.pipeline.model_tables import cancel
 from recsys.pipeline.take import OverwrittenBatch, take
 
 if TYPE_CHECKING:
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from recsys.embeddings.tiers.ahead import Prefetched
+    from recsys.embeddings.tiers.fetch import Claims
     from recsys.pipeline.model_tables import ModelTables
-    from recsys.pipeline.skip.refill import Refill, Refilled
 
 __all__ = ["MiniBatch", "Window", "Windows"]
 
@@ -36,14 +34,14 @@ class MiniBatch:
         batch: What the iterator returned, on the device once it was moved.
         claims: Its claims; None if nothing is claimed.
         has_failed: Whether claiming has failed; its own step will raise the error.
-        is_sent: Whether its ids were sent to other processes.
+        is_sent: Whether its ids were sent to the processes that have their rows.
         refilled: What `Refill` made, if the window has one.
     """
 
-    def __init__(self, batch: Any, refilled: Refilled | None = None) -> None:
+    def __init__(self, batch: Any, refilled: Any = None) -> None:
         self.batch, self.refilled = batch, refilled
         self._is_moved = refilled is not None
-        self.claims: list[Prefetched] | None = None
+        self.claims: Claims | None = None
         self.has_failed = self.is_sent = False
 
     def move(self, device: torch.device | None) -> None:
@@ -51,26 +49,13 @@ class MiniBatch:
         if not self._is_moved:
             self.batch, self._is_moved = _to(self.batch, device), True
 
-    def prefetch(self, tables: ModelTables, *, may_claim: bool) -> None:
-        """Claim slots for it, unless it has them.
-
-        Args:
-            tables: The tables of the model.
-            may_claim: Whether it may claim slots. If not, it only releases claims of which another
-                lookup has taken slots.
-        """
-        if any(claim.is_given_up for claim in self.claims or ()):
-            self.release_claims()
-        elif self.claims is None and may_claim and not self.has_failed:
+    def prefetch(self, tables: ModelTables) -> None:
+        """Claim slots for it, unless it has them."""
+        if self.claims is None and not self.has_failed:
             try:
                 self.claims = tables.prefetch(self.batch)
             except Exception:  # its own step will fail in the same way, and raise the error
                 self.has_failed = True
-
-    def release_claims(self) -> None:
-        """Release the claims."""
-        cancel(self.claims)
-        self.claims = None
 
 
 class Window:
@@ -83,7 +68,7 @@ class Window:
 
     def __init__(self) -> None:
         self.batches: deque[MiniBatch] = deque()
-        self.refill: Refill | None = None
+        self.refill: Any = None  # a `Refill`; imports point down
         self._has_ended = False
         self._error: Exception | None = None  # of the iterator, raised after the last mini-batch
 
@@ -110,7 +95,6 @@ class Window:
             except StopIteration:
                 self._has_ended = True
             except OverwrittenBatch:  # those that wait are not what they were
-                self.release_claims()
                 self.batches.clear()
                 raise
             except Exception as error:
@@ -157,10 +141,10 @@ class Window:
             return
         if self._error is not None:
             self._raise_error()
-        for each in (current, *self.batches):
-            if not each.is_sent:
-                tables.send(each.batch)
-                each.is_sent = True
+        for waiting in (current, *self.batches):
+            if not waiting.is_sent:
+                tables.send(waiting.batch)
+                waiting.is_sent = True
 
     def num_untold(self, iterator: Any) -> int:
         """What `num_waiting` of the window's iterator would be; 0 if it has this attribute."""
@@ -168,14 +152,8 @@ class Window:
             return 0
         return len(self.batches) if self.refill is None else self.refill.num_raw_waiting
 
-    def release_claims(self) -> None:
-        """Release every claim; the mini-batches stay."""
-        for each in self.batches:
-            each.release_claims()
-
     def close(self) -> None:
-        """Release every claim, and drop the samples that wait for a refill."""
-        self.release_claims()
+        """Drop the samples that wait for a refill."""
         if self.refill is not None:
             self.refill.close()
 
@@ -229,7 +207,7 @@ class Windows:
         return self._windows[key]
 
     def drop(self, iterator: Iterator[Any]) -> None:
-        """Drop the window of an iterator and release its claims."""
+        """Drop the window of an iterator."""
         _drop(self._windows, self._owners, id(iterator))
 
     def drop_lasting(self, except_of: Window) -> bool:
@@ -252,15 +230,9 @@ class Windows:
         return held
 
     def drop_all(self) -> None:
-        """Drop every window and release its claims."""
+        """Drop every window."""
         for key in list(self._windows):
             _drop(self._windows, self._owners, key)
-
-    def release_claims(self, except_of: Window | None = None) -> None:
-        """Release every claim, except those of one window; the mini-batches stay."""
-        for window in list(self._windows.values()):
-            if window is not except_of:
-                window.release_claims()
 
 
 def _drop(windows: dict[int, Window], owners: dict[int, Any], key: int, _: object = None) -> None:

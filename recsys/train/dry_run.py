@@ -15,7 +15,7 @@ from recsys.batch import features_by_table
 from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
 from recsys.errors import ConfigError
 from recsys.train.callbacks.run_callbacks import callbacks_of
-from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch, require_budget
+from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch
 from recsys.train.parts.build import (
     INIT_FROM_NEEDS,
     build_model,
@@ -44,9 +44,9 @@ class DryRun:
     Attributes:
         run_dir: The folder that the run would make.
         data: The data, in words.
-        tables: What the tables take; the least budget is that of the first mini-batch.
-        enough_bytes: A budget that holds every mini-batch; at most what everything takes, with the
-            cold tier "host". None without a budget or with a plan.
+        tables: What the tables take.
+        enough_bytes: A budget with which every row of any mini-batch has a slot; at most what
+            everything takes, with the cold tier "host". None without a budget or with a plan.
     """
 
     run_dir: Path
@@ -72,7 +72,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
 
     Raises:
         AlreadyExists: `run_dir` is not empty.
-        BudgetTooSmall: the budget does not hold the rows of the first mini-batch.
+        BudgetTooSmall: the budget is below the least one.
         ColdTierError: the disk has no room for rows in files.
         ConfigError, ProfileError, StoreError: the configuration does not fit the data or the
             machine.
@@ -88,7 +88,6 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     source = open_source(config)
     callbacks.require(config, source)
     first_model = open_first_model(config, source)
-    require_budget(config, source)
     RunFolder.require_place(run_dir)
     tables, model = _size_tables(config, source, cold_folder(config, run_dir))
     if first_model is not None:
@@ -124,6 +123,7 @@ def _size_tables(
         f"t_{table}": distinct.get(table, 0) / (config.batch_size * len(features))
         for table, features in features_by_table(source).items()
     }
+    staleness = config.skip.staleness.settings() if config.skip.needs_stale_rows else None
     tables = estimate(
         model,
         tables_budget(config, source) or None,
@@ -132,7 +132,7 @@ def _size_tables(
         cold_tier=config.cold_tier,
         cold_path=cold_path or None,
         lookups_per_bag=lookups,
-        staleness=config.skip.staleness.settings() if config.skip.needs_stale_rows else None,
+        staleness=staleness,
         device=config.device,
     )
     return tables, model

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from contextlib import ExitStack
@@ -102,8 +103,7 @@ def train(
     Raises:
         AlreadyExists: `run_dir` is not empty; or, with `resume`, it holds a finished run without a
             checkpoint.
-        BudgetTooSmall: the budget does not hold the rows of a mini-batch. The message names one
-            that does.
+        BudgetTooSmall: the budget is below the least one, which the message names.
         CallbackFailed: a callback raised an error.
         CheckpointError: the checkpoint is damaged. The message names one that is whole.
         ConfigError, StoreError: the configuration does not fit the data or the run to resume, or
@@ -119,9 +119,7 @@ def train(
             "build_config, which makes one of nested keys, and load_config, of a TOML file"
         )
     with ExitStack() as stack:
-        stack.callback(
-            return_freed_memory
-        )  # last: the model is gone then, and its files are deleted
+        stack.callback(_free_memory)  # last: the model is gone then
         # Code of the user's, such as a callback, may change the current folder.
         processes = stack.enter_context(processes_of(Path(run_dir).absolute()))
         given = {"--resume": resume, "--checkpoint": checkpoint}
@@ -134,6 +132,12 @@ def train(
         show = show_progress and not processes.rank
         # In no variable here: the model is gone when contexts end, before its files are deleted.
         return _train(_prepare(config, processes, earlier, stack, callbacks, show), stack)
+
+
+def _free_memory() -> None:
+    """Delete the tables of a run, with their files, and return their memory to the system."""
+    gc.collect()  # a table group and its fetcher have each other
+    return_freed_memory()
 
 
 def _train(run: Run, stack: ExitStack) -> dict[str, Any]:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recsys._support.sizes import round_up_bytes
-from recsys.errors import BudgetTooSmall, TrainingDiverged
+from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.train.judge.evaluation import evaluate_split
 from recsys.train.loop.progress import LOWER_LR
-from recsys.train.parts.budget import enough_bytes
 from recsys.train.parts.build import autocast
 
 if TYPE_CHECKING:
@@ -180,15 +178,9 @@ def fit(run: Run, interrupted: threading.Event) -> None:
 
 
 def _steps(run: Run) -> Iterator[tuple[Tensor, Any]]:
-    """Steps over the rest of an epoch; their errors name the step, or a budget that suffices."""
-    config = run.config
+    """Steps over the rest of an epoch; their errors name the step."""
     try:
         yield from run.pipeline.steps(run.loader)
-    except BudgetTooSmall as error:
-        if config.plan or config.schedule.name == "fae":
-            raise
-        enough = round_up_bytes(enough_bytes(config, run.loader.source))
-        raise BudgetTooSmall(f"{error}; budget={enough} holds every mini-batch") from None
     except TrainingDiverged as error:
         advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
         raise TrainingDiverged(f"step {run.progress.num_steps + 1}: {advice}") from error

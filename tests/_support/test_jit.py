@@ -13,7 +13,6 @@ import torch
 from numba.core.caching import IndexDataCacheFile
 
 from recsys._support import jit
-from recsys.embeddings.tiers.transfers import TransferQueue
 
 
 def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
@@ -305,15 +304,6 @@ def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
     with ThreadPoolExecutor(1, initializer=jit.work_alone) as alone, ThreadPoolExecutor(1) as other:
         assert alone.submit(doubled, numbers).result().tolist() == [0.0, 2.0, 4.0]
         assert other.submit(doubled, numbers).result() == "shared"
-
-
-def test_what_is_transferred_in_the_background_is_moved_by_one_thread():
-    queue, found = TransferQueue(), []
-    for in_background in (False, True):
-        queue.put(lambda: found.append(jit._thread.works_alone), in_background=in_background)
-        queue.settle()
-
-    assert found == [False, True]
 
 
 def _doubled(numbers):

@@ -8,7 +8,6 @@ from recsys._support.sizes import (
     format_bytes,
     parse_bytes,
     round_up_as_written,
-    round_up_bytes,
 )
 from recsys.errors import ConfigError
 
@@ -80,12 +79,6 @@ def test_sizes_are_written_in_the_largest_unit_of_which_there_is_one(num_bytes, 
 @given(st.integers(0, 2**60))
 def test_a_written_size_can_be_read(num_bytes):
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.01)
-
-
-@given(st.integers(0, 2**50))
-def test_a_size_rounded_up_is_read_as_no_less_and_little_more(num_bytes):
-    found = parse_bytes(round_up_bytes(num_bytes))
-    assert num_bytes <= found < num_bytes + max(1024, num_bytes // 50)
 
 
 @given(st.integers(0, 2**50))

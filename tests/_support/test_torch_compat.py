@@ -23,13 +23,9 @@ from recsys._support.torch_compat import (
     NO_PASS,
     DisableTorchFunctionSubclass,
     active_ddp_module,
-    add_to_each,
     are_functorch_transforms_active,
-    base_of,
     current_pass,
     current_stream_number,
-    end_allocation,
-    has_global_hooks,
     has_gradient_hooks,
     is_graph_kept,
     is_node_in_pass,
@@ -40,12 +36,10 @@ from recsys._support.torch_compat import (
     plain_apply,
     plain_data,
     plain_grad,
-    plain_requires_grad,
     queue_callback,
     set_plain_data,
     set_plain_grad,
     top_saved_tensors_hooks,
-    tracing_state,
     version_of,
     versions_of,
 )
@@ -157,15 +151,6 @@ def test_a_write_in_place_is_a_new_version():
     assert versions_of([tensor, torch.zeros(1), view]) == [before + 2, 0, before + 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_a_view_knows_the_tensor_that_it_is_of(dtype):
-    tensor = torch.zeros(6, dtype=dtype)
-
-    assert base_of(tensor.view(2, 3)[1:]) is tensor
-    assert base_of(tensor.reshape(-1)) is tensor
-    assert base_of(tensor) is base_of(tensor.data) is base_of(tensor.clone()) is None
-
-
 def test_a_write_through_data_is_no_new_version():
     tensor = torch.zeros(3)
     before = version_of(tensor)
@@ -184,7 +169,6 @@ def test_attributes_that_a_subclass_hides_are_read_and_set():
 
     assert plain_grad(hiding) is gradient
     assert plain_data(hiding).data_ptr() == rows.data_ptr()
-    assert plain_requires_grad(hiding) is True
     set_plain_grad(hiding, None)
     assert plain_grad(hiding) is None
 
@@ -297,19 +281,6 @@ def test_a_function_is_applied_without_a_look_for_transforms():
     assert torch.equal(values.grad, torch.ones(2))
 
 
-def test_tracing_is_seen():
-    found = []
-
-    def look(values):
-        found.append(tracing_state() is not None)
-        return values + 1
-
-    look(torch.ones(1))
-    torch.jit.trace(look, torch.ones(1), check_trace=False)
-
-    assert found == [False, True]
-
-
 def test_transforms_are_seen():
     found = []
 
@@ -370,15 +341,6 @@ def test_these_are_all_the_hooks_that_a_module_has():
     assert found == set(MODULE_HOOKS)
 
 
-def test_hooks_of_all_modules_are_seen():
-    before = has_global_hooks()
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    during = has_global_hooks()
-    handle.remove()
-
-    assert (before, during, has_global_hooks()) == (False, True, False)
-
-
 def test_a_handle_removes_its_hook_from_a_module_that_shares_the_dictionaries():
     module, successor, called = nn.Identity(), nn.Identity(), []
     handle = module.register_forward_hook(lambda *_: called.append(True))
@@ -404,16 +366,6 @@ def test_onednn_multiplies_as_torch_does(has_bias):
     torch.testing.assert_close(found, nn.functional.linear(left, right, bias))
 
 
-def test_tensors_get_a_number_each_and_keep_their_dtypes():
-    given = [torch.arange(6)[::2], torch.tensor([5], dtype=torch.int32)]
-
-    first, second = add_to_each(given, [10, 20])
-
-    assert first.tolist() == [10, 12, 14]
-    assert (second.tolist(), second.dtype) == ([25], torch.int32)
-    assert given[0].tolist() == [0, 2, 4]
-
-
 def test_the_cpu_has_one_stream():
     assert current_stream_number(torch.device("cpu")) == 0
 
@@ -429,13 +381,6 @@ def test_streams_have_numbers():
 
     assert found == other.cuda_stream
     assert current_stream_number(device) == torch.cuda.current_stream(device).cuda_stream
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_allocation_that_has_not_begun_cannot_end():
-    with pytest.raises(RuntimeError):
-        end_allocation(0, torch.cuda.graph_pool_handle())
 
 
 PRIVATE = re.compile(

@@ -9,8 +9,8 @@ import torch
 from recsys.batch import JaggedIds
 from recsys.config import OptimizerConfig
 from recsys.embeddings import TableConfig
-from recsys.embeddings.baselines import FbgemmEmbeddingBags
 from recsys.errors import MissingDependency
+from recsys.train.parts.baselines import FbgemmEmbeddingBags
 
 PACKAGES = ("torchrec", "fbgemm_gpu")
 TABLE = TableConfig(name="a", num_embeddings=4, embedding_dim=4, feature_names=("a",))

@@ -29,7 +29,6 @@ MISTAKES = {
     f"train {DATA} --dry-run --run full --resume": "--dry-run is for a new run",
     f"train {DATA} --set lr=1": "unknown key lr; did you mean",
     f"train {DATA} --set optimizer.name=foo": "optimizer.name must be one of 'sgd'",
-    f"train {DATA} --set skip.staleness.measure=foo": "skip.staleness.measure must be one of",
     f"train {DATA} --set skip.policy=drop_input --set skip.guard.every=50": "every must be",
     f"train {DATA} --set budget=much": "budget must be",
     f"train {DATA} --config nosuch.toml": "nosuch.toml cannot be read",

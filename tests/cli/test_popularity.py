@@ -87,7 +87,7 @@ def test_plan_pins_rows_for_the_model_that_train_would_make(store, tmp_path, cap
 
     printed = capsys.readouterr().out
     plan = HotPlan.load(out)
-    assert plan.tables["t_cat_0"] == (8, "fp32", 1, 8 * 4 + 4 + 8)
+    assert plan.tables["t_cat_0"] == (8, "fp32", 1, 8 * 4 + 4 + 11)
     assert plan.num_shared_slots == {(8, "fp32"): 16 + 7 + 1 + 16}
     assert f"{plan.num_pinned} of 808 rows pinned in" in printed
     assert str(plan) in printed

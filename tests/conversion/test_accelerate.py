@@ -1,5 +1,4 @@
 import copy
-import pickle
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
-from recsys.embeddings.kernels.choice import NUMBA
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
 
@@ -140,22 +138,6 @@ def test_restore_keeps_what_was_set_on_the_replacements():
         assert (each.max_norm, each.tag) == (0.5, "mine")
         assert float(each.weight.detach().norm(dim=1)[INDICES].max()) <= 0.5 + 1e-6
     assert set(vars(model.a)) == before
-
-
-def test_after_restore_the_optimizer_steps_once_and_by_itself():
-    model, plain = (Holder(a=bag()) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    optimizers = [sgd(model), sgd(plain)]
-    recsys.accelerate(model, optimizer=optimizers[0], always=True)
-    step(model, optimizers[0])
-    step(plain, optimizers[1])
-
-    recsys.restore(model)
-    step(model, optimizers[0])
-    step(plain, optimizers[1])
-
-    torch.testing.assert_close(model.a.weight, plain.a.weight)
-    assert not optimizers[0]._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -313,31 +295,12 @@ def test_a_formula_moves_rows_at_the_end_of_each_backward():
     for weight, old in zip((model.a.weight, model.b.weight), before, strict=True):
         expected = old - 0.5 * torch.bincount(INDICES, minlength=len(old)).unsqueeze(1)
         torch.testing.assert_close(weight.detach(), expected)
-    assert list(result.row_optimizer.state_dict()["state"]) == ["a.weight", "b.weight"]
+    [settings] = result.row_optimizer.state_dict()["param_groups"]
+    assert settings["params"] == ["a.weight", "b.weight"]
     result.row_optimizer.param_groups[0]["lr"] = 0.0
     now = model.a.weight.detach().clone()
     model.a(INDICES, OFFSETS).sum().backward()
     assert torch.equal(model.a.weight, now)
-
-
-def test_a_parameter_of_two_modules_is_one_table():
-    def build():
-        torch.manual_seed(0)
-        model = Holder(a=bag(), b=bag(mode="mean"))
-        model.b.weight = model.a.weight
-        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
-
-    (plain, plain_optimizer), (model, optimizer) = build(), build()
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
-        for _ in range(3):
-            its_optimizer.zero_grad()
-            first, second = each.a(INDICES, OFFSETS), each.b(INDICES, OFFSETS)
-            (first.square().sum() + second.sin().sum()).backward()
-            its_optimizer.step()
-
-    assert model.a.weight is model.b.weight
-    torch.testing.assert_close(model.a.weight, plain.a.weight, rtol=1e-6, atol=1e-7)
 
 
 def test_a_frozen_table_need_not_be_in_the_optimizer():
@@ -368,44 +331,6 @@ def test_rows_that_lie_elsewhere_now_are_found_by_the_bag_that_has_them():
 
     assert torch.equal(moved, torch.tensor([[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]))
     assert torch.equal(model.other.weight[1], torch.tensor([0.5, 0.5]))
-
-
-def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
-    model = Holder(many=nn.ModuleList([bag(), bag(9), bag(3, 4), bag(), bag(6, 4)]))
-    groups = [
-        {"params": model.many[:3].parameters(), "lr": 0.5},
-        {"params": model.many[3:].parameters(), "lr": 0.1},
-    ]
-    optimizer = torch.optim.SGD(groups)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    calls = []
-    monkeypatch.setattr(NUMBA, "row_update", lambda space, *_: calls.append(space.sizes))
-
-    ids = torch.tensor([0, 2])
-    sum(each(ids, torch.tensor([0])).sum() for each in model.many).backward()
-    optimizer.step()
-
-    assert [sizes.tolist() for sizes in calls] == [[5, 9], [3], [5], [6]]
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-)
-def test_a_copy_of_model_and_optimizer_trains_on_as_the_original(copied):
-    model = Holder(a=bag())
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    step(model, optimizer)
-
-    twin, twin_optimizer = copied((model, optimizer))
-    for _ in range(2):
-        step(model, optimizer)
-        step(twin, twin_optimizer)
-
-    assert twin.a.weight is not model.a.weight
-    torch.testing.assert_close(twin.a.weight, model.a.weight)
-    recsys.restore(twin)
-    assert type(twin.a) is nn.EmbeddingBag
 
 
 def test_torchrecs_collections_are_exchanged_inside_torchrecs_models():
@@ -539,3 +464,13 @@ def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
 
     with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
         recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1), always=True)
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+def test_two_parameters_on_one_memory_are_refused_with_a_budget(tier, tmp_path):
+    model = Holder(a=bag(500, 4), b=bag(500, 4))
+    model.b.weight.data = model.a.weight.data
+    options = {"cold_tier": "file", "cold_path": tmp_path} if tier == "file" else {}
+
+    with pytest.raises(ValueError, match="'a' and 'b'"):
+        recsys.accelerate(model, optimizer=sgd(model), budget="6KiB", **options)

@@ -158,6 +158,7 @@ def _dense(gradient):
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
+@pytest.mark.filterwarnings("ignore:.*(its gradient has all rows|are left to torch)")
 @given(st.lists(steps, min_size=2, max_size=5), st.sampled_from(sorted(OPTIMIZERS)))
 def test_models_that_call_tables_in_any_order_train_as_plain_ones(program, name):
     torch.manual_seed(0)

@@ -115,26 +115,6 @@ def test_one_optimizer_of_several_models_moves_the_rows_of_each():
     assert_equal(models[1], plains[1])
 
 
-@pytest.mark.parametrize("budget", [None, 1000])
-@pytest.mark.parametrize(
-    ("optimizer", "settings"),
-    [(torch.optim.SGD, {}), (torch.optim.Adagrad, {"lr_decay": 0.1})],
-)
-def test_tables_with_dense_gradients_train_as_plain_ones(optimizer, settings, budget):
-    model, plain = both(sparse=False)
-    ours, theirs = (optimizer(each.parameters(), lr=0.1, **settings) for each in (model, plain))
-    recsys.accelerate(model, optimizer=ours, budget=budget, always=True)
-
-    for _ in range(3):
-        for each, its in ((model, ours), (plain, theirs)):
-            its.zero_grad()
-            each(IDS).backward()
-            nn.utils.clip_grad_norm_(each.parameters(), 0.3)
-            its.step()
-
-    assert_equal(model, plain)
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("budget", [None, 1000])
 def test_an_optimizer_that_is_made_later_updates_rows_as_in_plain_pytorch(budget, sparse):
@@ -167,6 +147,8 @@ def test_lazy_adam_moves_rows_as_sparse_adam_and_says_so(kind, sparse):
 
     with pytest.warns(UserWarning, match=r"lazy_adam=True: .* rule of torch.optim.SparseAdam"):
         recsys.accelerate(model, optimizer=ours, lazy_adam=True, always=True)
+    with pytest.warns(UserWarning, match="a copied Adam updates"):
+        copy.deepcopy(model)
     train(model, [ours])
     train(plain, theirs)
 
@@ -254,7 +236,7 @@ def test_embeddings_and_bags_of_one_dim_are_updated_by_one_call():
     recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), always=True)
 
     assert isinstance(model.goods, HotColdEmbedding)
-    assert len(model.goods.row_updater.groups) == 1
+    assert model.goods.groups() == model.users.groups()
 
 
 def test_a_module_whose_optimizer_has_no_formula_is_left_beside_one_whose_has():
@@ -382,15 +364,15 @@ def test_a_warning_that_is_an_error_comes_before_anything_is_exchanged():
 def test_an_error_behind_the_first_optimizer_leaves_nothing_changed(monkeypatch):
     model = Towers()
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.tables()]
-    real, calls = recsys.accelerate.__globals__["make_updater"], []
+    real, calls = recsys.accelerate.__globals__["Attachment"], []
 
-    def make_updater(*arguments):
+    def attach(*arguments):
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
         return real(*arguments)
 
-    monkeypatch.setitem(recsys.accelerate.__globals__, "make_updater", make_updater)
+    monkeypatch.setitem(recsys.accelerate.__globals__, "Attachment", attach)
     with pytest.raises(MemoryError):
         recsys.accelerate(model, optimizer=optimizers, always=True)
 
@@ -399,24 +381,6 @@ def test_an_error_behind_the_first_optimizer_leaves_nothing_changed(monkeypatch)
     assert not optimizers[0]._optimizer_step_pre_hooks
     monkeypatch.undo()
     recsys.accelerate(model, optimizer=optimizers, always=True)
-
-
-def test_gradients_that_were_set_to_zero_move_no_row_by_lazy_adam():
-    model = Towers(sparse=False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="lazy_adam"):
-        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True, always=True)
-    train(model, [optimizer], num_steps=1)
-    before = model.goods.weight.detach().clone()
-
-    model(IDS).backward()
-    assert model.goods.weight.grad is not None
-    optimizer.zero_grad(set_to_none=False)
-    model(IDS[2:]).backward()
-    optimizer.step()
-
-    moved = (model.goods.weight != before).any(1).nonzero().flatten().tolist()
-    assert moved == [1, 4]
 
 
 def test_a_frozen_table_that_the_optimizer_lacks_is_refused_with_a_way_out():

@@ -12,9 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import recsys
-from recsys.embeddings import SGD, Adagrad
-from recsys.embeddings.kernels import choice as kernel_choice
-from tests.torch_kernels import BY_TORCH
+from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag
 
 SIZES, BATCH_SIZE = [9, 5, 30], 6
 
@@ -107,33 +105,6 @@ def test_two_towers_over_the_same_tables_in_micro_batches_then_a_step(name, num_
     require_equal(runs)
 
 
-def test_an_update_per_backward_would_be_another_step():
-    def build():
-        bag = nn.EmbeddingBag(1, 1, mode="sum", sparse=True, _weight=torch.zeros(1, 1))
-        return nn.ModuleList([bag])
-
-    def run(model, optimizer):
-        optimizer.zero_grad()
-        for gradient in (3.0, 0.5):
-            (gradient * model[0](torch.tensor([[0]]))).sum().backward()
-        optimizer.step()
-        return float(model[0].weight.detach())
-
-    plain, model, fused = build(), build(), build()
-    theirs, mine = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, model))
-    recsys.accelerate(model, optimizer=mine, always=True)
-    recsys.accelerate(fused, optimizer=Adagrad(lr=0.1))
-
-    right, found = run(plain, theirs), run(model, mine)
-    for gradient in (3.0, 0.5):
-        (gradient * fused[0](torch.tensor([[0]]))).sum().backward()
-
-    assert right == pytest.approx(-0.1)
-    assert found == pytest.approx(-0.1)
-    # A formula moves rows in every backward, as it says: 3 / 3 + 0.5 / sqrt(9.25) of the rate.
-    assert float(fused[0].weight.detach()) == pytest.approx(-0.1164399)
-
-
 def test_gradients_clipped_by_hand_are_those_that_count():
     runs = pair()
 
@@ -145,28 +116,6 @@ def test_gradients_clipped_by_hand_are_those_that_count():
                 gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
                 parameter.grad = gradient * min(1.0, 0.01 / float(gradient.norm()))
             optimizer.step()
-
-    require_equal(runs)
-
-
-def test_schedulers_change_the_rate_of_each_param_group():
-    torch.manual_seed(0)
-    plain = Towers().double()
-    model = copy.deepcopy(plain)
-    runs = []
-    for each in (plain, model):
-        groups = [
-            {"params": each.bags[:1].parameters(), "lr": 0.2},
-            {"params": [*each.bags[1:].parameters(), *each.dense.parameters()], "lr": 0.05},
-        ]
-        runs.append((each, [torch.optim.Adagrad(groups, lr_decay=0.1)]))
-    recsys.accelerate(model, optimizer=runs[1][1][0], always=True)
-
-    for each, [optimizer] in runs:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for number in range(4):
-            train(each, [optimizer], [number])
-            scheduler.step()
 
     require_equal(runs)
 
@@ -227,42 +176,12 @@ def test_a_closure_computes_the_gradients_that_its_step_uses(way):
     require_equal(runs)
 
 
-@pytest.mark.parametrize("name", ["adagrad", "sparse_adam"])
-def test_a_state_that_is_loaded_later_is_the_one_that_counts(name):
-    runs = pair(name)
-    train(*runs[0])
-    saved = copy.deepcopy([each.state_dict() for each in runs[0][1]])
-    weights = copy.deepcopy(runs[0][0].state_dict())
-    train(*runs[1], numbers=[7])
-
-    runs[1][0].load_state_dict(weights)
-    for optimizer, state in zip(runs[1][1], saved, strict=True):
-        optimizer.load_state_dict(state)
-    for run in runs:
-        train(*run, numbers=range(4, 7))
-
-    require_equal(runs)
-
-
 def test_a_setting_loaded_later_that_has_no_formula_stops_the_step():
     (_, _), (model, [optimizer]) = pair("sgd")
     optimizer.param_groups[0]["momentum"] = 0.9
 
     with pytest.raises(ValueError, match=r"torch\.optim\.SGD with momentum=0\.9 updates rows"):
         train(model, [optimizer], [0])
-
-
-def test_a_table_frozen_for_a_while_rests():
-    runs = pair()
-
-    for model, its_optimizers in runs:
-        train(model, its_optimizers, [0])
-        model.bags[1].weight.requires_grad = False
-        train(model, its_optimizers, [1, 2])
-        model.bags[1].weight.requires_grad = True
-        train(model, its_optimizers, [3])
-
-    require_equal(runs)
 
 
 def test_steps_of_a_table_that_is_not_looked_up_are_not_counted():
@@ -373,59 +292,20 @@ def test_a_gradient_of_a_lookup_before_restore_is_the_tables_grad(budget):
     assert torch.equal(both[1][0].weight, both[0][0].weight)
 
 
-def test_a_gradient_of_a_lookup_before_restore_is_used_by_what_moves_the_rows_by_then():
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SparseAdam])
+@pytest.mark.parametrize("ids", [[], [4, 4]])
+def test_gradients_that_restore_left_are_updated_by_recsys(kind, ids):
     model = bags(5)
-    recsys.accelerate(model, optimizer=SGD(lr=0.5))
-    ids, offsets = torch.tensor([4]), torch.tensor([0])
-    pooled = model[0](ids, offsets)
-    recsys.restore(model)
-    recsys.accelerate(model, optimizer=SGD(lr=0.5))
-    for _ in range(2):  # it knows by then that no grad was left
-        model[0](ids - 1, offsets).sum().backward()
-    before = model[0].weight[4].detach().clone()
-
-    pooled.sum().backward()
-    model[0](ids - 1, offsets).sum().backward()
-
-    assert torch.equal(model[0].weight[4], before - 0.5)
-
-
-def test_after_restore_a_collections_gradient_is_that_of_the_table_that_was_looked_up():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    config = torchrec.EmbeddingBagConfig(
-        name="a", num_embeddings=5, embedding_dim=4, feature_names=["f"]
-    )
-    model = nn.ModuleList([torchrec.EmbeddingBagCollection([config])])
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), always=True)
-    features = torchrec.KeyedJaggedTensor(["f"], torch.tensor([4]), lengths=torch.tensor([1]))
-    pooled = model[0](features).values()
-    recsys.restore(model)
-    holder = model[0].embedding_bags["a"]
-    old, new = holder.weight, nn.Parameter(torch.zeros(5, 4))
-
-    holder.weight = new
-    pooled.sum().backward()
-
-    assert new.grad is None
-    assert old.grad.to_dense().sum(1).tolist() == [0, 0, 0, 0, 4.0]
-
-
-def test_a_gradient_that_is_refused_after_restore_is_not_added_to_the_next():
-    model = bags(5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = kind(model.parameters(), lr=0.5)
     recsys.accelerate(model, optimizer=optimizer, always=True)
-    weight, ids, offsets = model[0].weight, torch.tensor([4]), torch.tensor([0])
-    pooled = [model[0](ids, offsets) for _ in range(2)]
+    model[0](torch.tensor(ids, dtype=torch.int64), torch.tensor([0])).sum().backward()
     recsys.restore(model)
-    whole = weight.data
+    recsys.accelerate(model, optimizer=optimizer, always=True)
 
-    weight.data = whole[:3]
-    with pytest.raises(ValueError, match=r"\(5, 4\) was replaced by one of shape \(3, 4\)"):
-        pooled[0].sum().backward()
-    weight.data = whole
-    pooled[1].sum().backward()
+    optimizer.step()
 
-    assert weight.grad.to_dense()[4].tolist() == [1.0] * 4
+    assert optimizer.state[model[0].weight]["step"] == 1
+    assert isinstance(model[0], HotColdEmbeddingBag)
 
 
 def test_restore_is_refused_for_all_or_for_none():
@@ -437,50 +317,17 @@ def test_restore_is_refused_for_all_or_for_none():
     ids, offsets = torch.tensor([4]), torch.tensor([0])
     model["b"][0](ids, offsets).sum().backward()
     short = model["b"][0].weight
-    short.data = short.data[:3]
+    whole = short.data
+    short.data = torch.zeros(3, 4)
 
-    with pytest.raises(ValueError, match=r"\(5, 4\) was replaced"):
+    with pytest.raises(RuntimeError, match="number of rows"):
         recsys.restore(model)
 
     before = model["a"][0].weight.detach().clone()
     model["a"][0](ids, offsets).sum().backward()
     assert torch.equal(model["a"][0].weight[4], before[4] - 0.5)
-    short.grad = None
+    short.data = whole
     recsys.restore(model)
-
-
-def test_rows_of_a_formula_rest_after_restore_whatever_was_looked_up_before():
-    model = bags(5)
-    recsys.accelerate(model, optimizer=SGD(lr=0.5))
-    ids, offsets = torch.tensor([4]), torch.tensor([0])
-    pooled, updater = model[0](ids, offsets), model[0].row_updater
-    before = model[0].weight.detach().clone()
-
-    with updater.update_once():
-        recsys.restore(model)
-    pooled.sum().backward()
-
-    assert torch.equal(model[0].weight, before)
-    assert model[0].weight.grad.to_dense()[4].tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_a_lookup_by_torchs_kernels_outlives_restore_to_tables_for_ours(is_weighted, monkeypatch):
-    both = bags(500), bags(500)
-    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", BY_TORCH)  # as if slots were a device's
-    recsys.accelerate(both[1], optimizer=torch.optim.SGD(both[1].parameters(), lr=0.5), budget=7000)
-    found = []
-    for model in both:
-        weights = torch.arange(1.0, 4.0, requires_grad=True)
-        settings = {"per_sample_weights": weights} if is_weighted else {}
-        pooled = model[0](torch.tensor([499, 7, 7]), torch.tensor([0, 1]), **settings)
-        if model is both[1]:
-            monkeypatch.undo()
-            recsys.restore(model)
-        pooled.square().sum().backward()
-        found.append((model[0].weight.grad.to_dense(), weights.grad))
-
-    torch.testing.assert_close(found[1], found[0])
 
 
 def halve_grads(optimizer, args, kwargs):
@@ -535,7 +382,7 @@ def test_a_table_that_is_put_into_another_param_group_is_refused(is_kept):
     if is_kept:
         optimizer.param_groups[0]["params"].append(weight)
 
-    with pytest.raises(ValueError, match=r"\(9, 4\) was in param group 1 .*; call recsys.restore"):
+    with pytest.raises(ValueError, match=r"table '1'.* was in param group 1"):
         optimizer.step()
     assert torch.equal(weight, before)
     weight.requires_grad = is_kept
@@ -543,26 +390,6 @@ def test_a_table_that_is_put_into_another_param_group_is_refused(is_kept):
     recsys.accelerate(model, optimizer=optimizer, always=True)
     optimizer.step()
     assert torch.equal(weight[4], before[4] - 0.5 * is_kept)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
-def test_state_of_tables_of_one_column_has_the_shape_that_torchs_has(kind):
-    plain = nn.ModuleList([nn.EmbeddingBag(20, 1, mode="sum", sparse=True)])
-    model = copy.deepcopy(plain)
-    optimizers = [kind(list(each.parameters()), lr=0.1) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=optimizers[1], always=True)
-
-    for number in range(3):
-        for each, optimizer in zip((plain, model), optimizers, strict=True):
-            if each is model and number == 2:
-                recsys.restore(model)
-            optimizer.zero_grad()
-            each[0](torch.tensor([4, number]), torch.tensor([0])).sum().backward()
-            optimizer.step()
-
-    torch.testing.assert_close(model[0].weight, plain[0].weight)
-    states = [each.state[m[0].weight] for m, each in zip((plain, model), optimizers, strict=True)]
-    torch.testing.assert_close(*states)
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
@@ -585,60 +412,6 @@ def test_a_table_that_is_not_to_move_may_leave_the_param_groups(is_dropped):
     assert is_dropped or torch.equal(model[1].weight, second)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 800}, {"budget": 2000, "cold_tier": "file"}])
-def test_state_of_one_column_that_was_written_without_it_is_read(options, tmp_path):
-    model, other = bags(60, 50, dim=1), bags(60, 50, dim=1)
-    if "cold_tier" in options:
-        options = options | {"cold_path": tmp_path / "cold"}
-    source = recsys.accelerate(other, optimizer=Adagrad(lr=0.5)).row_optimizer
-    target = recsys.accelerate(model, optimizer=Adagrad(lr=0.5), **options).row_optimizer
-
-    def step(bags_):
-        for bag in bags_:
-            bag(torch.tensor([4, 7, 4]), torch.tensor([0])).square().sum().backward()
-
-    step(other)
-    step(model)
-    step(other)
-    state = copy.deepcopy(source.state_dict())
-    for each in state["state"].values():
-        each["momentum1"] = each["momentum1"].squeeze(1)
-    model.load_state_dict(other.state_dict())
-    target.load_state_dict(state)
-    step(other)
-    step(model)
-
-    shapes = [each["momentum1"].shape for each in target.state_dict()["state"].values()]
-    assert shapes == [(60, 1), (50, 1)]
-    for mine, theirs in zip(model, other, strict=True):
-        assert torch.equal(mine.weight, theirs.weight)
-
-
-@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad"])
-@pytest.mark.parametrize("dim", [1, 4])
-def test_state_begun_anew_is_as_the_optimizer_would_have_made_it(name, dim):
-    kind = torch.optim.Adagrad
-    if name == "rowwise_adagrad":
-        kind = pytest.importorskip("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
-    plain, model = bags(5, dim=dim), bags(5, dim=dim)
-    plain[0].sparse = model[0].sparse = name == "adagrad"  # TorchRec's takes no other
-    both = [(each, kind(each.parameters(), lr=0.5)) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=both[1][1], always=True)
-    del both[1][1].state[model[0].weight]
-
-    for number in range(2):
-        for each, optimizer in both:
-            optimizer.zero_grad()
-            each[0](torch.tensor([4, 2]), torch.tensor([0])).square().sum().backward()
-            optimizer.step()
-        if not number:
-            recsys.restore(model)
-
-    torch.testing.assert_close(model[0].weight, plain[0].weight)
-    states = [optimizer.state[each[0].weight] for each, optimizer in both]
-    torch.testing.assert_close(*states)
-
-
 @pytest.mark.parametrize("budget", [None, 800])
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_would_not_be_called_is_refused(kind, budget):
@@ -653,18 +426,6 @@ def test_a_hook_that_would_not_be_called_is_refused(kind, budget):
     getattr(model[1].weight, kind)(called.append)
     model[1](torch.tensor([4]), torch.tensor([0])).sum().backward()
     assert called
-
-
-def test_sharing_tables_whose_rows_are_in_slots_is_warned_of():
-    resident, tiered = bags(60, 50), bags(60, 50)
-    recsys.accelerate(resident, optimizer=SGD(lr=0.1))
-    recsys.accelerate(tiered, optimizer=SGD(lr=0.1), budget=800)
-
-    resident.share_memory()
-    with pytest.warns(UserWarning, match="what it trains is lost"):
-        tiered.share_memory()
-
-    assert all(bag.weight.is_shared() for bag in tiered)
 
 
 class WithPositions(nn.Module):

@@ -16,7 +16,7 @@ from recsys.embeddings import (
 )
 from recsys.errors import BudgetTooSmall, ProfileError
 
-MAP_BYTES, SLOT_BYTES = 4, 8
+MAP_BYTES, SLOT_BYTES = 4, 11
 
 
 def profile_of(popular, sizes):
@@ -35,10 +35,10 @@ def bags(*sizes, dim=4, **options):
     )
 
 
-def pinned_rows(tiers):
-    """Numbered over all tables of the tier, the first slot's first."""
-    is_pinned = (tiers.hot.map.flags & 1) > 0
-    return tiers.hot.map.row_of_slot[is_pinned].tolist()
+def pinned_rows(module):
+    """Numbered over all tables of the group, those that are looked up most first."""
+    [group] = module.groups()
+    return group.fetcher.planned.tolist()
 
 
 def room_for(num_rows, num_slots, row_bytes):
@@ -69,13 +69,13 @@ def test_a_bags_plan_keeps_its_rows_in_their_slots_by_whatever_name():
     for start in range(0, 320, 8):
         for bag in runs:
             bag(torch.arange(start, start + 8).reshape(4, 2)).square().sum().backward()
-    before = tiered.tiers()[0].residency.counts
+    before = tiered.groups()[0].fetcher.counts
     tiered(torch.tensor([popular]))
-    after = tiered.tiers()[0].residency.counts
+    after = tiered.groups()[0].fetcher.counts
 
-    assert sorted(pinned_rows(tiered.tiers()[0])) == sorted(popular)
-    assert tiered.tiers()[0].hot.num_slots == 11
-    assert after.num_hits - before.num_hits == 2  # 390 was never here
+    assert sorted(pinned_rows(tiered)) == sorted(popular)
+    assert tiered.groups()[0].num_slots == 11
+    assert after.hits - before.hits == 3
     assert torch.equal(tiered.weight, runs[0].weight)
 
 
@@ -87,8 +87,8 @@ def test_a_bags_budget_comes_before_that_of_its_plan():
         400, 4, optimizer=SGD(lr=0.1), plan=plan, budget=room_for(400, 20, 16)
     )
 
-    assert bag.tiers()[0].hot.num_slots == 20
-    assert len(pinned_rows(bag.tiers()[0])) == 12
+    assert bag.groups()[0].num_slots == 20
+    assert len(pinned_rows(bag)) == 12
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,7 @@ def test_a_models_bags_are_planned_for_by_their_names_in_the_model(by, dtype):
             sum(bag(each).square().sum() for bag, each in pairs).backward()
             optimizer.step()
 
-    [tiers] = runs[1][0]["tables"][0].tiers()
-    assert sorted(pinned_rows(tiers)) == [3, 7, 9200 + 250]
+    assert sorted(pinned_rows(runs[1][0]["tables"][0])) == [3, 7, 9200 + 250]
     for expected, found in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
         assert torch.equal(found, expected)
 
@@ -158,20 +157,19 @@ def test_counts_of_a_stores_columns_get_the_bags_names():
         budget=room_for(9200, 2249, 16),
     )
 
-    assert pinned_rows(model["tables"][0].tiers()[0]) == [9005]
+    assert pinned_rows(model["tables"][0]) == [9005]
 
 
 def test_a_table_that_bags_share_is_planned_for_once_by_its_first_name():
-    model = bags(9000, 9000)
+    model = bags(20_000, 20_000)
     model["tables"][1].weight = model["tables"][0].weight
-    profile = profile_of({"tables.0": [9]}, {"tables.0": 9000})
+    profile = profile_of({"tables.0": [9]}, {"tables.0": 20_000})
 
     recsys.accelerate(
-        model, optimizer=SGD(lr=0.1), profile=profile, budget=room_for(9000, 2 * 2048 + 1, 16)
+        model, optimizer=SGD(lr=0.1), profile=profile, budget=room_for(20_000, 2 * 2048 + 1, 16)
     )
 
-    [tiers] = model["tables"][1].tiers()
-    assert pinned_rows(tiers)[0] == 9
+    assert pinned_rows(model["tables"][1]) == [9]
 
 
 def test_a_frozen_table_that_nobody_moves_is_no_part_of_the_plan():
@@ -184,8 +182,8 @@ def test_a_frozen_table_that_nobody_moves_is_no_part_of_the_plan():
         model, optimizer=optimizer, profile=profile, budget=room_for(9000, 2049, 16), always=True
     )
 
-    assert pinned_rows(model["tables"][0].tiers()[0]) == [9]
-    assert model["tables"][1].tiers() == []
+    assert pinned_rows(model["tables"][0]) == [9]
+    assert model["tables"][1].groups() == []
 
 
 def collections(torchrec, *names):
@@ -222,7 +220,7 @@ def test_a_collections_tables_are_planned_for_by_their_own_names_or_their_featur
             budget=budget,
         )
 
-        assert pinned_rows(model["sparse"].tiers()[0]) == [9005]
+        assert pinned_rows(model["sparse"]) == [9005]
 
 
 def test_tables_of_one_name_go_by_their_places():
@@ -240,7 +238,7 @@ def test_tables_of_one_name_go_by_their_places():
         )
     recsys.accelerate(model, optimizer=SGD(lr=0.1), plan=plan)
 
-    assert pinned_rows(model["right"].tiers()[0]) == [18_205]
+    assert pinned_rows(model["right"]) == [18_205]
 
 
 SIZES = {"tables.0": 3000, "tables.1": 200}

@@ -8,8 +8,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import mse_loss
 
 import recsys
+from recsys.conversion import verify as verify_module
 from recsys.conversion.verify import Difference
-from recsys.embeddings.kernels.choice import NUMBA
+from recsys.embeddings.rows.tables import TableGroup
+from recsys.embeddings.tables_module import groups_of
 from recsys.errors import NonFiniteGradient
 
 
@@ -109,12 +111,12 @@ def test_no_more_batches_are_taken_than_steps_are_asked_for():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
     model, optimizer = build("sgd", dtype)
-    right = NUMBA.row_update
+    right = TableGroup.update
 
-    def wrong(space, states, formula, rates_T2, ledger, *keys):
-        right(space, states, formula, rates_T2 * 1.01, ledger, *keys)
+    def wrong(group, joined, formula, rates_T2, keys_T):
+        return right(group, joined, formula, rates_T2 * 1.01, keys_T)
 
-    monkeypatch.setattr(NUMBA, "row_update", wrong)
+    monkeypatch.setattr(TableGroup, "update", wrong)
 
     report = recsys.verify(model, batches(dtype=dtype), loss=loss_of, optimizer=optimizer)
 
@@ -134,13 +136,13 @@ def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
     model, optimizer = build("sgd")
     model.bags[1].weight.data = torch.cat([model.bags[1].weight.data, torch.ones(1, 4)])
     model.bags[1].num_embeddings = 6
-    right = NUMBA.row_update
+    right = TableGroup.update
 
-    def wrong(space, states, formula, rates_T2, ledger, *keys):
-        right(space, states, formula, rates_T2, ledger, *keys)
-        space.tables[1][5, 2] += 0.5
+    def wrong(group, *arguments):
+        group.tables[1].data[5, 2] += 0.5
+        return right(group, *arguments)
 
-    monkeypatch.setattr(NUMBA, "row_update", wrong)
+    monkeypatch.setattr(TableGroup, "update", wrong)
 
     report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 
@@ -150,37 +152,21 @@ def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
 
 def test_state_is_compared(monkeypatch):
     model, optimizer = build("adagrad")
-    right = NUMBA.row_update
+    right = TableGroup.update
 
-    def wrong(space, states, formula, rates_T2, ledger, *keys):
-        right(space, states, formula, rates_T2, ledger, *keys)
-        states[0].tables[0][ledger[0].bags.values[0]] += 1
+    def wrong(group, *arguments):
+        bad = right(group, *arguments)
+        state_of_first = group.tensors[len(group.tables)]
+        state_of_first += 1
+        return bad
 
-    monkeypatch.setattr(NUMBA, "row_update", wrong)
+    monkeypatch.setattr(TableGroup, "update", wrong)
 
     report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 
     assert {(each.what, each.name) for each in report.differences} == {
         ("state", "bags.0.weight sum")
     }
-
-
-def test_what_is_no_number_on_both_sides_is_equal_and_on_one_side_infinitely_wrong(monkeypatch):
-    def spoil(space, *_):
-        space.tables[0].fill_(float("nan"))
-
-    model, optimizer = build("sgd")
-    used = {row for ids, _ in batches(1) for row in ids[0].flatten().tolist()}
-    with torch.no_grad():
-        model.bags[0].weight[min(set(range(9)) - used)] = float("nan")
-
-    both = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
-    monkeypatch.setattr(NUMBA, "row_update", spoil)
-    model, optimizer = build("sgd")
-    one = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
-
-    assert both.ok
-    assert {each.error_over_tolerance for each in one.differences} >= {float("inf")}
 
 
 def test_a_gradient_that_is_not_finite_is_an_error_of_the_accelerated_side():
@@ -250,14 +236,16 @@ def test_with_a_budget_each_step_is_that_without_to_the_last_bit(sparse):
 def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
     model = Tables()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    real = recsys.verify.__globals__["_Run"].sync
+    real = verify_module.restore
 
-    def lose_a_bit(run):
-        real(run)
-        with torch.no_grad():
-            run.model.bag.weight[7, 0] = run.model.bag.weight[7, 0].nextafter(torch.tensor(9.0))
+    def lose_a_bit(copied):
+        is_tiered = any(group.num_slots for group in groups_of(copied))
+        real(copied)
+        if is_tiered:
+            with torch.no_grad():
+                copied.bag.weight[7, 0] = copied.bag.weight[7, 0].nextafter(torch.tensor(9.0))
 
-    monkeypatch.setattr(recsys.verify.__globals__["_Run"], "sync", lose_a_bit)
+    monkeypatch.setattr(verify_module, "restore", lose_a_bit)
 
     report = recsys.verify(
         model, batches_of_tables(), loss=loss_of, optimizer=optimizer, budget="2KiB"
@@ -267,42 +255,6 @@ def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
     assert not report.ok
     wrong = {(each.what, each.name, each.row) for each in report.tiered.differences}
     assert wrong == {("row", "bag.weight", 7)}
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_lazy_adam_is_compared_with_the_rule_of_sparse_adam(sparse, is_trained):
-    model = Tables(sparse=False)
-    optimizer = torch.optim.Adam(model.parameters())
-    for batch in batches_of_tables() if is_trained else ():
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    model.bag.sparse = sparse
-
-    report = recsys.verify(
-        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, lazy_adam=True
-    )
-
-    assert report.ok, str(report)
-    assert report.largest_errors.keys() >= {"row", "state"}
-    assert isinstance(optimizer, torch.optim.Adam)
-    assert not model.embedding.sparse
-
-
-def test_lazy_adam_of_a_table_that_two_modules_share_is_compared():
-    model = nn.ModuleList([nn.Embedding(30, 4), nn.Embedding(30, 4)])
-    model[1].weight = model[0].weight
-
-    report = recsys.verify(
-        model,
-        [torch.arange(6), torch.arange(3, 9)],
-        loss=lambda each, ids: (each[0](ids) * each[1](ids.flip(0))).sum(),
-        optimizer=torch.optim.Adam(model.parameters()),
-        lazy_adam=True,
-    )
-
-    assert report.ok, str(report)
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ from recsys.distributed import (
 from recsys.distributed.planner import fast_bytes
 from recsys.embeddings import PopularityProfile, TableConfig, plan_hot_rows
 from recsys.embeddings.optimizer import Adagrad
-from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 
 BOUNDS = {2: [0, 16, 32], 4: [0, 8, 16, 24, 32]}
 STATE_SIZES = {
@@ -104,7 +104,7 @@ def budgets(rank, world, kind, optimizer, folder, exchange):
     for name, tiers in runs.items():
         model = shard(world, kind, optimizer, tiers=tiers, exchange=exchange)
         losses = train(model, BOUNDS[world])
-        num_tiers = len(model.module.ebc.tiers())
+        num_tiers = len(model.module.ebc.fetchers())
         found[name] = found_in(model) | {"losses": losses, "num_tiers": num_tiers}
     return found
 
@@ -167,7 +167,7 @@ def resumes(rank, world, folder, output_dtensor, exchange):
             other.fused_optimizer.load_state_dict(loaded["rows"])
             other.load_state_dict(loaded["model"])
         train(other, bounds, first_step=3)
-        found[way] = found_in(other) | {"num_tiers": len(other.module.ebc.tiers())}
+        found[way] = found_in(other) | {"num_tiers": len(other.module.ebc.fetchers())}
     return found
 
 
@@ -192,7 +192,7 @@ def pins(rank, world, exchange):
     tiers = {"plan": plan, "budget": budget}
     model = shard(world, "mixed", "adagrad", tiers=tiers, exchange=exchange)
     losses = train(model, BOUNDS[world])
-    num_pinned = sum(len(each.pinned) for each in model.module.ebc.tiers())
+    num_pinned = sum(int((each.marks.pins > 0).sum()) for each in model.module.ebc.fetchers())
     return found_in(model) | {"losses": losses, "num_pinned": num_pinned}
 
 
@@ -228,8 +228,8 @@ def pipelines(rank, world, exchange):
         ]
         batches = iter([Batch(*part) for part in parts])
         for _, _, labels in parts:
-            tiers_of_rank = model.module.ebc.tiers()
-            num_ahead += sum(bool(each.ahead) for each in tiers_of_rank)
+            tiers_of_rank = model.module.ebc.fetchers()
+            num_ahead += sum(bool(each.num_ahead) for each in tiers_of_rank)
             losses.append(float(loss_of(running.progress(batches), labels)))
         found[name] = found_in(model) | {"losses": losses, "num_ahead": num_ahead}
     return found
@@ -340,13 +340,6 @@ def bad_ids(rank, world, kind):
     model(dense, features)
 
 
-def too_few_slots(rank, world):
-    """The budget of rank 1 is too small for the first mini-batch, which only its lookup finds."""
-    least = budgets_of(rank, world, "row_wise", "sgd")["floor"]
-    model = shard(world, "row_wise", tiers={"budget": least - 200 if rank else 10**6})
-    train(model, BOUNDS[world])
-
-
 def schedules(rank, world):
     """A learning rate of 0, then one that is not, set as in TorchRec."""
     model = shard(world, "mixed", tiers={"budget": "1MiB"})
@@ -410,6 +403,6 @@ def docs(rank, world, snippets, folder):
     names = {"model": Model(make_collection("meta"))}
     for snippet in snippets:
         exec(compile(snippet, "docs/distributed.md", "exec"), names)
-    num_tiers = len(names["model"].module.ebc.tiers())
+    num_tiers = len(names["model"].module.ebc.fetchers())
     train(names["model"], BOUNDS[world])
     return {"num_tiers": num_tiers} | found_in(names["model"])

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from ranks_cases import BOUNDS, error_of
+from ranks_cases import BOUNDS
 from ranks_models import CPU, found_in, of_rank, one_table, pieces, shard, train
 from ranks_shared import LR, OUTPUTS
 from torch import nn
@@ -81,21 +81,6 @@ def looks_up_rows_of_the_next_rank(rank, world):
     return vectors.detach(), first, rows
 
 
-def chooses(rank, world, lengths, exchange):
-    """The exchange in use before and after a step, and this rank's rows.
-
-    Args:
-        lengths: For each rank, the length of its bags.
-    """
-    model = shard_one_table(world, 4000, exchange)
-    known = [model.module.ebc.row_wise_exchange]
-    ids = torch.randperm(4000, generator=torch.Generator().manual_seed(rank))[: 8 * lengths[rank]]
-    model(bags_of(ids, lengths[rank])).square().mean().backward()
-    known.append(model.module.ebc.row_wise_exchange)
-    [(_, rows)] = pieces(model.state_dict()["ebc.embedding_bags.user.weight"])
-    return known, rows
-
-
 def counts_bytes(rank, world, kind, exchange):
     """The bytes that this rank sends to others in one step, as (dtype, bytes) of each collective.
 
@@ -115,11 +100,6 @@ def counts_bytes(rank, world, kind, exchange):
     finally:
         dist.all_to_all_single = send
     return sent
-
-
-def differs(rank, world, of_last):
-    """The error if the last rank has other options of `shard` than the others."""
-    return error_of(lambda: shard(world, **(of_last if rank == world - 1 else {})))
 
 
 def has_other_forms(rank, world, form_of_first, **options):

@@ -35,7 +35,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recsys.distributed import HotColdEmbeddingCollectionSharder, HotColdTrainPipelineSparseDist
-from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 
 torch.fx.wrap("pool_in_order")  # TorchRec's pipelines trace the model
 torch.fx.wrap("loss_of")
@@ -124,7 +124,7 @@ def sequences(rank, world, kind, optimizers, folder, bounds):
         }.items():
             model = shard(world, kind, optimizer, tiers)
             losses = train(model, bounds)
-            num_tiers = len(model.module.ec.tiers())
+            num_tiers = len(model.module.ec.fetchers())
             found[f"{optimizer} {name}"] = found_in(model) | {
                 "losses": losses,
                 "num_tiers": num_tiers,
@@ -149,7 +149,7 @@ def sequences_in_a_pipeline(rank, world, bounds):
     parts = [of_rank(step, begin, end, bounds[-1]) for step in range(NUM_STEPS)]
     batches = iter([Batch(*part) for part in parts])
     for step, (_, _, labels) in enumerate(parts):
-        num_ahead += sum(bool(each.ahead) for each in model.module.ec.tiers())
+        num_ahead += sum(bool(each.num_ahead) for each in model.module.ec.fetchers())
         if step == 3:
             running.detach().eval()
             with torch.no_grad():

@@ -73,27 +73,6 @@ def test_a_rank_may_look_up_rows_of_another_rank_only(ranks):
         torch.testing.assert_close(rows, whole[first : first + 5] - LR * times / 2)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"), [([1, 1], "rows"), ([10, 10], "pooled"), ([1, 10], "pooled")]
-)
-def test_auto_takes_the_exchange_that_sends_fewer_bytes(ranks, lengths, expected):
-    chosen = ranks("chooses", lengths=lengths, exchange="auto")
-    same = ranks("chooses", lengths=lengths, exchange=expected)
-
-    for (known, rows), (_, others) in zip(chosen, same, strict=True):
-        assert known == ["auto", expected]
-        assert torch.equal(rows, others)
-
-
-@pytest.mark.parametrize("bounds", [[0, 0, 16], [0, 16, 16]])
-def test_auto_counts_a_rank_without_samples(ranks, bounds):
-    options = {"bounds": bounds, "kind": "row_wise", "optimizer": "sgd"}
-    chosen = ranks("trains", exchange="auto", **options)
-    same = ranks("trains", exchange="rows", **options)
-
-    assert [each["losses"] for each in chosen] == [each["losses"] for each in same]
-
-
 def test_a_distinct_id_and_its_row_travel_once_each_way(ranks):
     world, bounds = 2, [0, 16, 32]
     lengths, values, *_ = global_batch(0)

@@ -25,8 +25,8 @@ def test_ids_are_waited_for_and_prefetched_on_the_stream_of_their_exchange(monke
     class Tables:
         forward = SimpleNamespace(name="tables")
 
-        def prefetch(self, ids):
-            found.append((ids, *streams))
+        def prefetch(self, ids, ctx):
+            found.append((ids, ctx, *streams))
 
     class Request:
         def wait(self):
@@ -38,9 +38,11 @@ def test_ids_are_waited_for_and_prefetched_on_the_stream_of_their_exchange(monke
     pipeline = HotColdTrainPipelineSparseDist.__new__(HotColdTrainPipelineSparseDist)
     pipeline._stream_context, pipeline._data_dist_stream = stream_context, "exchange"
     pipeline._pipelined_modules = [Tables()]
-    context = SimpleNamespace(input_dist_tensors_requests={"tables": Request()})
+    context = SimpleNamespace(
+        input_dist_tensors_requests={"tables": Request()}, module_contexts={"tables": "context"}
+    )
 
     pipeline.wait_sparse_data_dist(context)
 
-    assert found == [("wait", "exchange"), ("ids", "exchange")]
+    assert found == [("wait", "exchange"), ("ids", "context", "exchange")]
     assert context.input_dist_tensors_requests["tables"].wait() == "ids"

@@ -3,16 +3,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recsys.embeddings.attach import Attachment
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.lookup.table_group import TableGroup
-from recsys.embeddings.optimizer import (
-    SGD,
-    Adagrad,
-    Adam,
-    PartialRowWiseAdam,
-)
-from recsys.embeddings.update.fused_optimizer import FusedOptimizer
-from tests.torch_kernels import update_reference
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam
+from tests.exact.oracle import update_rows
 
 NUM_ROWS, DIM = 11, 3
 TOLERANCES = {
@@ -89,7 +83,7 @@ def reference_step(plain, optimizer, seeds):
         torch.zeros(NUM_ROWS, size, dtype=weight.dtype)
         for size in optimizer.state_sizes(DIM).values()
     ]
-    update_reference(optimizer, weight, states, rows, plain.weight.grad[rows])
+    update_rows(optimizer, weight, states, rows, plain.weight.grad[rows])
     return weight
 
 
@@ -228,20 +222,6 @@ def test_pretrained_rows_are_shared_and_frozen_unless_told_otherwise():
     assert repr(own).endswith("(4, 3, norm_type=1.0, mode='sum', padding_idx=2)")
 
 
-def test_rows_converted_to_float64_keep_their_state():
-    own, expected = (ours_like(plain_module(mode="sum"), Adagrad(lr=0.1)) for _ in range(2))
-    for each in (own, expected):
-        loss(each, 0).backward()
-
-    own.double()
-    for each in (own, expected):
-        loss(each, 1).backward()
-
-    assert own.weight.dtype == torch.float64
-    torch.testing.assert_close(own.weight.float(), expected.weight.detach(), rtol=1e-5, atol=1e-6)
-    assert own.row_optimizer.state[own.weight]["momentum1"].dtype == torch.float64
-
-
 def test_rows_are_exchanged_with_torchs_module_both_ways():
     plain = plain_module(mode="sum")
     own = HotColdEmbeddingBag(NUM_ROWS, DIM, mode="sum", optimizer=Adagrad(lr=0.1))
@@ -312,34 +292,12 @@ def test_a_compiled_model_around_it_computes_the_same(mode, optimizer):
     torch.testing.assert_close(other.scale.grad, model.scale.grad)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_activations_recomputed_in_backward_make_the_same_step(mode, use_reentrant):
-    own, other = (ours_like(plain_module(mode=mode), Adagrad(lr=0.1)) for _ in range(2))
-    scale = torch.ones(DIM, requires_grad=True)
-
-    def pooled(module):
-        return lambda scale: (module(*bags(0)) * scale).tanh().square().sum()
-
-    pooled(own)(scale).backward()
-    checkpoint(pooled(other), scale, use_reentrant=use_reentrant).backward()
-
-    assert torch.equal(other.weight, own.weight)
-
-
 def sharing(optimizer, modes):
-    """Bags of one group, as models of several tables have them."""
+    """Bags whose rows one optimizer updates, as in a model that was accelerated."""
     members = [ours_like(plain_module(torch.float64, mode=mode), None) for mode in modes]
-    group = TableGroup([each.weight for each in members], [False] * len(members))
-    row_optimizer, updater = FusedOptimizer.with_updater(
-        {f"{number}.weight": (each.weight, "") for number, each in enumerate(members)},
-        [group],
-        optimizer,
-        auto_apply=False,
-    )
-    for number, each in enumerate(members):
-        each.attach(updater, [(group, number)])
-    return members, row_optimizer
+    tables = [each.tables()[0]._replace(key=f"{n}") for n, each in enumerate(members)]
+    attachment = Attachment(members, tables, optimizer)
+    return members, attachment.row_optimizer
 
 
 def test_bags_of_several_modes_share_one_update(optimizer):
@@ -349,9 +307,9 @@ def test_bags_of_several_modes_share_one_update(optimizer):
         reference_step(plain_module(torch.float64, mode=mode), optimizer, [0, 1]) for mode in modes
     ]
 
-    for seed in (0, 1):
-        sum(loss(each, seed) for each in members).backward()
-    row_optimizer.step()
+    with row_optimizer.update_once():
+        for seed in (0, 1):
+            sum(loss(each, seed) for each in members).backward()
 
     for each, rows in zip(members, expected, strict=True):
         torch.testing.assert_close(each.weight.detach(), rows, **TOLERANCES[torch.float64])
@@ -359,12 +317,11 @@ def test_bags_of_several_modes_share_one_update(optimizer):
 
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)], **by_name)
 def test_a_step_without_lookups_in_a_table_is_none_of_its_steps(optimizer):
-    members, row_optimizer = sharing(optimizer, ["sum", "sum"])
+    members, _ = sharing(optimizer, ["sum", "sum"])
     alone = ours_like(plain_module(torch.float64, mode="sum"), optimizer)
 
     for looked_up in (members[:1], members[:1], members):
         sum(loss(each, 0) for each in looked_up).backward()
-        row_optimizer.step()
     loss(alone, 0).backward()
 
     assert torch.equal(members[1].weight, alone.weight)
@@ -372,7 +329,7 @@ def test_a_step_without_lookups_in_a_table_is_none_of_its_steps(optimizer):
 
 
 def test_frozen_bags_of_a_group_ask_for_no_gradient():
-    members, row_optimizer = sharing(SGD(lr=1.0), ["sum", "mean"])
+    members, _ = sharing(SGD(lr=1.0), ["sum", "mean"])
     for each in members:
         each.weight.requires_grad = False
     members[0].weight.requires_grad = True
@@ -380,7 +337,6 @@ def test_frozen_bags_of_a_group_ask_for_no_gradient():
 
     found = [each(*bags(0)) for each in members]
     found[0].sum().backward()
-    row_optimizer.step()
 
     assert [each.requires_grad for each in found] == [True, False]
     assert torch.equal(members[1].weight, before)

@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from recsys.batch import JaggedIds, PooledEmbeddings
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -187,7 +186,7 @@ def test_tables_that_are_computed_in_different_dtypes_are_refused(name):
     module = HotColdEmbeddingBagCollection(TABLES)
     module.embedding_bags[name].double()
 
-    with pytest.raises(ValueError, match="cannot be looked up together"):
+    with pytest.raises(ValueError, match="convert the whole module"):
         module(IDS)
 
 
@@ -398,17 +397,17 @@ def test_a_compiled_model_looks_up_between_its_graphs():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        ({"offsets": [0, 2, 2, 3, 4, 3, 7, 8, 9, 11]}, "'friend', sample 1: .*not decrease, got 3"),
-        ({"offsets": [0, 2, 2, 3, 4, 7, 7, 8, 9, 12]}, "'item', sample 2: .*not exceed .* 11, got"),
-        ({"offsets": [1, 2, 2, 3, 4, 7, 7, 8, 9, 11]}, r"offsets\[0\] must be 0, got 1"),
-        ({"offsets": [0, 2, 2, 3, 4, 7, 7, 8, 9]}, "need 10 offsets, got 9"),
-        ({"values": IDS.values().double()}, "must be int64 or int32, got torch.float64"),
-        ({"weights": torch.ones(10)}, "11 values need as many weights, got 10"),
+        ({"offsets": [0, 2, 2, 3, 4, 3, 7, 8, 9, 11]}, "'friend', sample 2"),
+        ({"offsets": [0, 2, 2, 3, 4, 7, 7, 8, 9, 12]}, "12"),
+        ({"offsets": [1, 2, 2, 3, 4, 7, 7, 8, 9, 11]}, "'user', sample 0"),
+        ({"offsets": [0, 2, 2, 3, 4, 7, 7, 8, 9]}, "offsets"),
+        ({"values": IDS.values().double()}, "float64"),
+        ({"weights": torch.ones(10)}, "weights"),
     ],
 )
-def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, message):
+def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, name):
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
     parts = {"values": IDS.values(), "offsets": IDS.offsets(), "weights": torch.ones(11)} | change
     features = torchrec.KeyedJaggedTensor(
@@ -420,7 +419,7 @@ def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, mes
     )
     module = HotColdEmbeddingBagCollection(torchrec_configs(), is_weighted=True)
 
-    with pytest.raises(MalformedBags, match=message):
+    with pytest.raises(MalformedBags, match=name):
         module(features)
 
 

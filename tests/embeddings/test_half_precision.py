@@ -8,10 +8,10 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
+from recsys.train.parts.baselines import TorchEmbeddingBags
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4, data_type="bf16"),
@@ -132,18 +132,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(optimizer, is_stochastic):
             step(each)
 
     assert same_rows(module, resumed) == [True] * 4
-
-
-def test_steps_are_counted_where_chance_asks_for_it():
-    by_chance, nearest = build(SGD(lr=0.01)), build(SGD(lr=0.01), stochastic_rounding=False)
-
-    for module in (by_chance, nearest):
-        for _ in range(2):
-            step(module)
-
-    states = by_chance.row_optimizer.state_dict()["state"].values()
-    assert [list(state.values()) for state in states] == [[2], [2], [], [2]]
-    assert not any(nearest.row_optimizer.state_dict()["state"].values())
 
 
 def test_state_of_rows_is_float32():

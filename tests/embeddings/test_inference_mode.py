@@ -9,27 +9,11 @@ from torch import nn
 import recsys
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.embedding import HotColdEmbedding
-from recsys.embeddings.kernels import choice
-from recsys.embeddings.kernels.torch import errors
 from recsys.embeddings.optimizer import SGD, Adagrad
-from tests.host_copies import HOST_COPIES, reach_host
-from tests.torch_kernels import BY_TORCH
 
 FEW, MANY = torch.tensor([[0, 7]]), torch.arange(100).view(50, 2)
 
 
-@pytest.fixture(params=["cpu", "device", "device that copies rows itself"])
-def on_device(request, monkeypatch):
-    """The CPU as itself, and in place of a device, on which nothing was looked up before."""
-    if request.param != "cpu":
-        monkeypatch.setattr(choice, "DEVICE_KERNELS", BY_TORCH)
-    reach_host(monkeypatch, HOST_COPIES if "itself" in request.param else None)
-    errors._errors_on.cache_clear()
-    yield
-    errors._errors_on.cache_clear()
-
-
-@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("kind", [HotColdEmbedding, HotColdEmbeddingBag])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adagrad(lr=0.5)])
 @pytest.mark.parametrize("budget", [None, 6000])
@@ -70,23 +54,3 @@ def test_a_model_that_is_accelerated_in_inference_mode_trains(cold_tier, tmp_pat
         return model.state_dict()["0.weight"]
 
     assert torch.equal(trained(torch.inference_mode(), options), trained(nullcontext(), {}))
-
-
-def test_training_goes_on_after_an_evaluation_made_room_in_inference_mode(on_device):
-    torch.manual_seed(0)
-    module = HotColdEmbedding(400, 4, optimizer=SGD(lr=0.5), budget=5000)
-    before = module.weight.detach().clone()
-    module(FEW).sum().backward()
-    [tiers] = module.tiers()
-    num_slots = tiers.hot.num_slots
-    with torch.inference_mode():
-        tiers.resize(num_slots // 2)
-        module(MANY)
-        tiers.resize(num_slots)
-
-    module(MANY).sum().backward()
-
-    expected = before.clone()
-    expected[FEW.flatten()] -= 0.5
-    expected[MANY.flatten()] -= 0.5
-    assert torch.equal(module.weight.detach(), expected)

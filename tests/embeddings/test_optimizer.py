@@ -10,7 +10,7 @@ from recsys.embeddings.optimizer import (
     PartialRowWiseAdam,
     RowWiseAdagrad,
 )
-from tests.torch_kernels import update_reference
+from tests.exact.oracle import update_rows
 
 STATES = {
     SGD: {},
@@ -59,7 +59,7 @@ def test_the_reference_steps_as_torchs_optimizer_does(ours, theirs):
     optimizer, states = theirs(expected), make_states(ours, weight)
 
     for number, (rows, gradients) in enumerate(steps(8), 1):
-        update_reference(ours, weight, states, rows, gradients, number)
+        update_rows(ours, weight, states, rows, gradients, number)
         expected.grad = torch.sparse_coo_tensor(
             rows.unsqueeze(0), gradients, expected.shape, check_invariants=True
         ).coalesce()
@@ -92,7 +92,7 @@ def test_the_reference_steps_as_fbgemms_rowwise_adagrad_does():
     states = make_states(ours, weight)
 
     for number, (rows, gradients) in enumerate(steps(8, torch.float32), 1):
-        update_reference(ours, weight, states, rows, gradients, number)
+        update_rows(ours, weight, states, rows, gradients, number)
         (theirs(rows, torch.arange(len(rows) + 1)) * gradients).sum().backward()
 
         torch.testing.assert_close(weight, expected.detach(), rtol=1e-5, atol=1e-6)
@@ -110,7 +110,7 @@ def test_partial_rowwise_adam_corrects_both_averages_and_then_adds_eps():
     second = [0.0] * 5
 
     for t, (rows, gradients) in enumerate(steps(8), 1):
-        update_reference(ours, weight, states, rows, gradients, t)
+        update_rows(ours, weight, states, rows, gradients, t)
         for row in set(rows.tolist()):
             gradient = gradients[rows == row].sum(0).tolist()
             mean_square = sum(g * g for g in gradient) / 8
@@ -128,10 +128,10 @@ def test_rows_that_were_not_looked_up_rest():
     weight = torch.ones(5, 8, dtype=torch.float64)
     ours = Adam(lr=0.1)
     states = make_states(ours, weight)
-    update_reference(ours, weight, states, torch.tensor([2]), torch.ones(1, 8).double(), 1)
+    update_rows(ours, weight, states, torch.tensor([2]), torch.ones(1, 8).double(), 1)
     after_first, of_first = weight.clone(), [state.clone() for state in states]
 
-    update_reference(ours, weight, states, torch.tensor([4]), torch.ones(1, 8).double(), 2)
+    update_rows(ours, weight, states, torch.tensor([4]), torch.ones(1, 8).double(), 2)
 
     assert torch.equal(weight[2], after_first[2])
     for state, before in zip(states, of_first, strict=True):

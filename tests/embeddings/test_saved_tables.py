@@ -1,10 +1,6 @@
 """Tables read and written in blocks, as checkpoints do it, in every tier."""
 
-import ctypes
-import mmap
-import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,14 +10,11 @@ from torch import nn
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.update.changed_rows import rows_of
-from recsys.errors import ColdTierError, ConfigError, ConflictingWrite, WeightsError
-from tests.scratch_files import scratch_files
 
 SIZES, DIM, BATCH_SIZE = [150, 40, 1, 90], 4, 5
 TIERS = ["resident", "host", "file"]
@@ -125,8 +118,7 @@ class Trained:
                 self.torch_optimizer.zero_grad()
 
     def optimizer(self):
-        [updater] = self.saved._updaters
-        return updater.optimizer
+        return self.saved.tables[0].optimizer
 
 
 KINDS = [
@@ -229,37 +221,6 @@ def test_a_module_restored_in_another_tier_trains_on_bit_for_bit(kind, tier, oth
     ]
 
 
-@pytest.mark.parametrize("budget", [None, 3500])
-def test_tables_on_a_device(budget, device):
-    """Torch operations on the device; the CPU stands in where there is none."""
-    formula = Adagrad(lr=0.1)
-    modules = []
-    for seed in (0, 9):
-        torch.manual_seed(seed)
-        module = HotColdEmbeddingBag(
-            SIZES[0], DIM, mode="sum", optimizer=formula, budget=budget, device=device
-        )
-        modules.append((module, SavedTables(module)))
-    (module, saved), (_, other) = modules
-    saved.track()
-    ids = torch.tensor([[3, 4], [3, 70]], device=device)
-    module(ids).square().sum().backward()
-    assert rows_of(taken(saved)[0]).tolist() == [3, 4, 70]
-    [table], [target] = saved.tables, other.tables
-    rows = np.array([3, 4, 70])
-    assert table.gather("weight", rows).equal(table.read("weight", 0, SIZES[0])[rows])
-    with other.restoring():
-        for name, array in arrays_of(table).items():
-            if name != "weight":
-                target.make_array(name, array.shape, array.dtype)
-            target.write(name, 0, table.read(name, 0, SIZES[0]))
-            target.scatter(name, rows, table.gather(name, rows))
-    assert are_equal(read_all(saved), read_all(other))
-    for each, _ in modules:
-        each(ids).square().sum().backward()
-    assert are_equal(read_all(saved), read_all(other))
-
-
 @each_tier
 @pytest.mark.parametrize("formula", [Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1)], ids=str)
 def test_gathered_rows_are_those_of_the_table(tier, formula, tmp_path):
@@ -316,36 +277,6 @@ def test_tables_that_torch_updates_are_left_out():
     assert saved.take_changed() == []
 
 
-@pytest.mark.parametrize("tier", ["host", "file"])
-def test_a_flush_leaves_every_row_in_its_slot(tier, tmp_path):
-    found = []
-    for is_saved in (False, True):
-        trained = Trained("pooled", tier, tmp_path / str(is_saved))
-        trained.train(*range(4))
-        [tiers] = trained.model.tiers()
-        if is_saved:
-            trained.saved.track()
-        counts = []
-        for seed in range(4, 30):
-            ahead = trained.model.prefetch(trained.inputs(seed))
-            if is_saved and seed % 3 == 0:
-                before = tiers.residency.counts
-                trained.saved.flush()
-                for table, bits in zip(
-                    trained.saved.tables, trained.saved.take_changed(), strict=True
-                ):
-                    table.gather("weight", rows_of(bits))
-                assert tiers.residency.counts[:-1] == before[:-1]  # all but rows written back
-            assert ahead.is_held
-            trained.train(seed)
-            counts.append(tiers.residency.counts[:-1])
-        assert counts[-1] != counts[-2]
-        found.append((counts, read_all(trained.saved)))
-    (counts, rows), (counts_saved, rows_saved) = found
-    assert counts == counts_saved
-    assert are_equal(rows, rows_saved)
-
-
 @each_tier
 def test_a_copy_made_while_rows_change_and_the_changed_rows_are_the_table(tier, tmp_path):
     trained = Trained("pooled", tier, tmp_path / "cold")
@@ -384,54 +315,15 @@ def test_a_copy_made_while_rows_change_and_the_changed_rows_are_the_table(tier, 
     assert are_equal(copies, read_all(saved))
 
 
-def drop_from_map(tensor):
-    """Unmap the pages of a file that have been read through its memory map."""
-    memory, num_bytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
-    assert not ctypes.CDLL(None).madvise(memory, num_bytes, mmap.MADV_DONTNEED)
-
-
-def resident_kilobytes(path):
-    """The memory of this process that maps files in a folder, in KiB."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    begins = [number for number, line in enumerate(lines) if str(path) in line]
-    sizes = [next(line for line in lines[begin:] if line.startswith("Rss:")) for begin in begins]
-    return sum(int(line.split()[1]) for line in sizes)
-
-
-def test_files_are_read_and_written_without_their_memory_map(tmp_path):
-    num_rows = 4000
-    module = HotColdEmbeddingBag(
-        num_rows,
-        64,
-        mode="sum",
-        optimizer=Adagrad(lr=0.1),
-        budget="100KiB",
-        cold_tier="file",
-        cold_path=tmp_path,
-    )
-    module(torch.arange(30).unsqueeze(1)).square().sum().backward()
-    [tiers] = module.tiers()
-    drop_from_map(module.weight)  # its rows were drawn through it
-    assert resident_kilobytes(tmp_path) == 0
-    saved = SavedTables(module)
-    [table] = saved.tables
-    saved.flush()
-    with saved.restoring():
-        for name in ("weight", "momentum1"):
-            rows = table.read(name, 0, num_rows)
-            table.write(name, 0, rows)
-            table.scatter(name, np.arange(0, num_rows, 3), rows[::3])
-            table.gather(name, np.arange(0, num_rows, 2))
-        table.make_array("momentum1", (num_rows, 64), torch.float32)
-    assert resident_kilobytes(tmp_path) == 0
-    assert tiers.files.find(table.weight.detach()[:1]).tensor.sum()  # this reads through it
-    assert resident_kilobytes(tmp_path) * 1024 >= mmap.PAGESIZE
-
-
 def test_an_optimizer_that_loads_its_own_arrays_does_not_write_to_them():
     trained = Trained("pooled", "resident", None)
     trained.train(0)
-    arrays = [array for table in trained.saved.tables for array in table.state().values()]
+    arrays = [
+        array
+        for table in trained.saved.tables
+        for name, array in arrays_of(table).items()
+        if name != "weight"
+    ]
     versions = [array._version for array in arrays]
     trained.optimizer().load_state_dict(trained.optimizer().state_dict())
     assert [array._version for array in arrays] == versions
@@ -453,62 +345,23 @@ def test_what_was_not_saved_is_put_back():
     assert sum(len(rows_of(each)) for each in last) <= BATCH_SIZE * len(SIZES)
 
 
-def test_the_record_ends(tmp_path):
-    trained = Trained("pooled", "host", tmp_path)
-    saved = trained.saved
-    saved.track()
-    assert saved.tracked_bytes == 8 * sum(-(-size // 64) for size in SIZES)
-    saved.stop_tracking()
-    trained.train(0)
-    assert saved.tracked_bytes == 0
-    with pytest.raises(ConfigError, match="not recorded; call track"):
-        saved.take_changed()
-
-
-def test_two_records_of_the_same_tables():
-    trained = Trained("pooled", "resident", None)
-    other = SavedTables(trained.model)
-    trained.saved.track()
-    other.track()
-    with pytest.raises(ConfigError, match="another object records their changes"):
-        trained.saved.take_changed()
-    trained.saved.stop_tracking()
-    trained.train(0)
-    assert any(bits.any() for bits in other.take_changed())
-
-
-def test_a_table_with_another_number_of_rows_is_refused():
-    module = HotColdEmbeddingBag(8, 2, mode="sum", optimizer=SGD(lr=0.1))
-    saved = SavedTables(module)
-    saved.track()
-    module.weight.data = torch.zeros(9, 2)
-    with pytest.raises(ConfigError, match="has 9 rows, and had 8"):
-        saved.take_changed()
-
-
-def test_rows_in_use_cannot_be_overwritten(tmp_path):
-    trained = Trained("bag", "host", tmp_path)
-    pooled = trained.model(torch.tensor([[1, 2]]))
-    with pytest.raises(ConflictingWrite, match="2 of them are in use"), trained.saved.restoring():
-        pass
-    del pooled
-    with trained.saved.restoring():
-        pass
-
-
 @each_tier
-def test_restoring_drops_gradients_and_tickets(tier, tmp_path):
-    trained = Trained("bag", tier, tmp_path / "cold")
-    trained.train(0)
-    trained.model.prefetch(torch.tensor([[1, 2]]))
-    trained.model.row_optimizer.updater.auto_apply = False
-    trained.model(torch.tensor([[1, 2]])).sum().backward()
-    with trained.saved.restoring():
-        trained.saved.tables[0].write("weight", 0, torch.ones(SIZES[0], DIM))
-    trained.model.row_optimizer.step()
-    assert (trained.model.weight == 1).all()
+def test_restoring_drops_gradients_and_claims(tier, tmp_path):
+    options = options_of(tier, tmp_path / "cold", 1500)
+    model = HotColdEmbeddingBag(
+        SIZES[0], DIM, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False, **options
+    )
+    ids, saved = torch.tensor([[1, 2]]), SavedTables(model)
+    model(ids).sum().backward()
+    model.row_optimizer.step()
+    model.prefetch(ids)
+    model(ids).sum().backward()
+    with saved.restoring():
+        saved.tables[0].write("weight", 0, torch.ones(SIZES[0], DIM))
+    model.row_optimizer.step()
+    assert (model.weight == 1).all()
     with torch.no_grad():
-        assert (trained.model(torch.tensor([[1, 2]])) == 2).all()
+        assert (model(ids) == 2).all()
 
 
 @each_tier
@@ -538,46 +391,3 @@ def test_updated_rows_in_slots_are_dropped_by_a_restore(tier, tmp_path):
     with torch.no_grad():
         assert (trained.model(torch.arange(SIZES[0]).unsqueeze(1)) == 3).all()
     assert len(rows_of(taken(trained.saved)[0])) == SIZES[0]
-
-
-@each_tier
-def test_rows_that_do_not_fit_are_refused(tier, tmp_path):
-    trained = Trained("bag", tier, tmp_path / "cold")
-    trained.train(0)
-    [table] = trained.saved.tables
-    before = read_all(trained.saved)
-    rows = torch.zeros(3, DIM)
-    refused = [
-        (
-            lambda: table.write("weight", SIZES[0] - 2, rows),
-            "has rows 0 to 149, got rows 148 to 150",
-        ),
-        (lambda: table.write("weight", -1, rows), "got rows -1 to 1"),
-        (lambda: table.scatter("weight", np.array([0, 1, 150]), rows), "got rows 0 to 150"),
-        (lambda: table.scatter("weight", np.array([-1, 1, 2]), rows), "got rows -1 to 2"),
-        (lambda: table.write("weight", 0, rows.double()), "in torch.float64"),
-        (lambda: table.write("weight", 0, torch.zeros(3, DIM + 1)), r"got \(5,\)"),
-        (lambda: table.scatter("weight", np.array([1, 2]), rows), "2 row numbers, got 3 rows"),
-        (lambda: table.make_array("sum", (150, DIM), torch.float32), "got 'sum'"),
-        (lambda: table.make_array("momentum1", (151, DIM), torch.float32), "shape"),
-        (lambda: table.make_array("momentum1", (150,), torch.float32), "shape"),
-        (lambda: table.make_array("momentum1", (150, DIM), torch.float16), "float16"),
-    ]
-    with trained.saved.restoring():
-        for call, message in refused:
-            with pytest.raises(WeightsError, match=message):
-                call()
-    assert are_equal(read_all(trained.saved), before)
-
-
-def test_a_file_that_was_cut_off_is_named(tmp_path):
-    trained = Trained("bag", "file", tmp_path / "cold")
-    trained.train(0)
-    trained.saved.flush()
-    [table] = trained.saved.tables
-    for descriptor in scratch_files(tmp_path / "cold"):
-        os.ftruncate(descriptor, 100)
-    with pytest.raises(ColdTierError, match=r"'momentum1' of table.*it was cut off"):
-        table.read("momentum1", 0, SIZES[0])
-    with pytest.raises(ColdTierError, match=r"'momentum1' of table.*it was cut off"):
-        table.gather("momentum1", np.array([1, 140]))

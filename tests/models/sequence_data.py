@@ -5,7 +5,7 @@ from torch import nn
 
 from recsys import Batch, JaggedIds
 from recsys.embeddings import HotColdEmbeddingCollection, TableConfig
-from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 
 DIM = 4
 NUM_DENSE = 3
@@ -64,18 +64,10 @@ def make_batch(lengths, seed=0, num_dense=NUM_DENSE, num_popular=0, category_len
     )
 
 
-def budgets(batches, optimizer):
+def budgets(optimizer):
     """Bytes of the floor, and of half of all rows and their states, and of all."""
-    state, distinct = optimizer.state_sizes(DIM), []
-    for batch in batches:
-        rows = {
-            (table, row)
-            for name, table in TABLE_OF.items()
-            for row in batch.sparse_features[name].values().tolist()
-        }
-        distinct.append(len(rows))
-    num_rows = sum(SIZES.values())
-    floor = floor_bytes(num_rows, [(max(distinct), slot_bytes(DIM, torch.float32, state))])
+    state, num_rows = optimizer.state_sizes(DIM), sum(SIZES.values())
+    floor = floor_bytes(num_rows, [(1, slot_bytes(DIM, torch.float32, state))])
     everything = num_rows * row_bytes(DIM, torch.float32, state)
     return {"floor": floor, "half": everything // 2, "everything": everything}
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.models import DeepFM
 from recsys.models.deepfm import factorization_machine
+from recsys.train.parts.baselines import TorchEmbeddingBags
 
 
 def test_the_second_order_term_is_torchrecs_factor_by_factor():

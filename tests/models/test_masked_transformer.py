@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from recsys import DLRM
-from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.models.interaction import InteractionArch
 from recsys.models.masked_transformer import MASKS, MaskedTransformerArch, keep_highest
+from recsys.train.parts.baselines import TorchEmbeddingBags
 
 NUM_TOKENS, NUM_HEADS, KEPT = 4, 2, 2
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.models import DLRM, DCNv2, DeepFM, DLRMTrain
 from recsys.models.dlrm import initialize_classic
+from recsys.train.parts.baselines import TorchEmbeddingBags
 
 DENSE_ARCH, OVER_ARCH = [8, 4], [16, 8, 1]
 KINDS = pytest.mark.parametrize("kind", ["dlrm", "dcn_v2", "deepfm"])

@@ -11,8 +11,10 @@ from torch import nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels.cpu.claim import FETCHED
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.host_store import Transfer
 
 
 @dataclass
@@ -41,18 +43,16 @@ class Model(nn.Module):
         return (predictions - batch.labels).square().mean(), predictions.detach()
 
 
-class WatchedStore:
-    """A cold store before whose every fetch something is done: by default, time passes."""
+def watch_fetches(monkeypatch, before_fetch=partial(time.sleep, 0.001)):  # noqa: B008  # a constant
+    """Before rows are fetched something is done: by default, time passes."""
+    run = Transfer.run
 
-    def __init__(self, store, before_fetch=partial(time.sleep, 0.001)):  # noqa: B008  # a constant
-        self._store, self._before_fetch = store, before_fetch
+    def watched(self, *, is_alone):
+        if self.counts[FETCHED]:
+            before_fetch()
+        run(self, is_alone=is_alone)
 
-    def fetch(self, hot, rows, slots):
-        self._before_fetch()
-        self._store.fetch(hot, rows, slots)
-
-    def write_back(self, hot, rows, slots):
-        self._store.write_back(hot, rows, slots)
+    monkeypatch.setattr(Transfer, "run", watched)
 
 
 def make_tables(sizes, dims):
@@ -78,7 +78,7 @@ def make_batch(tables, seed, num_samples=4, share=1.0):
 
 
 def budget_for(tables, optimizer, batches, num_more=0):
-    """Bytes with which the rows of one mini-batch fit, and so many more of each dim."""
+    """Bytes with which the rows of one mini-batch fit, and so many more (or fewer) of each dim."""
     slots = {}
     for batch in batches:
         needs = {}
@@ -92,10 +92,14 @@ def budget_for(tables, optimizer, batches, num_more=0):
     return floor_bytes(
         num_rows,
         [
-            (count + num_more, slot_bytes(dim, torch.float32, optimizer.state_sizes(dim)))
+            (max(1, count + num_more), slot_bytes(dim, torch.float32, optimizer.state_sizes(dim)))
             for dim, count in slots.items()
         ],
     )
+
+
+def dense_optimizer(model):
+    return torch.optim.SGD(model.layer.parameters(), lr=0.1)
 
 
 def run_plain(model, optimizer, batches):
@@ -106,7 +110,7 @@ def run_plain(model, optimizer, batches):
         loss, _ = model(batch)
         loss.backward()
         optimizer.step()
-        if not model.embeddings.row_optimizer.updater.auto_apply:
+        if not model.embeddings.row_optimizer.steps_in_backward:
             model.embeddings.row_optimizer.step()
         losses.append(loss.item())
     return losses
@@ -132,27 +136,18 @@ def require_equal(expected, found):
             assert torch.equal(torch.as_tensor(states[1][table][name]), torch.as_tensor(value))
 
 
-def num_claimed(model):
-    return sum(
-        tiers.residency.num_claimed
-        for module in model.modules()
-        if hasattr(module, "tiers")
-        for tiers in module.tiers()
-    )
-
-
 @pytest.fixture(scope="session")
 def small():
     """These, by name: test modules do not import each other."""
     return SimpleNamespace(
         Model=Model,
-        WatchedStore=WatchedStore,
+        watch_fetches=watch_fetches,
         make_tables=make_tables,
         make_batch=make_batch,
         budget_for=budget_for,
         run_plain=run_plain,
         run=run,
         require_equal=require_equal,
-        num_claimed=num_claimed,
+        dense_optimizer=dense_optimizer,
         tables=make_tables([300, 260, 270], [4, 4, 8]),
     )

@@ -115,7 +115,6 @@ def test_trying_and_choosing_change_no_bit(small):
         dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
         pipeline = TrainPipeline(model, dense, schedule=schedule)
         runs.append((model, small.run(pipeline, iter(batches))))
-        assert small.num_claimed(model) == 0
 
     assert pipeline.choice.chosen in CANDIDATES
     assert runs[0][1] == runs[1][1]

@@ -9,10 +9,10 @@ import torch
 
 from recsys.batch import Batch, JaggedIds
 from recsys.pipeline.micro_batches import (
-    SampleShare,
     concatenate,
     count_samples,
     join_outputs,
+    labelled_samples,
     select_samples,
 )
 
@@ -138,7 +138,6 @@ class SizedBags(Bags):
         raise NotImplementedError
 
 
-@pytest.mark.filterwarnings("ignore:batch_size=6. the first mini-batch")
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
@@ -146,33 +145,18 @@ class SizedBags(Bags):
         (Bags(VALUES, LABELS), 3),
         (SizedBags(VALUES, LABELS), 2),
         ((OFFSETS, LABELS), 3),
-        ((VALUES, OFFSETS, LABELS), 3),
-        ({"values": VALUES, "y": LABELS, "offsets": OFFSETS, "scale": torch.ones(1)}, 3),
         ((some_ids(), LABELS), 3),
-        ("abc", 6),
+        ("abc", None),
     ],
     ids=repr,
 )
-def test_a_share_is_of_the_samples_where_values_of_bags_come_first(batch, size):
-    assert SampleShare(6).of(batch, None) == size / 6
+def test_samples_are_counted_by_labels_where_values_of_bags_come_first(batch, size):
+    assert labelled_samples(batch) == size
 
 
-@pytest.mark.parametrize(
-    "batch", [torch.ones(3, 6, 2), (torch.ones(3, 6), torch.ones(3, 6), LABELS)]
-)
-def test_a_first_mini_batch_that_may_be_counted_by_another_number_is_warned_of(batch):
-    share = SampleShare(6)
-
-    with pytest.warns(UserWarning, match=r"batch_size=6: the first .* 3 samples, .* by 3/6; if it"):
-        assert share.of(batch, None) == 0.5
-    assert share.of(batch, None) == 0.5
-
-
-def test_a_smaller_mini_batch_after_a_whole_one_is_not_warned_of():
-    share = SampleShare(6)
-
-    assert share.of(torch.ones(6, 2), None) == 1
-    assert share.of(torch.ones(3, 2), None) == 0.5
+def test_without_labels_lengths_must_be_the_same():
+    with pytest.raises(ValueError, match=r"a tuple has whose tensors have the lengths \[3, 8\]"):
+        labelled_samples((VALUES, OFFSETS))
 
 
 def test_outputs_come_in_the_order_of_the_samples():

@@ -7,7 +7,6 @@ from torch import nn
 from recsys._support.user_classes import fits_override
 from recsys.batch import Batch, JaggedIds
 from recsys.pipeline.window import MiniBatch
-from tests.captured_training import make_batch
 
 
 class Pinned:
@@ -76,7 +75,9 @@ def test_kinds_of_mini_batches_that_are_pinned(kind):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_mini_batches_go_to_a_gpu_and_stay_there():
-    device, batch = torch.device("cuda", 0), make_batch(0)
+    device = torch.device("cuda", 0)
+    features = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[0, 1, 2], [3, 0, 1]]))
+    batch = Batch(torch.rand(3, 5), features, torch.tensor([0, 1, 1]))
     moved = MiniBatch(batch)
     moved.move(device)
     again = MiniBatch(moved.batch)

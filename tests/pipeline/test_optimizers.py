@@ -181,7 +181,6 @@ def test_only_the_iterator_ends_the_data(place):
         pipeline.progress(iterator)
 
 
-@pytest.mark.filterwarnings("ignore:schedule=.* has no effect:UserWarning")
 @pytest.mark.parametrize("budget", [BUDGET, None])
 @pytest.mark.parametrize("accelerates_again", [False, True])
 @pytest.mark.parametrize("schedule", [LookAhead(2), Sequential()])
@@ -196,21 +195,6 @@ def test_a_model_that_was_restored_needs_a_new_pipeline(schedule, accelerates_ag
 
     with pytest.raises(ValueError, match="'bag' is another module"):
         list(pipeline.steps(iterator))
-
-
-@pytest.mark.filterwarnings("ignore:schedule=.* has no effect:UserWarning")
-@pytest.mark.parametrize("schedule", [None, LookAhead(2)])
-def test_a_model_that_gets_a_budget_after_its_pipeline_needs_a_new_one(schedule):
-    model = Model(500)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = TrainPipeline(model, optimizer, schedule=schedule, ids=lambda ids: {"bag": ids})
-    recsys.accelerate(model, optimizer=optimizer, budget=BUDGET, always=True)
-    before = model.bag.weight.detach().clone()
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"rows of 'bag' .* build the TrainPipeline after rec"):
-            pipeline.progress(iter(BATCHES))
-    assert torch.equal(model.bag.weight, before)
 
 
 def test_a_model_that_is_accelerated_without_a_budget_keeps_its_pipeline():

@@ -106,48 +106,17 @@ def test_training_may_go_back_and_forth_between_iterators(small, pair, batches, 
     small.require_equal(*models)
 
 
-def test_claims_of_a_window_are_given_back_while_another_one_is_trained_from(small, pair, batches):
-    models, _, pipeline = pair(LookAhead(2))
-    first, second = given(batches[:8]), given(batches[8:])
-    progress(pipeline, first, 1)
-    claimed = small.num_claimed(models[1])
-    assert claimed > 0
-
-    models[1].eval()
-    with torch.no_grad():
-        small.run(pipeline, given(batches[5:7]))
-    assert small.num_claimed(models[1]) == claimed  # an evaluation needs no slots
-
-    models[1].train()
-    small.run(pipeline, second)
-    assert small.num_claimed(models[1]) == 0
-    progress(pipeline, first, 1)
-    assert small.num_claimed(models[1]) > 0
-
-
-def test_an_iterator_that_is_dropped_takes_its_window_and_claims_along(small, pair, batches):
-    models, _, pipeline = pair(LookAhead(2))
+def test_an_iterator_that_is_dropped_takes_its_window_along(small, pair, batches):
+    *_, pipeline = pair(LookAhead(2))
     kept = [weakref.ref(batch) for batch in batches]
     iterator = (batches.pop(0) for _ in range(len(batches)))
     progress(pipeline, iterator, 1)
-    assert small.num_claimed(models[1]) > 0
     assert all(batch() is not None for batch in kept[1:3])
 
     del iterator
     gc.collect()
 
-    assert small.num_claimed(models[1]) == 0
     assert all(batch() is None for batch in kept[:3])
-
-
-def test_of_an_iterator_without_weak_references_the_window_is_kept(small, pair, batches):
-    models, _, pipeline = pair(LookAhead(2))
-    pipeline.progress(iter(batches))
-    gc.collect()
-
-    assert small.num_claimed(models[1]) > 0
-    pipeline.detach()
-    assert small.num_claimed(models[1]) == 0
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)], ids=str)
@@ -179,7 +148,6 @@ def test_an_exception_of_one_iterator_is_raised_by_that_one_in_its_turn(small, p
     losses += progress(pipeline, broken, 2)
     with pytest.raises(OSError, match="the line is dead"):
         pipeline.progress(broken)
-    assert small.num_claimed(models[1]) == 0
     losses += small.run(pipeline, whole)
 
     order = [*batches[:1], *batches[3:5], *batches[1:3], *batches[5:]]
@@ -231,14 +199,13 @@ def test_an_iterator_is_told_how_many_mini_batches_wait(pair, batches, depth):
 
 
 def test_steps_left_early_closes_the_iterator_that_it_has_made(small, pair, batches):
-    models, _, pipeline = pair(LookAhead(2))
+    *_, pipeline = pair(LookAhead(2))
     loader = Counting(batches)
     for _ in pipeline.steps(loader):
         break
 
     assert loader.iterator.num_closed == 1
     assert loader.iterator.num_waiting == 2
-    assert small.num_claimed(models[1]) == 0
     assert not pipeline._windows._windows
 
 
@@ -286,48 +253,30 @@ def test_a_mini_batch_that_cannot_be_moved_is_an_error_in_its_turn():
 class Sent:
     """Tables that are divided among processes; notes which mini-batches were sent."""
 
-    def __init__(self, is_divided=True):
-        self.divided, self.sent = [self] * is_divided, []
+    def __init__(self):
+        self.divided, self.sent = [self], []
 
     def send(self, batch):
         self.sent.append(batch)
 
 
-def fails_after(count):
-    yield from range(count)
-    raise OSError("cannot be read")
+def test_ids_of_a_mini_batch_are_sent_once_and_none_after_a_read_error():
+    def read():
+        yield from range(6)
+        raise OSError("cannot be read")
 
+    window, tables, iterator = Window(), Sent(), read()
 
-def test_ids_of_a_mini_batch_are_sent_once():
-    window, inputs, iterator = Window(), Sent(), iter(range(5))
-
-    for _ in range(5):
+    def step():
         window.fill(iterator, 2, None)
-        window.send(window.pop(iterator, None), inputs)
+        window.send(window.pop(iterator, None), tables)
 
-    assert inputs.sent == [0, 1, 2, 3, 4]
-
-
-def test_a_process_that_cannot_read_sends_nothing_more():
-    window, inputs, iterator = Window(), Sent(), fails_after(4)
-    window.fill(iterator, 2, None)
-    window.send(window.pop(iterator, None), inputs)
-    window.fill(iterator, 3, None)
-
+    for _ in range(4):
+        step()
     with pytest.raises(OSError, match="cannot be read"):
-        window.send(window.pop(iterator, None), inputs)
+        step()
 
-    assert inputs.sent == [0, 1, 2]
-
-
-def test_one_process_trains_on_what_it_could_read():
-    window, inputs, iterator = Window(), Sent(is_divided=False), fails_after(1)
-    window.fill(iterator, 2, None)
-
-    window.send(window.pop(iterator, None), inputs)
-
-    with pytest.raises(OSError, match="cannot be read"):
-        window.pop(iterator, None)
+    assert tables.sent == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_step_that_rows_refuse_has_updated_no_other_parameter(small):
@@ -398,7 +347,6 @@ def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_
     with pytest.raises(RuntimeError, match="has filled an earlier mini-batch again, which still"):
         pipeline.progress(give(batches))
 
-    assert small.num_claimed(models[1]) == 0
     for name, value in models[1].state_dict().items():
         assert torch.equal(value, before[name]), name
     losses = small.run(pipeline, iter(batches))

@@ -94,7 +94,6 @@ REFUSALS = [
     ([DROP, "skip.guard.every=0", "skip.guard.steps=60"], "skip.guard.steps"),
     ([DROP, "skip.guard.every=81"], "skip.guard.every"),
     ([DROP, "skip.guard.steps=2"], "skip.guard.steps"),
-    ([DROP, "skip.staleness.measure=x"], "skip.staleness.measure"),
     ([DROP, "skip.staleness.window=32"], "skip.staleness.window"),
     (
         [DROP, "skip.staleness.window=40", "skip.staleness.min_updates=41"],

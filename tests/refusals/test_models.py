@@ -7,13 +7,13 @@ import torch
 
 from recsys import DLRM, Batch, DLRMTrain, JaggedIds
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.models import DIN, TBSM, DCNv2, DeepFM
 from recsys.models.dcn_v2 import LowRankCrossNet
 from recsys.models.dlrm import SparseArch
 from recsys.models.histories import feature_roles, look_up
 from recsys.models.interaction import InteractionArch
 from recsys.models.masked_transformer import MaskedTransformerArch
+from recsys.train.parts.baselines import TorchEmbeddingBags
 from tests.models.sequence_data import HISTORIES, NUM_DENSE, make_collection, make_tables
 
 

@@ -61,7 +61,7 @@ RUNS = [
     ("host", "auto", 0, False),
     ("file", "sequential", 0, True),
     ("file", "lookahead", 2, True),
-    ("file", "hotline", 1, False),
+    ("file", "hotline", 0, False),
     ("file", "fae", 0, True),
 ]
 

@@ -5,8 +5,6 @@ import os
 
 import pytest
 
-from recsys.train.parts.build import open_source
-from recsys.train.parts.compile_skipping import _small_module, compile_skipping
 from tests.forks import Fork
 from tests.train.compiled_kernels import print_needed
 from tests.train.test_table_stores import RUNS
@@ -60,15 +58,3 @@ def test_the_first_step_compiles_no_kernel(small_settings, table_store, tmp_path
         record = json.loads((tmp_path / "run" / "run.json").read_text())
         skipped = record["skipped"]
         assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
-
-
-@pytest.mark.parametrize("dim", [1, 2, 4, 16])
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "partial_rowwise_adam"])
-def test_a_budget_has_room_for_short_rows_and_those_that_are_followed(small_config, name, dim):
-    settings = ("skip.policy=freeze_rows", "budget=1MiB", f"optimizer.name={name}")
-    config = small_config(*settings, f"model.embedding_dim={dim}", f"model.dense_arch=[8, {dim}]")
-
-    compile_skipping(config, open_source(config))
-
-    is_one_number = dim == 1 and name == "sgd"
-    assert bool(_small_module(config).tiers()) != is_one_number

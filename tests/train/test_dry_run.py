@@ -11,9 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from recsys._support.sizes import parse_bytes
 from recsys.cli import main
-from recsys.errors import (
-    BudgetTooSmall,
-)
 from recsys.train.dry_run import dry_run
 from recsys.train.parts.budget import MemoryNeeds
 from recsys.train.parts.build import open_source
@@ -111,20 +108,6 @@ def test_a_store_with_bags_is_sized_as_it_runs(small_config, table_store, tmp_pa
     assert told.enough_bytes > told.tables.floor_bytes  # bags may have any rows
 
 
-def test_the_least_budget_is_that_of_the_first_mini_batch(small_config, tmp_path):
-    told = dry_run(small_config(TABLES, "budget=30KiB"), tmp_path / "run")
-    least = told.tables.floor_bytes
-
-    for start in (dry_run, train):
-        with pytest.raises(BudgetTooSmall, match=rf"budget='{least - 1}' .* \({least} bytes\)"):
-            start(small_config(TABLES, f"budget={least - 1}"), tmp_path / "run")
-
-    assert dry_run(small_config(TABLES, f"budget={least}"), tmp_path / "run").tables.num_slots
-    assert least < told.enough_bytes
-    enough = small_config(TABLES, f"budget={told.enough_bytes}", "schedule.name=sequential")
-    assert train(enough, tmp_path / "run", show_progress=False)["status"] == "finished"
-
-
 def test_enough_budget_is_never_more_than_everything(small_config, tmp_path):
     settings = ["synthetic.table_sizes=[9, 7, 1, 8]", "budget=1200", "batch_size=4"]
 
@@ -136,19 +119,6 @@ def test_enough_budget_is_never_more_than_everything(small_config, tmp_path):
     enough = small_config(*settings, f"budget={told.enough_bytes}")
     assert dry_run(enough, tmp_path / "run").tables.all_fits
     assert in_files.enough_bytes > everything  # rows in files need the row map, too
-
-
-def test_least_and_enough_budgets_agree_where_a_row_map_would_not_pay(small_config, tmp_path):
-    settings = ["synthetic.table_sizes=[40, 30, 20]", "batch_size=900"]
-
-    told = dry_run(small_config(*settings, "budget=1MiB"), tmp_path / "run")
-
-    everything = told.tables.everything_bytes
-    assert told.tables.floor_bytes == told.enough_bytes == everything
-    for tier in ("host", "file"):
-        small = small_config(*settings, f"budget={everything - 1}", f"cold_tier={tier}")
-        with pytest.raises(BudgetTooSmall):
-            dry_run(small, tmp_path / "run")
 
 
 @pytest.mark.parametrize("sizes", ["[3000, 500, 200]", "[3000, 500, 201]", "[3000, 507, 233]"])

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from recsys.pipeline.stalls import stage_seconds
 from recsys.train.checkpoint.contents import TableArrays
-from tests.fake_graphs import capture_on_cpu
 from tests.train.resumed_runs import (
     CASES,
     SETTINGS,
@@ -51,17 +50,15 @@ CHANGES = {
     "rows in memory": ((*TIERED, "cold_tier=file"), ("cold_tier=host",)),
     "another schedule": (TIERED, ("schedule.name=sequential",)),
     "another depth": (TIERED, ("schedule.depth=4",)),
-    "captured": (TIERED, ("capture=true",)),
     "checkpoints by time": (TIERED, ("checkpoint.every_seconds=0.02", "checkpoint.every_steps=0")),
 }
 
 
-@pytest.mark.in_ci("rows in memory", "captured")
+@pytest.mark.in_ci("rows in memory")
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
-    small_config, tmp_path, stop_at, monkeypatch, change
+    small_config, tmp_path, stop_at, change
 ):
-    capture_on_cpu(monkeypatch)
     before, changed = CHANGES[change]
     config = small_config(*SETTINGS, *before)
     other = small_config(*SETTINGS, *before, *changed)

@@ -184,7 +184,7 @@ def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_conf
 
     stages = stage_seconds(record["stalls"])
     assert set(stages) == set(STAGES)
-    assert stages["prefetch_wait"] == stages["write_back_wait"] == 0  # every row is resident
+    assert stages["prefetch_wait"] == 0  # every row is resident
     assert min(stages[stage] for stage in ("load", "forward", "backward", "other")) > 0
     assert record["stalls"]["binding"] in STAGES
     del stages["evaluate"]
@@ -337,7 +337,7 @@ def test_bf16_ranks_samples_by_float32_logits(small_config):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("settings", [(), ("budget=8KiB", "capture=true")], ids=str)
+@pytest.mark.parametrize("settings", [(), ("budget=8KiB",)], ids=str)
 @pytest.mark.filterwarnings("ignore:the run kept rows on device 'cuda'", "ignore:schedule=")
 def test_training_on_a_gpu_evaluates_to_the_metrics_of_its_run(small_config, tmp_path, settings):
     record = run(small_config("device=cuda", *settings), tmp_path / "run")

@@ -9,6 +9,7 @@ from recsys.pipeline.model_tables import ModelTables
 from recsys.pipeline.skip.paper_classifier import PaperClassifier
 from recsys.train.parts.build import build_model, choose_plan, open_source
 from tests.train import resumed_runs
+from tests.train.budgets import fast_memory_of
 
 SETTINGS = (
     *resumed_runs.SETTINGS,
@@ -63,7 +64,7 @@ def test_the_budget_pays_for_the_snapshot(small_config, optimizer, budget):
     tables = ModelTables(model, None)
     classifier = PaperClassifier(config.skip.paper.settings(0), model, tables, "skip", 0)
 
-    of_tables = sum(tiers.hot.num_bytes for tiers in tables.tiers())
+    of_tables = fast_memory_of(model, config)
 
     assert 0 < plan.num_pinned == sum(len(each.rows) for each in classifier._hot_rows.values())
     assert of_tables + classifier.num_bytes <= budget

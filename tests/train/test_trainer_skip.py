@@ -2,14 +2,16 @@
 
 import json
 import os
-import re
 import signal
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
 
-from recsys.errors import ConfigError
-from recsys.report import format_run
+from recsys.embeddings import StalenessTracker
+from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.train.parts.build import open_source
+from tests.train.budgets import fast_memory_of
 from tests.train.resumed_runs import (
     Progress,
     build_model,
@@ -102,23 +104,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
         assert expected["skipped"]["num_stale"] > 0
 
 
-@pytest.mark.in_ci("freeze_rows")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_advice_for_skipping_that_takes_the_most_time_names_keys_of_its_policy(
-    skip_config, small_config, tmp_path, policy
-):
-    record = run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
-    record["stalls"] |= {"binding": "skip", "skip_seconds": 1e6}
-
-    advice = format_run(record, tmp_path / "run").splitlines()[-1]
-
-    values = {"skip.staleness.window": 100, "skip.staleness.count_every": 8}
-    named = re.findall(r"skip\.[a-z_.]+", advice)
-    assert named == (["skip.policy"] if policy in WITHOUT_ROWS else list(values))
-    for key in set(named) & set(values):
-        small_config(f"skip.policy={policy}", f"{key}={values[key]}")
-
-
 @pytest.mark.outside_ci
 @pytest.mark.parametrize("policy", ["drop_input", "freeze_rows"])
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
@@ -133,6 +118,16 @@ def test_where_rows_lie_and_when_they_are_fetched_may_change(
     run_and_resume(config, tmp_path / "run", stops, stop_at, *changed)
 
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_budget_pays_for_the_tracker(skip_config):
+    config = skip_config("drop_input", *TIERED)
+    model, _ = build_model(config, open_source(config))
+    tracker = StalenessTracker(model, config.skip.staleness.settings())
+
+    assert 0 <= 24 * 1024 - fast_memory_of(model, config) - tracker.num_bytes < 100
+    with pytest.raises(BudgetTooSmall, match="max_rows"):
+        build_model(replace(config, budget="2KiB"), open_source(config))
 
 
 PLANNED = (

@@ -70,13 +70,6 @@ def test_what_differs_is_named_and_the_command_fails(
     assert "loss of step 1" in capsys.readouterr().out
 
 
-def test_half_of_tables_that_one_mini_batch_looks_up_whole_is_the_floor(small_config):
-    floor, half = verify_budgets(small_config("synthetic.table_sizes=[40]"), ["floor", "half"], 2)
-
-    assert half.ok
-    assert half.budget_bytes == floor.budget_bytes
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["sgd", "adam"])

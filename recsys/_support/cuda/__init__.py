@@ -1,1 +1,1 @@
-"""CUDA: graphs, replays and launches of kernels, and memory of the host that a GPU reaches."""
+"""CUDA: launches of Triton kernels, and memory of the host that a GPU reaches."""

@@ -42,12 +42,7 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import ShardedEmbeddingTable
     from torchrec.distributed.types import QuantizedCommCodecs
 
-__all__ = ["DistinctIdsDist", "DistinctRowsContext", "DistinctRowsDist", "id_dtype"]
-
-
-def id_dtype(table_sizes: Sequence[int]) -> torch.dtype:
-    """The dtype in which ids travel: int32 if the numbers of all rows fit."""
-    return torch.int32 if max(table_sizes) < 2**31 else torch.int64
+__all__ = ["DistinctIdsDist", "DistinctRowsContext", "DistinctRowsDist"]
 
 
 @dataclass
@@ -109,7 +104,8 @@ class DistinctIdsDist(BaseSparseFeaturesDist):  # type: ignore[misc]  # TorchRec
         self._is_weighted = bool(tables[0].is_weighted)  # as are all tables of a collection
         self._world_size = group.size()
         sizes = [int(table.num_embeddings) for table in tables]
-        self._dtype = id_dtype(sizes)
+        # In which ids travel.
+        self._dtype = torch.int32 if max(sizes) < 2**31 else torch.int64
         # The rows of all tables are numbered one table after the other.
         bounds = functional.pad(torch.tensor(sizes).cumsum(0), (1, 0))
         num_features = torch.tensor([len(table.embedding_names) for table in tables])

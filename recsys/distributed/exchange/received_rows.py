@@ -9,15 +9,16 @@ one process that has the whole tables.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from recsys.embeddings.lookup.abstract import pooling_of
-from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup
-from recsys.embeddings.lookup.table_group import TableGroup
-from recsys.embeddings.rows.lookups import Lookups
+from recsys.embeddings.lookup.inputs import read_bags
+from recsys.embeddings.lookup.leave_to_torch import look_up_for_torch
+from recsys.embeddings.rows.bags import Lookups
+from recsys.embeddings.rows.tables import TableGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
-    from recsys.distributed.exchange.distinct_rows import DistinctRowsContext
 
 __all__ = ["ReceivedRowsPooling"]
 
@@ -51,18 +51,16 @@ class ReceivedRowsPooling:
         for kind in dict.fromkeys(kinds):
             features = [number for number, each in enumerate(kinds) if each == kind]
             self._lookups[kind] = Lookups(
-                tables=np.zeros(len(features), np.uint64),
-                positions=np.array(features, np.uint64),
-                columns=columns[features].astype(np.uint64),
-                width=int(columns[-1]),
+                [(0, each, int(columns[each])) for each in features], is_mean=kind[1]
             )
+        self._width, self._num_features = int(columns[-1]), len(kinds)
 
-    def __call__(self, received: Tensor, context: DistinctRowsContext) -> Tensor:
+    def __call__(self, received: Tensor, context: Any) -> Tensor:
         """Pool.
 
         Args:
             received: The rows, rank by rank, and of each rank table by table.
-            context: The exchange of the mini-batch.
+            context: The exchange of the mini-batch, a `DistinctRowsContext`.
 
         Shape:
             received (sum of dims of U rows, 1); result (B, sum of dims of the features).
@@ -73,22 +71,16 @@ class ReceivedRowsPooling:
             rows = {dim: received.view(-1, dim)}
         else:
             rows, places = self._by_dim(received, context.num_received, places)
-        # A group without an updater takes any tensors as its tables.
         groups = {
-            dim: TableGroup([cast("nn.Parameter", of_dim)], [False]) for dim, of_dim in rows.items()
+            dim: TableGroup(["received rows"], [cast("nn.Parameter", of_dim)])
+            for dim, of_dim in rows.items()
         }
-        weights = context.weights
-        if weights is not None:
-            weights = weights.to(received.dtype)
-        parts = []
-        for (dim, is_mean), lookups in self._lookups.items():
-            bags = groups[dim].kernels.make_bags(
-                places, context.offsets, weights, context.batch_size, is_mean=is_mean
-            )
-            parts.append(Part(groups[dim], lookups, bags))
-        return fused_lookup(
-            parts, weights, ids=(places, context.offsets), updater=None, explain=_explain
+        num_bags = self._num_features * context.batch_size
+        bags = read_bags(
+            places, context.offsets, context.weights, context.batch_size, num_bags, received.dtype
         )
+        parts = [(groups[dim], lookups) for (dim, _), lookups in self._lookups.items()]
+        return look_up_for_torch(parts, bags, self._width, [[False]] * len(parts))
 
     def _by_dim(
         self, received: Tensor, num_received: Tensor, places: Tensor
@@ -107,7 +99,3 @@ class ReceivedRowsPooling:
             rows[dim] = torch.cat([piece for of_piece, piece in pieces if of_piece == dim])
             rows[dim] = rows[dim].view(-1, dim)
         return rows, place_in_dim[places]
-
-
-def _explain(position: int) -> Exception:
-    return AssertionError(f"lookup {position} has no row among the received ones")

@@ -1,1 +1,1 @@
-"""Kernels: a folder per kind of device, the same names in each."""
+"""Kernels by device."""

@@ -1,1 +1,1 @@
-"""Lookups: ids become pooled vectors, and gradients become ledger entries."""
+"""From ids to pooled vectors, and from their gradient to the ledger."""

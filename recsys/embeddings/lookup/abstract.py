@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.batch import JaggedIds, require_one_batch_size
-from recsys.embeddings.lookup.collection_input import require_features
+from recsys.embeddings.lookup.inputs import require_features
 from recsys.embeddings.table import data_type_of, output_names
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from recsys._support.untrusted import is_whole
 from recsys.batch import feature_tables, features_by_table, require_one_batch_size
 from recsys.embeddings.kernels.cpu.counting import Segments, count_rows, worst_levels
 from recsys.embeddings.popularity.files import read_profile, write_profile
-from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, ProfileError
 
 if TYPE_CHECKING:
@@ -682,11 +681,11 @@ def _block_of(batch: Batch | Features) -> LookupBlock:
             f"offsets, got {len(bounds)}"
         )
     # `KeyedJaggedTensor` does not check its offsets, and kernels index by them unchecked.
-    require_bounds(
-        bounds,
-        len(values_N),
-        lambda bag: f"feature {names[bag // num_samples]!r}, sample {bag % num_samples}",
-    )
+    if bounds[0] or (np.diff(bounds) < 0).any() or bounds[-1] > len(values_N):
+        raise MalformedBags(
+            f"offsets must begin at 0, never fall and end at the number of values, "
+            f"{len(values_N)}, got {bounds}"
+        )
     ends = bounds[np.append(firsts, len(names) * num_samples)].astype(np.int64)
     return LookupBlock(names, values_N, ends[:-1], np.diff(ends), 1, bounds, num_samples)
 

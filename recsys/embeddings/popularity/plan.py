@@ -4,7 +4,7 @@
            + shared slots                           for rows that are fetched and evicted
            + pinned slots                           one for each pinned row
 
-A slot holds a row, the row's optimizer state, and 8 bytes of bookkeeping. The row map and the
+A slot holds a row, the row's optimizer state, and 11 bytes of bookkeeping. The row map and the
 shared slots are the floor: with less, no mini-batch could run. Tables of one dim and data type
 share slots.
 
@@ -35,7 +35,7 @@ from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.counts import PopularityProfile, text_table
 from recsys.embeddings.popularity.files import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
-from recsys.embeddings.tiers.slot_costs import floor_bytes, map_bytes, slot_bytes
+from recsys.embeddings.tiers.budget import floor_bytes, map_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 
 if TYPE_CHECKING:

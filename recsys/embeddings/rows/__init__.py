@@ -1,1 +1,1 @@
-"""The rows of tables, and the data types that all kernels share."""
+"""Who owns tables, what is looked up in them, and which gradients wait for the update."""

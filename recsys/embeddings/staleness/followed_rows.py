@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from recsys.embeddings.staleness.drift import NEEDS_EARLIER, Movement, measure_drift
+from recsys.embeddings.staleness.drift import mean_change
 from recsys.embeddings.staleness.row_marks import RowMarks, marks_bytes
+from recsys.embeddings.staleness.tracked_tables import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from recsys.embeddings.rows.tables import TableGroup
     from recsys.embeddings.staleness.settings import Staleness
-    from recsys.embeddings.staleness.tracker_state import GroupState
-    from recsys.embeddings.update.group_updater import GroupUpdater
 
-__all__ = ["Decision", "FollowedRows", "history_type", "tracked_bytes"]
+__all__ = ["Decision", "FollowedRows", "GroupState", "history_type", "tracked_bytes"]
 
 _BLOCK = 8192  # rows that are read at once
 _FLAG_SETS = 2  # the rows that count as stale now, and those of the mini-batches taken ahead
@@ -44,7 +44,6 @@ def history_type(patience: int) -> np.dtype[Any]:
         row: Its number, counted over all tables.
         drifts: Its last `patience` drifts, the oldest first.
         num_judged: Windows in a row in which its drift was measured, at most `patience`.
-        has_earlier: Whether it was followed already when the window before began.
         is_stale: Whether it is stale; also while it is on trial.
         period: Windows that it is stale before its next trial.
         next_trial: Number of the window in which its next trial begins.
@@ -55,7 +54,6 @@ def history_type(patience: int) -> np.dtype[Any]:
             ("next_trial", np.int64),
             ("period", np.int64),
             ("num_judged", np.int16),
-            ("has_earlier", np.bool_),
             ("is_stale", np.bool_),
             ("drifts", np.float32, (patience,)),
         ]
@@ -70,9 +68,8 @@ def tracked_bytes(tables: Sequence[Tensor], staleness: Staleness) -> int:
         staleness: The settings.
     """
     sizes = list(map(len, tables))
-    num_snapshots = 1 + (staleness.measure in NEEDS_EARLIER)
-    row_bytes = tables[0].shape[1] * tables[0].dtype.itemsize
-    of_row = num_snapshots * row_bytes + history_type(staleness.patience).itemsize
+    of_row = tables[0].shape[1] * tables[0].dtype.itemsize
+    of_row += history_type(staleness.patience).itemsize
     of_row += _FLAG_SETS * np.dtype(np.int64).itemsize
     return marks_bytes(sizes) + min(staleness.max_rows, sum(sizes)) * of_row
 
@@ -84,22 +81,36 @@ class Decision(NamedTuple):
         flagged: Rows that count as stale in the next window: stale and not on trial, ascending.
         num_judged: Rows whose drift was measured.
         num_thawed: Rows that were stale and have moved too far.
-        drifts: The drifts of the rows that were judged.
-        counts: How often each of them was updated.
     """
 
     flagged: NDArray[np.int64]
     num_judged: int
     num_thawed: int
-    drifts: NDArray[np.float32]
-    counts: NDArray[np.int64]
+
+
+class GroupState(NamedTuple):
+    """The checked state of a group.
+
+    Attributes:
+        history: A `history_type` for each followed row, (M,).
+        before: Their snapshots, (M, D).
+        counted: Rows that were updated in the window, ascending.
+        counts: How often each was counted.
+        lookups: Lookups of updates, and how many of them were left out.
+    """
+
+    history: NDArray[Any]
+    before: Tensor
+    counted: NDArray[np.int64]
+    counts: NDArray[np.uint16]
+    lookups: tuple[int, int]
 
 
 class FollowedRows:
     """The followed rows of a group.
 
     Args:
-        group: Updates the rows.
+        group: The tables.
         staleness: The settings.
         freezes_rows: Whether steps leave out rows that count as stale. After a window with such a
             step, rows that are stale and not on trial cannot be judged.
@@ -112,22 +123,20 @@ class FollowedRows:
             if it is unknown. Set by `judge`.
     """
 
-    def __init__(self, group: GroupUpdater, staleness: Staleness, *, freezes_rows: bool) -> None:
+    def __init__(self, group: TableGroup, staleness: Staleness, *, freezes_rows: bool) -> None:
         self._group, self._staleness, self._freezes_rows = group, staleness, freezes_rows
-        sizes = list(map(len, group.group.tables))
+        sizes = list(map(len, group.tables))
         self.marks = RowMarks(sizes)
         self.max_rows = min(staleness.max_rows, sum(sizes))
         self._memory: Any = np.empty(self.max_rows, history_type(staleness.patience))
         self.history = self._memory[:0]
-        self._needs_earlier = staleness.measure in NEEDS_EARLIER
         self._before = self._make_snapshots()
-        self._earlier = self._make_snapshots() if self._needs_earlier else None
         self._forget_window()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of marks, snapshots, history, and lists of stale rows."""
-        return tracked_bytes(self._group.group.tables, self._staleness)
+        return tracked_bytes(self._group.tables, self._staleness)
 
     def judge(self, window: int, frozen_until: int) -> None:
         """Measure how far each row has moved in a window.
@@ -138,7 +147,7 @@ class FollowedRows:
                 did.
         """
         settings, history, marks = self._staleness, self.history, self.marks
-        self._updates = marks.counts_of(history["row"]).astype(np.int64) * settings.count_every
+        updates = marks.counts_of(history["row"]).astype(np.int64) * settings.count_every
         least = -(-settings.min_updates // settings.count_every)
         # Stale rows are always followed, so they are among these, or take the place of some.
         self._most_updated, self._counts = marks.take_counts(least, self.max_rows)
@@ -146,11 +155,8 @@ class FollowedRows:
         # So it is judged at the end of the trial's second window, in which it moves throughout.
         first = window if self._freezes_rows else window + 1
         self._is_resting = history["is_stale"] & (history["next_trial"] >= first)
-        is_judged = self._updates >= settings.min_updates
-        if self._needs_earlier:
-            is_judged &= history["has_earlier"]
-        first_measured = window - 1 if self._needs_earlier else window
-        if self._freezes_rows and frozen_until > first_measured * settings.window:
+        is_judged = updates >= settings.min_updates
+        if self._freezes_rows and frozen_until > window * settings.window:
             is_judged &= ~self._is_resting
         judged = np.flatnonzero(is_judged)
         drifts = self._drifts_of(judged)
@@ -185,14 +191,8 @@ class FollowedRows:
         starts = is_stale & self._is_judged
         history["next_trial"][starts] = window + 1 + period[starts]
         history["is_stale"] = is_stale
-        judged = self._is_judged
-        return Decision(
-            self.flagged(window + 1),
-            int(judged.sum()),
-            int(has_thawed.sum()),
-            history["drifts"][judged, -1],
-            self._updates[judged],
-        )
+        num_judged = int(self._is_judged.sum())
+        return Decision(self.flagged(window + 1), num_judged, int(has_thawed.sum()))
 
     def flagged(self, window: int) -> NDArray[np.int64]:
         """The rows that count as stale in a window: stale and not on trial, ascending."""
@@ -225,20 +225,16 @@ class FollowedRows:
         places = np.searchsorted(history["row"], rows)
         is_known = places < len(history)
         is_known[is_known] = history["row"][places[is_known]] == rows[is_known]
-        known = places[is_known]
-        found[is_known] = history[known]
-        found["has_earlier"] = is_known
-        if self._earlier is not None:
-            self._keep_earlier(np.flatnonzero(is_known), known)
+        found[is_known] = history[places[is_known]]
         self.history = self._memory[: len(rows)]
         self.history[:] = found
         self._take_snapshots()
         self._forget_window()
 
-    def snapshots(self) -> tuple[Tensor, Tensor | None]:
-        """The rows when the window began, (M, D), and those of the window before if needed."""
-        count = len(self.history)
-        return self._before[:count], None if self._earlier is None else self._earlier[:count]
+    @property
+    def snapshots(self) -> Tensor:
+        """The rows when the window began, (M, D)."""
+        return self._before[: len(self.history)]
 
     def reset(self) -> None:
         """Follow no row, and forget all counts."""
@@ -252,56 +248,35 @@ class FollowedRows:
         self.history = self._memory[:count]
         self.history[:] = state.history
         self._before[:count] = state.before.to(self._before.device)
-        if self._earlier is not None and state.earlier is not None:
-            self._earlier[:count] = state.earlier.to(self._earlier.device)
         self.marks.set_counts(state.counted, state.counts)
 
     def _forget_window(self) -> None:
         """Free what only a window's end needs: it is not part of the budget."""
         self.levels = np.empty(0)
         self._is_judged = self._is_resting = np.empty(0, bool)
-        self._updates, self._most_updated = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._counts = np.empty(0, np.uint16)
+        self._most_updated, self._counts = np.empty(0, np.int64), np.empty(0, np.uint16)
 
     def _drifts_of(self, judged: NDArray[np.int64]) -> NDArray[np.float32]:
         """The drifts of some rows, by their places in the history."""
         drifts = np.empty(len(judged), np.float32)
         for begin in range(0, len(judged), _BLOCK):
             places = judged[begin : begin + _BLOCK]
-            now = self._group.group.read_rows(self.history["row"][places])
+            now = read_rows(self._group, self.history["row"][places])
             at = torch.from_numpy(places).to(self._before.device)
-            movement = Movement(
-                self._before[at].to(now.device),
-                now,
-                None if self._earlier is None else self._earlier[at].to(now.device),
-                torch.from_numpy(self._updates[places]).to(now.device),
-                self._group.learning_rate,
-            )
-            found = measure_drift(self._staleness.measure, movement)
+            found = mean_change(self._before[at].to(now.device), now)
             drifts[begin : begin + len(places)] = found.cpu().numpy()
         return drifts
 
-    def _keep_earlier(self, new: NDArray[np.int64], old: NDArray[np.int64]) -> None:
-        """Keep the snapshots of rows as those of the window before, in their new places."""
-        assert self._earlier is not None
-        device = self._before.device
-        self._earlier = self._earlier.to(device).zero_()  # states have no old values
-        for begin in range(0, len(new), _BLOCK):
-            to, of = (
-                torch.from_numpy(each[begin : begin + _BLOCK]).to(device) for each in (new, old)
-            )
-            self._earlier[to] = self._before[of]
-
     def _take_snapshots(self) -> None:
-        rows, device = self.history["row"], self._group.group.device
+        rows, device = self.history["row"], self._group.device
         if self._before.device != device:
             self._before = self._make_snapshots()
         for begin in range(0, len(rows), _BLOCK):
-            found = self._group.group.read_rows(rows[begin : begin + _BLOCK].copy())
+            found = read_rows(self._group, rows[begin : begin + _BLOCK].copy())
             self._before[begin : begin + len(found)] = found
 
     def _make_snapshots(self) -> Tensor:
-        group = self._group.group
+        group = self._group
         return torch.empty(
             self.max_rows, group.dim, dtype=group.tables[0].dtype, device=group.device
         )

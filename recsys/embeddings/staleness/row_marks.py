@@ -21,7 +21,7 @@ from recsys._support.interrupts import interrupts_held_back
 from recsys._support.jit import kernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch_to_write
 from recsys.embeddings.staleness.frozen_rows import LedgerCutter
-from recsys.embeddings.staleness.host_bags import kernel_arguments
+from recsys.embeddings.staleness.host_ids import NO_LOOKUP, given_ids, kept_ids
 from recsys.embeddings.update.changed_rows import rows_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.embeddings.rows.ledger import LedgerEntry
-    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.rows.bags import Bags, Lookups
+    from recsys.embeddings.rows.ledger import Entry
+    from recsys.embeddings.staleness.host_ids import HostIds
 
 __all__ = ["MOST_COUNTED", "RowMarks", "marks_bytes"]
 
@@ -88,32 +89,19 @@ class RowMarks:
     def lookups(self, counts: tuple[int, int]) -> None:
         self._cutter.num_lookups, self._cutter.num_left_out = counts
 
-    def before_update(self, ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
-        """Called by an update with its ledger; returns the ledger to update by.
-
-        Rows that are left out are not counted. Keep the given ledger until the update is over,
-        because its tickets hold the slots.
-        """
+    def before_update(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """See `TableGroup.before_update`. Rows that are left out are not counted."""
         if self.is_freezing and self.num_stale:
-            ledger = self._cutter.cut(ledger, self._stale, self._first_words, self._sizes)
+            entries = self._cutter.cut(entries, self._stale, self._first_words, self._sizes)
         elif self.is_counting_lookups:
-            self._cutter.count_whole(ledger)
+            self._cutter.count_whole(entries)
         if self.is_counting:
-            self.count(ledger)
-        return ledger
+            self.count(entries)
+        return entries
 
-    def count(self, ledger: Sequence[LedgerEntry]) -> None:
-        """Add one to the count of each distinct row of a ledger.
-
-        A count ends at `MOST_COUNTED`.
-
-        Args:
-            ledger: The entries of one update.
-        """
-        inputs = [
-            kernel_arguments(entry.lookups, entry.bags if entry.rows is None else entry.rows)
-            for entry in ledger
-        ]
+    def count(self, entries: Sequence[Entry]) -> None:
+        """Add one to the count of each distinct row of one update; it ends at `MOST_COUNTED`."""
+        inputs = [kept_ids(entry.call) for entry in entries]
         # With several entries, the bit that a row was counted stays set until all are counted.
         if len(inputs) == 1:
             self._count(inputs[0], _MARK | _CLEAR)
@@ -123,8 +111,8 @@ class RowMarks:
                 for arguments in inputs:
                     self._count(arguments, passes)
 
-    def _count(self, arguments: Any, passes: int) -> None:
-        is_small = len(arguments[2]) < _MIN_SHARED_VALUES
+    def _count(self, given: HostIds, passes: int) -> None:
+        is_small = len(given.ids) < _MIN_SHARED_VALUES
         (_count_kernel.alone if is_small else _count_kernel)(
             self._counts,
             self._is_counted,
@@ -132,7 +120,7 @@ class RowMarks:
             self._sizes,
             passes,
             1 if is_small else num_parts(),
-            *arguments,
+            *given,
         )
 
     def counts_of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -210,7 +198,7 @@ class RowMarks:
     def all_stale(
         self,
         lookups: Lookups,
-        bags: Any,
+        bags: Bags,
         is_stale: NDArray[np.bool_],
         has_rows: NDArray[np.bool_] | None = None,
     ) -> None:
@@ -218,7 +206,7 @@ class RowMarks:
 
         Args:
             lookups: Which features are looked up in which tables.
-            bags: The input, with rows; on the host or on a device.
+            bags: The input.
             is_stale: (B,), one per bag of a feature. A bag without values changes nothing. A value
                 that is not a row counts as not stale, so that the lookup raises its error.
             has_rows: (B,), set to True where `is_stale` is still True and a bag has a value.
@@ -229,7 +217,7 @@ class RowMarks:
             self._sizes,
             is_stale,
             np.empty_like(is_stale) if has_rows is None else has_rows,
-            *kernel_arguments(lookups, bags),
+            *given_ids(lookups, bags),
         )
 
 
@@ -256,7 +244,6 @@ def _count_kernel(
     offsets: NDArray[Any],
     is_one_hot: int,
     batch_size: int,
-    padding: np.uint64,
 ) -> None:
     """A part is a share of the tables. The first pass counts, the second clears the marks."""
     for part in prange(num_parts):
@@ -277,7 +264,7 @@ def _count_kernel(
                         ahead = first_row + np.uint64(values[place + _AHEAD])
                         prefetch_to_write(counts, ahead)
                     row = np.uint64(values[place])
-                    if row >= size or row == padding:  # a negative id becomes a very large number
+                    if row >= size:  # a negative id becomes a very large number
                         continue
                     count = counts[first_row + row]
                     if each == _CLEAR:
@@ -379,7 +366,6 @@ def _all_stale_kernel(
     offsets: NDArray[Any],
     is_one_hot: int,
     batch_size: int,
-    padding: np.uint64,
 ) -> None:
     for lookup in range(len(tables_L)):
         first_word, size = first_words[tables_L[lookup]], sizes[tables_L[lookup]]
@@ -393,7 +379,7 @@ def _all_stale_kernel(
                 begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
             for place in range(begin, end):
                 row = np.uint64(values[place])
-                if row == padding:
+                if row == NO_LOOKUP:
                     continue
                 if row < size:
                     is_row_stale = stale[first_word + (row >> _SHIFT)] >> (row & _PLACE) & _ONE

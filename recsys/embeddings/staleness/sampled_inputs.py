@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.jit import kernel
-from recsys.embeddings.staleness.host_bags import kernel_arguments
+from recsys.embeddings.staleness.host_ids import NO_LOOKUP, given_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.rows.bags import Bags, Lookups
 
 __all__ = [
     "MOST_INPUTS",
@@ -109,7 +109,7 @@ class SampledInputs:
     def add(
         self,
         indices: NDArray[np.int64],
-        parts: Sequence[tuple[int, Lookups, Any]],
+        parts: Sequence[tuple[int, Lookups, Bags]],
         batch_size: int,
         samples: NDArray[np.int64],
     ) -> None:
@@ -133,7 +133,7 @@ class SampledInputs:
         groups = []
         for number, first_rows in enumerate(self._first_rows):
             inputs: list[Any] = [
-                (bags_per_sample(bags, batch_size), kernel_arguments(lookups, bags))
+                (bags_per_sample(bags, batch_size), given_ids(lookups, bags))
                 for group, lookups, bags in parts
                 if group == number
             ]
@@ -229,13 +229,13 @@ def below_ties(levels: NDArray[np.float64], threshold: float, share: float) -> f
     return float(levels[levels < threshold].max(initial=-np.inf))
 
 
-def bags_per_sample(bags: Any, batch_size: int) -> int:
+def bags_per_sample(bags: Bags, batch_size: int) -> int:
     """How many bags of each feature a sample has: B, or a multiple of it.
 
     Raises:
         ValueError: the number of bags is no multiple of B.
     """
-    num_bags: int = bags.batch_size
+    num_bags = bags.num_samples
     if batch_size and num_bags % batch_size:
         raise ValueError(
             f"a lookup of {num_bags} bags is not of {batch_size} samples: each sample must have as "
@@ -267,7 +267,6 @@ def _count_values(
     offsets: NDArray[Any],
     is_one_hot: int,
     batch_size: int,
-    padding: np.uint64,
 ) -> None:
     """Add the number of values of each sample; `batch_size` counts bags."""
     for lookup in range(len(tables_L)):
@@ -278,7 +277,7 @@ def _count_values(
             if not is_one_hot:
                 begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
             for place in range(begin, end):
-                counts_S[number] += np.uint64(values[place]) != padding
+                counts_S[number] += np.uint64(values[place]) != NO_LOOKUP
 
 
 @kernel
@@ -294,7 +293,6 @@ def _list_rows(
     offsets: NDArray[Any],
     is_one_hot: int,
     batch_size: int,
-    padding: np.uint64,
 ) -> None:
     """Write the rows of each sample from its place on, and advance the place."""
     for lookup in range(len(tables_L)):
@@ -308,7 +306,7 @@ def _list_rows(
                 begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
             for place in range(begin, end):
                 row = np.uint64(values[place])
-                if row != padding:
+                if row != NO_LOOKUP:
                     at = places_S[number]
                     rows_V[at] = np.int64(first_row + row) if row < size else _NO_ROW
                     places_S[number] = at + 1

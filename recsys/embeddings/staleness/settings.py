@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from recsys._support.untrusted import is_finite_number
-from recsys.embeddings.staleness.drift import MEASURES
 from recsys.errors import ConfigError
 
 __all__ = ["LEAD", "Staleness"]
@@ -19,7 +18,8 @@ LEAD = 32
 class Staleness:
     """When a row counts as stale.
 
-    The tracker measures how far rows move in windows of steps. A row is stale if it has moved no
+    The tracker measures how far rows move in windows of steps: a row's drift is the mean change of
+    its numbers. A row is stale if it has moved no
     farther than a threshold in each of its last `patience` windows. A row with fewer than
     `min_updates` updates in a window is unknown, never stale. Updates are counted in every
     `count_every`-th step only, and the count is multiplied by `count_every`. So the number is an
@@ -35,9 +35,8 @@ class Staleness:
 
     Args:
         window: Steps per window; more than `LEAD`.
-        measure: How a row's movement is measured, a key of `MEASURES`.
-        threshold: The highest drift of a stale row, in the unit of the measure; None to find it
-            from the target share of stale inputs.
+        threshold: The highest drift of a stale row; None to find it from the target share of stale
+            inputs.
         min_updates: Updates in a window below which a row is unknown; counted as above.
         patience: Windows in a row whose drifts must be under the threshold.
         max_rows: Rows per table group that are followed at once, the most updated first.
@@ -56,7 +55,6 @@ class Staleness:
     """
 
     window: int = 1000
-    measure: str = "mean_change"
     threshold: float | None = None
     min_updates: int = 16
     patience: int = 2
@@ -75,10 +73,6 @@ class Staleness:
                     f"staleness: {name} must be a whole number in [{least.get(name, 1)}, 2**31), "
                     f"got {value!r}"
                 )
-        if self.measure not in MEASURES:
-            raise ConfigError(
-                f"staleness: measure must be one of {sorted(MEASURES)}, got {self.measure!r}"
-            )
         if self.patience >= 2**15:
             raise ConfigError(f"staleness: patience must be less than 2**15, got {self.patience}")
         if self.count_every > self.window:

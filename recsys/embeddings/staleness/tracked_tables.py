@@ -1,71 +1,71 @@
-"""The tables that a tracker follows: found in a model, and named."""
+"""The tables that a tracker follows: found in a model, named, and read."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.embeddings.lookup.abstract_tables import table_modules_in
+import numpy as np
+import torch
+
+from recsys.embeddings.tables_module import table_modules_in
+from recsys.embeddings.tiers.write_back import write_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
 
-    from recsys.embeddings.update.group_updater import GroupUpdater
-    from recsys.embeddings.update.row_updater import RowUpdater
+    from recsys.embeddings.rows.tables import TableGroup
 
-__all__ = ["names_of", "require_all_tables", "updaters_in"]
+__all__ = ["groups_in", "names_of", "read_rows", "require_all_tables"]
 
 
-def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
-    """The updaters of all recsys modules, each once.
+def groups_in(models: Sequence[nn.Module]) -> list[TableGroup]:
+    """The groups that the optimizers of all recsys modules update, each once.
 
     Raises:
-        ValueError: there is no recsys module, or one has no recsys optimizer; also if its tables
-            are not trained.
+        ValueError: there is no recsys module, or the rows of one are not updated by recsys.
     """
-    whole = table_modules_in(*models)
-    if not whole:
+    found: dict[TableGroup, None] = {}
+    for model in models:
+        for name, module in table_modules_in(model).items():
+            module.groups()  # of tables that have memory only now
+            updates = module.updates()
+            if not updates:
+                table = next((table.name for table in module.tables()), name)
+                raise ValueError(
+                    f"table {table!r} of {name!r}: only rows that recsys updates can be followed; "
+                    "train it (requires_grad), give the module a recsys optimizer (optimizer=) or "
+                    "use recsys.accelerate; or use a policy that follows no rows, such as "
+                    "Importance, or give a StalenessTracker the other modules only"
+                )
+            found |= dict.fromkeys(update.group for update in updates)
+    if not found:
         raise ValueError(
             "the model has no module of recsys.embeddings, so no row can be followed; use "
             "recsys.accelerate(model, optimizer=...) first"
         )
-    updaters: dict[RowUpdater, None] = {}
-    for name, module in whole:
-        if module.row_updater is None:
-            tables = dict(module.named_parameters(prefix=name))
-            if not any(weight.requires_grad for weight in tables.values()):
-                table = next(iter(tables), name).removesuffix(".weight")
-                raise ValueError(
-                    f"table {table!r} is not trained (requires_grad is False), and only rows that "
-                    "a recsys optimizer updates can be followed; train it with one (optimizer=), "
-                    "use a policy that follows no rows, such as Importance, or give a "
-                    "StalenessTracker the other modules only"
-                )
-            raise ValueError(
-                f"module {name!r}: its rows are updated by a torch optimizer, which a "
-                "StalenessTracker cannot follow; give it a recsys optimizer (optimizer=)"
-            )
-        updaters[module.row_updater] = None
-    return list(updaters)
+    return list(found)
 
 
-def require_all_tables(models: Sequence[nn.Module], groups: Sequence[GroupUpdater]) -> None:
+def require_all_tables(models: Sequence[nn.Module], groups: Sequence[TableGroup]) -> None:
     """Check that the modules have all tables of some groups, whose rows would freeze together.
 
     Raises:
         ValueError: a table belongs to another module.
     """
     given = {
-        (id(group), number)
-        for _, module in table_modules_in(*models)
-        for group, number in module._places
+        place
+        for model in models
+        for module in table_modules_in(model).values()
+        for place in module.places()
     }
     missing = [
         name
-        for each in groups
-        for number, name in enumerate(each.group.names)
-        if (id(each.group), number) not in given
+        for group in groups
+        for number, name in enumerate(group.names)
+        if (group, number) not in given
     ]
     if missing:
         raise ValueError(
@@ -75,10 +75,10 @@ def require_all_tables(models: Sequence[nn.Module], groups: Sequence[GroupUpdate
         )
 
 
-def names_of(models: Sequence[nn.Module], groups: Sequence[GroupUpdater]) -> list[list[str]]:
+def names_of(models: Sequence[nn.Module], groups: Sequence[TableGroup]) -> list[list[str]]:
     """Names of the tables of each group: their own if they differ, else those of the parameters."""
-    names = [list(group.group.names) for group in groups]
-    if len({name for each in names for name in each}) == sum(map(len, names)):
+    names = [list(group.names) for group in groups]
+    if len({name for of_group in names for name in of_group}) == sum(map(len, names)):
         return names
     of_parameters: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -88,7 +88,30 @@ def names_of(models: Sequence[nn.Module], groups: Sequence[GroupUpdater]) -> lis
     return [
         [
             of_parameters.get(id(table), f"{number}.{name}")
-            for table, name in zip(group.group.tables, group.group.names, strict=True)
+            for table, name in zip(group.tables, group.names, strict=True)
         ]
         for number, group in enumerate(groups)
     ]
+
+
+def read_rows(group: TableGroup, rows: NDArray[np.int64]) -> Tensor:
+    """The newest values of rows, (M, D), where kernels run.
+
+    Args:
+        group: Their tables.
+        rows: Numbers over all tables, (M,) ascending.
+
+    Raises:
+        ConflictingWrite: a table was written to while slots had newer rows.
+        TiersFailed: a transfer of rows has failed.
+    """
+    if group.fetcher is not None:
+        group.fetcher.require_unwritten()
+        write_back(group)
+    firsts = group.first_rows.astype(np.int64)
+    by_table = np.split(rows, np.searchsorted(rows, firsts[1:-1]))
+    found = [
+        table.index_select(0, torch.from_numpy(of_table - first).to(table.device))
+        for table, of_table, first in zip(group.tensors, by_table, firsts.tolist(), strict=False)
+    ]
+    return torch.cat(found).to(group.device)

@@ -27,7 +27,6 @@ from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
 from recsys.embeddings.staleness.followed_rows import FollowedRows
-from recsys.embeddings.staleness.reservation import give_back, give_back_later, reserve
 from recsys.embeddings.staleness.sampled_inputs import (
     SampledInputs,
     bags_per_sample,
@@ -35,15 +34,13 @@ from recsys.embeddings.staleness.sampled_inputs import (
     quantile,
 )
 from recsys.embeddings.staleness.settings import LEAD, Staleness
-from recsys.embeddings.staleness.tracked_tables import names_of, require_all_tables, updaters_in
+from recsys.embeddings.staleness.tracked_tables import groups_in, names_of, require_all_tables
 from recsys.embeddings.staleness.tracker_state import (
     group_state,
     inputs_state,
     read_group_state,
     read_inputs_state,
-    with_frozen_until,
 )
-from recsys.embeddings.staleness.windows import by_decile, read_windows, thin_windows
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,16 +49,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.lookup.lookup import Part
+    from recsys.embeddings.rows.bags import Bags
+    from recsys.embeddings.rows.tables import TableGroup
     from recsys.embeddings.staleness.followed_rows import Decision
     from recsys.embeddings.staleness.sampled_inputs import InputRows
-    from recsys.embeddings.update.group_updater import GroupUpdater
-    from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["StalenessTracker"]
 
+_WINDOW_KEYS = (
+    "step",
+    "threshold",
+    "stale_rows",
+    "num_followed",
+    "num_judged",
+    "num_thawed",
+    "stale_share",
+    "num_inputs",
+)
 _COUNTS = ("num_steps", "num_seen", "frozen_until")
-_STATE_KEYS = ("settings", *_COUNTS, "threshold", "windows", "inputs", "flag_sets", "groups")
+_STATE_KEYS = ("settings", *_COUNTS, "last_window", "inputs", "flag_sets", "groups")
 
 
 class StalenessTracker:
@@ -74,8 +81,8 @@ class StalenessTracker:
     `num_seen` raw samples are used up.
 
     Args:
-        modules: A model, or modules of it. All recsys modules in it need a recsys optimizer. Other
-            tables of their optimizer are followed, too.
+        modules: A model, or modules of it. Their rows are updated by recsys. Other tables of their
+            optimizer are followed, too.
         staleness: The settings.
         share: The share of inputs all of whose rows are to be stale; see `share` below.
         freezes_rows: Whether steps leave out stale rows: no update, no write-back.
@@ -86,15 +93,11 @@ class StalenessTracker:
             0, no row is stale from then on.
         freezes_rows: As given.
         num_steps: Steps so far, and the number of the next mini-batch.
-        threshold: The highest drift of a stale row at the last window's end; None if no row could
-            be stale.
 
     Raises:
-        BudgetTooSmall: the budget of rows in two tiers has no room for the tracker, or slots are in
-            use.
         ConfigError: `share` is not in [0, 1].
-        ValueError: there is no recsys module, one has no recsys optimizer, or another tracker has
-            its rows; or `freezes_rows` would freeze rows of modules that are not given.
+        ValueError: there is no recsys module, the rows of one are not updated by recsys, or another
+            tracker has them; or `freezes_rows` would freeze rows of modules that are not given.
     """
 
     def __init__(
@@ -105,37 +108,33 @@ class StalenessTracker:
         share: float = 0.2,
         freezes_rows: bool = False,
     ) -> None:
-        self._updaters: list[RowUpdater] = []  # whose budget has the tracker
-        self._groups: list[GroupUpdater] = []
+        self._groups: list[TableGroup] = []
+        self._group_numbers: dict[TableGroup, int] = {}
         self._followed: list[FollowedRows] = []
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise ConfigError(f"share must be a number in [0, 1], got {share!r}")
         self.staleness, self.share, self.freezes_rows = staleness, share, freezes_rows
         models = [modules] if isinstance(modules, nn.Module) else list(modules)
-        updaters = updaters_in(models)
-        self._groups = [group for updater in updaters for group in updater.groups]
+        self._groups = groups_in(models)
         for group in self._groups:
-            if group.group.staleness is not None:
+            if group.before_update is not None:
                 raise ValueError(
-                    f"tables {group.group.names} already have a StalenessTracker; close it first: "
+                    f"tables {group.names} already have a StalenessTracker; close it first: "
                     "call its close(), or pipeline.skipping.close() if it is a TrainPipeline's"
                 )
         if freezes_rows:
             require_all_tables(models, self._groups)
         self._names = names_of(models, self._groups)
-        reserve(updaters, staleness)
-        self._updaters = updaters
         self._followed = [
             FollowedRows(group, staleness, freezes_rows=freezes_rows) for group in self._groups
         ]
-        self._group_numbers = {id(group.group): number for number, group in enumerate(self._groups)}
+        self._group_numbers = {group: number for number, group in enumerate(self._groups)}
         for group, followed in zip(self._groups, self._followed, strict=True):
-            group.group.staleness = followed.marks
+            group.before_update = followed.marks.before_update
         self.num_steps = 0
-        self.threshold: float | None = None
         self._num_seen = 0
         self._frozen_until = 0  # steps up to the last one that left out stale rows
-        self._windows: list[dict[str, Any]] = []
+        self._last_window: dict[str, Any] | None = None
         self._inputs = SampledInputs([each.marks.first_rows for each in self._followed])
         self._flag_sets = FlagSets([each.marks for each in self._followed])
         self._warned_of: set[str] = set()
@@ -203,7 +202,7 @@ class StalenessTracker:
         """
         self._flag_sets.use(number)
 
-    def all_stale(self, parts: Sequence[Part], batch_size: int) -> Tensor:
+    def all_stale(self, parts: Sequence[tuple[Part, Bags]], batch_size: int) -> Tensor:
         """Which samples are stale: they look up rows, and stale ones only; (B,) bool on the CPU.
 
         Call `use_flags_of` first. A feature without ids does not matter, but a sample without any
@@ -214,23 +213,27 @@ class StalenessTracker:
             batch_size: B. A lookup may have several bags for each sample, one after another.
         """
         is_stale, has_rows = np.ones(batch_size, bool), np.zeros(batch_size, bool)
-        own = [followed.marks for followed in self._followed]
-        for group, lookups, bags in parts:
-            if group.staleness not in own:
+        for (group, lookups), bags in parts:
+            number = self._group_numbers.get(group)
+            if number is None:
                 is_stale[:] = False
                 break
-            per_sample = bags_per_sample(bags, batch_size)
+            marks, per_sample = self._followed[number].marks, bags_per_sample(bags, batch_size)
             if per_sample == 1:
-                group.staleness.all_stale(lookups, bags, is_stale, has_rows)
+                marks.all_stale(lookups, bags, is_stale, has_rows)
             elif per_sample:
                 of_bags, have_rows = is_stale.repeat(per_sample), has_rows.repeat(per_sample)
-                group.staleness.all_stale(lookups, bags, of_bags, have_rows)
+                marks.all_stale(lookups, bags, of_bags, have_rows)
                 is_stale[:] = of_bags.reshape(batch_size, per_sample).all(1)
                 has_rows[:] = have_rows.reshape(batch_size, per_sample).any(1)
         return torch.from_numpy(is_stale & has_rows)
 
     def add_inputs(
-        self, first_index: int, parts: Sequence[Part], batch_size: int, samples: Tensor
+        self,
+        first_index: int,
+        parts: Sequence[tuple[Part, Bags]],
+        batch_size: int,
+        samples: Tensor,
     ) -> None:
         """Add samples of a mini-batch to those that the threshold is found from.
 
@@ -245,14 +248,19 @@ class StalenessTracker:
             samples: Numbers of the samples in the mini-batch, (S,) int64 ascending.
         """
         chosen = samples.cpu().numpy().astype(np.int64)
-        is_followed = all(id(part.group) in self._group_numbers for part in parts)
+        is_followed = all(group in self._group_numbers for (group, _), _ in parts)
         numbered = [
-            (self._group_numbers[id(group)], lookups, bags)
-            for group, lookups, bags in parts
+            (self._group_numbers[group], lookups, bags)
+            for (group, lookups), bags in parts
             if is_followed  # an input without rows is not stale
         ]
         self._inputs.add(first_index + chosen, numbered, batch_size, chosen)
         self._inputs.trim(self._num_seen)
+
+    @property
+    def threshold(self) -> float | None:
+        """The highest drift of a stale row at the last window's end; None if none was."""
+        return None if self._last_window is None else self._last_window["threshold"]
 
     @property
     def has_stale_rows(self) -> bool:
@@ -269,7 +277,7 @@ class StalenessTracker:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of marks, snapshots and history; with tiers they are taken out of the budget.
+        """Bytes of marks, snapshots and history; they come on top of a budget of the tables.
 
         Without the ids of sampled inputs: those of 4096 inputs, of the mini-batch that the oldest
         of them came with, and of mini-batches that are taken ahead.
@@ -281,13 +289,10 @@ class StalenessTracker:
 
         Returns:
             `memory_bytes`; with `freezes_rows`, `num_lookups` of updates and how many of them were
-            `num_lookups_left_out` (0 without); and for each window in `windows`: `step` at its end;
-            the `threshold`, or null; `stale_rows` by table, on trial or not; `num_followed` and
-            `num_judged` rows, and `num_thawed`, those that thawed; `stale_share` of the sampled
-            inputs, and `num_inputs`; `drift_by_decile`: the median drift of the tenth of the judged
-            rows that was updated most, and so on (null without such rows). After more than 254
-            windows, some are left out, and `num_thawed` counts the rows that thawed since the entry
-            before.
+            `num_lookups_left_out` (0 without); and `last_window`, null before its end: `step` at
+            its end; the `threshold`, or null; `stale_rows` by table, on trial or not;
+            `num_followed` and `num_judged` rows, and `num_thawed`, those that thawed; `stale_share`
+            of the sampled inputs, and `num_inputs`.
         """
         of_groups = [followed.marks.lookups for followed in self._followed]
         num_lookups, num_left_out = (sum(counts) for counts in zip(*of_groups, strict=True))
@@ -295,7 +300,7 @@ class StalenessTracker:
             "memory_bytes": self.num_bytes,
             "num_lookups": num_lookups,
             "num_lookups_left_out": num_left_out,
-            "windows": [dict(each) for each in self._windows],
+            "last_window": self._last_window,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,8 +313,7 @@ class StalenessTracker:
             "num_steps": self.num_steps,
             "num_seen": self._num_seen,
             "frozen_until": self._frozen_until,
-            "threshold": self.threshold,
-            "windows": [dict(each) for each in self._windows],
+            "last_window": self._last_window,
             "inputs": inputs_state(self._inputs, self._num_seen),
             "flag_sets": self._flag_sets.state(),
             "groups": [group_state(followed) for followed in self._followed],
@@ -325,22 +329,23 @@ class StalenessTracker:
             ConfigError: `state` is not of a tracker with the same settings and tables; nothing has
                 changed.
         """
-        found = SavedState("staleness state", with_frozen_until(state), _STATE_KEYS)
+        found = SavedState("staleness state", state, _STATE_KEYS)
         if found["settings"] != asdict(self.staleness):
             raise found.error("settings", f"{asdict(self.staleness)}, those of this run")
         num_steps, num_seen = found.whole("num_steps"), found.whole("num_seen")
         frozen_until = found.whole("frozen_until", most=num_steps)
-        threshold = None if found["threshold"] is None else found.number("threshold")
-        windows = read_windows(found, self.staleness.window, num_steps)
-        sizes = [sum(followed.marks.sizes) for followed in self._followed]
-        indices, inputs = read_inputs_state(found["inputs"], sizes, num_seen)
+        last_window = None
+        if found["last_window"] is not None:
+            known = found.inner("last_window", _WINDOW_KEYS)
+            last_window = {key: known[key] for key in _WINDOW_KEYS}
+        indices, inputs = read_inputs_state(found["inputs"], len(self._followed), num_seen)
         max_rows = [followed.max_rows for followed in self._followed]
         flag_sets = self._flag_sets.read(found, num_steps, max_rows)
         of_groups = found.items("groups", (len(self._followed),), "states")
         groups = list(map(read_group_state, of_groups, self._followed))
         self.reset()
-        self.num_steps, self._num_seen, self.threshold = num_steps, num_seen, threshold
-        self._windows, self._frozen_until = windows, frozen_until
+        self.num_steps, self._num_seen, self._frozen_until = num_steps, num_seen, frozen_until
+        self._last_window = last_window
         self._inputs.replace(indices, inputs)
         for followed, group in zip(self._followed, groups, strict=True):
             followed.restore(group)
@@ -354,8 +359,7 @@ class StalenessTracker:
         """
         self.cancel_step()
         self.num_steps = self._num_seen = self._frozen_until = 0
-        self.threshold = None
-        self._windows = []
+        self._last_window = None
         self._inputs.clear()
         for followed in self._followed:
             followed.reset()
@@ -363,32 +367,16 @@ class StalenessTracker:
         self._flag_sets.clear()
 
     def close(self) -> None:
-        """Stop following rows, and give the budget back to the slots; this can be called again.
-
-        Raises:
-            BudgetTooSmall: slots are in use; no row is followed, but the budget is not given back.
-        """
-        self._stop_following()
-        give_back(self._updaters)
-
-    def drop(self) -> None:
-        """Stop following rows, but make no slots now, as a destructor must not.
-
-        A destructor may run in any thread at any time. The slots get the tracker's memory when the
-        budget is next divided.
-        """
-        self._stop_following()
-        give_back_later(self._updaters)
+        """Stop following rows; this can be called again."""
+        for group, followed in zip(self._groups, self._followed, strict=False):
+            if group.before_update == followed.marks.before_update:
+                group.before_update = None
+        self._group_numbers = {}
 
     def __del__(self) -> None:
         """Stop following rows when the tracker is deleted."""
         if hasattr(self, "_followed") and not sys.is_finalizing():  # `__init__` has begun
-            self.drop()
-
-    def _stop_following(self) -> None:
-        for group, followed in zip(self._groups, self._followed, strict=False):
-            if group.group.staleness is followed.marks:
-                group.group.staleness = None
+            self.close()
 
     def _end_window(self) -> None:
         window = self.num_steps // self.staleness.window - 1
@@ -397,9 +385,8 @@ class StalenessTracker:
         _, inputs = self._inputs.newest(self._num_seen)
         threshold = self._find_threshold(self._levels_of(inputs), window)
         decisions = [followed.decide(threshold, window) for followed in self._followed]
-        self.threshold = threshold if np.isfinite(threshold) else None
-        windows = [*self._windows, self._summary(decisions, inputs)]
-        self._windows = thin_windows(windows, self.staleness.window)
+        known = threshold if np.isfinite(threshold) else None
+        self._last_window = self._summary(known, decisions, inputs)
         for followed in self._followed:
             followed.follow()
         flagged = [each.flagged for each in decisions]
@@ -471,9 +458,9 @@ class StalenessTracker:
             warn_caller(message)
 
     def _summary(
-        self, decisions: Sequence[Decision], inputs: Sequence[InputRows]
+        self, threshold: float | None, decisions: Sequence[Decision], inputs: Sequence[InputRows]
     ) -> dict[str, Any]:
-        """An entry of the report; see `report`."""
+        """What `report` says of a window."""
         stale = {
             name: count
             for names, followed in zip(self._names, self._followed, strict=True)
@@ -485,12 +472,11 @@ class StalenessTracker:
             rows.raise_levels(decision.flagged, np.zeros(len(decision.flagged)), of_inputs)
         return {
             "step": self.num_steps,
-            "threshold": self.threshold,
+            "threshold": threshold,
             "stale_rows": stale,
             "num_followed": sum(len(followed.history) for followed in self._followed),
             "num_judged": sum(each.num_judged for each in decisions),
             "num_thawed": sum(each.num_thawed for each in decisions),
             "stale_share": float((of_inputs == 0).mean()) if num_inputs else None,
             "num_inputs": num_inputs,
-            "drift_by_decile": by_decile(decisions),
         }

@@ -1,1 +1,5 @@
-"""Hot and cold tiers: where a row is, and how it gets there."""
+"""Rows in slots of fast memory, and all others in cold memory."""
+
+__all__ = ["COLD_TIERS"]
+
+COLD_TIERS = ("host", "file")

@@ -1,1 +1,1 @@
-"""Updates: rows are updated by a ledger of gradients and the settings of an optimizer."""
+"""One update a step: from ledgers to rows."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,22 +14,19 @@ from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
 from recsys.pipeline.micro_batches import select_samples
-from recsys.pipeline.model_tables import cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from recsys.embeddings.tiers.ahead import Prefetched
-    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.fetch import Fetcher
+    from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.schedule import Hotline
 
 __all__ = ["MicroBatch", "PopularSplit"]
 
 _NUM_SIZES = 16  # different sizes that a part can have
-# Device types for which the host waits before each split. Tests add "cpu".
-_HOST_WAITS_FOR = {"cuda"}
 _COUNTERS = (
     "num_steps",
     "num_split",
@@ -48,15 +44,11 @@ class MicroBatch(NamedTuple):
         batch: The part, of the mini-batch's type.
         samples: Numbers of its samples in the mini-batch, (M,) int64.
         weight: Weight of its loss: M / B if the loss is a mean over samples, 1 if it is a sum.
-        was_missing: Whether a row had to be fetched.
-        claims: Its claims; empty until `PopularSplit.split` divides those of the mini-batch.
     """
 
     batch: Any
     samples: Tensor
     weight: float
-    was_missing: bool
-    claims: Sequence[Prefetched] = ()
 
 
 class PopularSplit:
@@ -65,38 +57,29 @@ class PopularSplit:
     Args:
         schedule: Its settings.
         model: The model that is trained.
-        tiers: Returns the model's tiers.
+        tables: The tables of the model.
 
     Attributes:
         num_steps: Mini-batches seen.
         num_split: Mini-batches split.
         num_samples: Samples seen after the learning steps.
-        num_popular: Samples among these that had all rows in fast memory.
+        num_popular: Samples among these whose rows were all pinned.
         num_promoted: Rows that were pinned because they became popular.
         num_demoted: Rows that were unpinned because they were no longer popular.
         is_loss_a_sum: Whether the loss is a sum over samples; False for a mean, None until known.
     """
 
-    def __init__(
-        self, schedule: Hotline, model: nn.Module, tiers: Callable[[], Sequence[Tiers]]
-    ) -> None:
-        self._schedule, self._tiers = schedule, tiers
-        # Weak keys, so that tiers that were replaced by others with other slots can be freed.
-        self._num_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # claimed so far
-        self._most_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # by one mini-batch
+    def __init__(self, schedule: Hotline, model: nn.Module, tables: ModelTables) -> None:
+        self._schedule, self._tables = schedule, tables
         self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
         self.num_promoted = self.num_demoted = 0
         self.is_loss_a_sum: bool | None = None
         self._has_warned_of_sizes = False
-        self._never_splits = _warn_if_never_split(schedule, model)
-        if not self._never_splits:
-            _warn_of_layers(schedule, model)
-            _warn_of_waiting(schedule, tiers())
+        _warn_of_modules(schedule, model)
 
     def choose(
         self,
         batch: Any,
-        claims: Sequence[Prefetched] | None,
         model: nn.Module,
         compute: Callable[[Any], tuple[Tensor, Any]],
     ) -> list[MicroBatch]:
@@ -104,29 +87,33 @@ class PopularSplit:
 
         Args:
             batch: The mini-batch.
-            claims: Its claims.
             model: As for `is_loss_a_sum`, which runs on the first mini-batch that is split.
             compute: As for `is_loss_a_sum`.
         """
         self.num_steps += 1
-        if claims is None or self._never_splits:
+        is_learning = self.num_steps <= self._schedule.learning_steps
+        if is_learning and self.num_steps > 1:
             return []
-        sizes = {size for claim in claims for size in claim.batch_sizes()}
+        try:
+            unpinned = self._tables.unpinned_samples(batch)
+        except Exception:  # the step will fail in the same way, and raise the error
+            return []
+        sizes = set(map(len, unpinned))
         if len(sizes) != 1:
             self._warn_of_sizes(sizes)
             return []
         [batch_size] = sizes
         if self.num_steps == 1:  # raise in the first step, not after the learning steps
             select_samples(batch, torch.arange(batch_size), batch_size)
-        if self.num_steps <= self._schedule.learning_steps:
+        if is_learning:
             return []
-        is_missing = reduce(or_, (each for claim in claims for each in claim.missing_samples()))
-        num_missing = int(is_missing.sum())
+        popular = (~reduce(or_, unpinned).cpu()).nonzero().flatten()
         self.num_samples += batch_size
-        self.num_popular += batch_size - num_missing
-        num_popular = _rounded(batch_size - num_missing, batch_size)
-        popular = (~is_missing).nonzero().flatten()[:num_popular]
-        if not num_missing or not num_popular:
+        self.num_popular += len(popular)
+        if len(popular) == batch_size:
+            return []
+        popular = popular[: _rounded(len(popular), batch_size)]
+        if not len(popular):
             return []
         is_other = torch.ones(batch_size, dtype=torch.bool)
         is_other[popular] = False
@@ -137,58 +124,26 @@ class PopularSplit:
             self.is_loss_a_sum = is_loss_a_sum(
                 self._schedule, model, compute, batch, batches, lengths
             )
-            if self.is_loss_a_sum is None or any(claim.is_given_up for claim in claims):
+            if self.is_loss_a_sum is None:
                 return []
-        return [
-            MicroBatch(
-                part, samples, 1.0 if self.is_loss_a_sum else len(samples) / batch_size, was_missing
-            )
-            for part, samples, was_missing in zip(batches, parts, (False, True), strict=True)
-        ]
-
-    def split(self, parts: Sequence[MicroBatch], claims: Sequence[Prefetched]) -> list[MicroBatch]:
-        """Divide the claims of a mini-batch among its parts.
-
-        Args:
-            parts: What `choose` returned.
-            claims: The claims of the mini-batch; the parts own them afterwards.
-        """
         self.num_split += 1
-        of_parts = [(part.samples, part.was_missing) for part in parts]
-        of_claims: list[list[Prefetched]] = []
-        try:
-            of_claims.extend(
-                claim.split(of_parts) for claim in claims
-            )  # keeps those before an error
-        except BaseException:
-            for claimed in of_claims:
-                cancel(claimed)
-            raise
         return [
-            part._replace(claims=[each[number] for each in of_claims])
-            for number, part in enumerate(parts)
+            MicroBatch(part, samples, 1.0 if self.is_loss_a_sum else len(samples) / batch_size)
+            for part, samples in zip(batches, parts, strict=True)
         ]
 
     def learn(self) -> None:
         """Choose the popular rows again if it is time; called after each step."""
-        self._count_rows()
         period = self._schedule.learning_steps
         if not period or self.num_steps % period:
             return
-        for tiers in self._tiers():
-            num_left = self._most_rows.get(tiers, 0)
-            promoted, demoted = tiers.residency.pin_popular(self._schedule.pinned_share, num_left)
+        for fetcher in self._tables.fetchers:
+            promoted, demoted = fetcher.pin_popular(self._most_pinned(fetcher))
             self.num_promoted += promoted
             self.num_demoted += demoted
 
-    def _count_rows(self) -> None:
-        """Count the rows that a mini-batch claims; on a device, this waits for transfers."""
-        for tiers in self._tiers():
-            count = tiers.residency.counts.num_rows
-            if tiers in self._num_rows:  # the first step claims for the whole window
-                claimed = count - self._num_rows[tiers]
-                self._most_rows[tiers] = max(claimed, self._most_rows.get(tiers, 0))
-            self._num_rows[tiers] = count
+    def _most_pinned(self, fetcher: Fetcher) -> int:
+        return int(self._schedule.pinned_share * len(fetcher.marks.row_of_slot))
 
     def describe(self) -> dict[str, Any]:
         """For a run record: shares of the steps and samples after the learning steps."""
@@ -207,13 +162,12 @@ class PopularSplit:
         JSON types, except for `popular_rows`: for each of the model's tiers an int32 tensor (M,)
         with the rows that are pinned because they are popular.
         """
-        tiers = self._tiers()
+        fetchers = self._tables.fetchers
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "is_loss_a_sum": self.is_loss_a_sum,
-            "num_rows": [sum(each.sizes) for each in tiers],
-            "most_rows": [self._most_rows.get(each, 0) for each in tiers],
-            "popular_rows": [torch.from_numpy(each.hot.popular_rows()) for each in tiers],
+            "num_rows": [len(each.marks.slot_of_row) for each in fetchers],
+            "popular_rows": [torch.from_numpy(each.popular.copy()) for each in fetchers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,24 +178,21 @@ class PopularSplit:
         Raises:
             ConfigError: `state` is no state of a split.
         """
-        found, tiers = SavedState("popular split state", state, self.state_dict()), self._tiers()
+        found = SavedState("popular split state", state, self.state_dict())
+        fetchers = self._tables.fetchers
         counters = {name: found.whole(name) for name in _COUNTERS}
         is_loss_a_sum = None if found["is_loss_a_sum"] is None else found.flag("is_loss_a_sum")
-        num_rows = [sum(each.sizes) for each in tiers]
+        num_rows = [len(each.marks.slot_of_row) for each in fetchers]
         if found["num_rows"] == num_rows:
-            most_rows = found.wholes("most_rows", len(tiers))
-            popular = found.items("popular_rows", (len(tiers),), "tensors")
+            popular = found.items("popular_rows", (len(fetchers),), "tensors")
             for rows, most in zip(popular, num_rows, strict=True):
                 if not _are_distinct_rows(rows, most):
                     raise found.error("popular_rows", f"distinct rows in [0, {most})")
-            for each, most, rows in zip(tiers, most_rows, popular, strict=True):
-                self._most_rows[each] = most
-                share = self._schedule.pinned_share
-                each.residency.pin_as_popular(rows.long().cpu().numpy(), share, most)
+            for fetcher, rows in zip(fetchers, popular, strict=True):
+                fetcher.pin(rows.cpu().numpy(), self._most_pinned(fetcher))
         for name, value in counters.items():
             setattr(self, name, value)
         self.is_loss_a_sum = is_loss_a_sum
-        self._num_rows.clear()  # the counts of the tiers are now those of the state
 
     def _warn_of_sizes(self, sizes: set[int]) -> None:
         if sizes and not self._has_warned_of_sizes:
@@ -263,25 +214,14 @@ def _are_distinct_rows(rows: Any, num_rows: int) -> bool:
     return is_inside and len(np.unique(found)) == len(found)
 
 
-def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:
-    """Whether a module needs whole mini-batches; a warning names the module."""
-    for name, module in model.named_modules():
-        if getattr(module, "scale_grad_by_freq", False):
-            warn_caller(
-                f"schedule={schedule} splits no mini-batch, because of {name!r} "
-                f"({type(module).__name__}): scale_grad_by_freq=True divides by counts of the "
-                "whole mini-batch; use LookAhead, which fetches rows ahead",
-            )
-            return True
-    return False
-
-
-def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
+def _warn_of_modules(schedule: Hotline, model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             difference = "statistics of each part alone"
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
             difference = "other random draws than for the whole mini-batch"
+        elif getattr(module, "scale_grad_by_freq", False):
+            difference = "scale_grad_by_freq=True, which divides by counts of each part alone"
         else:
             continue
         warn_caller(
@@ -290,17 +230,6 @@ def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
             "mini-batches; use LookAhead for these",
         )
         return
-
-
-def _warn_of_waiting(schedule: Hotline, tiers: Sequence[Tiers]) -> None:
-    for device in (each.hot.rows.device for each in tiers):
-        if device.type in _HOST_WAITS_FOR:
-            warn_caller(
-                f"schedule={schedule} splits mini-batches on the host, which waits for '{device}' "
-                "in each step, and computes on the parts op by op; use LookAhead, which fetches "
-                "the same rows and is faster there",
-            )
-            return
 
 
 def _rounded(num_popular: int, batch_size: int) -> int:

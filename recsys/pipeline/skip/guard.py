@@ -56,12 +56,6 @@ from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.errors import ConfigError
-from recsys.pipeline.skip.guard_decisions import (
-    KINDS,
-    MOST_DECISIONS,
-    describe_decision,
-    load_decisions,
-)
 from recsys.pipeline.skip.guard_settings import Guard
 from recsys.pipeline.skip.window_quality import MEASURES, Measured, WindowQuality
 
@@ -73,6 +67,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "QualityGuard"]
 
+_KINDS = ("all", "skipped")
+_MOST_DECISIONS = 256
+_DECISION_KEYS = ("step", "from_step", "paused_until", "action", "factor", "reasons")
 _LEAST_FACTOR = 0.1  # a smaller factor becomes 0
 _INSIDE, _OUTSIDE, _FAR = range(3)
 _LEAST_ERROR = 1e-9
@@ -229,9 +226,9 @@ class QualityGuard:
             "reasons": reasons,
         }
         self.num_decisions += 1
-        self.decisions = [*self.decisions[1 - MOST_DECISIONS :], decision]
+        self.decisions = [*self.decisions[1 - _MOST_DECISIONS :], decision]
         if reasons:
-            warn_caller(f"guard: {describe_decision(decision)}")
+            warn_caller(f"guard: {_describe(decision)}")
 
     def report(self) -> dict[str, Any]:
         """For a run record, in JSON types: the factor, the estimates, and the decisions."""
@@ -244,7 +241,7 @@ class QualityGuard:
                     for measure in MEASURES
                     if self._estimates[kind, measure].num_windows
                 }
-                for kind in KINDS
+                for kind in _KINDS
             },
             "num_decisions": self.num_decisions,
             "decisions": self.decisions,
@@ -279,16 +276,20 @@ class QualityGuard:
         factor = found.number("factor", most=1)
         was_outside, had_skipped = found.flag("was_outside"), found.flag("had_skipped")
         next_step = found.whole("next_step")
-        sums = found.inner("window", KINDS)
+        sums = found.inner("window", _KINDS)
         length = WindowQuality.NUM_SUMS
         window = _new_window(
-            {kind: sums.numbers(kind, range(length, length + 1)) for kind in KINDS}
+            {kind: sums.numbers(kind, range(length, length + 1)) for kind in _KINDS}
         )
         saved = found.inner("estimates", [f"{kind} {measure}" for kind, measure in self._estimates])
         estimates = self._new_estimates()
         for (kind, measure), estimate in estimates.items():
             estimate.load(saved.numbers(f"{kind} {measure}", range(4, 5)))
-        decisions = load_decisions(found)
+        decisions = []
+        for entry in found.items("decisions", range(_MOST_DECISIONS + 1), "entries"):
+            read = SavedState("guard decision", entry, _DECISION_KEYS)
+            steps = {key: read.whole(key) for key in _DECISION_KEYS[:3]}
+            decisions.append({**entry, **steps, "factor": read.number("factor", most=1)})
         num_decisions = found.whole("num_decisions", least=len(decisions))
         self.num_windows, self._num_calm, self._factor = num_windows, num_calm, factor
         self._was_outside, self._had_skipped = was_outside, had_skipped
@@ -298,15 +299,32 @@ class QualityGuard:
     def _new_estimates(self) -> dict[tuple[str, str], _Estimate]:
         return {
             (kind, measure): _Estimate(measure, getattr(self.guard, measure))
-            for kind in KINDS
+            for kind in _KINDS
             for measure in MEASURES
         }
 
 
 def _new_window(sums: Mapping[str, Sequence[float]] | None = None) -> dict[str, WindowQuality]:
     """Sums of a window for each kind, all 0 or as given."""
-    sums = sums or dict.fromkeys(KINDS, [0.0] * WindowQuality.NUM_SUMS)
-    return {kind: WindowQuality(of_a_kind=kind != "all", sums=sums[kind]) for kind in KINDS}
+    sums = sums or dict.fromkeys(_KINDS, [0.0] * WindowQuality.NUM_SUMS)
+    return {kind: WindowQuality(of_a_kind=kind != "all", sums=sums[kind]) for kind in _KINDS}
+
+
+def _describe(decision: dict[str, Any]) -> str:
+    """A decision in words, such as "from mini-batch 1081 on, the run stops skipping: ..."."""
+    factor = decision["factor"]
+    what = f"skips {factor:.0%} of the share that was asked for" if factor else "stops skipping"
+    if decision["paused_until"] > decision["from_step"]:
+        what = f"skips nothing until mini-batch {decision['paused_until']}, and then {what[6:]}"
+    reasons = ", ".join(
+        f"{reason['measure']} of {reason['samples']} samples is {reason['value']:.4f} "
+        f"(estimate {reason['estimate']:.4f})"
+        for reason in decision["reasons"]
+    )
+    return (
+        f"from mini-batch {decision['from_step']} on, the run {what}"
+        f"{f': {reasons}' if reasons else ''}"
+    )
 
 
 class _Estimate:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from recsys.embeddings.staleness.drift import Movement, measure_drift
+from recsys.embeddings.staleness.drift import largest_change
 from recsys.embeddings.staleness.row_marks import RowMarks, marks_bytes
-from recsys.embeddings.tiers.slot_costs import map_bytes
+from recsys.embeddings.staleness.tracked_tables import read_rows
+from recsys.embeddings.tiers.budget import map_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.embeddings.lookup.table_group import TableGroup
+    from recsys.embeddings.rows.tables import TableGroup
 
 __all__ = ["HotRows", "budget_beside_hot_rows"]
 
@@ -68,7 +69,8 @@ class HotRows:
     def __init__(self, group: TableGroup) -> None:
         self.group = group
         sizes = [len(table) for table in group.tables]
-        pinned = np.arange(sum(sizes)) if group.tiers is None else np.sort(group.tiers.pinned)
+        fetcher = group.fetcher
+        pinned = np.arange(sum(sizes)) if fetcher is None else np.sort(fetcher.planned)
         self.rows: NDArray[np.int64] = pinned.astype(np.int64)
         self.marks = RowMarks(sizes)
         self.before: Tensor | None = None
@@ -89,7 +91,7 @@ class HotRows:
             device=self.group.device,
         )
         for block in self._blocks():
-            self.before[block] = self.group.read_rows(self.rows[block])
+            self.before[block] = read_rows(self.group, self.rows[block])
         self.marks.is_counting = True
 
     def end(self, *, counts_unseen_rows_as_stale: bool) -> int:
@@ -105,9 +107,8 @@ class HotRows:
         assert before is not None
         changes = np.empty(len(self.rows))
         for block in self._blocks():
-            now = self.group.read_rows(self.rows[block])
-            movement = Movement(before[block], now, None, now.new_ones(1), 1.0)
-            changes[block] = measure_drift("largest_change", movement).cpu().numpy()
+            now = read_rows(self.group, self.rows[block])
+            changes[block] = largest_change(before[block], now).cpu().numpy()
         seen, _ = self.marks.counted()
         is_unseen = ~np.isin(self.rows, seen, assume_unique=True)
         if not counts_unseen_rows_as_stale:

@@ -24,7 +24,7 @@ from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
 from recsys.datasets.iteration import BatchIterator
 from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS, SampledInputs
-from recsys.embeddings.staleness.tracked_tables import names_of, updaters_in
+from recsys.embeddings.staleness.tracked_tables import groups_in, names_of
 from recsys.errors import ConfigError
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
@@ -65,8 +65,8 @@ class PaperClassifier:
             table.
 
     Raises:
-        ValueError: the schedule takes mini-batches ahead; the model has no recsys modules, or one
-            has no recsys optimizer; or another tracker follows their rows.
+        ValueError: the schedule takes mini-batches ahead; the model has no recsys modules, or the
+            rows of one are not updated by recsys; or another tracker follows them.
     """
 
     def __init__(
@@ -79,20 +79,19 @@ class PaperClassifier:
                 "Sequential()"
             )
         self.paper, self._tables, self._setting = paper, tables, setting
-        updated = [group for updater in updaters_in([model]) for group in updater.groups]
-        groups = [each.group for each in updated]
-        self._names = names_of([model], updated)
+        groups = groups_in([model])
+        self._names = names_of([model], groups)
         self._hot_rows = {group: HotRows(group) for group in groups}
         self._device = groups[0].device
         self._numbers = {group: number for number, group in enumerate(groups)}
         for group in groups:
-            if group.staleness is not None:
+            if group.before_update is not None:
                 raise ValueError(
                     f"{setting}: another tracker follows the rows of {group.names}; close() the "
                     "pipeline that has it"
                 )
         for group, rows in self._hot_rows.items():
-            group.staleness = rows.marks
+            group.before_update = rows.marks.before_update
         self.decisions: list[dict[str, Any]] = []
         self._loader: HotColdLoader | None = None
         self._epoch, self._is_decided = 0, False
@@ -100,8 +99,8 @@ class PaperClassifier:
     def close(self) -> None:
         """Stop following rows."""
         for group, rows in self._hot_rows.items():
-            if group.staleness is rows.marks:
-                group.staleness = None
+            if group.before_update == rows.marks.before_update:
+                group.before_update = None
 
     @property
     def num_bytes(self) -> int:
@@ -300,7 +299,7 @@ class PaperClassifier:
             batch, size = loader.source.read(some).to(self._device), len(some)
             parts = [
                 (self._numbers[group], lookups, bags)
-                for group, lookups, bags in self._tables.parts(batch, size, self._setting)
+                for (group, lookups), bags in self._tables.parts(batch, size, self._setting)
             ]
             inputs = SampledInputs([each.marks.first_rows for each in self._hot_rows.values()])
             inputs.add(np.arange(size), parts, size, np.arange(size))
@@ -314,7 +313,7 @@ class PaperClassifier:
 
     def _classify(self, batch: Any, batch_size: int) -> NDArray[np.bool_]:
         is_stale = np.ones(batch_size, np.bool_)
-        for group, lookups, bags in self._tables.parts(batch, batch_size, self._setting):
+        for (group, lookups), bags in self._tables.parts(batch, batch_size, self._setting):
             self._hot_rows[group].marks.all_stale(lookups, bags, is_stale)
         return is_stale
 

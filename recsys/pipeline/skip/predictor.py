@@ -23,14 +23,15 @@ import numpy as np
 from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel, kernel_part
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch, prefetch_to_write
-from recsys.embeddings.staleness.host_bags import kernel_arguments
+from recsys.embeddings.staleness.host_ids import given_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.lookup.lookup import Part
+    from recsys.embeddings.rows.bags import Bags
 
 __all__ = ["Predictor", "SampleFeatures", "Weights", "features_of", "predict"]
 
@@ -78,7 +79,10 @@ class Weights(NamedTuple):
 
 
 def features_of(
-    parts: Sequence[Part], dense: NDArray[np.float32] | None, batch_size: int, bits: int
+    parts: Sequence[tuple[Part, Bags]],
+    dense: NDArray[np.float32] | None,
+    batch_size: int,
+    bits: int,
 ) -> SampleFeatures:
     """What the model knows about the samples of a mini-batch.
 
@@ -91,9 +95,9 @@ def features_of(
     Shape:
         dense (B, K).
     """
-    inputs = [kernel_arguments(lookups, bags) for _, lookups, bags in parts]
+    inputs = [given_ids(lookups, bags) for (_, lookups), bags in parts]
     ends = np.zeros(batch_size + 1, np.int64)
-    for _, positions, _, offsets, is_one_hot, size, _ in inputs:
+    for _, positions, _, offsets, is_one_hot, size in inputs:
         if is_one_hot:
             ends[1:] += len(positions)
         else:
@@ -101,7 +105,7 @@ def features_of(
     bounds = ends.cumsum()
     slots, places = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
     num_lookups = 0
-    for _, positions, values, offsets, is_one_hot, size, _ in inputs:
+    for _, positions, values, offsets, is_one_hot, size in inputs:
         numbers = np.arange(num_lookups + 1, num_lookups + len(positions) + 1, dtype=np.uint64)
         with np.errstate(over="ignore"):
             salts = mix64(numbers * GOLDEN)

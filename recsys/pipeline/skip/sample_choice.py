@@ -19,7 +19,8 @@ from recsys.pipeline.skip.policies import DropInput, Importance, RandomDrop, Sub
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.lookup.lookup import Part
+    from recsys.embeddings.rows.bags import Bags
     from recsys.embeddings.staleness.tracker import StalenessTracker
     from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.skip.guard import QualityGuard
@@ -105,7 +106,11 @@ class SampleChoice:
         return Chosen(np.flatnonzero(is_kept), weights, None, raw.size, num_stale)
 
     def _add_inputs(
-        self, tracker: StalenessTracker, raw: RawBatch, parts: list[Part], num_samples: int
+        self,
+        tracker: StalenessTracker,
+        raw: RawBatch,
+        parts: list[tuple[Part, Bags]],
+        num_samples: int,
     ) -> None:
         """Give the tracker evenly spaced samples, from which it finds the threshold."""
         step = max(1, raw.size // num_samples)

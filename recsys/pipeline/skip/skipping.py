@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from recsys._support.user_warnings import warn_caller
 from recsys.datasets.iteration import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.errors import BudgetTooSmall
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.importance import ImportanceSampler
 from recsys.pipeline.skip.paper import Paper
@@ -56,19 +54,13 @@ __all__ = ["Skipping", "load_skipping"]
 _STATE_KEYS = (
     "policy",
     "position",
-    "shares",
-    "steps_per_share",
     "tracker",
     "guard",
     "paper",
     "importance",
 )
 _MOST = 2**62
-_MOST_SHARES = 256
-_STEPS_PER_SHARE = 100
 _MOST_FAILED = 10_000  # steps in a row that failed, in a state
-# What the share over time is computed from.
-_COUNTS = ("num_batches", "num_seen", "num_kept", "num_checked", "num_stale")
 
 
 class Skipping:
@@ -89,7 +81,6 @@ class Skipping:
         importance: Chooses samples for `Importance`; None for other policies.
 
     Raises:
-        BudgetTooSmall: the budget of the rows has no room for the tracker.
         TypeError: `policy` is none.
         ValueError: the model or the schedule does not fit the policy.
     """
@@ -152,8 +143,6 @@ class Skipping:
         self._position = Position()  # without a refill
         self._is_loaded = False  # so the next iterator begins at the position, whatever it is
         self._num_seen = 0  # after the last step that began
-        self._shares: list[list[int]] = []
-        self._steps_per_share = _STEPS_PER_SHARE
 
     @property
     def position(self) -> Position:
@@ -261,8 +250,6 @@ class Skipping:
         if self.importance is not None:
             assert current.refilled is not None
             self.importance.end_step(current.refilled, current.batch)
-        if not (number + 1) % self._steps_per_share:
-            self._add_share()
         self._clock.mark("skip")
 
     def cancel_step(self) -> None:
@@ -271,29 +258,20 @@ class Skipping:
             self.tracker.cancel_step()
 
     def close(self) -> None:
-        """Stop following rows, and give the tracker's budget back; later training steps raise."""
+        """Stop following rows; later training steps raise."""
         self._is_closed = True
-        for each in (self.tracker, self.paper):
-            if each is not None:
-                with suppress(BudgetTooSmall):  # slots are in use
-                    each.close()
-
-    def drop(self) -> None:
-        """Stop following rows, in a destructor; see `StalenessTracker.drop`."""
-        if self.tracker is not None:
-            self.tracker.drop()
-        if self.paper is not None:
-            self.paper.close()
+        for follower in (self.tracker, self.paper):
+            if follower is not None:
+                follower.close()
 
     def report(self) -> dict[str, Any]:
         """What was left out, for a run record, in JSON types.
 
         Returns:
             The `policy` and its settings; counts of raw samples; `share_skipped` of them;
-            `num_lookups_left_out` of updates, and their share of all, `share_lookups_left_out`; in
-            `over_time` the counts so far after some steps; `staleness`, `guard`, `paper` and
-            `importance`: the reports of tracker, guard, `PaperClassifier` and `ImportanceSampler`,
-            or null.
+            `num_lookups_left_out` of updates, and their share of all, `share_lookups_left_out`;
+            `staleness`, `guard`, `paper` and `importance`: the reports of tracker, guard,
+            `PaperClassifier` and `ImportanceSampler`, or null.
         """
         staleness = None if self.tracker is None else self.tracker.report()
         lookups = staleness or {"num_lookups": 0, "num_lookups_left_out": 0}
@@ -307,7 +285,6 @@ class Skipping:
             "share_lookups_left_out": num_left_out / max(1, lookups["num_lookups"]),
             "num_checked": self.position.num_checked,
             "num_stale": self.position.num_stale,
-            "over_time": [dict(zip(_COUNTS, each, strict=True)) for each in self._shares],
             "staleness": staleness,
             "guard": None if self.guard is None else self.guard.report(),
             "paper": None if self.paper is None else self.paper.report(),
@@ -322,8 +299,6 @@ class Skipping:
         return {
             "policy": repr(self.policy),
             "position": self.position._asdict(),
-            "shares": [list(each) for each in self._shares],
-            "steps_per_share": self._steps_per_share,
             "tracker": None if self.tracker is None else self.tracker.state_dict(),
             "guard": None if self.guard is None else self.guard.state_dict(),
             "paper": None if self.paper is None else self.paper.state_dict(),
@@ -343,14 +318,6 @@ class Skipping:
         """
         found = SavedState("skipping state", state, _STATE_KEYS)
         position = _position_in(found)
-        shares = found.items("shares", range(_MOST_SHARES + 1), "entries")
-        entries = [
-            SavedState("skipping state", {"shares": each}, ("shares",)).wholes(
-                "shares", len(_COUNTS)
-            )
-            for each in shares
-        ]
-        steps_per_share = found.whole("steps_per_share", least=1)
         self.reset()
         try:
             self._load_parts(found, position)
@@ -359,7 +326,6 @@ class Skipping:
             raise
         self._position, self._is_loaded = position, True
         self._num_seen = position.num_seen
-        self._shares, self._steps_per_share = entries, steps_per_share
 
     def reset(self) -> None:
         """Start anew: no sample was seen, and nothing was found."""
@@ -417,13 +383,6 @@ class Skipping:
             factor = 1.0 if self.guard is None else self.guard.tracked_factor
             self.tracker.share = stale_share(self.policy) * factor
 
-    def _add_share(self) -> None:
-        position = self.position
-        self._shares.append([getattr(position, name) for name in _COUNTS])
-        if len(self._shares) == _MOST_SHARES:
-            self._shares = self._shares[1::2]
-            self._steps_per_share *= 2
-
     def _warn(self, message: str) -> None:
         if message not in self._warned_of:
             self._warned_of.add(message)
@@ -468,8 +427,8 @@ def _short(policy: Policy | Paper) -> str:
 
 
 def _number_of(current: MiniBatch) -> int:
-    assert current.refilled is not None
-    return current.refilled.number
+    number: int = current.refilled.number
+    return number
 
 
 def _is_scored(output: Any) -> bool:

@@ -10,7 +10,7 @@ Names of arrays: `model/KEY`, `optimizers/NUMBER/...`, `table-state/KEY/NAME`, `
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
@@ -287,9 +286,7 @@ class Contents:
 
     def _model_state(self) -> dict[str, Any]:
         """The model's state dict without the tables; rows in slots stay where they are."""
-        with ExitStack() as stack:
-            for tiers in tiers_of(self._model):
-                stack.enter_context(tiers.only_read())
+        with DisableTorchFunctionSubclass():
             state = self._model.state_dict()
         tables = {id(table.weight) for table in self.tables.tables}
         parameters = self._model.named_parameters(remove_duplicate=False)

@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys.batch import PooledEmbeddings
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection, JaggedEmbeddings
+from recsys.embeddings.collection import (
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+    JaggedEmbeddings,
+)
 from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.table import output_names
 from recsys.errors import WeightsError

@@ -18,7 +18,7 @@ from recsys._support.machine import set_num_threads
 from recsys.config import OptimizerConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
-from recsys.embeddings.lookup.abstract_tables import check_input, device_of
+from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.judge.ranking import rank_items

@@ -28,7 +28,7 @@ from recsys.datasets.store_meta import is_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.encoding.row_encoder import NO_LABEL
 from recsys.datasets.tabular.reading.paths import import_pyarrow
-from recsys.embeddings.lookup.abstract_tables import check_input
+from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.judge.evaluation import nonzero_counts, open_saved_model, scores_of
 from recsys.train.parts.build import autocast

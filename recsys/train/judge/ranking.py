@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from recsys.batch import Batch, JaggedIds
-from recsys.embeddings.lookup.abstract_tables import device_of
+from recsys.embeddings.tables_module import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.train.loop.progress import LOWER_LR

@@ -29,7 +29,6 @@ _MAY_DIFFER = (
     "data",  # its fingerprint may not
     "epochs",
     "device",
-    "capture",
     "num_threads",
     "prefetch",
     "save_model",

@@ -1,7 +1,4 @@
-"""The fast memory that mini-batches need, known before the tables are built.
-
-A mini-batch needs a slot for every distinct row that it looks up, and the row map of all tables.
-"""
+"""The fast memory with which every row of a mini-batch has a slot, before tables are built."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
 from recsys.batch import feature_tables, features_by_table
 from recsys.embeddings.staleness.followed_rows import tracked_bytes
-from recsys.embeddings.tiers.slot_costs import floor_bytes, row_bytes, slot_bytes
-from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 from recsys.train.parts.providers import row_optimizer
 
 if TYPE_CHECKING:
@@ -30,7 +25,7 @@ __all__ = [
     "MemoryNeeds",
     "enough_bytes",
     "first_batch",
-    "require_budget",
+    "tracker_bytes",
     "window_lookups",
 ]
 
@@ -59,22 +54,21 @@ class MemoryNeeds:
             for table, dim in self._dims.items()
         )
 
-    def slots(self, num_distinct: Mapping[str, int]) -> dict[int, int]:
-        """Slots by embedding_dim, given the distinct rows that are needed of each table."""
-        found = dict.fromkeys(self._states, 0)
-        for table, count in num_distinct.items():
-            found[self._dims[table]] += count
-        return found
+    @property
+    def least(self) -> int:
+        """Bytes of the row maps, and of one slot of each dim."""
+        return self._with_slots(dict.fromkeys(self._states, 1))
 
-    def floor(self, slots: Mapping[int, int]) -> int:
-        """Bytes of the row map and of these slots, by embedding_dim."""
-        return floor_bytes(
-            sum(self._sizes.values()),
-            [
-                (count, slot_bytes(dim, torch.float32, self._states[dim]))
-                for dim, count in slots.items()
-            ],
-        )
+    def holding(self, num_distinct: Mapping[str, int]) -> int:
+        """Bytes of the row maps, and of a slot for each of these rows.
+
+        Args:
+            num_distinct: Rows by table.
+        """
+        slots = dict.fromkeys(self._states, 0)
+        for table, count in num_distinct.items():
+            slots[self._dims[table]] += count
+        return self._with_slots(slots)
 
     def num_distinct(self, batch: Batch) -> dict[str, int]:
         """Distinct rows of a mini-batch by table."""
@@ -86,41 +80,12 @@ class MemoryNeeds:
             rows.setdefault(self._tables[feature], []).append(part)
         return {table: len(np.unique(np.concatenate(parts))) for table, parts in rows.items()}
 
-
-def require_budget(config: TrainConfig, source: SampleSource) -> None:
-    """Check that a budget holds the rows of the first mini-batch of the training split.
-
-    A later mini-batch may need more; training then raises the error. The budget that the message
-    names holds every mini-batch. A plan names its floor itself, and so does FAE, which makes one.
-
-    Raises:
-        BudgetTooSmall: it does not.
-        ConfigError: there is none for rows in files.
-    """
-    if config.cold_tier == "file" and not config.budget and not config.plan:
-        raise ConfigError(
-            "cold_tier 'file' needs a budget, the fast memory for rows that are used often; give "
-            "it by --set budget=256MiB, or leave cold_tier out"
-        )
-    if not config.budget or config.plan or config.schedule.name == "fae":
-        return
-    needs, budget_bytes = MemoryNeeds(config, source), parse_bytes(config.budget, "budget")
-    if config.cold_tier == "host" and needs.everything <= budget_bytes:
-        return
-    batch = first_batch(config, source)
-    distinct = needs.num_distinct(batch)
-    floor = needs.floor(needs.slots(distinct))
-    if floor <= budget_bytes:
-        return
-    enough, held = enough_bytes(config, source), "every mini-batch of this size"
-    if config.cold_tier == "host" and enough == needs.everything:
-        held = "everything, without a row map"
-    raise BudgetTooSmall(
-        f"budget={config.budget!r} is too small for a mini-batch of {config.batch_size} samples: "
-        f"{sum(distinct.values()):,} distinct rows of the first one, their state, and the row map "
-        f"of {sum(source.table_sizes.values()):,} rows take {format_bytes(floor)} ({floor} bytes); "
-        f"set budget={round_up_bytes(enough)}, which holds {held}, or make batch_size smaller"
-    )
+    def _with_slots(self, slots: Mapping[int, int]) -> int:
+        of_dims = [
+            (count, slot_bytes(dim, torch.float32, self._states[dim]))
+            for dim, count in slots.items()
+        ]
+        return floor_bytes(sum(self._sizes.values()), of_dims)
 
 
 def enough_bytes(config: TrainConfig, source: SampleSource) -> int:
@@ -133,23 +98,22 @@ def enough_bytes(config: TrainConfig, source: SampleSource) -> int:
         for table, size in sizes.items()
     }
     needs = MemoryNeeds(config, source)
-    of_tracker = _tracker_bytes(config, source)
-    floor = needs.floor(needs.slots(most)) + of_tracker
+    of_tracker = tracker_bytes(config, source)
+    floor = needs.holding(most) + of_tracker
     # Where every row is resident there is no row map, so everything may take less.
     is_resident = config.cold_tier == "host" and needs.everything <= floor
     return needs.everything + of_tracker if is_resident else floor
 
 
-def _tracker_bytes(config: TrainConfig, source: SampleSource) -> int:
+def tracker_bytes(config: TrainConfig, source: SampleSource) -> int:
     """Bytes of the budget that following the drift of rows takes; 0 without it."""
     if not config.skip.needs_stale_rows:
         return 0
     staleness = config.skip.staleness.settings()
-    groups: dict[tuple[int, str], list[torch.Tensor]] = {}
+    groups: dict[int, list[torch.Tensor]] = {}
     for table, size in source.table_sizes.items():
         dim = config.model.dim_of(table)
-        group = groups.setdefault((dim, config.model.pooling.get(table, "sum")), [])
-        group.append(torch.empty(size, dim, device="meta"))
+        groups.setdefault(dim, []).append(torch.empty(size, dim, device="meta"))
     return sum(tracked_bytes(tables, staleness) for tables in groups.values())
 
 

@@ -19,11 +19,12 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.embeddings.lookup.abstract_tables import tiers_of
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
-from recsys.embeddings.tiers.counts import HitRates
-from recsys.embeddings.tiers.slot_costs import slot_bytes
+from recsys.embeddings.tables_module import groups_of
+from recsys.embeddings.tiers.budget import slot_bytes
+from recsys.embeddings.tiers.fetch import HitRates
+from recsys.embeddings.tiers.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.models.interaction import InteractionArch
 from recsys.pipeline import (
@@ -35,10 +36,9 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
-from recsys.pipeline.captured_dense import may_capture
 from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
-from recsys.train.parts.budget import window_lookups
+from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.compile_skipping import compile_skipping
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
-    from recsys.train.ranks.processes import Processes
 
 __all__ = [
     "INIT_FROM_NEEDS",
@@ -251,7 +250,21 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
 
 
 def tables_budget(config: TrainConfig, source: SampleSource) -> str:
-    """The budget of the tables: without what `Paper` keeps of hot rows beside them."""
+    """The budget of the tables: without what a policy of skipping keeps of rows beside them.
+
+    Raises:
+        BudgetTooSmall: that takes the whole budget.
+    """
+    of_tracker = tracker_bytes(config, source) if config.budget else 0
+    if of_tracker:
+        left = parse_bytes(config.budget, "budget") - of_tracker
+        if left <= 0:
+            raise BudgetTooSmall(
+                f"skip.policy {config.skip.policy!r} takes {format_bytes(of_tracker)} to follow "
+                f"rows, and budget is {config.budget!r}; raise it, or lower "
+                f"skip.staleness.max_rows, {config.skip.staleness.max_rows:,}"
+            )
+        return str(left)
     if config.skip.policy != "paper" or not config.budget:
         return config.budget
     dim, dtype = config.model.embedding_dim, torch.float32
@@ -404,7 +417,7 @@ def build_pipeline(
     config: TrainConfig,
     clock: StageClock,
     num_steps: int,
-    processes: Processes | None = None,
+    processes: Any = None,
 ) -> TrainPipeline:
     """Build the pipeline that makes the steps of a run.
 
@@ -414,7 +427,7 @@ def build_pipeline(
         config: Configuration of the run.
         clock: Clock that records every stage.
         num_steps: Steps of the run.
-        processes: Those that divide each mini-batch; None for this one alone.
+        processes: Those that divide each mini-batch, a `Processes`; None for this one alone.
     """
     batch_size = config.batch_size // (1 if processes is None else processes.num_ranks)
 
@@ -434,8 +447,6 @@ def build_pipeline(
         custom_model_fwd=forward,
         clock=clock,
         batch_size=batch_size,
-        # Parts of mini-batches, of which `Hotline` makes two, are not replayed.
-        capture=config.capture and config.schedule.name != "hotline" and may_capture(model),
     )
 
 
@@ -483,28 +494,41 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
     """Hit rates since the tiers were made, bytes moved, memory; None where all rows are resident.
 
     A lookup hits if its row was in fast memory when its mini-batch claimed slots;
-    `unique_hit_rate` counts each row once per mini-batch. `exposed_fetch_seconds` is the time spent
-    waiting for transfers, of rows fetched and of rows written back.
+    `unique_hit_rate` counts each row once per mini-batch. `cold_row_share` is the share of these
+    that were used in cold memory, because slots were too few. `exposed_fetch_seconds` is the time
+    spent waiting for transfers, of rows fetched and of rows written back.
     """
-    tiers = tiers_of(model)
-    if not tiers:
+    groups = [group for group in groups_of(model) if group.fetcher is not None]
+    if not groups:
         return None
-    rates = HitRates.of(each.residency.counts for each in tiers)
+    counts = [group.fetcher.counts for group in groups]
+    row_bytes = [
+        group.dim * group.dtype.itemsize + sum(group.dims[1:]) * group.compute_dtype.itemsize
+        for group in groups
+    ]
+    num_rows = [int(group.first_rows[-1]) for group in groups]
+    slots = [group.num_slots for group in groups]
+    hot = zip(num_rows, slots, row_bytes, strict=True)
+    rates = HitRates.of(group.fetcher for group in groups)
     return {
-        "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
-        "hot_bytes": sum(each.hot.num_bytes for each in tiers),
-        "num_slots": sum(each.hot.num_slots for each in tiers),
-        "num_rows": sum(sum(each.sizes) for each in tiers),
-        "num_lookups": sum(each.residency.counts.num_lookups for each in tiers),
+        "cold_tier": "host" if all(group.files is None for group in groups) else "file",
+        "hot_bytes": sum(
+            of_map * MAP_BYTES_PER_ROW + count * (size + MARK_BYTES_PER_SLOT)
+            for of_map, count, size in hot
+        ),
+        "num_slots": sum(slots),
+        "num_rows": sum(num_rows),
+        "num_lookups": sum(each.lookups for each in counts),
         "lookup_hit_rate": rates.lookups,
         "unique_hit_rate": rates.distinct_rows,
         "fetched_bytes": sum(
-            each.residency.counts.num_fetched * each.hot.row_bytes for each in tiers
+            each.fetched * size for each, size in zip(counts, row_bytes, strict=True)
         ),
         "written_back_bytes": sum(
-            each.residency.counts.num_written_back * each.hot.row_bytes for each in tiers
+            each.written * size for each, size in zip(counts, row_bytes, strict=True)
         ),
-        "exposed_fetch_seconds": sum(each.residency.times.exposed.total for each in tiers),
+        "cold_row_share": sum(one.left for one in counts) / max(1, sum(one.rows for one in counts)),
+        "exposed_fetch_seconds": sum(group.fetcher.waited for group in groups),
     }
 
 

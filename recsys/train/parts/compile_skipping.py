@@ -10,6 +10,7 @@ import torch
 
 from recsys.batch import JaggedIds, feature_tables, has_bags
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
+from recsys.embeddings.staleness.row_marks import RowMarks
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.pipeline.skip.importance import draw_systematically, keep_probabilities
@@ -77,7 +78,6 @@ def _follow(config: TrainConfig, module: HotColdEmbeddingBagCollection, ids: Jag
     freezes_rows = config.skip.policy == "freeze_rows"
     staleness = Staleness(
         window=_WINDOW,
-        measure=config.skip.staleness.measure,
         min_updates=1,
         patience=1,
         max_rows=2,
@@ -85,29 +85,31 @@ def _follow(config: TrainConfig, module: HotColdEmbeddingBagCollection, ids: Jag
     )
     tracker = StalenessTracker(module, staleness, share=0.5, freezes_rows=freezes_rows)
     size = ids.stride()
-    parts = module.parts(ids)
+    parts = module.lookups(ids)
     for window in (1, 2):
         tracker.add_inputs(window * size, parts, size, torch.arange(min(size, 64)))
         tracker.num_steps = window * _WINDOW - 1
         tracker.begin_step(tracker.num_steps)
         module(ids).values().sum().backward()
         tracker.end_step((window + 1) * size)
-    tracker.num_steps = 2 * _WINDOW + LEAD
-    tracker.begin_step(tracker.num_steps)
-    assert module.row_updater is not None
-    [group] = module.row_updater.groups
-    assert group.group.staleness is not None
-    group.group.staleness.set_stale(np.array([0]), True)
+    tracker.use_flags_of(2 * _WINDOW + LEAD)
     tracker.all_stale(parts, size)
-    module(ids).values().sum().backward()
     tracker.stale_rows()
     tracker.state_dict()
     tracker.close()
+    [group], marks = module.groups(), RowMarks([_NUM_ROWS])
+    marks.set_stale(np.array([0]), True)
+    marks.is_freezing = freezes_rows
+    group.before_update = marks.before_update
+    module(ids).values().sum().backward()
+    group.before_update = None
 
 
 def _predict(module: HotColdEmbeddingBagCollection, ids: JaggedIds, num_dense: int) -> None:
     size = ids.stride()
-    features = features_of(module.parts(ids), np.zeros((size, num_dense), np.float32), size, _BITS)
+    features = features_of(
+        module.lookups(ids), np.zeros((size, num_dense), np.float32), size, _BITS
+    )
     predictor = Predictor(_BITS, 0.05, num_dense)
     ones = np.ones(size, np.float32)
     predictor.learn(features, ones, ones)

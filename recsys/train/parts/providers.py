@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys.batch import JaggedIds
-from recsys.embeddings.baselines import (
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
+from recsys.embeddings.kernels.cpu.lookup import MIN_SHARED_BYTES
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+from recsys.errors import ConfigError
+from recsys.train.parts.baselines import (
     FbgemmEmbeddingBags,
     TorchEmbeddingBags,
     require_torch_optimizer,
 )
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.table import TableConfig
-from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from recsys.config import OptimizerConfig
     from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
-    from recsys.embeddings.lookup.abstract_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.embeddings.tables_module import TableModule
 
 __all__ = ["build_embeddings", "row_optimizer", "with_bags"]
 
@@ -45,7 +44,7 @@ def build_embeddings(
     has_bags: bool = False,
     is_pooled: bool = True,
     is_weighted: bool = False,
-) -> tuple[AbstractEmbeddingBags | AbstractTables, torch.optim.Optimizer]:
+) -> tuple[AbstractEmbeddingBags | TableModule, torch.optim.Optimizer]:
     """A provider's embedding module and the optimizer of its rows.
 
     "recsys" and "torch" update rows in the optimizer's `step`. "fbgemm" updates them in backward:

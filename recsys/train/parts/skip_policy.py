@@ -51,7 +51,7 @@ def warn_of_no_skipping(config: TrainConfig, num_steps: int) -> None:
     """
     keys = config.skip
     staleness, guard = keys.staleness, keys.guard
-    num_windows = staleness.patience + (2 if staleness.measure == "signal_to_noise" else 1)
+    num_windows = staleness.patience + 1
     if keys.needs_stale_rows and staleness.window * num_windows + LEAD >= num_steps:
         warnings.warn(
             f"nothing is skipped: rows become stale after {num_windows} windows of "

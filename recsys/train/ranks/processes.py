@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recsys.train.checkpoint import load_checkpoint, newest
 from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
-from recsys.train.parts.budget import require_budget
 from recsys.train.parts.build import build_model
 from recsys.train.shards.folder import remove_older
 from recsys.train.shards.restore import restore_shards
@@ -94,9 +93,8 @@ class Processes:
         """Check that the configuration can be trained by these processes.
 
         Raises:
-            BudgetTooSmall, ConfigError: it cannot.
+            ConfigError: it cannot.
         """
-        require_budget(config, source)
 
     def reopened(
         self, config: TrainConfig, number: int | None

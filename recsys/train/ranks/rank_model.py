@@ -46,8 +46,7 @@ from recsys.batch import has_weighted_bags
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.distributed.placement import TableCost, place_tables
 from recsys.embeddings.table import output_names
-from recsys.embeddings.tiers.ahead import Prefetched
-from recsys.embeddings.tiers.slot_costs import row_bytes
+from recsys.embeddings.tiers.budget import row_bytes
 from recsys.errors import ConfigError
 from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.train.parts.build import dense_optimizer
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.fetch import Claims
     from recsys.train.shards.folder import Layout
 
 __all__ = ["RankModel", "average_in_order", "rank_model"]
@@ -281,7 +280,7 @@ class RankTables(AbstractDividedTables):
 
     def agree_on_tiers(self) -> None:
         """Find out whether any process has rows in two tiers, after sharding. A collective."""
-        found = torch.tensor(len(self.tiers()))
+        found = torch.tensor(len(self.collection.local_tables.fetchers()))
         dist.all_reduce(found)
         self.has_tiers = bool(found)
 
@@ -302,28 +301,19 @@ class RankTables(AbstractDividedTables):
             self._output_keys, [each.shape[1] for each in found], torch.cat(found, 1)
         )
 
-    def tiers(self) -> list[Tiers]:
-        """The tiers of this process's rows; empty if all are in fast memory."""
-        found: list[Tiers] = self.collection.tiers()
-        return found
-
     def send(self, features: JaggedIds) -> None:
         """Start to send ids; returns when all processes know how many they will get."""
         context = self.collection.create_context()
         self._sent[features] = context, self.collection.input_dist(context, _keyed(features)).wait()
 
-    def prefetch(self, features: JaggedIds) -> Prefetched:
+    def prefetch(self, features: JaggedIds) -> Claims:
         """Wait for ids that were sent, and start to fetch this process's rows."""
         context, arriving = self._sent[features]
         ids = arriving.wait()
         self._sent[features] = context, NoWait(ids)
-        return self.collection.local_tables.prefetch(ids) or Prefetched(())
-
-    def settle(self) -> None:
-        """End all pending work of this process's tiers, and drop ids that were sent."""
-        self._sent.clear()
-        if self.collection.local_tables.collection is not None:
-            self.collection.local_tables.collection.settle()
+        found: Claims = self.collection.local_tables.prefetch(ids)
+        context.claims = found  # which `compute_and_output_dist` begins
+        return found
 
 
 def _keyed(ids: JaggedIds) -> KeyedJaggedTensor:

@@ -151,7 +151,7 @@ class Ranks(Processes):
         return config.num_threads or max(1, num_cores() // of_machine)
 
     def require(self, config: TrainConfig, source: SampleSource) -> None:
-        """Check what several processes support. The budget is checked by lookups."""
+        """Check what several processes support."""
         require_supported(config, source, self.num_ranks)
 
     @contextmanager

@@ -1,36 +1,45 @@
 """Launches Triton kernels on a GPU that is not there, and prints which compiled kernels ran.
 
-    python launching.py kinds | modules
-
 Compiled kernels only write down that they were launched. Prints a JSON list of pairs: the launch as
-Triton makes it, and as `Launched` makes it when it knows the kernel already. `kinds` launches a
-small kernel with arguments of many kinds, `modules` what `launches_*.py` of the tests of Triton
-kernels launch.
+Triton makes it, and as `Launched` makes it when it knows the kernel already. A small kernel is
+launched with arguments of many kinds.
 
 Run in a process of its own, without TRITON_INTERPRET: Triton reads it when a kernel is decorated.
 """
 
 import json
 import signal
-import sys
 from itertools import product
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from recsys._support.cuda.triton_launches import Launched, launched
 
-KERNELS = Path(__file__).parents[2] / "embeddings/kernels/triton"
 # The last one, as of an IntEnum, is not of the type int itself.
 INTEGERS = 0, 1, True, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**40 + 16, -(2**31) - 1, signal.SIGTERM
-sys.path.insert(0, str(KERNELS))
-import compiling  # noqa: E402  # of the tests of Triton kernels
 
 _launches = []
+
+
+class NoGpu:
+    """A driver of a GPU that is not there."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
 
 
 def _written_down(kernel):
@@ -91,17 +100,8 @@ def kinds():
         yield (numbers, None, numbers, 3, 5), named
 
 
-def calls_of_modules():
-    for path in sorted(KERNELS.glob("launches_*.py")):
-        for _, launch in compiling._load(path).launches(False):
-            yield launch
-
-
 if __name__ == "__main__":
     CompiledKernel._init_handles = lambda self: None
     CompiledKernel.run = property(_written_down)
-    driver.set_active(compiling.NoGpu(90))
-    calls = calls_of_modules()
-    if sys.argv[1] == "kinds":
-        calls = (lambda a=a, n=n: kernel[3,](*a, **n) for a, n in kinds())
-    print(json.dumps([pairs_of(each) for each in calls]))
+    driver.set_active(NoGpu())
+    print(json.dumps([pairs_of(lambda a=a, n=n: kernel[3,](*a, **n)) for a, n in kinds()]))

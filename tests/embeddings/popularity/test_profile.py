@@ -123,7 +123,7 @@ def test_offsets_that_are_no_bags_are_refused():
         keys=["a"], values=torch.tensor([0, 1]), offsets=torch.tensor([0, 3, 2])
     )
 
-    with pytest.raises(MalformedBags, match="feature 'a', sample 0: offsets must not exceed"):
+    with pytest.raises(MalformedBags, match="offsets"):
         PopularityProfile({"a": 4}).add(features)
 
 

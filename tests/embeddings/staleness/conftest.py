@@ -7,8 +7,6 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.lookup.fused_lookup import Part
-from recsys.embeddings.rows.lookups import Lookups
 
 SIZES = [500, 6, 900]
 DIM = 4
@@ -68,14 +66,8 @@ def step(model, features, number):
 
 def part_of(model, features):
     """The lookups of a mini-batch, as the pipeline passes them to the tracker."""
-    group, _ = model._places[0]
-    numbers = torch.arange(len(SIZES)).numpy().astype("uint64")
-    lookups = Lookups(
-        tables=numbers, positions=numbers, columns=numbers * DIM, width=DIM * len(SIZES)
-    )
-    values, offsets = features.values(), features.offsets()
-    bags = group.kernels.make_bags(values, offsets, None, BATCH_SIZE, is_mean=False)
-    return Part(group, lookups, bags)
+    [part] = model.lookups(features)
+    return part
 
 
 def train(model, tracker, numbers, *, has_inputs=True, **kinds):

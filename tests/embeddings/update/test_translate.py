@@ -5,7 +5,7 @@ from torch import nn
 import recsys
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.update.translate import translate
-from tests.torch_kernels import update_reference
+from tests.exact.oracle import update_rows
 
 TABLE = [("users", 0)]
 
@@ -54,7 +54,7 @@ def test_a_formula_does_what_the_optimizer_does_from_its_own_state(name):
             lr=translation.learning_rate(settings, step),
         )
         with torch.no_grad():
-            update_reference(moved, ours, states, rows, gradients, step)
+            update_rows(moved, ours, states, rows, gradients, step)
 
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     kept = optimizer.state[theirs]

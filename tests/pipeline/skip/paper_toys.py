@@ -16,7 +16,7 @@ from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.slot_costs import floor_bytes, slot_bytes
+from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.pipeline import FAE, HotColdLoader, Paper, Sequential, TrainPipeline
 from recsys.pipeline.skip.paper import draw_places
 from tests.pipeline.skip import paper_oracle

@@ -11,9 +11,8 @@ import torch
 
 import recsys
 from recsys.batch import Batch, JaggedIds
-from recsys.embeddings.lookup.fused_lookup import Part
 from recsys.embeddings.optimizer import RowWiseAdagrad
-from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.embeddings.rows.bags import Bags, Lookups
 from recsys.errors import ConfigError
 from recsys.pipeline import (
     Auto,
@@ -145,10 +144,9 @@ class OneTable:
         return Batch(dense, JaggedIds.from_one_hot(["a", "b"], rows), labels)
 
     def parts(self, batch, batch_size, setting):
-        numbers = np.arange(2, dtype=np.uint64)
-        lookups = Lookups(tables=numbers, positions=numbers, columns=numbers, width=2)
-        values = batch.sparse_features.values().numpy()
-        return [Part(None, lookups, Bags(values, None, None, batch_size, False))]
+        lookups = Lookups([(0, 0, 0), (1, 1, 1)], is_mean=False)
+        ids = batch.sparse_features.values()
+        return [((None, lookups), Bags(ids, None, None, batch_size, len(ids)))]
 
 
 def sampler_after(num_steps, policy, stream, guard=None):

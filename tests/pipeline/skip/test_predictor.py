@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys.embeddings.lookup.fused_lookup import Part
-from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.embeddings.rows.bags import Bags, Lookups
 from recsys.pipeline.skip.predictor import Predictor, Weights, features_of, predict
 
 BITS, LR = 8, 0.05
@@ -16,13 +15,20 @@ NUM_DENSE = 3
 
 
 def lookups_of(count):
-    numbers = np.arange(count, dtype=np.uint64)
-    return Lookups(tables=numbers, positions=numbers[::-1].copy(), columns=numbers * 4, width=32)
+    locations = [(number, count - 1 - number, 4 * number) for number in range(count)]
+    return Lookups(locations, is_mean=False)
+
+
+def part_of(count, ids, offsets, batch_size):
+    """Lookups of as many features, in the reverse order, and their input."""
+    offsets = None if offsets is None else torch.from_numpy(offsets)
+    bags = Bags(torch.from_numpy(ids), offsets, None, batch_size, count * batch_size)
+    return (None, lookups_of(count)), bags
 
 
 def one_hot_part(generator, batch_size, dtype):
     rows = generator.integers(0, 500, (4, batch_size)).astype(dtype)
-    part = Part(None, lookups_of(4), Bags(rows.ravel(), None, None, batch_size, False))
+    part = part_of(4, rows.ravel(), None, batch_size)
     return part, [[[row] for row in rows[3 - lookup]] for lookup in range(4)]
 
 
@@ -31,7 +37,7 @@ def jagged_part(generator, batch_size, dtype):
     offsets = np.concatenate([[0], lengths.ravel().cumsum()]).astype(dtype)
     values = generator.integers(0, 500, offsets[-1]).astype(dtype)
     bags = [values[begin:end].tolist() for begin, end in pairwise(offsets)]
-    part = Part(None, lookups_of(2), Bags(values, offsets, None, batch_size, False))
+    part = part_of(2, values, offsets, batch_size)
     return part, [bags[batch_size:], bags[:batch_size]]
 
 
@@ -145,7 +151,7 @@ def test_it_learns_which_rows_have_label_1():
 
 def test_a_row_has_another_weight_in_another_lookup():
     same = np.zeros(2 * 3, np.int64)
-    part = Part(None, lookups_of(2), Bags(same, None, None, 3, False))
+    part = part_of(2, same, None, 3)
 
     features = features_of([part, part], None, 3, 16)
 

@@ -1,12 +1,10 @@
 import errno
 import shutil
-import threading
 import warnings
 
 import pytest
 import torch
 
-from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import load_checkpoint, newest, save_checkpoint
 from recsys.train.checkpoint.blocks import PieceWriter
@@ -122,28 +120,6 @@ def test_rows_that_change_during_the_first_copy_are_right(tier, tmp_path, monkey
     require_restores(training, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("kind", ["host", "file"])
-def test_only_the_training_thread_writes_rows_back(kind, tmp_path, monkeypatch):
-    threads = []
-    for name in ("flush", "expose"):
-        function = getattr(Tiers, name)
-
-        def call(tiers, *args, function=function, **more):
-            threads.append(threading.current_thread().name)
-            return function(tiers, *args, **more)
-
-        monkeypatch.setattr(Tiers, name, call)
-    training, checkpoints = begin(tmp_path / "saved", kind, tmp_path / "cold")
-    train(training, range(3))
-    checkpoints.prepare()
-    for number in range(3, 6):
-        training.step(number)
-        checkpoints.save()
-    checkpoints.close()
-
-    assert set(threads) == {"MainThread"}
-
-
 def test_a_torch_operation_on_a_table_is_saved(tier, tmp_path):
     training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
     train(training, range(3))
@@ -167,8 +143,8 @@ def test_a_checkpoint_leaves_the_hot_tier_as_it_is(tmp_path):
             if number < number_saved:
                 checkpoints.save()
         checkpoints.close()
-        [tiers] = training.model.tables.tiers()
-        counts.append(tiers.residency.counts._replace(num_written_back=0))
+        [group] = training.model.tables.groups()
+        counts.append(group.fetcher.counts._replace(written=0))
 
     assert counts[0] == counts[1]
 

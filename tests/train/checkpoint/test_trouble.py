@@ -385,9 +385,7 @@ def test_an_object_that_is_dropped_writes_what_waits_and_ends(tmp_path):
         thread.join(20)
 
     assert not any(thread.is_alive() for thread in mine)
-    assert all(
-        group.group.changed_rows is None for group in training.model.tables.row_updater.groups
-    )
+    assert all(update.changed is None for update in training.model.tables.updates())
     require_restores(training, tmp_path)
     save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
     require_only_needed_files(tmp_path)

@@ -1,1 +1,1 @@
-"""What is done to rows, each as a plain PyTorch reference and a kernel for the CPU."""
+"""Kernels for the CPU, compiled by numba."""

@@ -17,8 +17,6 @@ import numpy as np
 from numba import prange
 
 from recsys._support.jit import num_parts, parallel_kernel
-from recsys.embeddings.kernels.cpu.pooled_lookup import first_bad
-from recsys.embeddings.rows.lookups import NO_OFFSETS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,7 +116,7 @@ def worst_levels(
         segments.stride,
         values,
         offsets is not None,
-        NO_OFFSETS if offsets is None else offsets,
+        np.empty(0, np.int64) if offsets is None else offsets,
         worst,
         1 if is_small else num_parts(),
     )
@@ -170,7 +168,11 @@ def _count_kernel(
                     elif bad[part] < 0 or np.int64(at) < bad[part]:
                         bad[part] = np.int64(at)
                     at += apart
-    return first_bad(bad)
+    of_all: Any = np.int64(-1)
+    for of_part in bad:
+        if of_part >= 0 and (of_all < 0 or of_part < of_all):
+            of_all = of_part
+    return of_all  # type: ignore[no-any-return]
 
 
 @parallel_kernel

@@ -5,10 +5,9 @@
     place_lookups   sorts the lookups by row number; a row's lookups stay in lookup order
 
 `number_rows` prefetches each gradient as soon as it knows the address, long before gradients are
-summed. Sorting works in the caches, so memory is idle otherwise. The caller can prefetch rows
-between the two steps.
+summed. Sorting works in the caches, so memory is idle otherwise.
 
-Indices are unsigned, for the reason given in `pooled_lookup`.
+Letters: T tables, S segments (a lookup of a ledger entry), E entries.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys._support.hashing import GOLDEN
-from recsys._support.jit import kernel_part
+from recsys._support.jit import inlined_part, kernel_part
+from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch
+from recsys.embeddings.kernels.cpu.lookup import INT32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from recsys.embeddings.rows.ledger import Segments
-
 __all__ = [
     "LOOKUPS_AHEAD",
-    "NO_INTEGERS",
-    "LookupValues",
+    "Segments",
     "SortedLookups",
-    "by_width",
-    "integer_at",
+    "ids_of",
     "make_room",
     "number_rows",
     "place_lookups",
@@ -42,42 +39,23 @@ __all__ = [
 # end with as many zeros.
 LOOKUPS_AHEAD = np.uint64(32)
 _ONE = np.uint64(1)
-# A kernel takes two arrays of ids, or of offsets, one of each width; one of them is empty. With one
-# array of any dtype, numba would compile a large kernel for each combination of the dtypes of ids
-# and offsets, for seconds each.
-_NONE_32: NDArray[np.int32] = np.empty(0, np.int32)
-_NONE_64: NDArray[np.int64] = np.empty(0, np.int64)
-NO_INTEGERS = _NONE_32, _NONE_64
 
 
-def by_width(integers: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The array in the place of its width, and an empty one in the other place.
+class Segments(NamedTuple):
+    """What the ledger has of each table.
 
-    Args:
-        integers: int32 or int64.
+    Attributes:
+        entries_8E: Of each entry: the address of its ids, N, B, bags (0 if bag i is id i), where
+            its gradient begins, the gradient's stride, 1 if bags are averaged, and the address of
+            its weights or 0.
+        parts_3S: Of each lookup in an entry, by table: the entry, the feature's position, and the
+            first column. A table's lookups are in the order of the entries.
+        of_table: Where each table's lookups begin, (T + 1,).
     """
-    return (integers, _NONE_64) if integers.dtype == np.int32 else (_NONE_32, integers)
 
-
-@kernel_part
-def integer_at(
-    narrow: NDArray[np.int32], wide: NDArray[np.int64], place: np.uint64 | int
-) -> np.uint64:
-    """In a kernel: a number of the array that is not empty; a negative one becomes very large."""
-    return np.uint64(wide[place]) if len(wide) else np.uint64(narrow[place])
-
-
-class LookupValues(NamedTuple):
-    """The lookups of all tables: `Bags` with other arrays in place of None."""
-
-    rows32: NDArray[np.int32]  # (N,), or empty: then `rows64` has them; see `by_width`
-    rows64: NDArray[np.int64]
-    offsets32: NDArray[np.int32]
-    offsets64: NDArray[np.int64]
-    weights: NDArray[Any]
-    is_one_hot: bool
-    has_weights: bool
-    is_mean: bool
+    entries_8E: NDArray[np.uint64]
+    parts_3S: NDArray[np.uint64]
+    of_table: NDArray[np.uint64]
 
 
 class SortedLookups(NamedTuple):
@@ -88,13 +66,16 @@ class SortedLookups(NamedTuple):
     scales: NDArray[Any]  # of each lookup: its factor; empty if all are 1
     hash_table: NDArray[np.uint32]  # row number + 1; 0 if free
     rows: NDArray[np.uint64]  # of each number: the row
+    slots: NDArray[np.int32]  # of each number: the row's slot, or negative; empty without a row map
     ends: NDArray[np.uint32]  # of each number: where its lookups end in the arrays below
     sources_by_row: NDArray[np.uint64]  # sources sorted by row, and `LOOKUPS_AHEAD` zeros
     scales_by_row: NDArray[Any]  # scales sorted by row
 
 
 @kernel_part
-def make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> SortedLookups:
+def make_room(
+    most: np.int64, is_scaled: bool, is_tiered: bool, gradient: NDArray[Any]
+) -> SortedLookups:
     """Allocate buffers for `most` lookups; the hash table is at most half full."""
     hash_size = 2
     while hash_size < 2 * most:
@@ -106,37 +87,44 @@ def make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> Sorted
         np.empty(num_scales, gradient.dtype),
         np.empty(hash_size, np.uint32),
         np.empty(most, np.uint64),
+        np.empty(most if is_tiered else 0, np.int32),
         np.empty(most, np.uint32),
         np.empty(most + LOOKUPS_AHEAD, np.uint64),
         np.empty(num_scales, gradient.dtype),
     )
 
 
-@kernel_part
+@inlined_part
+def ids_of(segments: Segments, entry: np.uint64) -> Any:
+    """The ids of an entry and, after them, where its bags begin."""
+    size: Any = segments.entries_8E[1, entry] + segments.entries_8E[3, entry] + _ONE
+    address: Any = segments.entries_8E[0, entry]
+    return array_at(np.int64(address), np.int64(size), INT32)  # type: ignore[arg-type]
+
+
+@inlined_part
 def number_rows(
     segments: Segments,
-    values: LookupValues,
-    first_segment: np.uint64,
-    end_segment: np.uint64,
+    table: np.uint64,
     share: np.uint64,
     num_shares: np.uint64,
     gradient: NDArray[Any],
     num_lines: np.uint64,
     line: np.uint64,
     found: SortedLookups,
-) -> Any:
+) -> tuple[np.uint64, np.uint64]:
     """Number the rows that one table's lookups name, and count the lookups of each row.
 
     If threads share a table, each processes the rows of one share, chosen by a hash of the row.
+    Inlined, so that `num_lines` is a constant: a prefetch loop of unknown length is unrolled 32
+    times.
 
     Args:
-        segments: The segments of all tables.
-        values: The lookups of all tables.
-        first_segment: The table's first segment.
-        end_segment: The segment after the table's last one.
+        segments: The lookups of all tables.
+        table: The table.
         share: Number of the share, from 0.
         num_shares: 1 if the table is not shared.
-        gradient: The gradients of all lookups, one-dimensional.
+        gradient: The gradients of all entries, one-dimensional.
         num_lines: Cache lines of one lookup's gradient.
         line: Numbers per cache line.
         found: Buffers to fill; `ends` receives the number of lookups of each row.
@@ -154,18 +142,26 @@ def number_rows(
         shift -= _ONE
     hash_table[:] = 0
     num_rows = num_lookups = np.uint64(0)
-    for segment in range(first_segment, end_segment):
-        source = segments.first_gradients[segment]
-        first_bag = segments.first_bags[segment]
-        for bag in range(first_bag, first_bag + segments.num_bags[segment]):
-            begin, end = np.uint64(bag), np.uint64(bag) + _ONE
-            if not values.is_one_hot:
-                begin = integer_at(values.offsets32, values.offsets64, bag)
-                end = integer_at(values.offsets32, values.offsets64, bag + _ONE)
-            for position in range(begin, end):
-                row = integer_at(values.rows32, values.rows64, position)
+    for segment in range(segments.of_table[table], segments.of_table[table + _ONE]):
+        entry, position, column = segments.parts_3S[:, segment]
+        _, num_ids, num_samples, num_bags, source, stride, is_mean, weights_at = (
+            segments.entries_8E[:, entry]
+        )
+        kept = ids_of(segments, entry)
+        address: Any = np.int64(weights_at)
+        weights = array_at(address, np.int64(num_ids) if weights_at else np.int64(0), gradient)  # type: ignore[arg-type]
+        is_one_hot = num_bags == 0
+        source += column
+        first_bag = position * num_samples
+        for bag in range(first_bag, first_bag + num_samples):
+            begin, end = np.uint64(bag), np.uint64(bag + _ONE)
+            if not is_one_hot:
+                begin = np.uint64(kept[num_ids + bag])
+                end = np.uint64(kept[num_ids + bag + _ONE])
+            for n in range(begin, end):
+                row = np.uint64(kept[n])
                 spread = row * GOLDEN
-                # Not by the bits that give the place in the hash table.
+                # Not by the bits that give the location in the hash table.
                 if num_shares > _ONE and (spread & np.uint64(0xFFFF)) % num_shares != share:
                     continue
                 sources[num_lookups] = source
@@ -173,27 +169,27 @@ def number_rows(
                     prefetch(gradient, source + of_line * line)
                 if is_scaled:
                     scale = scales.dtype.type(1)
-                    if values.has_weights:
-                        scale = values.weights[position]
-                    if values.is_mean:
+                    if len(weights):
+                        scale = weights[n]
+                    if is_mean:
                         scale /= scales.dtype.type(end - begin)
                     scales[num_lookups] = scale
-                entry = spread >> shift
-                number = np.uint64(hash_table[entry])
+                slot = spread >> shift
+                number = np.uint64(hash_table[slot])
                 while number != 0 and rows[number - _ONE] != row:
-                    entry = (entry + _ONE) & mask
-                    number = np.uint64(hash_table[entry])
+                    slot = (slot + _ONE) & mask
+                    number = np.uint64(hash_table[slot])
                 if number == 0:
                     rows[num_rows] = row
                     ends[num_rows] = 0
                     num_rows += _ONE
-                    hash_table[entry] = num_rows
+                    hash_table[slot] = num_rows
                     number = num_rows
                 number -= _ONE
                 numbers[num_lookups] = number
                 ends[number] += np.uint32(1)
                 num_lookups += _ONE
-            source += segments.widths[segment]
+            source += stride
     return num_rows, num_lookups
 
 

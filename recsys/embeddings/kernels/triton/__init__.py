@@ -1,23 +1,20 @@
-"""Triton kernels for tables on a CUDA device.
+"""Triton kernels for tables on a CUDA device; each stem is that of a numba kernel.
 
-Each function keeps the contract of the numba kernel of the same name, on what `kernels.torch` has.
-Only `kernels.choice` imports these modules, and only for tables on CUDA: a CPU machine needs no
-triton.
+    lookup     pools rows wherever they are, checks the input, and copies its ids for the update
+    row_sort   sorts the lookups of a ledger by row
+    row_sums   sums the gradients of each row
+    update     updates each row once, by its sum
+    claim      marks the slots of a mini-batch, and gives its other rows slots
+    move       copies rows between slots and tables
+    memory     where rows are, and the record of an error
 
-    pooled_lookup   sums the rows of every bag; computes the gradient of per-sample weights
-    row_runs        sorts lookups by row
-    row_sums        sums the gradients of each row
-    row_update      updates each row once, by its sum
-    slots           the map of the slots
-    claims          gives the rows of a mini-batch slots, and evicts rows
-    claim_kernels   the kernels of a claim
-    transfers       copies rows between slots and page-locked host memory, by lists on the device
+A CPU machine needs no triton: only `rows.device_tables` and `tiers.device_fetch` import these
+modules, and only groups on CUDA import those.
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.
 Sizes that follow from a model are `tl.constexpr`; those that change with a mini-batch are not, so
 that they compile nothing anew. Row numbers become int64 before they are multiplied. Sums have an
 order that depends on lookups alone, so they repeat to the bit. In a sum or difference of a tensor
-and a constant of the module the tensor comes first: in Triton's interpreter a constant that comes
-first makes the result a constant, which Triton 3.8 and later refuse as a tensor. The host launches
-kernels by `_support.cuda.triton_launches`.
+and a constant of the module the tensor comes first: Triton's interpreter wants it. The host
+launches kernels by `_support.cuda.triton_launches`.
 """

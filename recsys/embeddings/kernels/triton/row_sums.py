@@ -1,7 +1,8 @@
 """Sums the gradients of each row, in an order that depends on the row's lookups alone.
 
-Each chunk of a run is summed in lookup order, then the chunks of a run that has several. Sums have
-places that follow from places among the sorted lookups, so that no list of runs is needed:
+Each chunk of a run is summed in lookup order, then the chunks of a run that has several. So a row
+with at most `CHUNK` lookups has the same bits as on the CPU. Sums have places that follow from
+places among the sorted lookups, so that no list of runs is needed:
 
     run of one lookup         none; its sum is its gradient
     run of two or more        p // 2, if it begins at p
@@ -22,14 +23,14 @@ import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
 from recsys._support.cuda.triton_support import cdiv, next_power_of_2
-from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT, KIND_BITS
-from recsys.embeddings.kernels.triton.row_runs import CHUNK, chunks_in, long_runs_in
+from recsys.embeddings.kernels.triton.memory import BAD_GRADIENT, note
+from recsys.embeddings.kernels.triton.row_sort import CHUNK, chunks_in, long_runs_in
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from recsys.embeddings.kernels.torch.row_space import TorchRows
-    from recsys.embeddings.kernels.triton.row_runs import Runs
+    from recsys.embeddings.kernels.triton.memory import ErrorRecord
+    from recsys.embeddings.kernels.triton.row_sort import Runs
 
 __all__ = ["block_rows", "gradients_at", "num_programs", "sum_runs"]
 
@@ -37,62 +38,59 @@ _NUM_WARPS = 4
 _TILE_BYTES = 4096  # of the rows that a program sums at once: 8 float32 per thread
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _UNROLLED = 4  # lookups of each chunk that are requested at once
-_BAD = BAD_GRADIENT << KIND_BITS  # recorded without a position, as by the torch kernel
+_BAD_GRADIENT, _NONE = tl.constexpr(BAD_GRADIENT), tl.constexpr(2**31 - 1)
 
 
-def sum_runs(space: TorchRows, runs: Runs) -> Tensor:
-    """Sum the gradients of each run, and record an error if a sum is not finite.
+def sum_runs(runs: Runs, dim: int, num_rows: int, record: ErrorRecord) -> Tensor:
+    """Sum the gradients of each run.
 
     Args:
-        space: The tables.
         runs: The lookups.
+        dim: D.
+        num_rows: R, of all tables.
+        record: Receives the number, over all tables, of a row whose sum is not finite.
 
     Returns:
         Sums in places that the module describes, (N / 2 + N / CHUNK + 1, D); other places are
         undefined.
     """
-    num_lookups, dim, device = len(runs.rows), space.dim, space.device
+    num_lookups, gradient = len(runs.rows), runs.gradient
     num_places = num_lookups // 2 + cdiv(num_lookups, CHUNK) + 1
-    sums = torch.empty(num_places, dim, dtype=space.compute_dtype, device=device)
-    rows_at_once, first_error = block_rows(dim, space.compute_dtype), space.errors.first
-    _sum_kernel[(min(cdiv(num_lookups, rows_at_once), num_programs(device)),)](
-        runs.gradients[0],
+    sums = gradient.new_empty(num_places, dim)
+    rows_at_once, block_dim = block_rows(dim, gradient.dtype), next_power_of_2(dim)
+    _sum_kernel[(min(cdiv(num_lookups, rows_at_once), num_programs(gradient.device)),)](
+        gradient,
         runs.order,
         runs.sources,
         runs.scales,
-        runs.first_columns,
         runs.rows,
         runs.listed,
         sums,
-        first_error,
+        record.numbers,
         num_lookups,
-        runs.batch_size,
-        runs.gradients[0].stride(0),
-        space.num_rows,
+        num_rows,
         DIM=dim,
-        BLOCK_DIM=next_power_of_2(dim),
+        BLOCK_DIM=block_dim,
         BLOCK_ROWS=rows_at_once,
         CHUNK_SIZE=CHUNK,
         UNROLLED=_UNROLLED,
         VECTOR=runs.vector,
-        BAD=_BAD,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
     if num_lookups > CHUNK:
         lanes = 4 * rows_at_once
-        _join_kernel[(min(num_lookups // CHUNK, num_programs(device)),)](
+        _join_kernel[(min(num_lookups // CHUNK, num_programs(gradient.device)),)](
             runs.listed,
             runs.rows,
             sums,
-            first_error,
+            record.numbers,
             num_lookups,
             DIM=dim,
-            BLOCK_DIM=next_power_of_2(dim),
+            BLOCK_DIM=block_dim,
             LANES=lanes,
             LEVELS=lanes.bit_length() - 1,
             CHUNK_SIZE=CHUNK,
-            BAD=_BAD,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
@@ -121,28 +119,15 @@ def gradients_at(
     order_N,
     sources_N,
     scales_N,
-    first_columns,
     places,
     is_lookup,
-    batch_size,
-    stride,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """The scaled gradients of the lookups at some places in the order of rows; else zeros."""
     lookups = tl.load(order_N + places, is_lookup, 0)
-    if sources_N is not None:
-        begins = tl.load(sources_N + lookups, is_lookup, 0)
-    else:
-        numbers = lookups.to(tl.int32)
-        features = numbers // batch_size
-        begins = (numbers - features * batch_size).to(tl.int64) * stride
-        if first_columns is not None:
-            begins += tl.load(first_columns + features * DIM, is_lookup, 0)
-        else:
-            begins += features * DIM
-    begins = tl.multiple_of(begins, [VECTOR])
+    begins = tl.multiple_of(tl.load(sources_N + lookups, is_lookup, 0), [VECTOR])
     columns = tl.arange(0, BLOCK_DIM)
     is_number = is_lookup[:, None] & (columns < DIM)[None, :]
     result = tl.load(gradient + (begins[:, None] + columns[None, :]), is_number, 0)
@@ -152,20 +137,17 @@ def gradients_at(
 
 
 @launched
-@triton.jit(do_not_specialize=["num_lookups", "batch_size", "stride"])
+@triton.jit(do_not_specialize=["num_lookups"])
 def _sum_kernel(
     gradient,
     order_N,
     sources_N,
     scales_N,
-    first_columns,
     rows_N,
     listed,
     sums,
-    first_error,
+    record,
     num_lookups,
-    batch_size,
-    stride,
     num_rows,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -173,12 +155,11 @@ def _sum_kernel(
     CHUNK_SIZE: tl.constexpr,
     UNROLLED: tl.constexpr,
     VECTOR: tl.constexpr,
-    BAD: tl.constexpr,
 ):
     """Sum BLOCK_ROWS chunks at a time; store the sums of those of several lookups."""
     num_chunks, chunks = tl.load(listed), chunks_in(listed)
     columns = tl.arange(0, BLOCK_DIM)
-    is_bad = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.int1)
+    bad_rows = tl.full([BLOCK_ROWS], 0, tl.int32) + _NONE
     tile = tl.program_id(0)  # no `range`: the interpreter cannot make one of numbers on a device
     while tile * BLOCK_ROWS < num_chunks:
         numbers = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -198,23 +179,20 @@ def _sum_kernel(
                     order_N,
                     sources_N,
                     scales_N,
-                    first_columns,
                     begins + (number + ahead),
                     number + ahead < lengths,
-                    batch_size,
-                    stride,
                     DIM,
                     BLOCK_DIM,
                     VECTOR,
                 )
             number += UNROLLED
-        is_bad |= _not_finite(summed)
+        bad_rows = tl.minimum(bad_rows, _if_bad(summed, rows))
         at = tl.where(is_first, begins // 2, num_lookups // 2 + begins // CHUNK_SIZE)
         is_stored = (lengths > 0) & ((lengths > 1) | (is_first == 0))
         is_number = is_stored[:, None] & (columns < DIM)[None, :]
         tl.store(sums + (at.to(tl.int64)[:, None] * DIM + columns[None, :]), summed, is_number)
         tile += tl.num_programs(0)
-    _record(first_error, is_bad, BAD)
+    note(record, bad_rows < _NONE, _BAD_GRADIENT, 0, bad_rows, bad_rows)
 
 
 @launched
@@ -223,14 +201,13 @@ def _join_kernel(
     listed,
     rows_N,
     sums,
-    first_error,
+    record,
     num_lookups,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
-    BAD: tl.constexpr,
 ):
     """Sum the chunks of a run: every LANES-th one in order, then these sums in pairs.
 
@@ -239,7 +216,7 @@ def _join_kernel(
     """
     num_runs, long_runs = tl.load(listed + 1), long_runs_in(listed, num_lookups)
     columns = tl.arange(0, BLOCK_DIM)
-    is_bad = tl.zeros([1, BLOCK_DIM], tl.int1)
+    bad_rows = tl.full([1], 0, tl.int32) + _NONE
     number = tl.program_id(0)
     while number < num_runs:
         begin = tl.load(long_runs + number)
@@ -257,20 +234,15 @@ def _join_kernel(
         for _ in tl.static_range(LEVELS):
             # Pairs of two: no layout of threads can change the order.
             summed = tl.sum(tl.reshape(summed, [2, summed.shape[0] // 2, BLOCK_DIM]), 0)
-        is_bad |= _not_finite(summed)
+        bad_rows = tl.minimum(bad_rows, _if_bad(summed, row))
         at = (begin // 2 + 1).to(tl.int64)
         tl.store(sums + (at * DIM + columns[None, :]), summed, (columns < DIM)[None, :])
         number += tl.num_programs(0)
-    _record(first_error, is_bad, BAD)
+    note(record, bad_rows < _NONE, _BAD_GRADIENT, 0, bad_rows, bad_rows)
 
 
 @triton.jit
-def _not_finite(numbers):
-    return (tl.abs(numbers) < float("inf")) == 0
-
-
-@triton.jit
-def _record(first_error, is_bad, BAD: tl.constexpr):
-    """Record an error of a kernel if any entry of a matrix says so."""
-    is_any = tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0
-    tl.atomic_min(first_error, BAD, is_any)
+def _if_bad(summed, rows):
+    """The rows with sums that are not finite; `_NONE` for others."""
+    is_bad = tl.max(((tl.abs(summed) < float("inf")) == 0).to(tl.int32), 1) > 0
+    return tl.where(is_bad, rows, _NONE)

@@ -15,7 +15,7 @@ from recsys.embeddings.kernels.cpu.rounding import (
     table_key,
     widen,
 )
-from tests.torch_kernels import round_rows, signed
+from tests.exact.oracle import round_rows, signed
 
 INFINITY = float("inf")
 

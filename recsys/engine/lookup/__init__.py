@@ -1,1 +1,0 @@
-"""From ids to pooled vectors, and from their gradient to the ledger."""

@@ -1,1 +1,0 @@
-"""Who owns tables, what is looked up in them, and which gradients wait for the update."""

@@ -1,1 +1,0 @@
-"""Rows in slots of fast memory, and all others in cold memory."""

@@ -1,1 +1,0 @@
-"""One update a step: from ledgers to rows."""

@@ -1,0 +1,701 @@
+"""With a budget, all rows and results are those of resident tables, to the last bit."""
+
+import gc
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from recsys.embeddings.kernels.cpu import claim as claims
+from recsys.embeddings.kernels.cpu import lookup as lookup_kernels
+from recsys.embeddings.kernels.cpu import update as update_kernels
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.tiers.budget import give_slots
+from recsys.embeddings.tiers.fetch import Fetcher
+from recsys.embeddings.tiers.file_store import ColdFiles
+from recsys.embeddings.tiers.host_store import Transfer
+from recsys.embeddings.tiers.queue import TransferQueue
+from recsys.errors import (
+    BudgetTooSmall,
+    ColdTierError,
+    ConflictingWrite,
+    IdOutOfRange,
+    MalformedBags,
+    TiersFailed,
+)
+from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables, are_equal
+
+FORMULAS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+ACTIONS = ["train", "accumulate", "evaluate", "claim", "drop", "fail", "write back", "save", "pin"]
+pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
+
+
+class Twins:
+    """Resident and tiered tables that do the same, in an order that chance gives."""
+
+    def __init__(self, seed, folder=None, device=None):
+        self.rng = rng = random.Random(seed)
+        sizes = [rng.choice([1, 3, 17, 60, 200]) for _ in range(rng.randint(1, 4))]
+        features = [rng.randrange(len(sizes)) for _ in range(rng.randint(1, 4))]
+        dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+        share = rng.choice([0, 0.02, 0.1, 0.25, 0.5, 1])
+        self.sizes, self.features = sizes, features
+        make = {"dtype": dtype, "is_mean": rng.random() < 0.3, "device": device}
+        rest = sizes, features, rng.choice([16, 5]), rng.choice(FORMULAS)
+        self.resident = Tables(*rest, **make)
+        num_slots = max(1, int(share * sum(sizes)))
+        planned = range(min(5, sum(sizes))) if rng.random() < 0.3 else ()
+        self.tiered = Tables(*rest, **make, num_slots=num_slots, folder=folder, planned=planned)
+        self.both = self.resident, self.tiered
+        self.generator = torch.Generator().manual_seed(seed)
+        self.window = []  # mini-batches whose rows are claimed
+
+    def input(self):
+        rng, num_samples = self.rng, self.rng.choice([1, 2, 7, 24])
+        lengths = [
+            1 if rng.random() < 0.5 else rng.randint(0, 3)
+            for _ in range(num_samples * len(self.features))
+        ]
+        is_one_hot = rng.random() < 0.5
+        ids = []
+        for place, table in enumerate(self.features):
+            count = num_samples
+            if not is_one_hot:
+                count = sum(lengths[place * num_samples : (place + 1) * num_samples])
+            ids += [int(self.sizes[table] * rng.random() ** 3) for _ in range(count)]
+        dtype = rng.choice([torch.int32, torch.int64])
+        offsets = None
+        if not is_one_hot:
+            offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1].to(dtype)
+        weights = torch.rand(len(ids), generator=self.generator) if rng.random() < 0.2 else None
+        return self.resident.bags(torch.tensor(ids, dtype=dtype), offsets, weights)
+
+    def forward(self, bags):
+        found = [tables(bags) for tables in self.both]
+        assert torch.equal(*found)
+        return found
+
+    def backward(self, found):
+        factors = torch.randn(found[0].shape, generator=self.generator).to(found[0].dtype)
+        for pooled in found:
+            (pooled * factors).sum().backward()
+
+    def step(self):
+        for tables in self.both:
+            tables.optimizer.step()
+
+    def next_input(self):
+        """The oldest mini-batch of the window; a new one if there is none."""
+        if not self.window:
+            return self.input()
+        bags, claimed = self.window.pop(0)
+        self.tiered.fetcher.begin(claimed)
+        return bags
+
+    def act(self, action):
+        if action == "claim":
+            bags = self.input()
+            self.window.append((bags, self.tiered.claim_ahead(bags)))
+        elif action == "drop":
+            self.window = self.window[1:]
+        elif action == "evaluate":
+            with torch.no_grad():
+                self.forward(self.input())
+        elif action == "write back":
+            assert are_equal(*self.both)
+        elif action == "save":
+            for tables in self.both:
+                tables.optimizer.load_state_dict(tables.optimizer.state_dict())
+        elif action == "pin":
+            self.tiered.fetcher.pin_popular(self.tiered.group.num_slots // 2)
+        elif action == "fail":
+            self.forward(self.next_input())
+            for tables in self.both:
+                tables.optimizer.zero_grad()
+        else:
+            for _ in range(1 if action == "train" else 2):
+                self.backward(self.forward(self.next_input()))
+                if action != "train" and self.rng.random() < 0.5:
+                    self.act("claim")
+            self.step()
+
+
+@pytest.fixture(scope="module")
+def folder_of_files(tmp_path_factory):
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture
+def late_transfers(monkeypatch):
+    """Transfers in the background wait, so that whoever does not wait for them loses."""
+    run = Transfer.run
+
+    def run_late(self, *, is_alone):
+        if is_alone:
+            time.sleep(0.03)
+        run(self, is_alone=is_alone)
+
+    monkeypatch.setattr(Transfer, "run", run_late)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**20),
+    st.lists(st.sampled_from(["train", "claim", *ACTIONS]), min_size=3, max_size=25),
+    st.booleans(),
+)
+def test_tiers_change_no_bit(folder_of_files, seed, actions, has_files):
+    twins = Twins(seed, folder_of_files if has_files else None)
+    for action in actions:
+        twins.act(action)
+    assert are_equal(*twins.both)
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(0, 2**20),
+    st.lists(st.sampled_from(["train", "claim", *ACTIONS]), min_size=3, max_size=12),
+)
+def test_tiers_on_a_device_change_no_bit(seed, actions):
+    """In the interpreter; on a GPU, `test_device_tables` has mini-batches there."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    twins = Twins(seed, device=torch.device("cpu"))
+    for action in actions:
+        twins.act(action)
+    assert are_equal(*twins.both)
+
+
+@pytest.mark.threads
+def test_two_threads_change_no_bit(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(lookup_kernels, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(update_kernels, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(claims, "_MIN_SHARED_IDS", 0)
+    monkeypatch.setattr("recsys.embeddings.kernels.cpu.move._MIN_SHARED_ROWS", 0)
+    torch.set_num_threads(2)
+    try:
+        for seed in range(5):
+            twins = Twins(seed)
+            for action in ["claim", "claim", "train", "claim", "train", "evaluate", "train"] * 3:
+                twins.act(action)
+            assert are_equal(*twins.both)
+    finally:
+        torch.set_num_threads(before)
+
+
+def pair(num_slots=4, formula=SGD(lr=1.0), num_rows=20, device=None):  # noqa: B008
+    tables = partial(Tables, [num_rows], [0], 16, formula)
+    return [tables(), tables(num_slots=num_slots, device=device)]
+
+
+@pytest.fixture(params=["cpu", "device"])
+def device(request):
+    """None for the CPU's kernels, or a device for Triton's."""
+    if request.param == "cpu":
+        return None
+    pytest.importorskip("triton")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def ids(both, *rows):
+    return both[0].bags(torch.tensor(rows))
+
+
+def train(both, *rows, has_step=True):
+    for tables in both:
+        tables(ids(both, *rows)).sum().backward()
+        if has_step:
+            tables.optimizer.step()
+
+
+def step(both):
+    for tables in both:
+        tables.optimizer.step()
+
+
+def are_same(both):
+    """Whether all rows are the same for lookups, and then in cold memory."""
+    with torch.no_grad():
+        found = [tables(ids(both, *range(20))) for tables in both]
+    return torch.equal(*found) and are_equal(*both)
+
+
+@pytest.mark.usefixtures("late_transfers")
+class TestRaces:
+    """Each race on purpose."""
+
+    def test_an_update_waits_for_a_write_back_that_began_after_its_lookup(self):
+        both = pair()
+        train(both, 0, 1)
+        train(both, 0, 1, has_step=False)
+        for _ in range(2):  # the rows' generation ends before their update
+            both[1].fetcher.begin(both[1].claim_ahead(ids(both, 2, 3)))
+        train(both, 2, 3, has_step=False)
+        both[1].claim_ahead(ids(both, 4, 5))  # takes the slots of 0 and 1, which are dirty
+        step(both)
+        assert are_same(both)
+
+    def test_an_update_waits_for_a_fetch_that_began_after_its_lookup(self):
+        both = pair()
+        train(both, *range(4), 6, 7, has_step=False)  # 6 and 7 get no slot
+        both[1].fetcher.begin(both[1].claim_ahead(ids(both, 0)))
+        both[1].claim_ahead(ids(both, 6, 7))
+        time.sleep(0.06)  # fetched, and not yet known
+        step(both)
+        assert are_same(both)
+
+    def test_an_evaluation_waits_for_rows_that_leave(self):
+        both = pair()
+        train(both, 0, 1, 2, 3)
+        both[1].claim_ahead(ids(both, 4, 5, 6, 7))
+        with torch.no_grad():
+            assert torch.equal(*(tables(ids(both, 0, 1, 2, 3, 4, 5)) for tables in both))
+        assert are_same(both)
+
+    def test_the_slot_of_a_dropped_claim_is_not_taken_before_its_row_has_arrived(self):
+        both = pair(num_slots=1)
+        train(both, 9)
+        first = both[1].claim_ahead(ids(both, 0))
+        for row in (1, 0):  # updates end generations while their rows are on their way
+            for _ in range(3):
+                both[1].fetcher.end_generation()
+            both[1].claim_ahead(ids(both, row))
+        both[1].fetcher.begin(first)
+        train(both, 0)
+        assert are_same(both)
+
+    def test_a_claim_may_come_between_lookup_and_update(self):
+        both = pair(num_slots=6)
+        train(both, 0, 1, 2)
+        train(both, 0, 1, 2, has_step=False)
+        both[1].claim_ahead(ids(both, 5, 6, 7))
+        step(both)
+        assert are_same(both)
+
+    def test_state_that_is_new_finds_its_slots(self):
+        both = pair(formula=Adam(lr=0.1))
+        train(both, 0, 1, 2, has_step=False)
+        both[1].claim_ahead(ids(both, 3, 4))
+        step(both)  # makes the state, when rows are in slots already
+        train(both, 0, 4, 7)
+        assert are_same(both)
+
+
+def test_a_failed_transfer_ends_the_tiers_by_name(monkeypatch):
+    both = pair()
+
+    def fail(self, *, is_alone):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Transfer, "run", fail)
+    claimed = both[1].claim_ahead(ids(both, 1, 2))
+    for _ in range(2):
+        with pytest.raises(TiersFailed) as error:
+            both[1].fetcher.begin(claimed)
+        assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_another_thread_may_evaluate_while_rows_move():
+    both = pair(num_slots=3, formula=SGD(lr=0.0))
+    every_row, is_done, found = ids(both, *range(20)), threading.Event(), []
+
+    def evaluate():
+        with torch.no_grad():
+            while not is_done.is_set():
+                found.append(torch.equal(both[1](every_row), both[0](every_row)))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows = torch.randint(0, 20, (6,), generator=generator).tolist()
+        both[1].fetcher.begin(both[1].claim_ahead(ids(both, *rows)))
+        train(both[1:] * 2, *rows)
+    is_done.set()
+    thread.join()
+    assert found
+    assert all(found)
+
+
+# Python prints an interrupt that arrives in a weakref's callback, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_loses_no_row():
+    """With a learning rate of 0, rows that move and are updated must stay what they are."""
+    tables = Tables([300] * 3, [0, 1, 2], 16, Adagrad(lr=0.0), num_slots=250)
+    before = [weight.detach().clone() for weight in tables.weights]
+    rng, num_interrupts, is_armed = random.Random(0), 0, False
+
+    def interrupt(*_):
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    def train_ahead():
+        claimed = None
+        for _ in range(3):
+            bags = tables.bags((torch.rand(3 * 50) ** 2 * 300).long())
+            tables.fetcher.begin(claimed)
+            claimed = tables.claim_ahead(bags)
+            tables.train(bags)
+
+    train_ahead()  # numba compiles or loads the kernels, and does not bear interrupts then
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            is_armed = True
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.random() * 0.004)
+                train_ahead()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                tables.optimizer.zero_grad()
+            is_armed = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    train_ahead()
+    for weight, rows in zip(tables.weights, before, strict=True):
+        assert torch.equal(weight.detach().clone(), rows)
+    assert num_interrupts > 20
+
+
+def test_bad_ids_leave_rows_as_they_were():
+    both = pair()
+    both[1].fetcher.begin(both[1].claim_ahead(ids(both, 1, 2, 25, -1)))
+    for tables in both:
+        for bad in (25, -1):
+            with pytest.raises(IdOutOfRange, match=f"id {bad}"):
+                tables(ids(both, 1, 2, bad))
+    train(both, 1, 2, 3)
+    assert are_equal(*both)
+
+
+def test_offsets_that_lie_leave_rows_as_they_were():
+    tables = Tables([100] * 4, [0, 1, 2, 3], 16, SGD(lr=0.0), num_slots=300)
+    before = torch.cat([weight.detach().clone() for weight in tables.weights], dim=1)
+    with pytest.raises(MalformedBags):
+        tables(tables.bags(torch.tensor([50, 51, 52, 53]), torch.tensor([0, 4, 0, 4])))
+    tables.train(tables.bags(torch.arange(100).repeat(4)))
+    with torch.no_grad():
+        assert torch.equal(tables(tables.bags(torch.arange(100).repeat(4))), before)
+
+
+def test_a_table_without_state_moves_beside_one_with_state():
+    both = [Tables([10, 30_000], [0, 1], 16, Adagrad(lr=0.1), num_slots=n) for n in (None, 8)]
+    for tables in both:
+        tables.weights[1].requires_grad_(False)
+    for first in range(0, 30_000, 5_000):
+        for tables in both:
+            tables.train(tables.bags(torch.tensor([1, 2, first, first + 7])))
+    assert are_equal(*both)
+
+
+def test_a_mini_batch_larger_than_the_slots_trains(device):
+    both = pair(num_slots=5, device=device)
+    train(both, 1, 2, 3)
+    with pytest.warns(match="65% of the rows .* were used in cold memory") as found:
+        train(both * 2, *range(20))
+    assert len(found) == 1
+    assert both[1].fetcher.counts.left == 2 * 15
+    assert are_equal(*both)
+
+
+def places(tables, *rows):
+    return tables.fetcher.marks.slot_of_row[[*rows]]
+
+
+def test_planned_rows_stay_in_their_slots():
+    both = [
+        Tables([20, 10], [0, 1], 16, Adagrad(lr=0.1), num_slots=slots, planned=[3, 7, 29])
+        for slots in (None, 5)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for number in range(20):
+        bags = both[0].bags(torch.randint(0, 10, (8,), generator=generator))
+        for tables in both:
+            tables.train(bags)
+        if number == 10:
+            assert torch.equal(*(tables.weights[0].sum() for tables in both))
+    assert (places(both[1], 3, 7, 29) >= 0).all()
+    assert are_equal(*both)
+
+
+def test_popular_rows_stay_until_others_are_more_popular(device):
+    both = pair(num_slots=6, device=device)
+    fetcher = both[1].fetcher
+    for number in range(8):
+        train(both, 1, 2, 5 + number)
+    assert fetcher.pin_popular(3) == (2, 0)
+    assert sorted(fetcher.popular) == [1, 2]
+    train(both, *range(8, 16))
+    assert are_same(both)  # empties the slots
+    train(both, 3, 4)
+    assert (places(both[1], 1, 2) >= 0).all()
+    train(both, 3, 4)
+    assert fetcher.pin_popular(2) == (2, 2)
+    fetcher.pin(np.array([17, 18, 19], np.int32), 2)
+    train(both, *range(8))
+    assert (places(both[1], 17, 18, 19) >= 0).tolist() == [True, True, False]
+    assert are_same(both)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_counts_are_those_of_mini_batches(is_ahead, device):
+    both = pair(num_slots=4, device=device)
+    fetcher = both[1].fetcher
+    for rows in ([0, 1, 1], [0, 1, 2], [0, 3, 4, 5, 5, 6]):
+        fetcher.begin(both[1].claim_ahead(ids(both, *rows)) if is_ahead else None)
+        train(both, *rows)
+    assert are_equal(*both)
+    assert tuple(fetcher.counts) == (12, 3, 10, 3, 1, 6, 6)
+
+
+BYTES = 64 + 11  # of a slot
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_samples_with_a_row_that_is_not_pinned_are_known(has_offsets, device):
+    tables = Tables([20, 20], [0, 1, 0], 16, SGD(lr=1.0), num_slots=39, device=device)
+    known = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])  # four samples
+    tables.train(tables.bags(known))
+    tables.fetcher.pin(np.array([1, 2, 3, 4, 25, 26, 27, 28, 9, 10, 11, 12], np.int32), 12)
+    asked, offsets = known.clone(), None
+    asked[[2, 5]] = torch.tensor([15, 1])  # of sample 2, of sample 1: a row of another table
+    if has_offsets:  # the first sample has no id of the first feature
+        asked, offsets = asked[1:], torch.cat([torch.tensor([0, 0]), torch.arange(1, 11)])
+    missing = tables.fetcher.unpinned_samples(tables.lookups, tables.bags(asked, offsets))
+    assert missing.tolist() == [False, True, True, False]
+
+
+def test_rows_may_come_while_samples_that_have_theirs_are_computed_on():
+    gate = threading.Event()
+    tables = Tables([20], [0], 4, SGD(lr=1.0), num_slots=8, auto_apply=True)
+    resident = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
+    halves = [torch.tensor([1, 2]), torch.tensor([7, 8])]
+    for each in (tables, resident):
+        each(each.bags(halves[0])).sum().backward()
+    run = Transfer.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "run", lambda self, **how: (gate.wait(30), run(self, **how)))
+        claimed = tables.claim_ahead(tables.bags(torch.cat(halves)))
+        tables.fetcher.begin(claimed, is_waiting=False)
+        for each in (tables, resident):
+            with each.optimizer.update_once():
+                for ids in halves:
+                    each(each.bags(ids)).square().sum().backward()
+                    gate.set()
+    assert are_equal(tables, resident)
+    assert tables.fetcher.counts.left == 0
+
+
+def test_a_failed_pass_of_several_updates_nothing():
+    tables = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
+    before = tables.weights[0].detach().clone()
+    with suppress(ZeroDivisionError), tables.optimizer.update_once():
+        tables(tables.bags(torch.tensor([1, 2]))).sum().backward()
+        raise ZeroDivisionError
+    tables(tables.bags(torch.tensor([3]))).sum().backward()
+    before[3] -= 1
+    assert torch.equal(tables.weights[0], before)
+
+
+def test_a_pass_that_failed_ends_the_update_that_it_was_a_part_of():
+    tables = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
+    before = tables.weights[0].detach().clone()
+
+    def train():
+        with tables.optimizer.update_once():
+            for number in range(3):
+                late = torch.ones(1, requires_grad=True) * 2
+                if number == 1:
+                    late.register_hook(lambda _: 1 / 0)
+                with suppress(ZeroDivisionError):
+                    (tables(tables.bags(torch.tensor([number]))).sum() + late.sum()).backward()
+
+    with pytest.raises(RuntimeError, match="update_once"):
+        train()
+    assert torch.equal(tables.weights[0], before)
+
+
+def test_the_thread_of_transfers_may_collect_a_fetcher():
+    """A model is deleted while its rows are on their way, and garbage is collected there."""
+    run, is_deleted = Transfer.run, threading.Event()
+
+    def collect(self, **how):
+        if threading.current_thread() not in others:
+            assert is_deleted.wait(30)
+            gc.collect()
+        run(self, **how)
+
+    others = threading.enumerate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "run", collect)
+        tables = Tables([20], [0], 4, SGD(lr=1.0), num_slots=8)
+        ids = torch.tensor([1, 2, 3])
+        tables.train(tables.bags(ids))
+        weight = tables.weights[0]
+        expected = Tables([20], [0], 4, SGD(lr=1.0))
+        expected.train(expected.bags(ids))
+        tables.claim_ahead(tables.bags(torch.tensor([4, 5])))
+        [thread] = {*threading.enumerate()} - {*others}
+        del tables
+        is_deleted.set()
+        thread.join(30)
+    assert torch.equal(weight.detach(), expected.weights[0].detach())
+
+
+def test_forwards_without_a_backward_keep_no_slot():
+    tables = Tables([40], [0], 4, SGD(lr=1.0), num_slots=8)
+    for first in range(0, 40, 8):
+        tables.fetcher.begin(None)
+        tables(tables.bags(torch.arange(first, first + 8)))
+    assert tables.fetcher.counts.left == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_slots", "planned"),
+    [
+        (30 * 4 + BYTES, 1, []),
+        (30 * 4 + BYTES * 3, 3, [27, 4]),
+        (30 * 4 + BYTES * 5, 5, [27, 4, 12]),
+        (30 * 4 + BYTES * 15, 15, [27, 4, 12]),
+    ],
+)
+def test_a_budget_pays_for_row_maps_then_for_a_plan_then_for_slots(budget, num_slots, planned):
+    tables = Tables([10, 20], [0, 1], 16, SGD(lr=1.0))
+    of_plan = {"t0": ([4], [5]), "t1": ([2, 17], [1, 9]), "other": ([0], [7])}
+    pinned = {name: tuple(map(np.array, both)) for name, both in of_plan.items()}
+    give_slots([tables.group], SGD(lr=1.0), budget, pinned)
+    tables.train(tables.bags(torch.tensor([1, 1])))
+    assert tables.group.num_slots == num_slots
+    pins = tables.fetcher.marks.pins > 0
+    assert sorted(tables.fetcher.marks.row_of_slot[pins]) == sorted(planned)
+
+
+def test_a_budget_with_room_for_all_rows_needs_no_slots():
+    group = Tables([10, 20], [0, 1], 16, SGD(lr=1.0)).group
+    with pytest.warns(match="budget='1.88 KiB': all 1.88 KiB of rows and state fit"):
+        give_slots([group], SGD(lr=1.0), 30 * 64)
+    assert group.fetcher is None
+
+
+def test_a_budget_without_room_for_a_slot_is_refused():
+    group = Tables([20], [0], 16, SGD(lr=1.0)).group
+    with pytest.raises(BudgetTooSmall, match=f"at least {20 * 4 + BYTES}"):
+        give_slots([group], SGD(lr=1.0), 20 * 4 + BYTES - 1)
+
+
+def test_files_need_a_folder_and_room(tmp_path):
+    with pytest.raises(ColdTierError, match="free"):
+        ColdFiles(tmp_path).make("t", (2**40, 2**10), torch.float32)
+    (tmp_path / "file").touch()
+    with pytest.raises(ColdTierError, match="folder"):
+        ColdFiles(tmp_path / "file").make("t", (1, 1), torch.float32)
+
+
+def test_a_table_with_slots_cannot_move():
+    both = pair()
+    with pytest.raises(ValueError, match="'t0'"):
+        both[1].weights[0].data = torch.zeros(20, 16)
+    both[1].weights[0].data = both[1].weights[0].data  # as module.to("cpu") does
+
+
+READS = {
+    "item": lambda weight: weight[3, 0].item(),
+    "sum": lambda weight: weight.sum().item(),
+    "numpy": lambda weight: weight.detach().numpy().sum(),
+    "data": lambda weight: weight.data.sum().item(),
+    "clone": lambda weight: weight.clone().sum().item(),
+    "norm": lambda weight: nn.utils.get_total_norm([weight]).item(),
+}
+WRITES = {
+    "mul_": lambda weight: weight.mul_(2),
+    "fill_ of a row": lambda weight: weight[3].fill_(7),
+    "copy_": lambda weight: weight.copy_(torch.ones_like(weight)),
+    "data": lambda weight: weight.data.add_(1),
+    "detach": lambda weight: weight.detach().add_(1),
+    "numpy": lambda weight: np.add(weight.detach().numpy(), 1, out=weight.detach().numpy()),
+    "out": lambda weight: torch.add(weight, 1, out=weight),
+    "init": lambda weight: nn.init.constant_(weight, 3),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_table_that_is_read_has_its_newest_rows(read):
+    both = pair()
+    train(both, 1, 2, 3)
+    mine, its = (read(tables.weights[0]) for tables in both)
+    assert mine == its
+    train(both, 1, 3, 5)
+    assert are_same(both)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_rows_that_are_written_to_are_those_that_are_trained_on(write):
+    both = pair()
+    train(both, 1, 2, 3)
+    with torch.no_grad():
+        for tables in both:
+            write(tables.weights[0])
+    train(both, 1, 3, 5)
+    assert are_same(both)
+
+
+def train_again(tables):
+    train([tables, tables], 1, 2, 3)
+
+
+@pytest.mark.parametrize("then", [train_again, lambda tables: tables.weights[0].sum()])
+@pytest.mark.parametrize("view", [lambda weight: weight.detach(), lambda weight: weight.data])
+def test_a_write_by_a_kept_tensor_is_noticed(view, then):
+    both = pair()
+    kept = [view(tables.weights[0]) for tables in both]
+    for _ in range(3):
+        both[1].weights[0].data.norm()
+    for tensor in kept:
+        tensor.add_(1)
+    train(both, 1, 2, 3)
+    assert are_same(both)
+    train(both, 1, 2, 3)
+    kept[1].add_(1)
+    with pytest.raises(ConflictingWrite, match="'t0'"):
+        then(both[1])
+
+
+@pytest.mark.usefixtures("late_transfers")
+@pytest.mark.parametrize(
+    ("guard", "race"),
+    [
+        (
+            (Fetcher, "before_update"),
+            "an_update_waits_for_a_write_back_that_began_after_its_lookup",
+        ),
+        ((Fetcher, "before_update"), "an_update_waits_for_a_fetch_that_began_after_its_lookup"),
+        (
+            (TransferQueue, "oldest_generation"),
+            "the_slot_of_a_dropped_claim_is_not_taken_before_its_row_has_arrived",
+        ),
+    ],
+)
+def test_without_a_rule_its_race_is_lost(guard, race, monkeypatch):
+    monkeypatch.setattr(*guard, lambda self, given: given)
+    with pytest.raises(AssertionError):
+        getattr(TestRaces, f"test_{race}")(None)
