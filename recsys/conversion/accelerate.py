@@ -170,8 +170,8 @@ def accelerate(
     - With a budget, `weight` is written back when it is read, and `optimizer.state` by
       `state_dict()`. A tensor kept from before (`weight.detach()`, `weight.data`, a `state_dict()`)
       misses updates since then, of some rows or of all: copy it to keep the rows of that time, or
-      ask for it again. Lookups by several threads at once are not supported. A write through such
-      a tensor raises `ConflictingWrite` if rows were updated since; write through `weight`. A write
+      ask for it again. One thread trains; others may evaluate meanwhile. A write through such a
+      tensor raises `ConflictingWrite` if rows were updated since; write through `weight`. A write
       through a kept numpy array is not seen. What a forked process trains in tables that are shared
       is lost; with rows in files it may only evaluate, and sees what this process writes meanwhile.
     - With a budget, give `weight.detach()` to what takes a tensor without PyTorch's protocol for
@@ -205,9 +205,8 @@ def accelerate(
             not fit stay in the tables, the cold store. Results are the same to the last bit. A
             budget needs an optimizer. None takes the budget of `plan`, or keeps all rows in fast
             memory. Tables on a device, and their state, move to the host's memory permanently, and
-            rows in fast memory are on the device; `model.to(device)` moves only these. With these
-            on CUDA, tables are copied once into memory that the GPU reaches, and arrays on their
-            former memory see the former rows.
+            rows in fast memory are on the device; `model.to(device)` moves neither. Arrays on the
+            tables' former memory see the former rows.
         plan: Rows that never leave fast memory, as a plan of the updated tables. A bag's table has
             the bag's name in the model ("tables.0"), a collection's table its name there. If two
             tables have the same name, the collection's has its path in the model, such as
@@ -227,6 +226,8 @@ def accelerate(
     Raises:
         TypeError: `model`, `optimizer`, `plan` or `profile` has another type.
         BudgetTooSmall: the budget is smaller than the row maps.
+        ConfigError: the arguments of tiers contradict each other, or `cold_tier` is "file" and the
+            model is on CUDA.
         ProfileError: `plan` or `profile` is for other tables.
         ColdTierError: the folder cannot be used, or the disk has no room.
         ValueError: the model has nothing to replace, or something that cannot be replaced.
@@ -293,6 +294,7 @@ def restore(model: nn.Module) -> Accelerated:
         What was replaced; nothing if `accelerate` left all modules to PyTorch.
 
     Raises:
+        ConflictingWrite: a table was written to while fast memory had newer rows.
         RuntimeError: a gradient was overwritten before its rows were updated.
         ValueError: the model has no tables, or is only a part of what was accelerated, or a
             gradient has rows that its table no longer has.
@@ -379,16 +381,16 @@ def _choose_tiers(
         cold_path=cold_path,
     )
     settings.require()
-    if budgeted is None:
+    if budgeted is None or formula is None:
         return None
     budget_bytes, pinned = budgeted
-    assert formula is not None
     names = {table.weight: table.name for table in reversed(updated)}
 
     def begin(attachment: Attachment) -> None:
         """Give the tables tiers; after an error, the tables are as before."""
         before = {weight: weight.data for weight in names}
         try:
+            settings.require(attachment.groups[0].device)
             if cold_path is not None:
                 files = ColdFiles(cold_path)
                 for weight, name in names.items():

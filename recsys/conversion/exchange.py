@@ -153,36 +153,36 @@ def counterpart(module: nn.Module) -> TableModule:
     else:
         ours = HotColdEmbeddingBagCollection._on(module)
     ours.training = module.training
-    _share_hooks(ours, module)
-    if isinstance(ours, OneTable):
-        for name, value in module.__dict__.items():  # attributes that users have set
-            ours.__dict__.setdefault(name, value)
-    if isinstance(ours, HotColdEmbeddingCollection):
-        for new, old in zip(
-            [each.holder for each in ours.tables()],
-            cast("Any", module).embeddings.values(),
-            strict=True,
-        ):
-            _share_hooks(new, old)
+    for new, old in _pairs(ours, module):
+        new.__dict__.update({name: old.__dict__[name] for name in MODULE_HOOKS})
+        for name, value in _attributes(old).items():
+            if hasattr(type(old), name) or not hasattr(type(new), name):  # that is a name of ours
+                new.__dict__.setdefault(name, value)
     return ours
 
 
 def give_back(ours: TableModule, module: nn.Module) -> None:
     """Give the module that `ours` replaced its Parameters, and what was set on `ours` meanwhile."""
-    for new, old in [
-        (ours, module),
-        *zip([each.holder for each in ours.tables()], holders_of(module), strict=True),
-    ]:
-        if isinstance(new, OneTable):
-            for name, value in new.__dict__.items():
-                if name not in _OURS and not hasattr(OneTable, name):
-                    old.__dict__[name] = value
-        else:
-            old.training = new.training
-            _share_hooks(old, new)
+    for new, old in _pairs(ours, module):
+        for name, value in _attributes(new).items():
+            if name != KEPT and not hasattr(type(new), name):
+                old.__dict__[name] = value
 
 
-_OURS = ("row_optimizer", KEPT)  # attributes of objects only; torch's modules have neither
+def _pairs(ours: TableModule, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """A module with the one that it replaces, and so the modules with the tables of both."""
+    tables = [each.holder for each in ours.tables()]
+    return [(ours, module), *zip(tables, holders_of(module), strict=True)]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a user may have set; the private attributes of a collection are its own."""
+    is_table = isinstance(module, nn.EmbeddingBag | nn.Embedding)
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if is_table or name[:1] != "_" or name in MODULE_HOOKS
+    }
 
 
 def holders_of(module: nn.Module) -> list[nn.Module]:
@@ -191,11 +191,6 @@ def holders_of(module: nn.Module) -> list[nn.Module]:
         if hasattr(module, name):
             return list(getattr(module, name).values())
     return [module]
-
-
-def _share_hooks(ours: nn.Module, module: nn.Module) -> None:
-    for name in MODULE_HOOKS:
-        ours.__dict__[name] = module.__dict__[name]
 
 
 def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:

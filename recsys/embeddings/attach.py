@@ -136,12 +136,14 @@ class Attachment:
                 group.fetcher.empty_slots(is_written_back=True)
 
     def require_releasable(self) -> None:
-        """Check that no gradient was changed, and no table.
+        """Write the newest rows to the tables, and check that no gradient or table was changed.
 
         Raises:
+            ConflictingWrite: a table was written to while slots had newer rows.
             RuntimeError: a gradient was overwritten before its rows were updated, or the memory of
                 a table replaced.
         """
+        self.write_back()
         for group in self.groups:
             group.require_tables()
             group.ledger.in_order()
@@ -150,6 +152,7 @@ class Attachment:
         """Give the tables back: plain Parameters with all rows, whose `grad` torch fills.
 
         Raises:
+            ConflictingWrite: as for `require_releasable`.
             RuntimeError: as for `require_releasable`.
         """
         self.require_releasable()

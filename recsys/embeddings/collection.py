@@ -1,6 +1,7 @@
 """`HotColdEmbeddingBagCollection` and `HotColdEmbeddingCollection`: many tables, one call.
 
-features -> look_up -> pooled vectors     one kernel call for each embedding_dim, dtype and pooling
+features -> look_up -> pooled vectors     one kernel call for each embedding_dim, dtype and pooling;
+                                          without pooling one for each feature
 gradient -> ledger -> update              one for each embedding_dim and dtype
 
 They take TorchRec's inputs and give its outputs, and need no TorchRec themselves.
@@ -173,11 +174,6 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
     def is_weighted(self) -> bool:
         """Whether every lookup has a weight."""
         return self._is_weighted
-
-    @property
-    def device(self) -> torch.device:
-        """Device of ids and results."""
-        return self.table_weights()[0].device
 
     def forward(self, features: Features, *, stacked: bool = False) -> Pooled | Tensor:
         """Look up and pool; a `KeyedJaggedTensor` gives a `KeyedTensor`, `JaggedIds` give
@@ -492,11 +488,6 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         """Whether the result has the ids of the rows."""
         return self._need_indices
 
-    @property
-    def device(self) -> torch.device:
-        """Device of ids and results."""
-        return self.table_weights()[0].device
-
     def _embedding(self, number: int) -> HotColdEmbedding:
         return cast("HotColdEmbedding", self.embeddings[self._tables[number].name])
 
@@ -506,7 +497,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         if keys != self._known_keys:
             require_features((feature for _, feature in self._lookups), keys)
             self._known_keys = list(keys)
-        read_features(features, is_weighted=False, dtype=torch.float32, device=self._id_device())
+        read_features(features, is_weighted=False, dtype=torch.float32, device=self.device)
         values, offsets = features.values(), features.offsets()
         ends = offsets[::size].tolist() if size else [0] * (len(keys) + 1)
         require_all_in_bags(len(values), ends[-1])
@@ -522,14 +513,10 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             for number, feature in enumerate(keys)
         }
 
-    def _id_device(self) -> torch.device:
-        return self._places[0].group.device if self._places else self.device
-
     def _id_error(self, features: Features, table: int, feature: str) -> Exception:
         """An error that names the feature and the sample."""
         group, number = self._places[table]
-        device = self._id_device()
-        bags = read_features(features, is_weighted=False, dtype=group.dtype, device=device)
+        bags = read_features(features, is_weighted=False, dtype=group.dtype, device=self.device)
         position, values = features.keys().index(feature), features.values()
         begin = int(features.offsets()[position * features.stride()])
         is_bad = (values[begin:] < 0) | (values[begin:] >= int(group.sizes[number]))

@@ -260,9 +260,7 @@ class SavedTables:
             TiersFailed: a transfer has failed.
         """
         for update in self._updates:
-            if update.group.fetcher is not None:
-                update.group.fetcher.require_unwritten()
-                write_back(update.group)
+            write_back(update.group)
 
     def track(self) -> None:
         """Write changed rows back, then begin to record which rows are changed.

@@ -31,7 +31,7 @@ from recsys.embeddings.update.in_backward import read_marks
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from recsys.embeddings.lookup.lookup import Part
@@ -110,11 +110,14 @@ class TableSettings(NamedTuple):
         """Whether a device reaches the tables in host memory."""
         return self._has_budget and device is not None and device.type == "cuda"
 
-    def require(self) -> None:
+    def require(self, device: torch.device | str | None = None) -> None:
         """Check that the settings fit together.
 
+        Args:
+            device: Where kernels run.
+
         Raises:
-            ConfigError: they contradict each other.
+            ConfigError: they contradict each other, or files are to be on a device.
             TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
             ValueError: there is a budget and no optimizer.
         """
@@ -133,6 +136,11 @@ class TableSettings(NamedTuple):
         if has_budget and self.optimizer is None:
             raise ValueError(
                 "budget= (or plan=) needs optimizer=, which updates rows wherever they are"
+            )
+        if self.cold_tier == "file" and device is not None and torch.device(device).type != "cpu":
+            raise ConfigError(
+                f"cold_tier='file' is for tables whose fast memory is that of the CPU, got "
+                f"device={str(device)!r}; use cold_tier='host', or leave device= out"
             )
 
     def give_slots(
@@ -179,20 +187,16 @@ class TableSettings(NamedTuple):
             ColdTierError: the folder cannot be used, or the disk is full.
             ConfigError: the settings contradict each other, or files are to be on a device.
         """
-        self.require()
+        self.require(device)
         place = None if device is None else torch.device(device)
         if self.cold_path is not None:
-            if place is not None and place.type != "cpu":
-                raise ConfigError(
-                    f"cold_tier='file' is for tables whose fast memory is that of the CPU, got "
-                    f"device={device!r}; use cold_tier='host', or leave device= out"
-                )
             files = ColdFiles(self.cold_path)
             return [files.make(name, *kind) for name, kind in tables.items()], files
         if self._keeps_on_host(place):
-            return [empty_in_own_pages(*kind) for kind in tables.values()], None
-        made = [empty_rows(*shape, dtype=dtype, device=place) for shape, dtype in tables.values()]
-        return made, None
+            return [empty_in_own_pages(*kind, place) for kind in tables.values()], None
+        return [
+            empty_rows(*shape, dtype=dtype, device=place) for shape, dtype in tables.values()
+        ], None
 
     def allocate_one(
         self,
@@ -203,8 +207,8 @@ class TableSettings(NamedTuple):
     ) -> tuple[Tensor | None, ColdFiles | None]:
         """Memory for one table, undefined unless `weight` is given; None for torch to make it."""
         self.require()
+        device = device if weight is None else weight.device
         place = None if device is None else torch.device(device)
-        place = place if weight is None else weight.device
         is_moved = self.cold_path is not None or self._keeps_on_host(place)
         if self.optimizer is None or (weight is not None and not is_moved):
             return weight, None
@@ -254,7 +258,10 @@ def group_tables(
 def _kind_of(table: nn.Parameter) -> tuple[int, torch.dtype, torch.device]:
     """What tables of one group have in common: dim, dtype, and where kernels run."""
     device = table.device
-    if device.type == "cpu" and pages_of(table) is not None:  # as `TableSettings.allocate` makes it
+    pages = pages_of(table) if device.type == "cpu" else None
+    # In pages of its own, it is as `TableSettings.allocate` makes it.
+    device = device if pages is None else pages.memory.device or torch.device("cuda")
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return table.shape[1], table.dtype, device
 
@@ -282,7 +289,8 @@ class TableModule(nn.Module):
 
     row_optimizer: FusedOptimizer | None = None
     attachment: Any = None  # an `Attachment`; imports point down
-    _pending: TableSettings | None = None  # of tables on "meta", until they have memory
+    # Of tables on "meta", until they have memory.
+    _pending: tuple[TableSettings, ColdFiles | None] | None = None
     _places: Sequence[Place] = ()
     _parts: Sequence[Part] = ()  # what is looked up
     _nodes: Nodes | None = None
@@ -314,7 +322,7 @@ class TableModule(nn.Module):
         Returns:
             For `TrainPipeline`; it need not be kept. Empty without slots.
         """
-        return claim_together(self.lookups(*arguments)) if self._nodes is not None else []
+        return claim_together(self.lookups(*arguments)) if self._is_updated() else []
 
     def attach(self, places: Sequence[Place], nodes: Nodes) -> None:
         """Pass gradients to an optimizer of recsys instead of torch.
@@ -332,10 +340,19 @@ class TableModule(nn.Module):
 
     def groups(self) -> list[TableGroup]:
         """The groups of its tables, each once."""
+        self._is_updated()
         return list(dict.fromkeys(place.group for place in self._places))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of ids and results."""
+        return (
+            self._places[0].group.device if self._is_updated() else self.tables()[0].weight.device
+        )
 
     def updates(self) -> Sequence[TableUpdate]:
         """What updates its rows, and those of other modules with the same optimizer."""
+        self._is_updated()
         updater = self.row_optimizer or self.attachment
         return () if updater is None else updater.updates
 
@@ -353,7 +370,7 @@ class TableModule(nn.Module):
 
     def places(self) -> list[Place]:
         """The places of its tables; none if gradients are left to torch."""
-        return list(self._places)
+        return list(self._places) if self._is_updated() else []
 
     def sync(self) -> None:
         """Write the newest rows and state to the tables; `state_dict` does, too.
@@ -384,6 +401,18 @@ class TableModule(nn.Module):
         state |= {"attachment": None, "_pending": None}
         return self.__dict__ | state | {"_known": (), "_parameters_of_tables": ()}
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert Parameters; tables that a device reaches in host memory stay there."""
+        left = {
+            id(table)
+            for group in {place.group for place in self._places}
+            if group.fetcher is not None and group.is_on_device
+            for shown in [fn(torch.empty(0, dtype=group.dtype))]  # what it does to a table
+            if (shown.device.type, shown.dtype) == (group.device.type, group.dtype)
+            for table in group.tables
+        }
+        return super()._apply(lambda each: each if id(each) in left else fn(each), recurse)  # type: ignore[no-any-return,no-untyped-call]
+
     def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
         """Let the formula of the settings update the rows, once they have memory."""
         if settings.optimizer is None:
@@ -396,10 +425,8 @@ class TableModule(nn.Module):
             rounding_seed=settings.rounding_seed,
         )
         self.row_optimizer.steps_in_backward = settings.auto_apply
-        if any(table.weight.is_meta for table in self.tables()):
-            self._pending = settings
-        else:
-            self._begin(settings, files)
+        self._pending = settings, files
+        self._is_updated()
 
     def _begin(self, settings: TableSettings, files: ColdFiles | None) -> None:
         formula, tables, optimizer = settings.optimizer, self.tables(), self.row_optimizer
@@ -418,10 +445,15 @@ class TableModule(nn.Module):
         named = {table.weight: table for table in reversed(self.tables())}
         return [*named.values()][::-1]
 
-    def _has_optimizer(self) -> bool:
-        """Whether rows are updated by recsys."""
-        if self._pending is not None:
-            self._begin(self._pending, None)
+    def _is_updated(self, *, is_needed: bool = False) -> bool:
+        """Whether rows are updated by recsys; from now on, if tables had no memory before.
+
+        Args:
+            is_needed: Whether tables that still have none are an error.
+        """
+        pending = self._pending
+        if pending and (is_needed or not any(table.weight.is_meta for table in self.tables())):
+            self._begin(*pending)
             self._pending = None
         return self._nodes is not None
 
@@ -457,9 +489,16 @@ class TableModule(nn.Module):
             ValueError: a recsys optimizer updates its rows.
         """
         if self._pending is not None:
-            self._has_optimizer()
+            self._is_updated(is_needed=True)
         are_known = map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._known)
-        if self._known and all(are_known):
+        if (
+            self._known
+            and all(are_known)
+            and (
+                self._nodes is not None
+                or _kind_of(self._known[0])[2] == self._places[0].group.device
+            )
+        ):
             return
         if self._nodes is None:
             self._places = group_tables(self.tables(), are_bound=False)

@@ -17,7 +17,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from recsys.batch import JaggedIds
-    from recsys.embeddings.tiers.fetch import Claims
+    from recsys.embeddings.tiers.fetch import Claims, Fetcher
 
 __all__ = ["AbstractDividedTables"]
 
@@ -45,3 +45,7 @@ class AbstractDividedTables(nn.Module, ABC):
     @abstractmethod
     def prefetch(self, features: JaggedIds) -> Claims:
         """Wait for ids that were sent, and start to fetch this process's rows. No collective."""
+
+    @abstractmethod
+    def fetchers(self) -> list[Fetcher]:
+        """What moves this process's rows; empty if all are in fast memory."""

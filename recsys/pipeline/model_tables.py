@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from recsys._support.user_warnings import warn_caller
 from recsys.batch import JaggedIds
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.tables_module import TableModule, table_modules_in
 from recsys.embeddings.tiers.fetch import claim_together
 from recsys.pipeline.divided_tables import AbstractDividedTables
@@ -55,11 +54,13 @@ class ModelTables:
         found = [each for each in model.modules() if isinstance(each, AbstractDividedTables)]
         self.divided = [each for each in found if each.has_tiers]
         with_slots = {name: each for name, each in self._whole.items() if _fetchers_of(each)}
-        self.fetchers = [
-            *dict.fromkeys(one for each in with_slots.values() for one in _fetchers_of(each))
-        ]
         inside = {part for each in found for part in each.modules()}
         self.modules = {name: each for name, each in with_slots.items() if each not in inside}
+        self._whole_fetchers = dict.fromkeys(
+            one for each in self.modules.values() for one in _fetchers_of(each)
+        )
+        divided = [one for each in self.divided for one in each.fetchers()]
+        self.fetchers = [*self._whole_fetchers, *divided]
         self._updated = {name: each for name, each in self._whole.items() if each.updates()}
         self._names = {name: _features_of(each) for name, each in self._whole.items()}
         self._has_warned = False
@@ -134,14 +135,14 @@ class ModelTables:
         return None if any(claimed is None for _, claimed in claims) else claims
 
     def begin(self, claims: Claims | None, *, is_waiting: bool = True) -> None:
-        """Begin to compute a mini-batch.
+        """Begin to compute a mini-batch; divided tables do so in their `forward`.
 
         Args:
             claims: What `prefetch` returned; None if nothing was claimed.
             is_waiting: Whether to wait for all its rows.
         """
         known = dict(claims or ())
-        for fetcher in self.fetchers:
+        for fetcher in self._whole_fetchers:
             fetcher.begin(known.get(fetcher), is_waiting=is_waiting)
 
     def unpinned_samples(self, batch: Any) -> list[Tensor]:
@@ -290,12 +291,9 @@ def _fetchers_of(module: TableModule) -> list[Fetcher]:
 
 def _features_of(module: nn.Module) -> set[str]:
     """The features that a collection looks up; none for other modules, which do not name them."""
-    tables: Sequence[Any] = ()
-    if isinstance(module, HotColdEmbeddingBagCollection):
-        tables = module.embedding_bag_configs()
-    elif isinstance(module, HotColdEmbeddingCollection):
-        tables = module.embedding_configs()
-    return {feature for table in tables for feature in table.feature_names}
+    pooled = getattr(module, "embedding_bag_configs", None)
+    configs: Any = pooled or getattr(module, "embedding_configs", tuple)
+    return {feature for table in configs() for feature in table.feature_names}
 
 
 def _features_in(value: Any, depth: int = 0) -> list[Features]:

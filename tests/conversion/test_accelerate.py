@@ -405,6 +405,7 @@ def test_a_parameter_of_a_collection_and_a_bag_is_one_table():
     def build():
         model = Holder(ebc=collection(), a=bag(sparse=False))
         model.a.weight = model.ebc.embedding_bags["item"].weight
+        model.ebc.tag = model.a.tables = "before"
         return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
 
     (plain, plain_optimizer), (model, optimizer) = build(), build()
@@ -418,6 +419,11 @@ def test_a_parameter_of_a_collection_and_a_bag_is_one_table():
 
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+    assert model.ebc.tag == "before"
+    model.ebc.tag = "meanwhile"
+    recsys.restore(model)
+    assert (model.ebc.tag, model.a.tables) == ("meanwhile", "before")
+    assert set(vars(model.ebc)) == set(vars(plain.ebc))
 
 
 def test_the_tables_of_a_collection_have_one_optimizer_or_none():

@@ -11,14 +11,16 @@ from torch import nn
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    HotColdEmbeddingBag,
     HotColdEmbeddingBagCollection,
     HotColdEmbeddingCollection,
     TableConfig,
 )
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.errors import ConfigError, IdOutOfRange, TiersFailed
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.divided_tables import AbstractDividedTables
 
 BUDGET = 30_000  # of 830 rows and their state
 
@@ -53,6 +55,19 @@ def test_left_out_a_schedule_looks_ahead_where_rows_come_from_files(pair, tmp_pa
     assert TrainPipeline(resident, None).schedule == Sequential()
     assert TrainPipeline(tiered, None).schedule == Sequential()
     assert TrainPipeline(in_files, None).schedule == LookAhead(depth=2)
+
+
+def test_tables_divided_among_processes_count_what_moves_their_rows():
+    held = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.5), budget="4KiB")
+    fetchers = [group.fetcher for group in held.groups()]
+    names = {"has_tiers": True, "fetchers": lambda _: fetchers}
+    unused = dict.fromkeys(("send", "prefetch"))
+    divided = type("Divided", (AbstractDividedTables,), names | unused)()
+    pipeline = TrainPipeline(nn.Sequential(divided, nn.Linear(1, 1)), None)
+    held(torch.tensor([[1]])).sum().backward()
+    [tier] = pipeline.state_dict()["tiers"]
+    assert tier["num_rows"] == 300
+    assert tier["waited"][0] > 0
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(2)])

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["PageLocks", "Pages", "empty_in_own_pages", "in_own_pages", "pages_of"]
 
 
+class _Mapping(mmap.mmap):
+    device: torch.device | None = None  # the one that is to reach it, if one was named
+
+
 class Pages(NamedTuple):
     """A mapping, which lasts as long as a reference to `memory`.
 
@@ -41,11 +45,11 @@ class Pages(NamedTuple):
 
     begin: int
     end: int
-    memory: mmap.mmap
+    memory: _Mapping
 
 
 # The mappings that exist, by where each begins.
-_MAPPINGS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+_MAPPINGS: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 
 # cudaHostRegisterPortable and cudaHostRegisterMapped: every device of this process reaches the
 # memory by the address that the host uses.
@@ -57,24 +61,33 @@ _USERS: dict[int, int] = {}
 _CHANGING = threading.RLock()
 
 
-def empty_in_own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor of zeros in pages of its own, huge ones if the system has them."""
+def empty_in_own_pages(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Allocate a tensor of zeros in pages of its own, huge ones if the system has them.
+
+    Args:
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        device: The one that is to reach it.
+    """
     num_bytes = prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
     # Private, so that the table of a forked process is a copy, as other memory is.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.device = device
     found = torch.frombuffer(memory, dtype=dtype).view(shape)
     _MAPPINGS[found.data_ptr()] = memory
     advise_huge_pages(found)
     return found
 
 
-def in_own_pages(tensor: Tensor) -> Tensor:
+def in_own_pages(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """A tensor on the CPU, or a copy of it in pages of its own if it is not in such pages."""
     if not tensor.nbytes or pages_of(tensor) is not None:
         return tensor
-    return empty_in_own_pages(tensor.shape, tensor.dtype).copy_(tensor)
+    return empty_in_own_pages(tensor.shape, tensor.dtype, device).copy_(tensor)
 
 
 def pages_of(tensor: Tensor) -> Pages | None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recsys.batch import JaggedIds, require_all_in_bags, require_one_batch_size
-from recsys.embeddings.kernels.cpu.places import BAD_OFFSETS
+from recsys.embeddings.kernels.cpu.places import BAD_OFFSETS, LEFT_OUT
 from recsys.embeddings.rows.bags import Bags
 from recsys.embeddings.rows.tables import compute_dtype
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.tables import TableGroup
 
 __all__ = [
-    "LEFT_OUT",
     "explain",
     "read_bag_call",
     "read_bags",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
-LEFT_OUT = -(2**31)  # for kernels on a device: an id without a gradient
 _ID_TYPES = (torch.int64, torch.int32)
 
 
@@ -65,9 +63,11 @@ def read_bags(
         MalformedBags: dtypes or shapes do not fit, or a weight is nan.
     """
     is_on_cpu = device.type == "cpu"
-    if ids.is_cpu is not is_on_cpu or (offsets is not None and offsets.is_cpu is not is_on_cpu):
+    if ids.device != device or (offsets is not None and offsets.device != device):
         raise MalformedBags(
-            f"ids and offsets must be on {device} like the rows, got ids on {ids.device}; move them"
+            f"ids and offsets must be on {device}, where rows are looked up, got ids on "
+            f"{ids.device}; move them; or if you have moved the module, build it with device= "
+            "instead, or call recsys.restore and accelerate the model there"
         )
     if offsets is not None and offsets.dtype is not ids.dtype:
         both = torch.promote_types(ids.dtype, offsets.dtype)

@@ -38,8 +38,8 @@ from recsys._support.torch_compat import (
     versions_of,
 )
 from recsys.embeddings.kernels.cpu.lookup import Input, pool, weight_gradients
-from recsys.embeddings.kernels.cpu.places import IN_FLIGHT, OK
-from recsys.embeddings.lookup.inputs import LEFT_OUT, explain
+from recsys.embeddings.kernels.cpu.places import IN_FLIGHT, LEFT_OUT, OK
+from recsys.embeddings.lookup.inputs import explain
 from recsys.embeddings.rows.bags import addresses
 from recsys.embeddings.rows.grads import leave_to_released
 from recsys.embeddings.rows.ledger import Call
@@ -85,7 +85,7 @@ class _Made(NamedTuple):
 
 
 class Nodes:
-    """Makes the autograd nodes of the lookups of a collection, or of all bags of one group.
+    """Makes the autograd nodes of the lookups of all modules with one optimizer.
 
     Args:
         optimizer: Its `end_pass` is called at the end of each backward pass that has filled a

@@ -370,7 +370,7 @@ class HotPlan:
         )
 
     def _shared(self) -> dict[tuple[int, str], int]:
-        """How many slots the window needs in each row space."""
+        """How many slots the window needs in each table group."""
         num_slots: dict[tuple[int, str], int] = {}
         for table, size in zip(self.tables.values(), self._sizes.tolist(), strict=True):
             space = table.embedding_dim, table.data_type

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys._support.cuda.own_pages import PageLocks, empty_in_own_pages, in_own_pages
+from recsys._support.cuda.own_pages import PageLocks, empty_in_own_pages, in_own_pages, pages_of
 from recsys.embeddings.kernels.triton.lookup import (
     DeviceInput,
     DeviceLookups,
@@ -142,12 +142,18 @@ class DeviceGroup(TableGroup):
         """As there; in pages that can be locked."""
         return in_own_pages(tensor) if tensor.is_cpu else tensor
 
+    def give_slots(self, num_slots: int, fetcher: Any) -> None:
+        """As there; tables on the device move to the host's memory."""
+        for table in self.tables:
+            table.data = in_own_pages(table.detach().cpu(), self.device)
+        super().give_slots(num_slots, fetcher)
+
     def new_slots(self, num_slots: int, size: int, dtype: torch.dtype) -> Tensor:
         """As there; on the device."""
         return torch.empty(num_slots, size, dtype=dtype, device=self.device)
 
     def _kind_of_memory(self) -> str:
-        return self.tables[0].device.type
+        return "cpu" if any(map(pages_of, self.tables)) else self.device.type
 
     def _numbers_of(self, lookups: Lookups) -> DeviceLookups:
         sizes, firsts = self.sizes.tolist(), self.first_rows.tolist()

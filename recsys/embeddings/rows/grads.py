@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -90,9 +91,10 @@ class LedgerParameter(nn.Parameter):
 
         It may be written to in place, as clipping does.
         """
-        bound, group = _BOUND.get(id(self)), group_of(self)
-        if bound is None or group is None:
-            return plain_grad(self)
+        bound = _BOUND.get(id(self))
+        group = None if bound is None else bound.group()
+        if bound is None or group is None or not (group.ledger.entries or group.ledger.grads):
+            return plain_grad(self)  # quickly: torch reads all of them in each step
         return _read(group, bound.number, is_sparse=bound.is_sparse)
 
     @grad.setter
@@ -283,6 +285,12 @@ def _values_of(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
+@lru_cache(maxsize=1024)
+def _whole(number: int) -> Lookups:
+    """The lookups of one table; the same object in each call, by which arrays are kept."""
+    return Lookups([(number, 0, 0)], is_mean=False)
+
+
 def _add(group: TableGroup, number: int, gradient: Tensor, last: int) -> None:
     """Put a gradient into the ledger, as an entry before all others."""
     if gradient.is_sparse and gradient.sparse_dim() == 1:
@@ -299,10 +307,9 @@ def _add(group: TableGroup, number: int, gradient: Tensor, last: int) -> None:
             f"table {group.names[number]!r}: its grad is sparse and has an index that is not in "
             f"[0, {size}); correct what made it"
         )
-    lookups = Lookups([(number, 0, 0)], is_mean=False)
-    kept = torch.cat([rows.to(torch.int32), torch.zeros(1, dtype=torch.int32)])
-    call = Call(0, lookups, kept, len(rows), len(rows), 0, None, 0)
-    values = values.detach().to(group.compute_dtype).contiguous()
+    kept = torch.cat([rows, rows.new_zeros(1)]).to(group.device, torch.int32)
+    call = Call(0, _whole(number), kept, len(rows), len(rows), 0, None, 0)
+    values = values.detach().to(group.device, group.compute_dtype).contiguous()
     group.ledger.entries.insert(0, Entry(call, values, version_of(values), last))
 
 
@@ -348,8 +355,8 @@ def gradient_of(
     found = _by_id(group, entries, number)
     if not found:
         return None
-    rows = torch.cat([rows for rows, _ in found]).long()
-    values = torch.cat([values for _, values in found])
+    rows = torch.cat([rows for rows, _ in found]).to(table.device, torch.int64)
+    values = torch.cat([values for _, values in found]).to(table.device)
     if is_sparse:
         return torch.sparse_coo_tensor(
             rows.unsqueeze(0), values.to(table.dtype), table.shape, check_invariants=False
@@ -359,29 +366,36 @@ def gradient_of(
 
 def _by_id(group: TableGroup, entries: Sequence[Entry], number: int) -> list[tuple[Tensor, Tensor]]:
     """For each lookup in a table: the ids, and the gradient of each."""
-    found = []
+    found, on_device = [], group.is_on_device
     for call, whole, *_ in entries:
         for table, position, column in call.lookups.locations:
             if table != number:
                 continue
             first, end = position * call.num_samples, (position + 1) * call.num_samples
             part = whole.detach()[:, column : column + group.dim]
-            if not call.num_bounds:
-                rows = call.kept[first:end]
-                if group.is_on_device:  # of which some may be left out
-                    part = part[rows >= 0]
-                    rows = rows[rows >= 0]
-                found.append((rows, part))
-                continue
-            bounds = call.kept[call.num_ids + first : call.num_ids + end + 1].long()
-            lengths, of_ids = bounds.diff(), slice(int(bounds[0]), int(bounds[-1]))
-            scales = part.new_ones(int(lengths.sum()))
-            if call.weights is not None:
-                scales = call.weights[of_ids]
-            if call.lookups.is_mean:
-                scales = scales / lengths.repeat_interleave(lengths).to(scales.dtype)
-            by_id = scales.unsqueeze(1) * part.repeat_interleave(lengths, dim=0)
-            found.append((call.kept[of_ids], by_id))
+            rows, by_id = call.kept[first:end], part
+            if call.num_bounds:
+                begins = call.num_ids + first
+                bounds = call.kept[begins : call.num_ids + end + 1].long()
+                lengths, of_ids = bounds.diff(), slice(int(bounds[0]), int(bounds[-1]))
+                scales = (
+                    part.new_ones(int(lengths.sum()))
+                    if call.weights is None
+                    else call.weights[of_ids]
+                )
+                if call.lookups.is_mean:
+                    counts = (
+                        call.kept[begins + call.num_bounds + 1 :][: len(lengths)]
+                        if on_device
+                        else lengths
+                    )
+                    scales = scales / counts.repeat_interleave(lengths).to(scales.dtype)
+                by_id = scales.unsqueeze(1) * part.repeat_interleave(lengths, dim=0)
+                rows = call.kept[of_ids]
+            if on_device:  # where some ids may be left out, or be no rows
+                is_row = (rows >= 0) & (rows < int(group.sizes[number]))
+                rows, by_id = rows[is_row], by_id[is_row]
+            found.append((rows, by_id))
     return found
 
 
@@ -395,4 +409,7 @@ def _drop(group: TableGroup, number: int, last: int) -> None:
             lookups = lookups.in_tables([table for table in lookups.tables if table != number])
         if lookups.tables:
             kept.append(entry._replace(call=entry.call._replace(lookups=lookups)))
+    is_last = bool(group.ledger.entries) and not kept
     group.ledger.entries = kept
+    if is_last and group.fetcher is not None:
+        group.fetcher.end_generation()

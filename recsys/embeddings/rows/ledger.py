@@ -128,7 +128,7 @@ def join(entries: Sequence[Entry], num_tables: int) -> Joined:
     numbers = []
     for (call, gradient, *_), address in zip(entries, addresses, strict=True):
         _, lookups, kept, num_ids, num_samples, num_bounds, weights, _ = call
-        begin, stride = (address - low) // itemsize, gradient.stride(0)
+        begin, stride = (address - low) // itemsize, gradient.stride()[0]
         is_mean = lookups.is_mean and num_bounds > 0
         is_scaled |= is_mean or weights is not None
         num_all_ids += num_ids

@@ -51,6 +51,7 @@ _DTYPES = _Dtypes(
         torch.bfloat16: (np.uint16, torch.float32),
     }
 )
+_MOST_PLACED = 1024
 _MAX_ROWS = 2**31 - 1
 _NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
 _address, _requires_grad = torch.Tensor.data_ptr, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -173,7 +174,8 @@ class TableGroup:
         if not is_known or not all(table.is_contiguous() for table in self.tables):
             raise ValueError(
                 f"tables {self.names} must be contiguous float32, float64 or bfloat16 on {kind}, "
-                f"all of one dtype and embedding_dim, got {kinds}; convert the whole module"
+                f"all of one dtype and embedding_dim, got {kinds}; convert the whole module; to "
+                "move it, build it with device=, or call recsys.restore and accelerate it there"
             )
         self.compute_dtype = compute_dtype(self.dtype)
         self.nothing: NDArray[Any] = np.empty(0, _DTYPES[self.compute_dtype][0])
@@ -202,6 +204,8 @@ class TableGroup:
         looked_up = [self.tables[table] for table in lookups.tables]
         addresses = [self._addresses[table] for table in lookups.tables]
         found = Placed(self._numbers_of(lookups), looked_up, addresses)
+        if len(self._placed) >= _MOST_PLACED:  # inputs with ever other orders of features
+            self._placed.clear()
         self._placed[lookups] = found
         return found
 
@@ -229,7 +233,8 @@ class TableGroup:
 
     def trained(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that require a gradient."""
-        if all(map(_requires_grad, self.place(lookups).tables)):
+        known = self._placed.get(lookups) or self.place(lookups)  # tables moved since stay the same
+        if all(map(_requires_grad, known.tables)):
             return lookups
         return lookups.in_tables(
             [table for table in lookups.tables if self.tables[table].requires_grad]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from recsys.embeddings.lookup.inputs import LEFT_OUT
+from recsys.embeddings.kernels.cpu.places import LEFT_OUT
 from recsys.errors import MalformedBags
 
 if TYPE_CHECKING:

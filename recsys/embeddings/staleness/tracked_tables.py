@@ -30,7 +30,6 @@ def groups_in(models: Sequence[nn.Module]) -> list[TableGroup]:
     found: dict[TableGroup, None] = {}
     for model in models:
         for name, module in table_modules_in(model).items():
-            module.groups()  # of tables that have memory only now
             updates = module.updates()
             if not updates:
                 table = next((table.name for table in module.tables()), name)
@@ -105,9 +104,7 @@ def read_rows(group: TableGroup, rows: NDArray[np.int64]) -> Tensor:
         ConflictingWrite: a table was written to while slots had newer rows.
         TiersFailed: a transfer of rows has failed.
     """
-    if group.fetcher is not None:
-        group.fetcher.require_unwritten()
-        write_back(group)
+    write_back(group)
     firsts = group.first_rows.astype(np.int64)
     by_table = np.split(rows, np.searchsorted(rows, firsts[1:-1]))
     found = [

@@ -66,6 +66,10 @@ class SideStream:
             if tensor is not None:
                 tensor.record_stream(self._stream)
 
+    def is_writing(self) -> bool:
+        """Whether rows may be on their way to cold memory."""
+        return self._stream is not None and not self._stream.query()
+
     def finish(self) -> None:
         """Let the current stream wait for all work; the host does not."""
         if self._stream is not None:
@@ -80,11 +84,11 @@ class DeviceFetcher(Fetcher):
         self._last = max(self._last, self._needed) + 1
         with self.lock:
             found = [self._claim(lookups, bags, self._last) for lookups, bags in wanted]
-        return found[-1]
+        return found[-1]._replace(lookups={lookups for lookups, _ in wanted})
 
     def begin(self, claimed: Claim | None, *, is_waiting: bool = True) -> None:
         """As there; lookups wait for the rows."""
-        self._is_covered = claimed is not None
+        self._covered = frozenset() if claimed is None else claimed.lookups
         if claimed is None and self._last <= self._needed:
             self._needed += 1  # the last one may have had no update
         if claimed is not None:
@@ -92,7 +96,7 @@ class DeviceFetcher(Fetcher):
 
     def before_lookup(self, lookups: Lookups, bags: Bags) -> None:
         """As there; the warning may come with a later lookup."""
-        if not self._is_covered:
+        if lookups not in self._covered:
             with self.lock:
                 self._claim(lookups, bags, self._needed)
         if not self._has_warned and int(self._seen[LEFT]):

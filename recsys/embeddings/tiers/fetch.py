@@ -55,7 +55,7 @@ from recsys.embeddings.tiers.write_back import write_back
 from recsys.errors import ConflictingWrite, TiersFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Sequence, Set
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -77,11 +77,13 @@ class Claim(NamedTuple):
         generation: Number of the mini-batch.
         transfer: The last one that fetches its rows; None on a device.
         counts: As of a `Transfer`.
+        lookups: What it claimed rows for.
     """
 
     generation: int
     transfer: Transfer | None
     counts: NDArray[np.int64]
+    lookups: Set[Lookups] = frozenset()
 
 
 class Counts(NamedTuple):
@@ -156,8 +158,9 @@ class Fetcher:
         self._needed = self._last = 1
         self._views: list[Tensor] = []  # of `weight.data`, whose versions are others
         self._versions: list[int] | None = None  # None: what is found next is accepted
-        self._is_covered = False  # whether the current mini-batch was claimed wholly
-        self._is_counted = False  # whether it was
+        # Lookups of the current mini-batch that were claimed wholly; those that were claimed.
+        self._covered: Set[Lookups] = frozenset()
+        self._counted: Set[Lookups] = frozenset()
         self._short = 0  # the last generation for which slots were too few
         self._has_warned = False
         self.planned, self.popular = planned, _NO_ROWS
@@ -194,7 +197,7 @@ class Fetcher:
         counts = np.sum([claimed.counts for claimed in found], axis=0)
         if counts[LEFT]:
             self._short = self._last
-        return found[-1]._replace(counts=counts)
+        return found[-1]._replace(counts=counts, lookups={lookups for lookups, _ in wanted})
 
     def begin(self, claimed: Claim | None, *, is_waiting: bool = True) -> None:
         """Begin to compute a mini-batch.
@@ -204,29 +207,30 @@ class Fetcher:
             is_waiting: Whether to wait for all its rows. If not, a lookup of one that is on its way
                 waits.
         """
-        self._is_covered = self._is_counted = False
+        self._covered = self._counted = frozenset()
         if claimed is None and self._last <= self._needed:
             self._needed += 1  # the last one may have had no update
         if claimed is not None:
             self._needed = max(self._needed, claimed.generation)
             if is_waiting:
                 self._finish(claimed.transfer)
-            self._is_covered, self._is_counted = not claimed.counts[LEFT], True
+            self._counted = claimed.lookups
+            self._covered = frozenset() if claimed.counts[LEFT] else claimed.lookups
             self.sums[:LEFT] += claimed.counts[:LEFT]
 
     def before_lookup(self, lookups: Lookups, bags: Bags) -> None:
-        """Claim slots for a lookup in training, unless its mini-batch was claimed ahead."""
-        if self._is_covered:
+        """Claim slots for a lookup in training, unless it was claimed ahead."""
+        if lookups in self._covered:
             return
         with self.lock:
             self.queue.note_arrivals()  # of rows that `prefetch` has fetched
             is_pinning = self._must_pin
-            _, transfer, counts = self._claim(lookups, bags, self._needed)
+            _, transfer, counts, _ = self._claim(lookups, bags, self._needed)
             if is_pinning or counts[FETCHED] or counts[WRITTEN]:
                 self._finish(transfer)
             else:
                 self.queue.drop_last()
-        if not self._is_counted:
+        if lookups not in self._counted:
             self.sums[:LEFT] += counts[:LEFT]
         self.sums[LEFT] += counts[LEFT]
         if counts[LEFT] and not self._has_warned:
@@ -234,14 +238,14 @@ class Fetcher:
 
     def before_update(self, entries: Sequence[Entry]) -> None:
         """Let no transfer touch these rows; writes are our own until `accept_writes`."""
-        self._versions = None
         if self.queue and any(entry.call.num_ahead != self.num_ahead for entry in entries):
             self.settle()
+        self._versions = None
 
     def end_generation(self) -> None:
         """Let the slots of the current mini-batch be taken."""
         self._needed += 1
-        self._is_covered = self._is_counted = False
+        self._covered = self._counted = frozenset()
 
     def settle(self) -> None:
         """Wait until no row is on its way."""
@@ -367,7 +371,7 @@ class Fetcher:
         """
         if not self.is_written():
             return
-        if self.marks.is_dirty.any():
+        if self.marks.is_dirty.any() or self.queue.is_writing():
             raise ConflictingWrite(
                 f"a table of {self._group.names} or its optimizer state was written to by a tensor "
                 "kept from before (of detach(), data or state_dict()) while newer values of some "

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.jit import work_alone
-from recsys.embeddings.kernels.cpu.claim import note_arrivals
+from recsys.embeddings.kernels.cpu.claim import WRITTEN, note_arrivals
 from recsys.errors import TiersFailed
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class TransferQueue:
     def __bool__(self) -> bool:
         """Whether rows may be on their way."""
         return bool(self._transfers)
+
+    def is_writing(self) -> bool:
+        """Whether rows may be on their way to cold memory."""
+        return any(transfer.counts[WRITTEN] for transfer in self._transfers)
 
     def oldest_generation(self, default: int) -> int:
         """The generation of the first transfer whose rows may not have arrived."""

@@ -73,8 +73,9 @@ class TieredParameter(LedgerParameter):
             tables = list(_tables_among((args, kwargs)))
             groups = [group for table in tables if (group := group_of(table)) is not None]
             for group in groups:
-                # A conflict ends with `load_state_dict`, which copies.
-                write_back(group, is_checked=func is not torch.Tensor.copy_)
+                # A conflict ends with `load_state_dict`, which copies to the table.
+                is_target = func is torch.Tensor.copy_ and group_of(args[0]) is group
+                write_back(group, is_checked=not is_target)
             result = func(*args, **kwargs or {})
             is_copy = _is_copy(result, tables)
             for group in groups:

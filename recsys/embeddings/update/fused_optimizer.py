@@ -79,6 +79,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def begin(self, tables: Sequence[nn.Parameter], groups: Sequence[TableGroup]) -> None:
         """Use Parameters that have replaced those without memory, in the same order."""
+        for before, table in zip(self.param_groups[0]["params"], tables, strict=True):
+            if before in self.state:
+                self.state[table] = self.state.pop(before)
         self.param_groups[0]["params"] = list(tables)
         self.updates = [TableUpdate(group, self, 0, self._rule) for group in groups]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,30 +12,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.optimizer import RowOptimizer
 
-
-__all__ = ["Columns", "Settings", "Translation"]
-
-# The shape of one row of each state array, () or (size,), by the optimizer's name for the array.
-Columns = dict[str, tuple[int, ...]]
-
-
-class Settings(NamedTuple):
-    """The settings of a param group, translated.
-
-    Attributes:
-        formula: The update rule of the rows.
-        columns: The state arrays.
-        rate_and_eps: The formula's rate and eps at the first step.
-    """
-
-    formula: RowOptimizer
-    columns: Columns
-    rate_and_eps: tuple[float, float]
-
-    @property
-    def state_sizes(self) -> dict[str, int]:
-        """Numbers per row of each state array."""
-        return {name: prod(shape) for name, shape in self.columns.items()}
+__all__ = ["Translation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +39,3 @@ class Translation:
     has_columns: bool = False
     is_for_sparse: bool = False
     rule: str = ""
-
-    def read(self, settings: Mapping[str, Any], dim: int) -> Settings:
-        """Translate the settings of a param group, for rows of a dim."""
-        formula = self.formula(settings)
-        flat = () if self.has_columns else formula.row_states
-        columns: Columns = {
-            self.state_names.get(name, name): () if name in flat else (size,)
-            for name, size in formula.state_sizes(dim).items()
-        }
-        rate, eps = formula.rate_and_eps(self.learning_rate(settings, 1), 1)
-        return Settings(
-            formula,
-            columns,
-            (float(rate), float(eps)),  # a tensor could be changed in place later
-        )

@@ -137,7 +137,9 @@ class TableUpdate:
             entries = [entry.to(group.compute_dtype) for entry in entries]
         if group.fetcher is not None:
             group.fetcher.require_unwritten()
-        updated = sorted({table for entry in entries for table in entry.call.lookups.tables})
+        updated = entries[0].call.lookups.tables
+        if len(entries) > 1:
+            updated = sorted({table for entry in entries for table in entry.call.lookups.tables})
         settings, rule = self.optimizer.param_groups[self._number], self._rule
         formula, sizes, rates_T2 = self._read(settings)
         is_stochastic = group.dtype != group.compute_dtype and settings.get("stochastic_rounding")
@@ -209,7 +211,8 @@ class TableUpdate:
         for table, step in zip(updated, steps, strict=False):
             self._states[table]["step"] = step
         # As after torch's in-place operations: autograd refuses a backward that saved a table.
-        increment_version([group.tables[table] for table in updated])
+        are_all = len(updated) == len(group.tables)
+        increment_version(group.tables if are_all else [group.tables[table] for table in updated])
         bad = None
         # Others may evaluate meanwhile; without slots they may see half of an update, as in torch.
         lock = nullcontext() if group.fetcher is None else group.fetcher.lock

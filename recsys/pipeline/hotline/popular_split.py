@@ -159,8 +159,8 @@ class PopularSplit:
     def state_dict(self) -> dict[str, Any]:
         """The counters, and what was learned about the loss and the rows.
 
-        JSON types, except for `popular_rows`: for each of the model's tiers an int32 tensor (M,)
-        with the rows that are pinned because they are popular.
+        JSON types, except for `popular_rows`: for each table group with slots an int32 tensor
+        (M,) with its rows that are pinned because they are popular.
         """
         fetchers = self._tables.fetchers
         return {

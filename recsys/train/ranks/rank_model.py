@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tiers.fetch import Claims
+    from recsys.embeddings.tiers.fetch import Claims, Fetcher
     from recsys.train.shards.folder import Layout
 
 __all__ = ["RankModel", "average_in_order", "rank_model"]
@@ -271,8 +271,7 @@ class RankTables(AbstractDividedTables):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables."""
-        found: list[EmbeddingBagConfig] = self.collection.embedding_bag_configs()
-        return found
+        return list(self.collection.embedding_bag_configs())
 
     def output_keys(self) -> list[str]:
         """The feature of each pooled vector, in column order."""
@@ -280,7 +279,7 @@ class RankTables(AbstractDividedTables):
 
     def agree_on_tiers(self) -> None:
         """Find out whether any process has rows in two tiers, after sharding. A collective."""
-        found = torch.tensor(len(self.collection.local_tables.fetchers()))
+        found = torch.tensor(len(self.fetchers()))
         dist.all_reduce(found)
         self.has_tiers = bool(found)
 
@@ -290,8 +289,11 @@ class RankTables(AbstractDividedTables):
         if sent is None:
             return self._in_order(self.collection(_keyed(ids)))
         context, arriving = sent
-        found = self.collection.compute_and_output_dist(context, arriving.wait())
-        return self._in_order(found)
+        return self._in_order(self.collection.compute_and_output_dist(context, arriving.wait()))
+
+    def fetchers(self) -> list[Fetcher]:
+        """What moves this process's rows; empty if all are in fast memory."""
+        return list(self.collection.local_tables.fetchers())
 
     def _in_order(self, pooled: Any) -> KeyedTensor:
         """Vectors with their columns in the order of the tables, on any number of processes."""
@@ -311,9 +313,9 @@ class RankTables(AbstractDividedTables):
         context, arriving = self._sent[features]
         ids = arriving.wait()
         self._sent[features] = context, NoWait(ids)
-        found: Claims = self.collection.local_tables.prefetch(ids)
-        context.claims = found  # which `compute_and_output_dist` begins
-        return found
+        # Which `compute_and_output_dist` begins.
+        context.claims = self.collection.local_tables.prefetch(ids)
+        return list(context.claims)
 
 
 def _keyed(ids: JaggedIds) -> KeyedJaggedTensor:

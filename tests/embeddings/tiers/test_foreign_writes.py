@@ -97,7 +97,10 @@ def test_a_collection_names_the_table_and_loads_tables_one_by_one(both):
 
 
 def test_an_accelerated_model_names_the_module():
-    model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True)})
+    sizes = {"goods": (9, 2 * DIM), "users": (NUM_ROWS, DIM)}
+    model = nn.ModuleDict(
+        {name: nn.EmbeddingBag(*size, mode="sum", sparse=True) for name, size in sizes.items()}
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     kept = model["users"].weight.data
     recsys.accelerate(model, optimizer=optimizer, budget=6000)
@@ -110,6 +113,9 @@ def test_an_accelerated_model_names_the_module():
     assert kept.data_ptr() == kept_since.data_ptr()
     with pytest.raises(ConflictingWrite, match="'users'"):
         model["users"](torch.arange(30).view(3, 10))
+    with pytest.raises(ConflictingWrite, match="'users'"):
+        recsys.restore(model)
+    assert not model["goods"].groups()[0].released
 
 
 @pytest.mark.parametrize("is_saved", [False, True])

@@ -57,10 +57,8 @@ class Tables:
         files = None if folder is None else ColdFiles(folder)
         if files is not None:
             rows = [files.keep(name, table) for name, table in zip(names, rows, strict=True)]
-        if device is not None and num_slots is None:
+        if device is not None:
             rows = [table.to(device) for table in rows]
-        elif device is not None and device.type == "cuda":
-            rows = [table.pin_memory() for table in rows]
         self.weights = [nn.Parameter(table) for table in rows]
         self.group = group_on(device)(names, self.weights)
         self.group.files = files

@@ -200,14 +200,19 @@ def test_a_collection_without_memory_is_filled_by_loading_and_trained(is_pooled,
     tables = configs() if is_pooled else unpooled_configs()
     plain = kind(tables, optimizer=optimizer, auto_apply=False)
     ours = kind(tables, device="meta", optimizer=optimizer, auto_apply=False)
-    ours.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
-    for _ in range(2):
-        for module in (plain, ours):
-            found = module(light())
-            parts = [found] if is_pooled else list(found.values())
-            sum(part.values().square().sum() for part in parts).backward()
+    for module in (plain, ours, plain, ours):
+        if module is ours and ours.table_weights()[0].is_meta:
+            ours.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
             if optimizer is not None:
-                module.row_optimizer.step()
+                ours.row_optimizer.load_state_dict(plain.row_optimizer.state_dict())
+            assert len(ours.updates()) == len(ours.groups()) == len(plain.updates())
+            continue
+        found = module(light())
+        parts = [found] if is_pooled else list(found.values())
+        sum(part.values().square().sum() for part in parts).backward()
+        if optimizer is not None:
+            module.row_optimizer.step()
+        assert bool(module.places()) == (optimizer is not None)
     for mine, other in zip(ours.table_weights(), plain.table_weights(), strict=True):
         assert torch.equal(mine, other)
         if optimizer is not None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from recsys.embeddings.kernels.cpu import claim as on_cpu
+from recsys.embeddings.kernels.cpu.places import LEFT_OUT
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.rows.bags import Bags, Lookups, addresses
@@ -19,7 +20,6 @@ from recsys.embeddings.kernels.triton.memory import (
     BAD_GRADIENT,
     BAD_OFFSETS,
     BAD_WEIGHT,
-    LEFT_OUT,
     NO_ROW,
     DeviceMemories,
     ErrorRecord,

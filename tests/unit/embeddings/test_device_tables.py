@@ -4,18 +4,31 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam
+from recsys import accelerate
+from recsys._support.cuda.own_pages import pages_of
+from recsys.batch import JaggedIds
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    HotColdEmbedding,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    TableConfig,
+)
+from recsys.embeddings.lookup.inputs import LEFT_OUT, read_ids
 from recsys.embeddings.rows.bags import Bags
+from recsys.embeddings.rows.tables import TableGroup
 from recsys.embeddings.tiers.write_back import write_back
-from recsys.errors import IdOutOfRange, MalformedBags, NonFiniteGradient
+from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, NonFiniteGradient
 from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables
 
 pytest.importorskip("triton")
 
 from recsys.embeddings import tables_module
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.rows import device_tables
 from recsys.embeddings.rows.device_tables import DeviceGroup
 from recsys.embeddings.tiers import device_fetch
 
@@ -171,18 +184,24 @@ MODULES = {
 }
 
 
+def twin_modules(device, patch, kind, formula, settings, budget=None):
+    """The same module on the CPU and on a device."""
+    how = {"optimizer": formula, "auto_apply": False, **settings}
+    on_cpu = kind(7, 4, **how)
+    if device.type == "cpu":
+        patch.setattr(tables_module, "_make_group", partial(DeviceGroup, device=device))
+    ours = kind(7, 4, budget=budget, device=device, **how)
+    ours.load_state_dict(on_cpu.state_dict())
+    return on_cpu, ours
+
+
 @pytest.mark.parametrize(("kind", "settings", "arguments"), MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("budget", [None, 7 * 4 + 3 * (16 * 2 + 11)])
 def test_modules_on_a_device_train_like_those_on_the_cpu(
     triton_device, monkeypatch, kind, settings, arguments, budget
 ):
-    on_cpu = kind(7, 4, optimizer=Adagrad(lr=0.1), **settings)
-    if triton_device.type == "cpu":
-        make = partial(DeviceGroup, device=triton_device)
-        monkeypatch.setattr(tables_module, "_make_group", make)
-    how = {"optimizer": Adagrad(lr=0.1), "budget": budget, "device": triton_device}
-    ours = kind(7, 4, **how, **settings)
-    ours.load_state_dict(on_cpu.state_dict())
+    made = twin_modules(triton_device, monkeypatch, kind, Adagrad(lr=0.1), settings, budget)
+    on_cpu, ours = made
     given = [argument.to(triton_device) for argument in arguments]
     for factor in (1.0, -0.5, 2.0):
         results = []
@@ -190,9 +209,123 @@ def test_modules_on_a_device_train_like_those_on_the_cpu(
             result = module(*of_module)
             factors = torch.arange(1.0, result.numel() + 1, device=result.device) * factor
             (result * factors.view(result.shape)).sum().backward()
+            module.row_optimizer.step()
             results.append(result.detach().cpu())
         assert torch.equal(*results)
         assert torch.equal(ours.weight.detach().cpu(), on_cpu.weight.detach())
+
+
+@pytest.mark.parametrize(("kind", "settings", "arguments"), MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("budget", [None, 7 * 4 + 3 * (16 + 11)])
+def test_a_grad_is_that_of_the_cpu_and_may_be_changed(
+    triton_device, monkeypatch, kind, settings, arguments, budget
+):
+    modules = twin_modules(triton_device, monkeypatch, kind, SGD(lr=0.5), settings, budget)
+    left_out = arguments[0].masked_fill(arguments[0] == settings.get("padding_idx", -1), LEFT_OUT)
+    for module, ids in zip(modules, (arguments[0], left_out.to(triton_device)), strict=True):
+        result = module(ids, *[argument.to(ids.device) for argument in arguments[1:]])
+        factors = torch.arange(1.0, result.numel() + 1, device=ids.device)
+        (result * factors.view(result.shape)).sum().backward()
+        assert module.weight.grad.device == module.weight.device
+    grad = modules[0].weight.grad
+    torch.testing.assert_close(modules[1].weight.grad.cpu(), grad)
+    for module in modules:
+        module.weight.grad = (grad * 2).to_sparse(1).to(module.weight.device)
+        module.row_optimizer.step()
+    assert torch.equal(modules[1].weight.detach().cpu(), modules[0].weight.detach())
+
+
+def begun(module, device):
+    """A module that was made without memory."""
+    module.to_empty(device=device).weight.data.copy_(torch.arange(28).view(7, 4))
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_tables_that_get_a_budget_move_to_the_memory_of_the_host(
+    triton_device, monkeypatch, is_accelerated
+):
+    if triton_device.type == "cpu":
+        make = partial(DeviceGroup, device=triton_device)
+        monkeypatch.setattr(tables_module, "_make_group", make)
+    how = {"optimizer": SGD(lr=1.0), "budget": 7 * 4 + 2 * (16 + 11)}
+    kind, settings = (nn.EmbeddingBag, {}) if is_accelerated else (HotColdEmbeddingBag, how)
+    model = begun(kind(7, 4, mode="sum", device="meta", **settings), triton_device)
+    before = model[0].weight.detach().cpu().clone()
+    if is_accelerated:
+        accelerate(model, **how)
+    model(IDS.view(4, 2).to(triton_device)).sum().backward()
+    assert torch.equal(before - IDS.bincount(minlength=7).view(7, 1), model[0].weight.detach())
+    assert pages_of(model[0].weight) is not None
+
+
+def test_a_table_on_a_device_has_no_files(tmp_path, monkeypatch):
+    def make(names, tables):
+        group = TableGroup(names, tables)
+        group.device = torch.device("cuda")
+        return group
+
+    monkeypatch.setattr(tables_module, "_make_group", make)
+    model = nn.Sequential(nn.EmbeddingBag(70, 4))
+    how = {"budget": "1KiB", "cold_tier": "file", "cold_path": tmp_path}
+    with pytest.raises(ConfigError, match=r"cold_tier='file' is for tables .* got device='cuda'"):
+        accelerate(model, optimizer=SGD(lr=1.0), **how)
+    assert type(model[0]) is nn.EmbeddingBag
+
+
+def test_a_module_is_on_the_device_that_was_asked_for(monkeypatch):
+    asked = []
+
+    def make(names, tables, device):
+        asked.append(device)
+        return DeviceGroup(names, tables, torch.device("cpu"))
+
+    monkeypatch.setattr(device_tables, "DeviceGroup", make)
+    how = {"optimizer": SGD(lr=1.0), "budget": 7 * 4 + 2 * (16 + 11)}
+    table = TableConfig(name="t", num_embeddings=7, embedding_dim=4)
+    module = HotColdEmbeddingBagCollection([table], device="cuda:1", **how)
+    assert asked == [torch.device("cuda:1")]
+    module.groups()[0].device = torch.device("meta")
+    assert module.device.type == "meta"
+
+
+@pytest.mark.parametrize("is_collection", [False, True])
+def test_tables_with_a_budget_stay_where_they_are_when_a_model_moves(monkeypatch, is_collection):
+    make = partial(DeviceGroup, device=torch.device("cpu"))
+    monkeypatch.setattr(tables_module, "_make_group", make)
+    how = {"optimizer": SGD(lr=1.0), "budget": 7 * 4 + 2 * (16 + 11)}
+    table = TableConfig(name="t", num_embeddings=7, embedding_dim=4)
+    module = HotColdEmbeddingBagCollection([table], **how)
+    if not is_collection:
+        module = HotColdEmbeddingBag(7, 4, **how)
+    model = nn.Sequential(module, nn.Linear(4, 4))
+    before = module.tables()[0].weight.detach().clone()
+    module.groups()[0].device = torch.device("meta")
+    assert model.to("meta")[1].weight.is_meta
+    assert torch.equal(module.tables()[0].weight.detach(), before)
+    with pytest.raises(ValueError, match="its memory is fixed while it has a budget"):
+        model.double()
+
+
+def test_input_and_tables_on_another_device_are_refused():
+    ids = torch.empty(3, dtype=torch.int64, device="meta")
+    with pytest.raises(MalformedBags, match=r"on cuda:1, .* moved the module, build it"):
+        read_ids(ids, torch.float32, torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="to move it, build it with device="):
+        TableGroup(["t"], [nn.Parameter(torch.empty(3, 4, device="meta"))])
+    group = DeviceGroup(["t"], [nn.Parameter(torch.empty(3, 4))], torch.device("cpu"))
+    group.device, group.tables[0].data = torch.device("cuda"), torch.empty(3, 4)
+    with pytest.raises(ValueError, match=r"bfloat16 on cuda, .* to move it, build it"):
+        group.require_tables()  # as after `module.cpu()`
+
+
+def test_a_collection_that_is_left_to_torch_may_move():
+    table = TableConfig(name="t", num_embeddings=7, embedding_dim=4)
+    module = HotColdEmbeddingBagCollection([table])
+    ids = JaggedIds.from_one_hot(["t"], IDS.view(1, 8))
+    before = module(ids).values()
+    module.groups()[0].device = torch.device("cuda")  # as before `module.cpu()`
+    assert torch.equal(module(ids).values(), before)
 
 
 def test_errors_are_raised_by_the_next_lookup_or_update(triton_device):

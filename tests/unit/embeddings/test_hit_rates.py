@@ -29,3 +29,8 @@ def test_modules_with_one_budget_show_the_hit_rates_of_all():
         optimizer.step()
 
     assert model[0].hit_rates == model[1].hit_rates == (0.5, 0.5)
+
+    [(fetcher, claimed)] = model[0].prefetch(ids)
+    fetcher.begin(claimed)
+    (model[0](ids).sum() + model[1](ids).sum()).backward()
+    assert fetcher.counts[:2] == (4, 2)  # the row of the other module was not claimed ahead

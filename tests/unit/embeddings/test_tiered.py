@@ -681,6 +681,17 @@ def test_a_write_by_a_kept_tensor_is_noticed(view, then):
 
 
 @pytest.mark.usefixtures("late_transfers")
+def test_a_write_beside_rows_that_are_written_back_is_noticed():
+    both = pair(num_slots=2)
+    kept = both[1].weights[0].detach()
+    train(both, 1, 2)
+    both[1].claim_ahead(ids(both, 3, 4))
+    kept[1] += 1
+    with pytest.raises(ConflictingWrite):
+        train(both[1:] * 2, 3, 4)
+
+
+@pytest.mark.usefixtures("late_transfers")
 @pytest.mark.parametrize(
     ("guard", "race"),
     [

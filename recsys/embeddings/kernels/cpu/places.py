@@ -15,8 +15,19 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["ARRIVING", "BAD_OFFSETS", "EMPTY", "IN_FLIGHT", "LEAVING", "NOWHERE", "OK", "WANTED"]
+__all__ = [
+    "ARRIVING",
+    "BAD_OFFSETS",
+    "EMPTY",
+    "IN_FLIGHT",
+    "LEAVING",
+    "LEFT_OUT",
+    "NOWHERE",
+    "OK",
+    "WANTED",
+]
 
 NOWHERE, LEAVING, WANTED, ARRIVING = np.int32(-1), np.int32(-2), np.int32(-3), np.int32(-4)
-EMPTY = np.int32(-1)  # in row_of_slot
+# In row_of_slot; and on a device, an id that adds nothing to its bag, as that of padding.
+EMPTY, LEFT_OUT = np.int32(-1), -(2**31)
 OK, IN_FLIGHT, BAD_OFFSETS = -1, -2, -3  # results of lookups; others are positions of bad ids

@@ -34,7 +34,6 @@ __all__ = [
     "BAD_GRADIENT",
     "BAD_OFFSETS",
     "BAD_WEIGHT",
-    "LEFT_OUT",
     "NO_ROW",
     "DeviceMemories",
     "ErrorRecord",
@@ -49,7 +48,6 @@ __all__ = [
 ]
 
 NO_ROW, BAD_OFFSETS, BAD_WEIGHT, BAD_GRADIENT = 1, 2, 3, 4
-LEFT_OUT = -(2**31)  # an id that adds nothing to its bag, as that of padding
 
 
 class Rows:
