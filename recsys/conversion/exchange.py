@@ -156,7 +156,7 @@ def counterpart(module: nn.Module) -> TableModule:
     for new, old in _pairs(ours, module):
         new.__dict__.update({name: old.__dict__[name] for name in MODULE_HOOKS})
         for name, value in _attributes(old).items():
-            if hasattr(type(old), name) or not hasattr(type(new), name):  # that is a name of ours
+            if hasattr(type(old), name) or not hasattr(type(new), name):  # a name of our class
                 new.__dict__.setdefault(name, value)
     return ours
 

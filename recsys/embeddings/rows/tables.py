@@ -123,7 +123,7 @@ class TableGroup:
         tensors: Views of all tables and state arrays, which share their versions.
         fetcher: Moves rows into slots; None if all rows are in their tables.
         before_update: Sees the ledger's entries before each update, which goes by those that it
-            returns; None if nobody follows the rows.
+            returns; None to update all of them.
         files: The files that tables and state are mapped from; None if they are in memory.
         kernel: Looks rows up.
         data_reads: How often callers have read each table's `data`, to which they may write.
