@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import prange
 
-from recsys._support.interrupts import interrupts_held_back
 from recsys._support.jit import kernel, kernel_part, num_parts, parallel_kernel
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch_to_write
 from recsys.embeddings.staleness.frozen_rows import LedgerCutter
@@ -106,10 +105,9 @@ class RowMarks:
         if len(inputs) == 1:
             self._count(inputs[0], _MARK | _CLEAR)
             return
-        with interrupts_held_back():
-            for passes in (_MARK, _CLEAR):
-                for arguments in inputs:
-                    self._count(arguments, passes)
+        for passes in (_MARK, _CLEAR):
+            for arguments in inputs:
+                self._count(arguments, passes)
 
     def _count(self, given: HostIds, passes: int) -> None:
         is_small = len(given.ids) < _MIN_SHARED_VALUES

@@ -14,7 +14,6 @@ Letters: B samples, S sampled inputs, G groups, M rows.
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
@@ -174,16 +172,15 @@ class StalenessTracker:
             TiersFailed: a transfer of rows has failed.
         """
         ends_window = (self.num_steps + 1) % self.staleness.window == 0
-        with interrupts_held_back() if ends_window else nullcontext():
-            self.num_steps += 1
-            self._num_seen = num_seen
-            if any(followed.marks.is_freezing for followed in self._followed):
-                self._frozen_until = self.num_steps
-            self.cancel_step()
-            if ends_window:
-                self._end_window()
-            # A raw mini-batch that the last mini-batch was made of may be taken again.
-            self._flag_sets.forget_before(self.num_steps - 1)
+        self.num_steps += 1
+        self._num_seen = num_seen
+        if any(followed.marks.is_freezing for followed in self._followed):
+            self._frozen_until = self.num_steps
+        self.cancel_step()
+        if ends_window:
+            self._end_window()
+        # A raw mini-batch that the last mini-batch was made of may be taken again.
+        self._flag_sets.forget_before(self.num_steps - 1)
 
     def cancel_step(self) -> None:
         """Called instead of `end_step` after a step that raised; the next one has its number."""

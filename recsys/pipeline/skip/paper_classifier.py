@@ -19,7 +19,6 @@ from weakref import ref
 import numpy as np
 import torch
 
-from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
 from recsys.datasets.iteration import BatchIterator
@@ -271,11 +270,10 @@ class PaperClassifier:
         found = search_threshold(self._levels(loader, left[places]), paper)
         for each in hot_rows:
             each.mark_stale(found.threshold)
-        with interrupts_held_back():
-            self._is_decided = True
-            self.decisions.append(self._summary(last, num_sampled, found, num_unseen))
-            for each in hot_rows:
-                each.forget()
+        self._is_decided = True
+        self.decisions.append(self._summary(last, num_sampled, found, num_unseen))
+        for each in hot_rows:
+            each.forget()
 
     def _summary(
         self, last: int, num_sampled: int, found: Search, num_unseen: int

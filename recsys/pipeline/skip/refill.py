@@ -28,7 +28,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from recsys._support.interrupts import interrupts_held_back
 from recsys.datasets.iteration import BatchIterator
 from recsys.pipeline.micro_batches import count_samples
 from recsys.pipeline.skip.chosen_samples import (
@@ -199,12 +198,11 @@ class Refill:
         """Count all mini-batches but the last `num_batches` as used."""
         if len(self._positions) <= 1 + num_batches and not self._positions[0].offset:
             return  # fast path: nothing has changed
-        with interrupts_held_back():
-            while len(self._positions) > 1 + num_batches:
-                self._positions.popleft()
-            self._write_num_waiting(iterator)
-            if self._positions[0].offset and isinstance(iterator, BatchIterator):
-                self._place = ref(iterator.loader), iterator.position
+        while len(self._positions) > 1 + num_batches:
+            self._positions.popleft()
+        self._write_num_waiting(iterator)
+        if self._positions[0].offset and isinstance(iterator, BatchIterator):
+            self._place = ref(iterator.loader), iterator.position
 
     def is_continued_by(self, iterator: Any) -> bool:
         """Whether an iterator begins with the raw mini-batch that was used in part.
@@ -267,24 +265,22 @@ class Refill:
                 else WaitingSamples(raw, chosen, is_scaled=not self._refills)
             )
         except Exception:
-            with interrupts_held_back():
-                self._count_raw(iterator, size, EVERYTHING)
+            self._count_raw(iterator, size, EVERYTHING)
             raise
         if self._num_raw == _MOST_RAW:
             self._on_too_few(
                 f"{self._setting} left out almost all samples of {_MOST_RAW} mini-batches in a "
                 "row, so the next ones are kept; lower share"
             )
-        with interrupts_held_back():
-            if waiting is None:
-                self._count_raw(iterator, size, chosen, num_made=1)
-                self._num_raw = 0
-                self._positions.append(self._taken)
-                return Refilled(batch, taken.num_batches, size, chosen.is_stale)
-            self._count_raw(iterator, size, chosen)
-            if len(waiting):
-                self._waiting.append(waiting)
-                self._num_waiting += len(waiting)
+        if waiting is None:
+            self._count_raw(iterator, size, chosen, num_made=1)
+            self._num_raw = 0
+            self._positions.append(self._taken)
+            return Refilled(batch, taken.num_batches, size, chosen.is_stale)
+        self._count_raw(iterator, size, chosen)
+        if len(waiting):
+            self._waiting.append(waiting)
+            self._num_waiting += len(waiting)
         return None
 
     def _count_raw(
@@ -318,14 +314,12 @@ class Refill:
                     break
             made = parts[0] if len(parts) == 1 else join(parts, self._setting)
         except Exception:  # they would fail again
-            with interrupts_held_back():
-                self._remove(size)
-                self._num_raw = 0
-            raise
-        with interrupts_held_back():
-            num_raw = size if self._refills else self._waiting[0].num_raw
             self._remove(size)
-            return self._refilled(made, num_raw)
+            self._num_raw = 0
+            raise
+        num_raw = size if self._refills else self._waiting[0].num_raw
+        self._remove(size)
+        return self._refilled(made, num_raw)
 
     def _remove(self, size: int) -> None:
         """Let the next `size` samples wait no more."""

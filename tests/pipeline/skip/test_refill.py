@@ -1,8 +1,5 @@
 """Mini-batches of full size from chosen samples: none lost, none twice, the position exact."""
 
-import itertools
-import signal
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.datasets.loader import BatchLoader
-from recsys.pipeline import window as window_module
 from recsys.pipeline.skip import refill
 from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
 from recsys.pipeline.skip.refill import Position, Refill
@@ -358,45 +354,6 @@ def test_samples_that_cannot_be_joined_are_left_out():
 
     assert made.batch[0].tolist() == [5, 6, 8, 9]  # 0, 1, 2 and 4 could not be joined
     assert maker.position == Position(1, 2, 2, 10, 4, 0, 0, 4)
-
-
-@pytest.mark.in_ci("2")
-@pytest.mark.parametrize("depth", [0, 2])
-def test_an_interrupt_anywhere_loses_at_most_one_mini_batch(depth):
-    is_chosen = np.array([True, True, False] * 8)
-
-    def train(line):
-        """All samples, interrupted where a line of refill or window begins for the n-th time."""
-        window, iterator = Window(), iter(BatchLoader(Numbered(24), "train", 4, shuffle=False))
-        window.refill = refill_of(is_chosen)
-        found, lines, files = [], itertools.count(), {refill.__file__, window_module.__file__}
-
-        def trace(frame, event, _):
-            if frame.f_code.co_filename not in files:
-                return None
-            if event == "line" and next(lines) == line:
-                signal.raise_signal(signal.SIGINT)
-            return trace
-
-        while True:
-            sys.settrace(trace)
-            try:
-                window.fill(iterator, depth, None)
-                batch = window.pop(iterator, None).batch
-            except StopIteration:
-                return found, window.refill.position, next(lines)
-            except KeyboardInterrupt:
-                continue
-            finally:
-                sys.settrace(None)
-            found += numbers(batch)
-
-    expected, position, num_lines = train(-1)
-    for line in range(num_lines - 1):
-        found, last, _ = train(line)
-        assert found == sorted(set(found))
-        assert len(found) >= len(expected) - 4
-        assert last == position
 
 
 def test_a_loader_that_overwrites_samples_that_wait_is_refused():
