@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import load_config
-from recsys.datasets.store import StoreWriter
+from recsys.datasets.store_writer import StoreWriter
 from recsys.train.exports.export import export_run
 from recsys.train.judge.evaluation import evaluate_run, open_saved_model
 from recsys.train.judge.predict import predict_run

@@ -32,7 +32,8 @@ class Batch:
             `uses_sample_weights = True` read it.
 
     Shape:
-        dense_features (B, I) float32; labels (B,) float32; weights (B,) float32.
+        dense_features (B, I) float32; labels (B,) float32, or (B, K) with K labels; weights (B,)
+        float32.
 
     Raises:
         MalformedBags: the parts have different numbers of samples.
@@ -102,7 +103,7 @@ class Batch:
         if any(each.weights is not None for each in parts):
             weights = torch.cat(
                 [
-                    torch.ones_like(each.labels, dtype=torch.float32)
+                    each.labels.new_ones(len(each), dtype=torch.float32)
                     if each.weights is None
                     else each.weights
                     for each in parts

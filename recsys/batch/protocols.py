@@ -81,7 +81,7 @@ class SampleSource(Protocol):
         Shape:
             samples (B,) in [0, num_samples); result: dense_features (B, I) float32,
             sparse_features int64, with weights (float32) in all mini-batches or in none; labels
-            (B,) float32.
+            (B,) float32, or (B, K) with K labels.
         """
 
     @property

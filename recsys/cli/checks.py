@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recsys._support.files import as_argument
 from recsys.config import SYNTHETIC_PREFIX
-from recsys.datasets.store_meta import read_meta
+from recsys.datasets.store_writer import read_meta
 from recsys.errors import ConfigError
 from recsys.train.run_files.run_folder import RunFolder
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from recsys._support.files import require_files
 from recsys._support.sizes import counted
 from recsys.cli.output import accept_any_text
-from recsys.datasets.store_meta import read_meta
+from recsys.datasets.store_writer import read_meta
 from recsys.datasets.tabular.reading.paths import find_files
 from recsys.datasets.tabular.schemas.named import find_schema
 

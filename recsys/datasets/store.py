@@ -1,7 +1,7 @@
 """The prepared store: one folder that holds a data set ready for training.
 
-    STORE/meta.json       dtypes, sources, splits, features
-          labels.bin      (N,)     int8
+    STORE/meta.json       dtypes, sources, splits, features, labels
+          labels.bin      (N,)     int8; (N, K) if meta.json has the names of K labels
           dense.bin       (N, I)   int32, before the transform named in meta.json; float32 if the
                                    transform is "none"
           sparse.bin      (N, F1)  int32, rows of the features with exactly one row per sample
@@ -47,7 +47,7 @@ import hashlib
 import json
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -55,68 +55,30 @@ import torch
 from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.splits import SPLITS
-from recsys.datasets.store_meta import features_of, histories_in, read_meta
-from recsys.datasets.store_writer import StoreWriter
+from recsys.datasets.store_writer import features_of, read_meta
 from recsys.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-__all__ = ["Store", "StoreWriter"]
+__all__ = ["Store"]
 
 _IDS_END = 2**32
+_CHECKED_AT_ONCE = 1 << 20
 # Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
-_DECIDING = ("features", "schema", "ranking", "encoding")
+_DECIDING = ("features", "schema", "ranking", "encoding", "labels")
 _DECIDING_ARRAYS = ("bag_values", "bag_weights", "weights", "groups", "times", "catalog")
-
-
-class Bags(NamedTuple):
-    """The bags of a store.
-
-    Attributes:
-        values: Rows, (V,) int32.
-        ends: Where each bag ends, (N, F2) int64.
-        weights: A weight for each value, (V,) float32; None for 1.
-    """
-
-    values: NDArray[np.int32]
-    ends: NDArray[np.int64]
-    weights: NDArray[np.float32] | None = None
-
-    def gather(
-        self, samples: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """The bags of some samples, feature by feature; None if one does not lie in the values.
-
-        Shape:
-            samples (B,) in [0, N); results: rows (v,) and where each bag begins, (F2 * B + 1,).
-        """
-        ends = self.ends.reshape(-1)
-        offsets = np.zeros(self.ends.shape[1] * len(samples) + 1, np.int64)
-        if not _lengths_kernel(ends, len(self.values), samples, self.ends.shape[1], offsets):
-            return None
-        np.cumsum(offsets, out=offsets)
-        rows = np.empty(offsets[-1], np.int64)
-        _rows_kernel(self.values, ends, samples, self.ends.shape[1], offsets, rows)
-        return rows, offsets
-
-    def gather_weights(
-        self, samples: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
-        """The weights of the rows that `gather` found.
-
-        Args:
-            samples: As for `gather`.
-            offsets: Where each bag begins, from `gather`.
-        """
-        assert self.weights is not None
-        # From the place of a bag in the result to its place in the file.
-        moves = self.ends[samples].T.reshape(-1) - offsets[1:]
-        places = np.arange(offsets[-1]) + np.repeat(moves, np.diff(offsets))
-        weights: NDArray[np.float32] = self.weights[places]
-        return weights
+_DESCRIBED = (
+    "convention",
+    "max_ind_range",
+    "sources",
+    "num_samples",
+    "splits",
+    "encoding",
+    "labels",
+    "dense_names",
+    "unknown",
+)
 
 
 class Store:
@@ -128,9 +90,11 @@ class Store:
     Attributes:
         table_sizes: Rows of each table.
         features: The features, in the order of a batch.
-        labels, dense, sparse: The arrays, as on disk: (N,), (N, I) and (N, F1), with a column for
-            each feature of kind "one".
-        bags: The bags of all other features; None if there are none.
+        label_names: The names of K labels; empty if samples have one label.
+        labels, dense, sparse: The arrays, as on disk: (N,) or (N, K), (N, I), and (N, F1) with a
+            column for each feature of kind "one".
+        bag_values, bag_ends, bag_weights: The bags of all other features, as on disk: (V,),
+            (N, F2) and (V,); None if there are none.
         ids: The raw id of every row, table after table; None if the store has no raw ids.
         weights: Factor of each sample's loss, (N,); None for 1.
         groups: The group of each sample, (N,) int32; None if samples have no group.
@@ -139,30 +103,38 @@ class Store:
             None if items have no further features.
 
     Raises:
-        StoreError: `path` is not a complete store of a version that this library reads.
+        StoreError: `path` is not a complete store of a version that this library reads. Files must
+            have their sizes, bags must lie in their values, and the catalog in its tables. Other
+            values are not checked: a row that is not one of its table is an error of the lookup.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._folder = self.path.absolute()  # wherever the process goes
-        self.meta = read_meta(self.path)
-        self.num_samples: int = self.meta["num_samples"]
-        self.table_sizes: dict[str, int] = self.meta["num_embeddings"]
-        self.splits = {name: range(*self.meta["splits"][name]) for name in SPLITS}
-        self.num_dense = len(self.meta["dense_names"])
-        self.features = features_of(self.meta)
-        self._names = [each.name for each in self.features]
-        num_bags = sum(each.is_bag for each in self.features)
-        num_rows = sum(self.table_sizes.values())
-        self.labels = self._map("labels", (self.num_samples,))
-        self.dense = self._map("dense", (self.num_samples, self.num_dense))
-        self.sparse = self._map("sparse", (self.num_samples, len(self.features) - num_bags))
-        self.ids = self._map_optional("ids", (num_rows,))
-        self.weights = self._map_optional("weights", (self.num_samples,))
-        self.groups = self._map_optional("groups", (self.num_samples,))
-        self.times = self._map_optional("times", (self.num_samples,))
-        self.bags = self._map_bags(num_bags)
-        self.catalog = self._map_catalog()
+        self.meta = meta = read_meta(self.path)
+        self.num_samples: int = meta["num_samples"]
+        self.table_sizes: dict[str, int] = meta["num_embeddings"]
+        self.splits = {name: range(*meta["splits"][name]) for name in SPLITS}
+        self.num_dense = len(meta["dense_names"])
+        self.features = features_of(meta)
+        self.label_names = tuple(meta.get("labels", ()))
+        bags = [feature.is_bag for feature in self.features]
+        # For each feature: its column in sparse, or -1 - its column in bag_ends.
+        self._columns_F = np.where(bags, -np.cumsum(bags), np.cumsum(np.logical_not(bags)) - 1)
+        samples = (self.num_samples,)
+        num_labels = (len(self.label_names),) if self.label_names else ()
+        self.labels = self._map("labels", samples + num_labels)
+        self.dense = self._map("dense", (*samples, self.num_dense))
+        self.sparse = self._map("sparse", (*samples, len(bags) - sum(bags)))
+        self.ids = self._map_optional("ids", (sum(self.table_sizes.values()),))
+        self.weights = self._map_optional("weights", samples)
+        self.groups = self._map_optional("groups", samples)
+        self.times = self._map_optional("times", samples)
+        self.bag_ends = self._map_optional("bag_ends", (*samples, sum(bags)))
+        values = (0 if self.bag_ends is None else self._num_bag_values(self.bag_ends.reshape(-1)),)
+        self.bag_values = self._map_optional("bag_values", values)
+        self.bag_weights = self._map_optional("bag_weights", values)
+        self.catalog = self._map_catalog() if "catalog" in meta["dtypes"] else None
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """The given samples, in the given order; see `SampleSource.read`.
@@ -170,40 +142,53 @@ class Store:
         Args:
             samples: Numbers of samples, (B,) in [0, num_samples).
 
+        Returns:
+            The mini-batch; its labels are (B, K) if the store has `label_names`, else (B,).
+
         Raises:
             IndexError: a sample number is out of range.
-            StoreError: a bag does not lie within the store's values. Other values are not
-                checked: a row that is not one of its table is an error of the lookup.
         """
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
             raise IndexError(
                 f"store {self.path}: sample numbers must lie in [0, {self.num_samples}), "
                 f"got {samples.min()} to {samples.max()}"
             )
-        labels_B = np.empty(len(samples), np.float32)
+        num_labels = max(1, len(self.label_names))
+        labels_NK = self.labels.reshape(self.num_samples, num_labels)
+        labels_BK = np.empty((len(samples), num_labels), np.float32)
         dense_BI = np.empty((len(samples), self.num_dense), np.float32)
-        rows_FB = np.empty((self.sparse.shape[1], len(samples)), np.int64)
-        _gather_kernel(self.labels, self.dense, self.sparse, samples, labels_B, dense_BI, rows_FB)
+        rows_FB = np.empty(
+            (len(self.features) if self.bag_ends is None else 0, len(samples)), np.int64
+        )
+        _gather_kernel(labels_NK, self.dense, self.sparse, samples, labels_BK, dense_BI, rows_FB)
         if self.meta["dense_transform"] == "log(x+1)":
             dense_BI += 1
             with np.errstate(invalid="ignore", divide="ignore"):  # negative if damaged
                 np.log(dense_BI, out=dense_BI)
         return Batch(
             torch.from_numpy(dense_BI),
-            self._ids(samples, rows_FB),
-            torch.from_numpy(labels_B),
+            self._read_ids(samples, rows_FB),
+            torch.from_numpy(labels_BK if self.label_names else labels_BK[:, 0]),
             None if self.weights is None else torch.from_numpy(self.weights[samples]),
         )
 
     @property
     def feature_tables(self) -> dict[str, str]:
         """The table that each feature looks up, in the order of a batch."""
-        return {each.name: each.table for each in self.features}
+        return {feature.name: feature.table for feature in self.features}
 
     @property
     def histories(self) -> dict[str, str]:
         """For each sequence that shares its table: the first feature of kind one that does so."""
-        return histories_in(self.features)
+        ones: dict[str, str] = {}
+        for feature in self.features:
+            if not feature.is_bag:
+                ones.setdefault(feature.table, feature.name)
+        return {
+            feature.name: ones[feature.table]
+            for feature in self.features
+            if feature.kind == "sequence" and feature.table in ones
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -224,61 +209,44 @@ class Store:
 
     def describe(self) -> dict[str, Any]:
         """The entry for this data in a run record."""
-        keys = (
-            "convention",
-            "max_ind_range",
-            "sources",
-            "num_samples",
-            "splits",
-            "encoding",
-            "dense_names",
-            "unknown",
-        )
-        kept = {key: self.meta[key] for key in keys if key in self.meta}
+        kept = {key: self.meta[key] for key in _DESCRIBED if key in self.meta}
         found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
         if "features" in self.meta:
-            found["features"] = [each.as_dict() for each in self.features]
+            found["features"] = [feature.as_dict() for feature in self.features]
         return found
 
-    def _ids(self, samples: NDArray[np.int64], rows_FB: NDArray[np.int64]) -> JaggedIds:
-        """The rows of all features, given those with one row for each sample."""
-        if self.bags is None:
-            return JaggedIds.from_one_hot(self._names, torch.from_numpy(rows_FB))
-        found = self.bags.gather(samples)
-        if found is None:
-            raise StoreError(
-                f"{self.path / 'bag_ends.bin'}: a bag of samples {samples.min()} to "
-                f"{samples.max()} must end at or after its begin, both in [0, "
-                f"{len(self.bags.values)}]: the store is damaged; prepare it again"
-            )
-        are_bags = [each.is_bag for each in self.features]
-        values, offsets = join_features(rows_FB, *found, are_bags)
-        weights: torch.Tensor | None = None
-        if self.bags.weights is not None:
-            of_bags = self.bags.gather_weights(samples, found[1])
-            ones_FB = np.ones(rows_FB.shape, np.float32)
-            weights = torch.from_numpy(join_features(ones_FB, of_bags, found[1], are_bags)[0])
-        return JaggedIds(self._names, torch.from_numpy(values), torch.from_numpy(offsets), weights)
-
-    def _map_bags(self, num_bags: int) -> Bags | None:
-        if not num_bags:
-            return None
-        ends = self._map("bag_ends", (self.num_samples, num_bags))
-        num_values = int(ends[-1, -1]) if len(ends) else 0
-        if num_values < 0:
-            raise StoreError(
-                f"{self.path / 'bag_ends.bin'}: the last bag must end at 0 or after it, got "
-                f"{num_values}: the store is damaged; prepare it again"
-            )
-        return Bags(
-            self._map("bag_values", (num_values,)),
-            ends,
-            self._map_optional("bag_weights", (num_values,)),
+    def _read_ids(self, samples: NDArray[np.int64], rows_FB: NDArray[np.int64]) -> JaggedIds:
+        """The rows that samples look up, feature by feature; those given if there are no bags."""
+        names = [feature.name for feature in self.features]
+        if self.bag_values is None or self.bag_ends is None:
+            return JaggedIds.from_one_hot(names, torch.from_numpy(rows_FB))
+        offsets = np.zeros(len(names) * len(samples) + 1, np.int64)
+        _lengths_kernel(self.bag_ends, samples, self._columns_F, offsets[1:])
+        np.cumsum(offsets, out=offsets)
+        rows = np.empty(offsets[-1], np.int64)
+        weights = np.ones(0 if self.bag_weights is None else offsets[-1], np.float32)
+        bag_weights = np.empty(0, np.float32) if self.bag_weights is None else self.bag_weights
+        bags = self.bag_ends, self.bag_values, bag_weights
+        _bags_kernel(self.sparse, *bags, samples, self._columns_F, offsets, rows, weights)
+        return JaggedIds(
+            names,
+            torch.from_numpy(rows),
+            torch.from_numpy(offsets),
+            None if self.bag_weights is None else torch.from_numpy(weights),
         )
 
-    def _map_catalog(self) -> NDArray[np.int32] | None:
-        if "catalog" not in self.meta["dtypes"]:
-            return None
+    def _num_bag_values(self, ends: NDArray[np.int64]) -> int:
+        """The end of the last bag; all bags must end at or after their begin."""
+        for begin in range(0, len(ends), _CHECKED_AT_ONCE):
+            block = ends[max(0, begin - 1) : begin + _CHECKED_AT_ONCE]
+            if block[0] < 0 or (block[1:] < block[:-1]).any():
+                raise StoreError(
+                    f"{self.path / 'bag_ends.bin'}: each bag must end at or after its begin, and "
+                    "one does not: the store is damaged; prepare it again"
+                )
+        return int(ends[-1]) if len(ends) else 0
+
+    def _map_catalog(self) -> NDArray[np.int32]:
         ranking, tables = self.meta["ranking"], self.feature_tables
         num_items = self.table_sizes[tables[ranking["item"]]]
         catalog = self._map("catalog", (num_items, len(ranking["item_features"])))
@@ -319,92 +287,66 @@ class Store:
         )
 
 
-def join_features(
-    rows_FB: NDArray[Any],
-    bag_rows: NDArray[Any],
-    bag_offsets: NDArray[np.int64],
-    are_bags: Sequence[bool],
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Values and offsets of all features, in their order.
-
-    Args:
-        rows_FB: Rows, or their weights, of the features with one row for each sample.
-        bag_rows: The same of the features with bags, feature by feature.
-        bag_offsets: Where these bags begin.
-        are_bags: For each feature, whether it has bags.
-
-    Shape:
-        rows_FB (F1, B); bag_rows (v,); bag_offsets (F2 * B + 1,); are_bags (F,); results: values
-        (F1 * B + v,) and offsets (F * B + 1,).
-    """
-    num_samples = rows_FB.shape[1]
-    lengths_FB = np.ones((len(are_bags), num_samples), np.int64)
-    lengths_FB[np.array(are_bags)] = np.diff(bag_offsets).reshape(sum(are_bags), num_samples)
-    offsets = np.zeros(lengths_FB.size + 1, np.int64)
-    np.cumsum(lengths_FB.reshape(-1), out=offsets[1:])
-    parts, one, bag = [], 0, 0
-    for is_bag in are_bags:
-        if is_bag:
-            begin, end = bag_offsets[bag * num_samples], bag_offsets[(bag + 1) * num_samples]
-            parts.append(bag_rows[begin:end])
-            bag += 1
-        else:
-            parts.append(rows_FB[one])
-            one += 1
-    return np.concatenate(parts), offsets
-
-
 @kernel
 def _gather_kernel(
     labels: NDArray[np.int8],
     dense: NDArray[np.int32] | NDArray[np.float32],
     sparse: NDArray[np.int32],
     samples: NDArray[np.int64],
-    labels_B: NDArray[np.float32],
+    labels_BK: NDArray[np.float32],
     dense_BI: NDArray[np.float32],
     rows_FB: NDArray[np.int64],
 ) -> None:
     """Gather samples, on one thread: the other cores are busy with training."""
     for position, sample in enumerate(samples):
-        labels_B[position] = labels[sample]
+        for column in range(labels.shape[1]):
+            labels_BK[position, column] = labels[sample, column]
         for column in range(dense.shape[1]):
             dense_BI[position, column] = dense[sample, column]
-        for column in range(sparse.shape[1]):
+        for column in range(len(rows_FB)):
             rows_FB[column, position] = sparse[sample, column]
 
 
 @kernel
 def _lengths_kernel(
     ends: NDArray[np.int64],
-    num_values: int,
     samples: NDArray[np.int64],
-    num_features: int,
-    offsets: NDArray[np.int64],
-) -> bool:
-    """Write the length of bag i to offsets[i + 1]; returns whether all bags lie in the values."""
-    is_good = True
-    for position, sample in enumerate(samples):
-        for feature in range(num_features):
-            place = sample * num_features + feature
-            begin = ends[place - 1] if place else np.int64(0)
-            is_good &= 0 <= begin <= ends[place] <= num_values
-            offsets[feature * len(samples) + position + 1] = ends[place] - begin
-    return is_good
+    columns_F: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> None:
+    """Write the number of lookups of each feature and sample, (F * B,)."""
+    flat = ends.reshape(-1)
+    for feature, column in enumerate(columns_F):
+        for position, sample in enumerate(samples):
+            length = np.int64(1)
+            if column < 0:
+                place = sample * ends.shape[1] - 1 - column
+                length = flat[place] - (flat[place - 1] if place else np.int64(0))
+            lengths[feature * len(samples) + position] = length
 
 
 @kernel
-def _rows_kernel(
-    values: NDArray[np.int32],
+def _bags_kernel(
+    sparse: NDArray[np.int32],
     ends: NDArray[np.int64],
+    bag_values: NDArray[np.int32],
+    bag_weights: NDArray[np.float32],
     samples: NDArray[np.int64],
-    num_features: int,
+    columns_F: NDArray[np.int64],
     offsets: NDArray[np.int64],
     rows: NDArray[np.int64],
+    weights: NDArray[np.float32],
 ) -> None:
-    for position, sample in enumerate(samples):
-        for feature in range(num_features):
-            end = ends[sample * num_features + feature]
-            begin = offsets[feature * len(samples) + position]
-            length = offsets[feature * len(samples) + position + 1] - begin
-            for number in range(length):
-                rows[begin + number] = values[end - length + number]
+    """Write the rows of each feature and sample, and weights where there are any."""
+    for feature, column in enumerate(columns_F):
+        for position, sample in enumerate(samples):
+            bag = feature * len(samples) + position
+            begin, end = offsets[bag], offsets[bag + 1]
+            if column >= 0:
+                rows[begin] = sparse[sample, column]
+                continue
+            moved = ends[sample, -1 - column] - end
+            for place in range(begin, end):
+                rows[place] = bag_values[place + moved]
+                if len(weights):
+                    weights[place] = bag_weights[place + moved]

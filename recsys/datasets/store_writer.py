@@ -1,7 +1,7 @@
-"""Writes a prepared store: the folder that `recsys.datasets.store` describes.
+"""The format of a prepared store, which `recsys.datasets.store` describes, and its writer.
 
-A writer fills a folder beside the final name and renames it after everything is written and
-flushed, so a store that can be opened is complete.
+A feature of kind "one" looks up exactly one row for each sample. A feature of kind "multi" or
+"sequence" looks up a bag of any number of rows; the rows of a sequence are in the order of time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,288 @@ import shutil
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from recsys._support.files import as_argument, describe_taken, flush_to_disk, is_taken
-from recsys.datasets.store_meta import BAG_ARRAYS, UNDERSTOOD, dtypes_of, require_features
-from recsys.errors import AlreadyExists
+from recsys._support.untrusted import is_int, is_text, parse_json
+from recsys.datasets.splits import SPLITS
+from recsys.errors import AlreadyExists, ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.store_meta import Feature
+__all__ = ["Feature", "StoreWriter", "features_of", "is_store", "read_meta"]
 
-__all__ = ["StoreWriter"]
+KINDS = ("one", "multi", "sequence")
+# The dtype of dense.bin, by the transform that is applied when a batch is read.
+_DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
+_DTYPES = {
+    "labels": "<i1",
+    "dense": "<i4",
+    "sparse": "<i4",
+    "bag_values": "<i4",
+    "bag_ends": "<i8",
+    "bag_weights": "<f4",
+    "weights": "<f4",
+    "groups": "<i4",
+    "times": "<i8",
+    "catalog": "<i4",
+    "ids": "<u4",
+}
+_ROWS_END = 2**31  # rows are int32
+_TABLE_SUFFIXES = {".csv", ".tsv", ".parquet", ".pq"}
+
+
+class Feature(NamedTuple):
+    """A feature.
+
+    Attributes:
+        name: Its name; distinct in a store.
+        table: The table that it looks up, without a ".": the names of a model's parameters have
+            one. Several features may share a table.
+        kind: "one", "multi" or "sequence".
+        is_weighted: Whether the rows of its bags have weights; not for kind "one".
+    """
+
+    name: str
+    table: str
+    kind: str = "one"
+    is_weighted: bool = False
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether a sample may look up any number of rows."""
+        return self.kind != "one"
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON types; `is_weighted` only where it is true, as stores without weights lack it."""
+        found = self._asdict()
+        if not self.is_weighted:
+            del found["is_weighted"]
+        return found
+
+
+def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
+    """The features of a store, given its `meta.json`."""
+    if "features" in meta:
+        return tuple(Feature(**entry) for entry in meta["features"])
+    return tuple(Feature(table, table) for table in meta["num_embeddings"])
+
+
+def is_store(path: Path) -> bool:
+    """Whether a folder looks like a store: a table's folder does not."""
+    return (path / "meta.json").is_file()
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Read `meta.json` of the store at `path`.
+
+    Raises:
+        StoreError: it does not exist, is damaged, or is of a version that this library cannot read;
+            or `path` is a file, such as a table that is not prepared yet.
+    """
+    file = path / "meta.json"
+    if path.is_file():
+        raise _not_prepared(path)
+    if not file.is_file():
+        reason = "is not a store: it has no meta.json" if path.exists() else "does not exist"
+        raise StoreError(
+            f"{path} {reason}; prepare a store with "
+            f"`recsys prepare table FILES --schema SCHEMA --out {as_argument(path)}`, or with "
+            f"`recsys prepare criteo-kaggle RAW --out {as_argument(path)}`"
+        )
+    try:
+        parsed = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise StoreError(f"{file} is not JSON ({error}); prepare the store again") from error
+    meta: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
+    for key, (rule, holds) in _RULES.items():
+        try:
+            is_good = holds(meta)
+        except (KeyError, TypeError, AttributeError, ValueError, ConfigError):
+            is_good = False
+        if not is_good:
+            shown = repr(meta.get(key))[:200]
+            raise StoreError(f"{file}: {key} must be {rule}, got {shown}; prepare the store again")
+    return meta
+
+
+def _not_prepared(path: Path) -> StoreError:
+    """The error for a file in place of a store; it names the command that makes a store of it."""
+    file = as_argument(path)
+    of_table = (
+        f"`recsys inspect {file} > schema.toml` and "
+        f"`recsys prepare table {file} --schema schema.toml --out STORE`"
+    )
+    if _TABLE_SUFFIXES & {suffix.lower() for suffix in path.suffixes}:
+        of_new_rows = f"`recsys prepare table {file} --like ITS_STORE --out STORE`"
+        kind, hint = "a table", f"{of_table}; for a model that is trained, by {of_new_rows}"
+    else:
+        of_text = f"`recsys prepare criteo-kaggle {file} --out STORE` for raw Criteo text"
+        kind, hint = "a file", f"{of_text}, or {of_table} for a CSV, TSV or Parquet table"
+    return StoreError(
+        f"{path} is {kind}, and data must be a store, the folder that `recsys prepare` makes; "
+        f"make it by {hint}"
+    )
+
+
+def _require_features(features: Sequence[Feature]) -> None:
+    names: set[str] = set()
+    for name, table, kind, is_weighted in features:
+        if name in names:
+            raise ConfigError(f"feature {name!r}: names must be distinct, got it twice; rename one")
+        names.add(name)
+        if "." in table:
+            raise ConfigError(
+                f"feature {name!r}: the name of its table must not have a '.', got {table!r}; give "
+                f"the feature another table, such as {table.replace('.', '_')!r}"
+            )
+        if kind not in KINDS:
+            raise ConfigError(f"feature {name!r}: kind must be one of {KINDS}, got {kind!r}")
+        if is_weighted and kind == "one":
+            raise ConfigError(
+                f"feature {name!r}: only features of kind multi or sequence have weights, got kind "
+                f"{kind!r}; leave is_weighted out"
+            )
+
+
+def _dtypes(dense_transform: str, features: Sequence[Feature], has: Collection[str]) -> Any:
+    """The dtype of each array of a store, in the order of its files.
+
+    Args:
+        dense_transform: A key of `_DENSE_DTYPES`.
+        features: The features.
+        has: Names of the arrays that the store has for other reasons. Other names are ignored.
+    """
+    wanted = {"labels", "dense", "sparse", *has} - {"bag_values", "bag_ends", "bag_weights"}
+    if any(feature.is_bag for feature in features):
+        wanted |= {"bag_values", "bag_ends"}
+    if any(feature.is_weighted for feature in features):
+        wanted.add("bag_weights")
+    kept = {name: dtype for name, dtype in _DTYPES.items() if name in wanted}
+    return kept | {"dense": _DENSE_DTYPES[dense_transform]}
+
+
+def _are_splits(meta: Mapping[str, Any]) -> bool:
+    parts = [[*meta["splits"][name], meta["num_samples"]] for name in SPLITS]
+    return all(
+        len(part) == 3 and all(is_int(number, 0) for number in part) and part == sorted(part)
+        for part in parts
+    )
+
+
+def _are_features(meta: Mapping[str, Any]) -> bool:
+    found = features_of(meta)
+    _require_features(found)
+    return {feature.table for feature in found} == meta["num_embeddings"].keys() and all(
+        is_text(feature.name) and isinstance(feature.is_weighted, bool) for feature in found
+    )
+
+
+def _is_ranking(meta: Mapping[str, Any]) -> bool:
+    if "ranking" not in meta:
+        return "catalog" not in meta["dtypes"]
+    ranking = meta["ranking"]
+    names = [ranking["item"], *ranking["item_features"]]
+    ones = {feature.name for feature in features_of(meta) if not feature.is_bag}
+    return (
+        isinstance(ranking["item_features"], list)
+        and len(set(names)) == len(names)
+        and ones.issuperset(names)
+        and isinstance(ranking.get("repeats", False), bool)
+        and ("catalog" in meta["dtypes"]) == (len(names) > 1)
+    )
+
+
+# For each key of meta.json: its rule, and whether a file's values follow it. The rules of the keys
+# before it hold.
+_RULES: dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
+    "format": ("'recsys-store'", lambda meta: bool(meta["format"] == "recsys-store")),
+    "version": ("1 for this version of recsys", lambda meta: is_int(meta["version"], 1, 1)),
+    "dense_transform": (
+        " or ".join(map(repr, _DENSE_DTYPES)),
+        lambda meta: meta["dense_transform"] in _DENSE_DTYPES,
+    ),
+    "convention": ("text", lambda meta: is_text(meta["convention"])),
+    "max_ind_range": ("an integer", lambda meta: is_int(meta.get("max_ind_range", 0), 0)),
+    "num_samples": ("a number of samples", lambda meta: is_int(meta["num_samples"], 0)),
+    "splits": (f"two sample numbers each for {', '.join(SPLITS)}", _are_splits),
+    "dense_names": (
+        "a list of names",
+        lambda meta: (
+            isinstance(meta["dense_names"], list) and all(map(is_text, meta["dense_names"]))
+        ),
+    ),
+    "labels": (
+        "a list of distinct names",
+        lambda meta: (
+            "labels" not in meta
+            or (
+                (isinstance(meta["labels"], list) and all(map(is_text, meta["labels"])))
+                and 0 < len(set(meta["labels"])) == len(meta["labels"])
+            )
+        ),
+    ),
+    "num_embeddings": (
+        f"tables of 1 to {_ROWS_END} rows",
+        lambda meta: (
+            len(meta["num_embeddings"]) > 0
+            and all(
+                is_text(name) and is_int(size, 1, _ROWS_END)
+                for name, size in meta["num_embeddings"].items()
+            )
+        ),
+    ),
+    "sources": (
+        "a list of files, each with a sha256",
+        lambda meta: (
+            isinstance(meta["sources"], list)
+            and all(is_text(source["sha256"]) for source in meta["sources"])
+        ),
+    ),
+    "features": (
+        f"a list of distinct names, each with a table of num_embeddings, a kind of "
+        f"{', '.join(KINDS)}, and perhaps is_weighted, true only with a kind other than one, and "
+        "each table with a feature and without a '.' in its name",
+        _are_features,
+    ),
+    "dtypes": (
+        "those of this version, with bag_values and bag_ends if and only if a feature has bags, "
+        "and bag_weights if and only if one is weighted",
+        lambda meta: bool(
+            meta["dtypes"] == _dtypes(meta["dense_transform"], features_of(meta), meta["dtypes"])
+        ),
+    ),
+    "schema": (
+        "a JSON object, and categorical in it a JSON object of JSON objects",
+        lambda meta: all(
+            isinstance(column, dict)
+            for column in meta.get("schema", {}).get("categorical", {}).values()
+        ),
+    ),
+    "encoding": ("text", lambda meta: is_text(meta.get("encoding", ""))),
+    "unknown": (
+        f"numbers of values by column, for parts of {', '.join(SPLITS)}",
+        lambda meta: (
+            meta.get("unknown", {}).keys() <= set(SPLITS)
+            and all(
+                is_text(name) and is_int(count, 0)
+                for counts in meta.get("unknown", {}).values()
+                for name, count in counts.items()
+            )
+        ),
+    ),
+    "ranking": (
+        "an item and its item_features, distinct features of kind one, and perhaps repeats, true "
+        "or false, with catalog in dtypes if and only if there are item_features",
+        _is_ranking,
+    ),
+}
 
 
 class StoreWriter:
@@ -41,6 +306,7 @@ class StoreWriter:
     Args:
         path: The store's folder, which must not exist.
         dense_transform: Applied when a batch is read: "log(x+1)" to integers, "none" to floats.
+        label_names: The names of the K labels of each sample; without names it has one label.
         features: The features, in the order in which batches hold them. By default every table
             has one feature of kind "one", with the name of the table.
         has_weights: Whether each sample has a weight.
@@ -61,23 +327,20 @@ class StoreWriter:
         path: str | Path,
         *,
         dense_transform: str = "log(x+1)",
+        label_names: Sequence[str] = (),
         features: Sequence[Feature] | None = None,
         has_weights: bool = False,
         has_groups: bool = False,
         has_times: bool = False,
     ) -> None:
-        require_features(features or ())
+        _require_features(features or ())
         self.path = Path(path)
-        self._dense_transform = dense_transform
+        self._dense_transform, self._label_names = dense_transform, list(label_names)
         self._features = features
         self._num_bags = sum(feature.is_bag for feature in features or ())
         flags = {"weights": has_weights, "groups": has_groups, "times": has_times}
-        optional = [name for name, is_there in flags.items() if is_there]
-        if self._num_bags:
-            optional += BAG_ARRAYS
-        if any(feature.is_weighted for feature in features or ()):
-            optional.append("bag_weights")
-        self._dtypes = dtypes_of(dense_transform, optional)
+        has = [name for name, is_there in flags.items() if is_there]
+        self._dtypes = _dtypes(dense_transform, features or (), has)
         if is_taken(self.path):
             raise AlreadyExists(f"{describe_taken(self.path)}; choose another folder for the store")
         self.folder = self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
@@ -117,12 +380,12 @@ class StoreWriter:
             times: Seconds since 1970.
 
         Shape:
-            labels, weights, groups, times (n,); dense (n, I); sparse (n, F1); bag_values and
-            bag_weights (v,); bag_lengths (n, F2), with sum v.
+            labels (n,), or (n, K) with `label_names`; weights, groups, times (n,); dense (n, I);
+            sparse (n, F1); bag_values and bag_weights (v,); bag_lengths (n, F2), with sum v.
 
         Raises:
-            ValueError: an optional array is missing or was not declared, or the lengths or the
-                weights do not fit the values.
+            ValueError: an optional array is missing or was not declared, the labels are of another
+                shape, or the lengths or the weights do not fit the values.
         """
         arrays: dict[str, NDArray[Any]] = {"labels": labels, "dense": dense, "sparse": sparse}
         optional = {"weights": weights, "groups": groups, "times": times}
@@ -133,6 +396,12 @@ class StoreWriter:
                 f"StoreWriter.append: a store declared with {list(self._dtypes)} needs these "
                 f"arrays, got {list(arrays)} (bag_ends stands for bag_lengths); declare what is "
                 "appended"
+            )
+        shape = (len(sparse), len(self._label_names))[: 2 if self._label_names else 1]
+        if labels.shape != shape:
+            raise ValueError(
+                f"StoreWriter.append: labels must be {shape}, as sparse and label_names are, got "
+                f"{labels.shape}"
             )
         if bag_values is not None and bag_lengths is not None:
             arrays["bag_ends"] = self._ends(len(labels), bag_values, bag_lengths)
@@ -195,15 +464,18 @@ class StoreWriter:
             self._files["catalog"].write(np.ascontiguousarray(catalog, "<i4").data)
         assert table_sizes is not None, "finish needs ids or table_sizes"
         meta = {
-            **{key: values[0] for key, values in UNDERSTOOD.items()},
+            "format": "recsys-store",
+            "version": 1,
             "dense_transform": self._dense_transform,
-            "dtypes": dtypes_of(self._dense_transform, self._files),
+            "dtypes": _dtypes(self._dense_transform, self._features or (), self._files),
             **about,
             "num_samples": self.num_samples,
             "splits": {name: [part.start, part.stop] for name, part in splits.items()},
             "dense_names": list(dense_names),
             "num_embeddings": dict(table_sizes),
         }
+        if self._label_names:
+            meta["labels"] = self._label_names
         if self._features is not None:
             meta["features"] = [feature.as_dict() for feature in self._features]
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -245,7 +517,7 @@ def _warn_of_left_folders(path: Path) -> None:
     """
     name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}")
     with suppress(FileNotFoundError, PermissionError):  # a parent that may not be read
-        left = sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name))
+        left = sorted(found for found in path.parent.iterdir() if name.fullmatch(found.name))
         if left:
             folders = " ".join(map(as_argument, left))
             warnings.warn(

@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from recsys.batch import JaggedIds
+from recsys.cli import main
 from recsys.datasets.splits import classic_splits
-from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store import Store
+from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import StoreError
 
 FEATURES = (
@@ -188,17 +190,43 @@ def test_features_of_one_row_that_share_a_table_make_one_hot_batches(tmp_path):
 
     assert ids.is_known_one_hot()
     assert (ids.keys(), ids.values().tolist()) == (["from", "to"], [2, 1])
-    assert store.bags is None
+    assert store.bag_values is None
 
 
-def test_files_in_folders_of_the_writer_stay_in_the_store(tmp_path, expected):
-    with new_writer(tmp_path / "store") as writer:
-        expected.append_to(writer, range(3))
-        (writer.folder / "vocabulary").mkdir()
-        (writer.folder / "vocabulary" / "0.arrow").write_bytes(b"rows")
-        finish(writer)
+def write_labels(path, labels, names):
+    with StoreWriter(path, label_names=names) as writer:
+        num_samples = len(labels)
+        writer.append(
+            np.array(labels, np.int8),
+            np.zeros((num_samples, 1), np.int32),
+            np.zeros((num_samples, 1), np.int32),
+        )
+        return Store(
+            writer.finish(
+                dense_names=["int_0"],
+                table_sizes={"item": 1},
+                splits=classic_splits(num_samples),
+                about={"convention": "table", "sources": []},
+            )
+        )
 
-    assert (tmp_path / "store" / "vocabulary" / "0.arrow").read_bytes() == b"rows"
+
+@pytest.mark.parametrize("names", [["click"], ["click", "buy"]])
+def test_named_labels_make_a_column_each(tmp_path, capsys, names):
+    labels = [[number % 2, number % 3 == 1][: len(names)] for number in range(14)]
+    store = write_labels(tmp_path / "store", labels, names)
+
+    batch = store.read(np.array([4, 0, 13]))
+
+    assert batch.labels.dtype == torch.float32
+    assert batch.labels.tolist() == [labels[4], labels[0], labels[13]]
+    assert batch.select(torch.tensor([2])).labels.tolist() == [labels[13]]
+    assert store.label_names == tuple(names) == tuple(store.describe()["labels"])
+    before = store.fingerprint
+    store.meta["labels"] = ["like"]
+    assert store.fingerprint != before
+    assert main(["train", str(store.path), "--run", str(tmp_path / "run")]) == 2
+    assert "'click'" in capsys.readouterr().err
 
 
 NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
@@ -232,6 +260,11 @@ NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
         ("schema", {"categorical": {"user": "integer"}}),
         ("encoding", None),
         ("encoding", 5),
+        ("labels", None),
+        ("labels", "click"),
+        ("labels", []),
+        ("labels", ["click", "click"]),
+        ("labels", [3]),
         ("unknown", 3),
         ("unknown", {"days": {}}),
         ("unknown", {"test": ["user"]}),
@@ -265,7 +298,7 @@ def test_a_description_that_would_be_read_wrongly_is_refused_by_name(store, key,
             (name, None, None)
             for name in ("bag_values", "bag_ends", "weights", "groups", "times", "catalog")
         ],
-        *[("bag_ends", *each) for each in ((18, -1), (18, 2**62), (17, 2**40), (18, -(2**63)))],
+        *[("bag_ends", *at) for at in ((0, -1), (18, 2**62), (17, 2**40), (18, -(2**63)))],
         ("bag_ends", -1, -4),
         ("catalog", 4, 7),
         ("catalog", 4, -1),
@@ -279,7 +312,7 @@ def test_a_damaged_array_is_refused_by_name(store, name, place, value):
     file.write_bytes(array.tobytes()[: -1 if place is None else None])
 
     with pytest.raises(StoreError, match=rf"{name}\.bin"):
-        Store(store.path).read(np.array([3, 9, 4]))
+        Store(store.path)
 
 
 @pytest.mark.parametrize(
@@ -299,11 +332,3 @@ def test_stores_of_other_schemas_have_another_fingerprint(store, change):
     store.meta = meta
 
     assert store.fingerprint != before
-
-
-def test_a_store_says_how_its_features_were_made(store):
-    assert "encoding" not in store.describe()
-    meta = json.loads((store.path / "meta.json").read_text()) | {"encoding": "a hash"}
-    (store.path / "meta.json").write_text(json.dumps(meta))
-
-    assert Store(store.path).describe()["encoding"] == "a hash"

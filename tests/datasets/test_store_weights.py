@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from recsys.datasets.splits import classic_splits
-from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store import Store
+from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import StoreError
 
 FEATURES = (

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from recsys.datasets.splits import classic_splits
-from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store import Store
+from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 
 TAGS = Feature("tags", "tag", "multi")
@@ -17,7 +17,7 @@ def write(folder, features, table="tag", sparse=0, **arrays):
     arrays = {name: np.array(values) for name, values in arrays.items()}
     with StoreWriter(folder / "store", features=features) as writer:
         writer.append(
-            np.zeros(1, np.int8),
+            arrays.pop("labels", np.zeros(1, np.int8)),
             np.zeros((1, 1), np.int32),
             np.zeros((1, sparse), np.int32),
             **arrays,
@@ -48,6 +48,12 @@ REFUSALS = [
         lambda folder: write_one_bag(folder, weights=[1.0]),
         ValueError,
         "weights",
+    ),
+    (
+        "labels without names",
+        lambda folder: write(folder, None, sparse=1, labels=[[0, 1]]),
+        ValueError,
+        "label_names",
     ),
     ("too long", lambda folder: write_one_bag(folder, lengths=[[2]]), ValueError, "bag_lengths"),
     ("flat lengths", lambda folder: write_one_bag(folder, lengths=[1]), ValueError, "bag_lengths"),

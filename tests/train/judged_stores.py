@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store import Store
+from recsys.datasets.store_writer import Feature, StoreWriter
 
 FEATURES = (
     Feature("user", "user"),

@@ -9,7 +9,7 @@ import torch
 
 from recsys.config import load_config
 from recsys.datasets.store import Store
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store_writer import Feature
 from recsys.errors import ConfigError
 from recsys.models import DLRM
 from recsys.train.judge.evaluation import evaluate_run, open_saved_model

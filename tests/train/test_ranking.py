@@ -9,8 +9,8 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.config import load_config
-from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store import Store
+from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.train.judge.ranking import rank_items

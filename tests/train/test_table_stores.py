@@ -32,9 +32,9 @@ def run(config, folder):
 
 def rows_of(store, sample):
     """The rows that a sample looks up, by feature, read from the arrays on the disk."""
-    ends = np.concatenate([[0], store.bags.ends.reshape(-1)])
+    ends = np.concatenate([[0], store.bag_ends.reshape(-1)])
     bags = {
-        name: store.bags.values[ends[2 * sample + number] : ends[2 * sample + number + 1]].tolist()
+        name: store.bag_values[ends[2 * sample + number] : ends[2 * sample + number + 1]].tolist()
         for number, name in enumerate(["tags", "history"])
     }
     user, item = store.sparse[sample].tolist()

@@ -14,7 +14,7 @@ from torch import nn
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.config import load_config
 from recsys.datasets import write_store
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store_writer import Feature
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.embeddings.table import output_names

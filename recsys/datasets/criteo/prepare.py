@@ -29,7 +29,7 @@ from recsys._support.untrusted import is_whole
 from recsys.datasets.criteo.parse import NUM_CATEGORIES, NUM_INTEGERS
 from recsys.datasets.criteo.read import CriteoReader, not_criteo
 from recsys.datasets.splits import classic_splits, day_splits
-from recsys.datasets.store import StoreWriter
+from recsys.datasets.store_writer import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:

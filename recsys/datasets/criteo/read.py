@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tqdm import tqdm
 
-    from recsys.datasets.store import StoreWriter
+    from recsys.datasets.store_writer import StoreWriter
 
 __all__ = ["CriteoReader", "not_criteo"]
 

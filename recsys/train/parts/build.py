@@ -93,11 +93,18 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
 
     Raises:
         StoreError: the folder is not a store.
-        ConfigError: a split is empty, or synthetic data does not go with a key.
+        ConfigError: a split is empty, a store has several labels, or synthetic data does not go
+            with a key.
     """
     source: SampleSource
     if not config.data.startswith(SYNTHETIC_PREFIX):
         source = Store(config.data)
+        if source.label_names:
+            raise ConfigError(
+                f"{config.data}: a model has one label, and this store has labels "
+                f"{', '.join(map(repr, source.label_names))}; prepare a store with one of them as "
+                "label"
+            )
     else:
         keys = asdict(config.synthetic)
         keys["table_sizes"] = config.synthetic.table_sizes or KAGGLE_TABLE_SIZES

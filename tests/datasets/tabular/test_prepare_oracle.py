@@ -157,8 +157,8 @@ def arrow_table(frame):
 def samples_of(store):
     """Every array of a store, with a list for each bag."""
     features, place = {}, 0
-    ends = None if store.bags is None else np.fromfile(store.path / "bag_ends.bin", np.int64)
-    values = None if store.bags is None else np.fromfile(store.path / "bag_values.bin", np.int32)
+    ends = None if store.bag_ends is None else store.bag_ends.reshape(-1)
+    values = store.bag_values
     bags = [each.name for each in store.features if each.is_bag]
     for feature in store.features:
         if feature.is_bag:

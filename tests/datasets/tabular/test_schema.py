@@ -3,7 +3,7 @@ import tomllib
 
 import pytest
 
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store_writer import Feature
 from recsys.datasets.tabular.schemas.named import NAMED_SCHEMAS, find_schema
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.datasets.tabular.schemas.schema_parts import (

@@ -128,8 +128,8 @@ def test_csv_parquet_and_frames_give_the_weights_that_plain_python_works_out(fra
         store = Store(folder / "csv")
         pairs = [pair for row in range(len(frame)) for name in BAGS for pair in expected[name][row]]
         weights = np.array([weight for _, weight in pairs], np.float32)
-        np.testing.assert_array_equal(store.bags.values, [row for row, _ in pairs])
-        np.testing.assert_array_equal(store.bags.weights, weights)
+        np.testing.assert_array_equal(store.bag_values, [row for row, _ in pairs])
+        np.testing.assert_array_equal(store.bag_weights, weights)
         for other in ("parquet", "frames", "like"):
             for file in ("bag_values.bin", "bag_ends.bin", "bag_weights.bin"):
                 assert (folder / other / file).read_bytes() == (folder / "csv" / file).read_bytes()

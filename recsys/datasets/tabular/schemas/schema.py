@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import tomli_w
 
 from recsys._support.untrusted import is_int, is_text, parse_toml
-from recsys.datasets.store_meta import Feature
+from recsys.datasets.store_writer import Feature
 from recsys.datasets.tabular.schemas.schema_parts import (
     TIME_UNITS,
     CategoricalColumn,
