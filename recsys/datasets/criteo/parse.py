@@ -41,6 +41,12 @@ NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
 MIN_LINE_BYTES = NUM_FIELDS + 1
 
 _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE, _NINE = (ord(char) for char in "\t\n\r-019")
+_INTEGER = rb"(-?[0-9]{1,10})?"
+_RULES = (
+    ("label", "0 or 1", rb"[01]"),
+    ("int_{}", "empty or an integer of 32 bits", _INTEGER),
+    ("cat_{}", "empty or 1 to 8 hexadecimal digits", rb"[0-9a-fA-F]{0,8}"),
+)
 _NOT_HEX = 16
 _HEX = np.full(256, _NOT_HEX, np.uint8)
 _HEX[[ord(char) for char in "0123456789abcdef"]] = range(16)
@@ -93,26 +99,15 @@ def explain(line: bytes) -> tuple[str, str] | None:
     num_fields = line.count(b"\t") + 1  # a line may be 16 MiB of tabs
     if num_fields != NUM_FIELDS:
         return f"expected {NUM_FIELDS} tab-separated fields", str(num_fields)
-    fields = line.split(b"\t")
-    if fields[0] not in (b"0", b"1"):
-        return "field 1 (label) must be 0 or 1", _show(fields[0])
-    for column, field in enumerate(fields[1 : 1 + NUM_INTEGERS]):
-        where = f"field {2 + column} (int_{column})"
-        if field and not re.fullmatch(rb"-?[0-9]{1,10}", field):
-            return f"{where} must be empty or an integer", _show(field)
-        if field and not -(2**31) <= int(field) < 2**31:
-            return f"{where} must fit 32 bits", _show(field)
-    for column, field in enumerate(fields[1 + NUM_INTEGERS :]):
-        if field and not re.fullmatch(rb"[0-9a-fA-F]{1,8}", field):
-            where = f"field {2 + NUM_INTEGERS + column} (cat_{column})"
-            return f"{where} must be empty or 1 to 8 hexadecimal digits", _show(field)
+    for number, field in enumerate(line.split(b"\t")):
+        kind = (number > 0) + (number > NUM_INTEGERS)
+        name, rule, pattern = _RULES[kind]
+        found = re.fullmatch(pattern, field)
+        if not found or (pattern == _INTEGER and not -(2**31) <= int(field or 0) < 2**31):
+            shown = repr(field[:40])[1:] + "..." * (len(field) > 40)
+            column = number - 1 - NUM_INTEGERS * (kind == 2)
+            return f"field {number + 1} ({name.format(column)}) must be {rule}", shown
     return None
-
-
-def _show(field: bytes) -> str:
-    """A field for an error message: quoted, escaped, shortened."""
-    shown = repr(field[:40])[1:]
-    return shown + "..." if len(field) > 40 else shown
 
 
 @kernel

@@ -11,29 +11,52 @@ The convention is that of facebookresearch/dlrm, called `classic` in meta.json:
 
 One difference: a line without a label is an error here.
 
+    a thread            file -> decompressed blocks of complete lines; hashes the raw bytes
+    pool (all cores)    parses parts of a block in parallel, then numbers its columns in parallel
+    one of its threads  samples -> store, in order
+
+At most four blocks are in memory at a time, so memory use is that of the hash tables of ids.
+
 References:
     facebookresearch/dlrm, data_utils.py: `getCriteoAdData`, `transformCriteoAdData`.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import re
 import sys
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from tqdm import tqdm
 
-from recsys._support.files import listed_files, require_files
+from recsys._support.files import as_argument, listed_files, require_files
+from recsys._support.machine import num_cores
 from recsys._support.untrusted import is_whole
-from recsys.datasets.criteo.parse import NUM_CATEGORIES, NUM_INTEGERS
-from recsys.datasets.criteo.read import CriteoReader, not_criteo
-from recsys.datasets.splits import classic_splits, day_splits
+from recsys.datasets.criteo.parse import (
+    NUM_CATEGORIES,
+    NUM_FIELDS,
+    NUM_INTEGERS,
+    ParsedLines,
+    explain,
+    parse_lines,
+)
+from recsys.datasets.criteo.row_numbers import RowNumbers
+from recsys.datasets.read_ahead import one_ahead
+from recsys.datasets.splits import day_splits
 from recsys.datasets.store_writer import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -46,6 +69,9 @@ __all__ = [
 
 INTEGER_NAMES = tuple(f"int_{column}" for column in range(NUM_INTEGERS))
 CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(NUM_CATEGORIES))
+# A block takes 50 ms to process, much longer than handing it from thread to thread. A few blocks
+# are small compared with the hash tables of ids. Longer lines are refused.
+BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -82,24 +108,14 @@ def prepare_criteo_kaggle(
         The store's path and counts.
 
     Raises:
-        DatasetFormatError: there is a bad line (the message names file, line, rule and value), or
-            no line at all.
+        DatasetFormatError: there is a bad line (the message names file, line, rule and value), a
+            file without a line, or one that seems to be cut.
         AlreadyExists: `store` exists.
         ConfigError: no file is named, or one twice.
         FileNotFoundError: a raw file does not exist.
     """
     paths = listed_files("raw_files", raw_files)
-    require_files("raw", paths)
-    with (
-        StoreWriter(store) as writer,
-        _progress_bar(paths, show=show_progress) as progress,
-        CriteoReader(writer, progress, num_threads) as reader,
-    ):
-        sources = [reader.read(path) for path in paths]
-        if not writer.num_samples:
-            raise DatasetFormatError(f"{paths[0]}: no line in it. {not_criteo(paths[0])}")
-        splits = classic_splits(writer.num_samples)
-        return _finish(writer, reader, splits, {"num_reserved_rows": 0, "sources": sources})
+    return _prepare(paths, store, num_threads, show_progress, by_day=False)
 
 
 def prepare_criteo_1tb(
@@ -123,56 +139,13 @@ def prepare_criteo_1tb(
         The store's path and counts.
 
     Raises:
-        DatasetFormatError: there is a bad line (the message names file, line, rule and value), or a
-            day without a line.
+        DatasetFormatError: there is a bad line (the message names file, line, rule and value), a
+            day without a line, or a file that seems to be cut.
         ConfigError: `max_ind_range` is not positive, or days are out of order or given twice.
         AlreadyExists: `store` exists.
         FileNotFoundError: a day file does not exist.
     """
     paths = listed_files("day_files", day_files)
-    _check_arguments(paths, max_ind_range)
-    with (
-        StoreWriter(store) as writer,
-        _progress_bar(paths, show=show_progress) as progress,
-        CriteoReader(writer, progress, num_threads, max_ind_range) as reader,
-    ):
-        sources = []
-        for path in paths:
-            first_sample, source = writer.num_samples, reader.read(path)
-            num_samples = writer.num_samples - first_sample
-            if not num_samples:
-                raise DatasetFormatError(f"{path}: no line in it. {not_criteo(path)}")
-            sources.append(source | {"num_samples": num_samples})
-        bound = {} if max_ind_range is None else {"max_ind_range": max_ind_range}
-        splits = day_splits([source["num_samples"] for source in sources])
-        return _finish(writer, reader, splits, bound | {"sources": sources})
-
-
-def _finish(
-    writer: StoreWriter, reader: CriteoReader, splits: dict[str, range], about: dict[str, Any]
-) -> PrepareReport:
-    ids = [column.ids_by_row() for column in reader.columns]
-    writer.finish(
-        dense_names=INTEGER_NAMES,
-        ids=dict(zip(CATEGORY_NAMES, ids, strict=True)),
-        splits=splits,
-        about={"convention": "classic", **about, "num_bad_lines": 0},
-    )
-    return PrepareReport(writer.path, writer.num_samples, sum(map(len, ids)))
-
-
-def _progress_bar(paths: Sequence[Path], *, show: bool) -> tqdm[None]:
-    return tqdm(
-        total=sum(path.stat().st_size for path in paths),
-        desc="prepare",
-        unit="B",
-        unit_scale=True,
-        disable=not show,
-        mininterval=0.1 if sys.stderr.isatty() else 10,  # few lines if stderr is a log file
-    )
-
-
-def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
     if max_ind_range is not None and not is_whole(max_ind_range, 1):
         raise ConfigError(f"max_ind_range must be an integer and at least 1, got {max_ind_range!r}")
     numbers = [int(found[1]) for path in paths if (found := re.match(r"day_(\d+)", path.name))]
@@ -181,4 +154,184 @@ def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
             f"day_files must be in order, oldest first, got {', '.join(map(str, paths))}; in a "
             "shell use day_{0..23}, because day_* puts day_10 before day_2"
         )
+    return _prepare(paths, store, num_threads, show_progress, by_day=True, modulus=max_ind_range)
+
+
+def _prepare(
+    paths: Sequence[Path],
+    store: str | Path,
+    num_threads: int | None,
+    show_progress: bool,
+    *,
+    by_day: bool,
+    modulus: int | None = None,
+) -> PrepareReport:
     require_files("raw", paths)
+    if num_threads is not None and not is_whole(num_threads, 0):
+        raise ConfigError(
+            f"num_threads must be an integer and at least 0, for one per core, got {num_threads!r}"
+        )
+    num_threads = num_threads or num_cores()
+    columns = [RowNumbers() for _ in range(NUM_CATEGORIES)]
+    progress: tqdm[None] = tqdm(
+        total=sum(path.stat().st_size for path in paths),
+        desc="prepare",
+        unit="B",
+        unit_scale=True,
+        disable=not show_progress,
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # few lines if stderr is a log file
+    )
+    with (
+        StoreWriter(store) as writer,
+        progress,
+        ThreadPoolExecutor(num_threads + 1, "recsys-parse") as pool,
+    ):
+        reader = _Reader(writer, columns, modulus, progress, pool, num_threads)
+        sources = [reader.read(path) for path in paths]
+        ids = [column.ids_by_row() for column in columns]
+        sizes = [source["num_samples"] for source in sources]
+        writer.finish(
+            dense_names=INTEGER_NAMES,
+            ids=dict(zip(CATEGORY_NAMES, ids, strict=True)),
+            splits=day_splits(sizes if by_day else [sum(sizes)]),
+            about={"convention": "classic", "sources": sources}
+            | ({} if modulus is None else {"max_ind_range": modulus}),
+        )
+    return PrepareReport(writer.path, writer.num_samples, sum(map(len, ids)))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads raw files one after another into a store.
+
+    Attributes:
+        columns: The numbering of the ids of each column.
+        modulus: Ids are taken modulo this before they are numbered.
+    """
+
+    writer: StoreWriter
+    columns: Sequence[RowNumbers]
+    modulus: int | None
+    progress: tqdm[None]
+    pool: ThreadPoolExecutor
+    num_threads: int
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Append the samples of a file, and return its entry for meta.json."""
+        num_bytes_before, num_lines = self.progress.n, 0
+        written: Future[None] = self.pool.submit(lambda: None)
+        with (
+            _HashedFile(path) as raw,
+            closing(one_ahead(_blocks(path, raw), "recsys-read")) as blocks,
+        ):
+            for block in blocks:
+                parts = self._parse(block)
+                for part in parts:
+                    num_lines += len(part.labels)
+                    if part.bad_line is not None:
+                        raise _bad_line(path, num_lines + 1, part.bad_line)
+                self._number(parts)
+                written.result()
+                written = self.pool.submit(self._write, parts)
+                self.progress.update(num_bytes_before + raw.tell() - self.progress.n)
+            written.result()
+            if not num_lines:
+                raise DatasetFormatError(f"{path}: no line in it. {_not_criteo(path)}")
+            return {
+                "name": path.name,
+                "num_bytes": raw.tell(),
+                "sha256": raw.sha256.hexdigest(),
+                "num_samples": num_lines,
+            }
+
+    def _parse(self, block: bytes) -> list[ParsedLines]:
+        """Parse parts of a block in parallel; returns them in the order of the text."""
+        cuts = [0]
+        while cuts[-1] < len(block):
+            aim = len(block) * len(cuts) // self.num_threads - 1
+            cuts.append(block.find(b"\n", max(cuts[-1], aim)) + 1)
+        text = np.frombuffer(block, np.uint8)
+        parsing = [self.pool.submit(parse_lines, text, *ends) for ends in pairwise(cuts)]
+        return [part.result() for part in parsing]
+
+    def _number(self, parts: Sequence[ParsedLines]) -> None:
+        """Replace ids by rows, in place; columns in parallel, a column's parts in order."""
+
+        def number(column: int) -> None:
+            for part in parts:
+                ids = part.categories[column]
+                if self.modulus is not None and self.modulus < 2**32:  # ids have 32 bits
+                    ids %= np.uint32(self.modulus)
+                self.columns[column].number(ids)
+
+        list(self.pool.map(number, range(NUM_CATEGORIES)))
+
+    def _write(self, parts: Sequence[ParsedLines]) -> None:
+        for part in parts:
+            self.writer.append(part.labels, part.integers, part.categories.view(np.int32).T)
+
+
+class _HashedFile(io.FileIO):
+    """A raw file, with the hash of the bytes read so far. `gzip` reads by `read` too."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.sha256 = hashlib.sha256()
+
+    def read(self, size: int | None = -1) -> bytes:
+        raw = super().read(size) or b""
+        self.sha256.update(raw)
+        return raw
+
+
+def _blocks(path: Path, raw: _HashedFile) -> Iterator[bytes]:
+    """The text in blocks that end in a newline, which is added to the last line if missing."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    text = cast("io.RawIOBase", gzip.GzipFile(fileobj=raw) if is_gzip else raw)
+    rest = b""
+    try:
+        while block := text.read(BLOCK_BYTES):
+            lines, newline, tail = block.rpartition(b"\n")
+            if newline:
+                yield rest + lines + newline
+                rest = b""
+            rest += tail
+            if len(rest) > BLOCK_BYTES:
+                raise DatasetFormatError(
+                    f"{path}: a line must have at most {BLOCK_BYTES} bytes, got more; is this "
+                    f"text? {_not_criteo(path)}"
+                )
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DatasetFormatError(
+            f"{path}: broken gzip file after byte {raw.tell()} ({error}); fetch it again"
+        ) from error
+    value = rest.rpartition(b"\t")[2].removesuffix(b"\r")
+    if rest.count(b"\t") == NUM_FIELDS - 1 and len(value) < 8:
+        raise DatasetFormatError(
+            f"{path}: the last line must end in a newline, or in a value of 8 digits, got "
+            f"{str(value)[1:]}: the file seems to be cut; fetch it again, or add the newline if "
+            "the value is whole"
+        )
+    if rest:
+        yield rest + b"\n"
+
+
+def _bad_line(path: Path, line: int, text: bytes) -> DatasetFormatError:
+    reason = explain(text)
+    assert reason is not None, "the kernel and explain() disagree on what a good line is"
+    rule, value = reason
+    hint = f". {_not_criteo(path)}" if line == 1 else ""
+    return DatasetFormatError(
+        f"{path} line {line}: {rule}, got {value}; repair the line, or delete it{hint}"
+    )
+
+
+def _not_criteo(file: Path) -> str:
+    """The sentence of an error that tells where a file of another format goes."""
+    name = as_argument(file)
+    return (
+        "Raw Criteo text, plain or gzip, has 40 fields separated by tabs and no header. For "
+        f"another table, such as a CSV file, take `recsys inspect {name} > schema.toml` and "
+        f"`recsys prepare table {name} --schema schema.toml --out STORE`"
+    )

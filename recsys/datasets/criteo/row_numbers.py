@@ -38,42 +38,32 @@ class RowNumbers:
         Shape:
             ids (n,) contiguous; result: the same memory, as int32.
         """
-        self._reserve(self.num_rows + len(ids))
+        size = len(self._entries)
+        while size * _MAX_LOAD < self.num_rows + len(ids):
+            size *= 2
+        if size > len(self._entries):
+            old, self._entries = self._entries, np.zeros(size, np.uint64)
+            _rehash_kernel(old, self._entries)
         rows = ids.view(np.int32)
-        self.num_rows = _number_kernel(ids, rows, self._entries, self._shift, self.num_rows)
+        self.num_rows = _number_kernel(ids, rows, self._entries, self.num_rows)
         return rows
 
     def ids_by_row(self) -> NDArray[np.uint32]:
         """The id of every row, (num_rows,)."""
+        entries = self._entries[self._entries != 0]
         ids = np.empty(self.num_rows, np.uint32)
-        _ids_by_row_kernel(self._entries, ids)
+        ids[(entries & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1] = entries >> np.uint64(32)
         return ids
-
-    @property
-    def _shift(self) -> np.uint64:
-        return np.uint64(64 - (len(self._entries).bit_length() - 1))
-
-    def _reserve(self, num_rows: int) -> None:
-        size = len(self._entries)
-        while size * _MAX_LOAD < num_rows:
-            size *= 2
-        if size > len(self._entries):
-            old, self._entries = self._entries, np.zeros(size, np.uint64)
-            _rehash_kernel(old, self._entries, self._shift)
 
 
 @kernel
 def _number_kernel(
-    ids: NDArray[np.uint32],
-    rows: NDArray[np.int32],
-    entries: NDArray[np.uint64],
-    shift: np.uint64,
-    num_rows: int,
+    ids: NDArray[np.uint32], rows: NDArray[np.int32], entries: NDArray[np.uint64], num_rows: int
 ) -> int:
     mask = np.uint64(len(entries) - 1)
     for position in range(len(ids)):
         key = np.uint64(ids[position])
-        slot = (key * GOLDEN) >> shift  # Fibonacci hashing
+        slot = (key * GOLDEN) >> np.uint64(32) & mask  # Fibonacci hashing
         entry = entries[slot]
         while entry != 0 and (entry >> np.uint64(32)) != key:
             slot = (slot + np.uint64(1)) & mask
@@ -87,18 +77,11 @@ def _number_kernel(
 
 
 @kernel
-def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64], shift: np.uint64) -> None:
+def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64]) -> None:
     mask = np.uint64(len(entries) - 1)
     for entry in old:
         if entry != 0:
-            slot = ((entry >> np.uint64(32)) * GOLDEN) >> shift
+            slot = ((entry >> np.uint64(32)) * GOLDEN) >> np.uint64(32) & mask
             while entries[slot] != 0:
                 slot = (slot + np.uint64(1)) & mask
             entries[slot] = entry
-
-
-@kernel
-def _ids_by_row_kernel(entries: NDArray[np.uint64], ids: NDArray[np.uint32]) -> None:
-    for entry in entries:
-        if entry != 0:
-            ids[np.int64(entry & np.uint64(0xFFFFFFFF)) - 1] = entry >> np.uint64(32)

@@ -78,7 +78,11 @@ def test_parsing_stops_at_the_first_bad_line(raw_line):
         ("2" + "\t" * 39, "field 1 (label) must be 0 or 1", "'2'"),
         ("\t" * 39, "field 1 (label) must be 0 or 1", "''"),
         ("0\tx" + "\t" * 38, "field 2 (int_0) must be empty or an integer", "'x'"),
-        ("0" + "\t" * 13 + "2147483648" + "\t" * 26, "field 14 (int_12) must fit 32 bits", None),
+        (
+            "0" + "\t" * 13 + "2147483648" + "\t" * 26,
+            "field 14 (int_12) must be empty or an integer of 32 bits",
+            None,
+        ),
         ("0" + "\t" * 39 + "xyz", "field 40 (cat_25) must be empty or 1 to 8 hex", "'xyz'"),
         ("0" + "\t" * 14 + "123456789" + "\t" * 25, "field 15 (cat_0) must be empty or 1", None),
     ],

@@ -9,7 +9,6 @@ import pytest
 
 from recsys.datasets.criteo.parse import explain
 from recsys.datasets.criteo.prepare import prepare_criteo_1tb, prepare_criteo_kaggle
-from recsys.datasets.criteo.read import CriteoReader
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
 from recsys.errors import DatasetFormatError
@@ -18,7 +17,7 @@ from recsys.errors import DatasetFormatError
 @pytest.fixture
 def days(raw_line, tmp_path, monkeypatch):
     """Three day files that take two blocks each; every day brings new ids and repeats old ones."""
-    monkeypatch.setattr("recsys.datasets.criteo.read.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("recsys.datasets.criteo.prepare.BLOCK_BYTES", 4000)
     rng = np.random.default_rng(0)
     paths = [tmp_path / f"day_{day}" for day in range(3)]
     for day, path in enumerate(paths):
@@ -120,21 +119,24 @@ def test_a_single_day_is_split_as_the_kaggle_file_is(days, tmp_path):
     assert Store(tmp_path / "store").splits == classic_splits(25)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_error_in_a_later_day_leaves_nothing_behind(days, tmp_path, monkeypatch, error):
-    read = CriteoReader.read
+def test_an_error_in_a_later_day_leaves_nothing_behind(days, tmp_path):
+    days[1].write_text(days[1].read_text() + "1\n")
 
-    def read_or_fail(self, path):
-        if path == days[1]:
-            raise error
-        return read(self, path)
-
-    monkeypatch.setattr(CriteoReader, "read", read_or_fail)
-
-    with pytest.raises(error):
+    with pytest.raises(DatasetFormatError, match="day_1 line 27"):
         prepare(days, tmp_path / "store")
 
     assert sorted(tmp_path.iterdir()) == days
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("num_missing", [1, 7, 8])
+def test_a_file_that_is_cut_in_its_last_value_is_refused(raw_line, tmp_path, pack, num_missing):
+    raw = tmp_path / "raw.txt"
+    text = raw_line("0", categories=["01234567"] * 26)
+    raw.write_bytes(pack(f"{text}\n{text}"[:-num_missing].encode()))
+
+    with pytest.raises(DatasetFormatError, match=r"raw\.txt"):
+        prepare_kaggle(raw, tmp_path / "store")
 
 
 def test_a_day_may_come_in_parts(days, tmp_path):
@@ -187,7 +189,7 @@ def test_a_single_line(raw_line, tmp_path, end):
 
 
 def test_several_files_are_one_data_set_and_their_ends_are_line_ends(raw_line, tmp_path):
-    texts = [raw_line("0", categories=["a"] * 26), raw_line("1", categories=["b"] * 26)]
+    texts = [raw_line(label, categories=[f"{label}000000a"] * 26) for label in "01"]
     raws = [tmp_path / "one.txt", tmp_path / "two.txt.gz"]
     raws[0].write_text(texts[0])
     raws[1].write_bytes(gzip.compress(texts[1].encode()))
@@ -201,7 +203,7 @@ def test_several_files_are_one_data_set_and_their_ends_are_line_ends(raw_line, t
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_blocks_and_threads_leave_no_trace(raw_line, tmp_path, monkeypatch, num_threads):
-    monkeypatch.setattr("recsys.datasets.criteo.read.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo.prepare.BLOCK_BYTES", 1000)
     text = "".join(
         raw_line(str(line % 2), [str(line)] * 13, [f"{line * line % 97:x}"] * 26) + "\n"
         for line in range(300)
@@ -215,7 +217,7 @@ def test_blocks_and_threads_leave_no_trace(raw_line, tmp_path, monkeypatch, num_
 
 
 def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.criteo.read.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo.prepare.BLOCK_BYTES", 1000)
     raw = tmp_path / "raw.txt"
     raw.write_bytes(b"0" * 10_000)
 
