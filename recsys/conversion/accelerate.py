@@ -11,19 +11,15 @@ the first replacement.
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import mul
 from typing import TYPE_CHECKING, cast
-
-import torch
-from torch import Tensor, nn
 
 from recsys._support.memory import lasting_tensors
 from recsys._support.sizes import counted, format_bytes
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.conversion.choice import choose_tables
+from recsys.conversion.choice import choose_tables, plan_of_model
 from recsys.conversion.exchange import (
     KEPT,
     counterpart,
@@ -31,28 +27,30 @@ from recsys.conversion.exchange import (
     find_replaceable,
     give_back,
     names_of,
+    require_module,
     tables_of,
 )
-from recsys.conversion.model_plan import plan_of_model, require_arguments
 from recsys.embeddings.attach import Attachment
+from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.tables_module import TableSettings
-from recsys.embeddings.tiers.budget import give_slots
+from recsys.embeddings.tiers.budget import SpaceSize, give_slots
 from recsys.embeddings.tiers.file_store import ColdFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from recsys.conversion.choice import ChosenTables
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tables_module import TableModule
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "accelerate", "restore"]
-
-_NAMED = 3  # modules named in a list before it is shortened
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,7 @@ class Accelerated:
         notes: How these updates differ from those before, and why; usually empty.
         row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
             None if an optimizer of the user's updates the rows.
-        tiers: A sentence that says where the rows are.
-        expected: A sentence that says what speed to expect.
+        tiers: A sentence that says where the rows are, and what speed to expect.
     """
 
     replacements: tuple[Replacement, ...]
@@ -108,22 +105,23 @@ class Accelerated:
     notes: tuple[str, ...]
     row_optimizer: FusedOptimizer | None = None
     tiers: str = ""
-    expected: str = ""
 
     def __repr__(self) -> str:
         lines = []
-        for kind in dict.fromkeys(each.kind for each in self.replacements):
-            of_kind = [each for each in self.replacements if each.kind == kind]
-            num_tables = sum(each.num_tables for each in of_kind)
-            num_rows = sum(each.num_rows for each in of_kind)
-            tables = counted(num_tables, "table")
-            places = _some([", ".join(each.names) for each in of_kind])
+        for kind in dict.fromkeys(replaced.kind for replaced in self.replacements):
+            of_kind = [replaced for replaced in self.replacements if replaced.kind == kind]
+            tables = counted(sum(replaced.num_tables for replaced in of_kind), "table")
+            num_rows = sum(replaced.num_rows for replaced in of_kind)
+            places = _shortened([name for replaced in of_kind for name in replaced.names])
             lines.append(f"{kind}: {tables} of {num_rows:,} rows at {places}")
-        for reason in dict.fromkeys(each.reason for each in self.left_alone):
-            places = _some([each.names[0] for each in self.left_alone if each.reason == reason])
-            lines.append(f"left to PyTorch: {places}, because {reason}")
-        outlook = [each for each in (self.tiers, self.expected) if each]
-        return "\n".join([*lines, *self.updated_by, *self.notes, *outlook])
+        for reason in dict.fromkeys(left.reason for left in self.left_alone):
+            names = [left.names[0] for left in self.left_alone if left.reason == reason]
+            lines.append(f"left to PyTorch: {_shortened(names)}, because {reason}")
+        return "\n".join([*lines, *self.updated_by, *self.notes, *filter(None, [self.tiers])])
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return textwrap.shorten(", ".join(names), 80, placeholder=" ...")
 
 
 def accelerate(
@@ -133,7 +131,6 @@ def accelerate(
     lazy_adam: bool = False,
     budget: int | str | None = None,
     plan: HotPlan | None = None,
-    profile: PopularityProfile | None = None,
     cold_tier: str = "host",
     cold_path: Path | str | None = None,
     always: bool = False,
@@ -207,12 +204,11 @@ def accelerate(
             memory. Tables on a device, and their state, move to the host's memory permanently, and
             rows in fast memory are on the device; `model.to(device)` moves neither. Arrays on the
             tables' former memory see the former rows.
-        plan: Rows that never leave fast memory, as a plan of the updated tables. A bag's table has
-            the bag's name in the model ("tables.0"), a collection's table its name there. If two
-            tables have the same name, the collection's has its path in the model, such as
-            "left.embedding_bags.t_0". Without a plan, rows in frequent use stay in fast memory.
-        profile: Lookups of these tables, or of the features of a collection's tables. Makes a plan
-            for `budget`, as `plan_hot_rows` does.
+        plan: Rows that never leave fast memory, as a plan of the updated tables by
+            `plan_hot_rows`. A bag's table has the bag's name in the model ("tables.0"), a
+            collection's table its name there. If two tables have the same name, the collection's
+            has its path in the model, such as "left.embedding_bags.t_0". Without a plan, rows in
+            frequent use stay in fast memory.
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk. "file" moves tables
             and state to files there and frees their memory.
         cold_path: Folder of the cold tier "file", as for `HotColdEmbeddingBag`.
@@ -224,28 +220,37 @@ def accelerate(
         What was replaced, what was not and why, and what speed to expect; print it.
 
     Raises:
-        TypeError: `model`, `optimizer`, `plan` or `profile` has another type.
+        TypeError: `model`, `optimizer` or `plan` has another type.
         BudgetTooSmall: the budget is smaller than the row maps.
         ConfigError: the arguments of tiers contradict each other, or `cold_tier` is "file" and the
             model is on CUDA.
-        ProfileError: `plan` or `profile` is for other tables.
+        ProfileError: `plan` is for other tables.
         ColdTierError: the folder cannot be used, or the disk has no room.
         ValueError: the model has nothing to replace, or something that cannot be replaced.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    require_arguments(budget, plan, profile)
+    require_module(model)
+    require_plan(plan)
     always = always or budget is not None or plan is not None
     chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=always)
-    updaters, left = chosen.updaters, chosen.left
+    updaters, left, updated = chosen.updaters, chosen.left, chosen.updated
     notes = tuple(dict.fromkeys(updater.rule for updater in updaters if updater.rule))
     refused = [f"{left[module][0]} is not replaced: {why}" for module, why in chosen.unfit.items()]
     for message in (*notes, *refused):
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
+    formulas = [updater.formula for updater in updaters]
+    budgeted = plan_of_model(updated, formulas, budget, plan)
+    if budgeted is not None:
+        _require_own_memory(model, {table.weight: table.name for table in updated})
+    TableSettings(
+        None if budgeted is None else formulas[0],
+        budget=None if budgeted is None else budgeted[0],
+        cold_tier=cold_tier,
+        cold_path=cold_path,
+    ).require(None if budgeted is None else updated[0].weight.device)
     with lasting_tensors():  # which training changes, also if this is called in inference mode
-        begin_tiers = _choose_tiers(model, chosen, budget, plan, profile, cold_tier, cold_path)
         counterparts = {module: counterpart(module) for module in chosen.found}
         made: list[Attachment] = []
+        rows = {table.weight: table.weight.data for table in updated if budgeted is not None}
         try:
             tables = list(counterparts.values())
             for updater in updaters:
@@ -256,9 +261,11 @@ def accelerate(
             for old, new in counterparts.items():
                 new.__dict__[KEPT] = _Original(old)
             exchange(model, counterparts)
-            if begin_tiers is not None:
-                begin_tiers(made[0])
+            if budgeted is not None:
+                _begin_tiers(made[0], formulas[0], *budgeted, cold_path)
         except BaseException:
+            for weight, before in rows.items():
+                weight.data = before
             for attachment in made:
                 attachment.release()
             exchange(model, {new: old for old, new in counterparts.items()})
@@ -272,12 +279,16 @@ def accelerate(
             LeftAlone(tuple(left[module]), type(module).__name__, why)
             for module, why in (chosen.unfit | chosen.not_updated).items()
         ),
-        _describe_updates(
-            chosen, {old for old, new in counterparts.items() if new.attachment is not None}
-        ),
+        tuple(
+            f"rows are updated in the step of {type(updater.optimizer).__name__}"
+            if updater.optimizer is not None
+            else f"rows are updated at the end of each backward, by {updater.formula}"
+            for updater in updaters
+        )
+        or (_LEFT_TO_CALLER,),
         notes,
         None if len(made) != 1 else made[0].row_optimizer,
-        *_describe_outlook(made),
+        _describe_tiers(made),
     )
 
 
@@ -304,9 +315,9 @@ def restore(model: nn.Module) -> Accelerated:
         find_replaceable(model)  # raises if there is nothing that accelerate may have left
         return Accelerated((), (), (_LEFT_TO_CALLER,), ())
     kept = {cast("TableModule", module): module.__dict__[KEPT].module for module in names}
-    made = dict.fromkeys(each.attachment for each in kept if each.attachment is not None)
+    made = dict.fromkeys(module.attachment for module in kept if module.attachment is not None)
     for attachment in made:
-        found = sum(each.attachment is attachment for each in kept)
+        found = sum(module.attachment is attachment for module in kept)
         if found != attachment.num_modules:
             raise ValueError(
                 f"the model has {found} of the {attachment.num_modules} modules that "
@@ -338,78 +349,25 @@ class _Original:
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
 
 
-def _describe_updates(chosen: ChosenTables, updated: set[nn.Module]) -> tuple[str, ...]:
-    """Say what updates the rows, and which replaced modules that leaves to the caller."""
-    if not chosen.updaters:
-        return (_LEFT_TO_CALLER,)
-    left = [
-        names[0]
-        for module, names in chosen.found.items()
-        if module not in updated and any(each.requires_grad for each in module.parameters())
-    ]
-    of_rest = [f"of {', '.join(left)}, {_LEFT_TO_CALLER}"] if left else []
-    return (*(updater.description for updater in chosen.updaters), *of_rest)
-
-
-def _choose_tiers(
-    model: nn.Module,
-    chosen: ChosenTables,
-    budget: int | str | None,
-    plan: HotPlan | None,
-    profile: PopularityProfile | None,
-    cold_tier: str,
+def _begin_tiers(
+    attachment: Attachment,
+    formula: RowOptimizer,
+    budget: int,
+    pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
     cold_path: Path | str | None,
-) -> Callable[[Attachment], None] | None:
-    """Check the arguments of tiers, and open their files.
-
-    Returns:
-        What gives the tables tiers; None if all rows are resident.
-
-    Raises:
-        Exception: as for `accelerate`.
-    """
-    updated = chosen.updated
-    formulas = [updater.formula for updater in chosen.updaters]
-    budgeted = plan_of_model(updated, formulas, budget, plan, profile)
-    if budgeted is not None:
-        _require_own_memory(model, {table.weight: table.name for table in updated})
-    formula = None if budgeted is None else formulas[0]
-    settings = TableSettings(
-        formula,
-        budget=None if budgeted is None else budgeted[0],
-        cold_tier=cold_tier,
-        cold_path=cold_path,
-    )
-    settings.require()
-    if budgeted is None or formula is None:
-        return None
-    budget_bytes, pinned = budgeted
-    names = {table.weight: table.name for table in reversed(updated)}
-
-    def begin(attachment: Attachment) -> None:
-        """Give the tables tiers; after an error, the tables are as before."""
-        before = {weight: weight.data for weight in names}
-        try:
-            settings.require(attachment.groups[0].device)
-            if cold_path is not None:
-                files = ColdFiles(cold_path)
-                for weight, name in names.items():
-                    weight.data = files.keep(name, weight.detach())
-                for group in attachment.groups:
-                    group.files = files
-                    group.lay_out()
-            give_slots(
-                attachment.groups,
-                formula,
-                budget_bytes,
-                {names[weight]: rows for weight, rows in pinned.items()},
-            )
-        except BaseException:
-            for weight, rows in before.items():
-                weight.data = rows
-            raise
-
-    return begin
+) -> None:
+    names: dict[nn.Parameter, str] = {}
+    for group in attachment.groups:
+        names |= dict(zip(group.tables, group.names, strict=True))
+    if cold_path is not None:
+        files = ColdFiles(cold_path)
+        for weight, name in names.items():
+            weight.data = files.keep(name, weight.detach())
+        for group in attachment.groups:
+            group.files = files
+            group.lay_out()
+    by_name = {names[weight]: rows for weight, rows in pinned.items()}
+    give_slots(attachment.groups, formula, budget, by_name)
 
 
 def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) -> None:
@@ -422,22 +380,19 @@ def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) ->
     Raises:
         ValueError: there is one.
     """
-    ordered = sorted((table.data_ptr(), name, table.nbytes) for table, name in tables.items())
-    for (begin, first, num_bytes), (then, second, _) in pairwise(ordered):
-        if begin + num_bytes > then:
-            raise ValueError(
-                f"tables {first!r} and {second!r}: with a budget a table must have its own memory, "
-                "and these are two Parameters on one; use one Parameter in both modules, or a clone"
-            )
-    names = {_memory(weight): name for weight, name in tables.items()}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    names: dict[int, str] = {}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    others = [(tensor, name) for name, tensor in tensors if tensor not in tables]
+    for tensor, name in (*tables.items(), *others):
         memory = _memory(tensor)
-        if memory is not None and tensor not in tables and memory in names:
+        if memory is not None and memory in names:
             raise ValueError(
-                f"table {names[memory]!r}: with a budget a table must have its own memory, and "
-                f"{name!r} is another Parameter or buffer of the model on it, which would miss "
-                "newer rows; use the table's own Parameter there, or a clone"
+                f"table {names[memory]!r} and {name!r}: with a budget a table must have its own "
+                "memory, and these are two tensors of the model on one, of which one would miss "
+                "newer rows; use one Parameter in both places, or a clone"
             )
+        if memory is not None and tensor in tables:
+            names[memory] = name
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -460,43 +415,22 @@ def _describe(
     return tuple(replacements)
 
 
-def _describe_outlook(made: Sequence[Attachment]) -> tuple[str, str]:
-    """Say where the rows are, and what speed to expect.
-
-    Args:
-        made: Everything in recsys that updates rows; empty if only torch does.
-    """
-    if not made:
-        return "", "expect the same speed as before: recsys updates no rows here"
-    groups = [group for attachment in made for group in attachment.groups]
+def _describe_tiers(made: Sequence[Attachment]) -> str:
+    """Say where the rows are; `made` is everything in recsys that updates rows."""
     updates = [update for attachment in made for update in attachment.updates]
-    sizes = [sum(update.formula().state_sizes(update.group.dim).values()) for update in updates]
-    of_row = [
-        group.dim * group.dtype.itemsize + size * group.compute_dtype.itemsize
-        for group, size in zip(groups, sizes, strict=True)
+    if not updates:
+        return "expect the same speed as before: recsys updates no rows here"
+    sizes = [
+        SpaceSize.of(update.group.tables, update.formula().state_sizes(update.group.dim))
+        for update in updates
     ]
-    rows = [int(group.first_rows[-1]) for group in groups]
-    total = f"{format_bytes(sum(map(mul, rows, of_row)))} of rows and state"
-    speed = "expect shorter steps"
-    is_tiered = any(group.fetcher is not None for group in groups)
-    if is_tiered:
-        speed = (
-            "expect longer steps: a budget saves fast memory, and rows that are not in it must be "
-            "fetched; recsys.pipeline.TrainPipeline fetches them before their step"
-        )
-    elif not any(sizes):
-        speed += (
-            "; steps of fewer than 500 samples may take longer than before, because the optimizer "
-            "has no state"
-        )
-    if not is_tiered:
-        return f"all {total} are in fast memory", speed
-    hot = sum(map(mul, [group.num_slots for group in groups], of_row))
-    place = "in memory" if groups[0].files is None else "in files"
-    return f"{format_bytes(hot)} of fast memory for {total}; the other rows are {place}", speed
-
-
-def _some(places: Sequence[str]) -> str:
-    if len(places) <= 2 * _NAMED:
-        return ", ".join(places)
-    return f"{', '.join(places[:_NAMED])}, ... {places[-1]}"
+    total = f"{format_bytes(sum(size.resident_bytes for size in sizes))} of rows and state"
+    if all(update.group.fetcher is None for update in updates):
+        return f"all {total} are in fast memory"
+    pairs = zip(updates, sizes, strict=True)
+    hot = format_bytes(sum(update.group.num_slots * size.slot_bytes for update, size in pairs))
+    place = "in memory" if updates[0].group.files is None else "in files"
+    return (
+        f"{hot} of fast memory for {total}; the other rows are {place}, so expect longer steps: "
+        "recsys.pipeline.TrainPipeline fetches rows before their step"
+    )

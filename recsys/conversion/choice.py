@@ -15,6 +15,7 @@ are those of a plain step to one of recsys.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from recsys._support.sizes import parse_bytes
 from recsys._support.torch_compat import has_gradient_hooks
 from recsys.conversion.exchange import (
     find_of_other_classes,
@@ -31,6 +33,7 @@ from recsys.conversion.exchange import (
 from recsys.embeddings.attach import numbers_of
 from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.rows.grads import require_no_optimizer
+from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tables_module import require_supported
 from recsys.embeddings.update.in_backward import read_marks
 from recsys.embeddings.update.translate import translate
@@ -38,11 +41,15 @@ from recsys.embeddings.update.translate import translate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tables_module import Table
     from recsys.embeddings.update.in_backward import InBackward
     from recsys.embeddings.update.translation import Translation
 
-__all__ = ["ChosenTables", "Updater", "choose_tables"]
+__all__ = ["ChosenTables", "Updater", "choose_tables", "plan_of_model"]
 
 # From so many tables with sparse gradients, or numbers in those with dense ones, steps are shorter.
 _WITHOUT_STATE = 24, 1 << 20
@@ -78,13 +85,6 @@ class Updater:
         """How updates differ from those of the optimizer, and why; usually ""."""
         return "" if self.translation is None else self.translation.rule
 
-    @property
-    def description(self) -> str:
-        """What updates the rows."""
-        if self.optimizer is None:
-            return f"rows are updated at the end of each backward, by {self.formula}"
-        return f"rows are updated in the step of {type(self.optimizer).__name__}"
-
 
 class ChosenTables(NamedTuple):
     """What is replaced in a model.
@@ -93,17 +93,17 @@ class ChosenTables(NamedTuple):
         found: The modules to replace, with their names in the model.
         tables: Their tables; a table that modules share is listed several times.
         updaters: What updates the rows; empty if that is left to the caller.
-        unfit: The modules that cannot be replaced, and why.
-        not_updated: The modules that no given optimizer updates, or that PyTorch trains faster.
-        left: The names of all modules that are left.
+        left: The modules that are left, with their names.
+        unfit: Those that cannot be replaced, and why.
+        not_updated: Those that no given optimizer updates, or that PyTorch trains faster.
     """
 
     found: dict[nn.Module, list[str]]
     tables: list[Table]
     updaters: list[Updater]
+    left: dict[nn.Module, list[str]]
     unfit: dict[nn.Module, str]
     not_updated: dict[nn.Module, str]
-    left: dict[nn.Module, list[str]]
 
     @property
     def updated(self) -> list[Table]:
@@ -134,27 +134,95 @@ def choose_tables(
         ValueError: the model has nothing to replace, or something that cannot be replaced.
     """
     optimizers = _as_tuple(optimizer)
-    found = find_replaceable(model)
-    others = find_of_other_classes(model)
-    names = found | others
-    tables = named_tables_in(found)
     given = optimizers if isinstance(optimizers, tuple) else ()
-    unfit = _find_unfit(found, tables, given, lazy_adam=lazy_adam, may_be_meta=may_be_meta)
-    tables = {module: tables[module] for module in found if module not in unfit}
+    found, others = find_replaceable(model), find_of_other_classes(model)
+    tables, unfit, error = named_tables_in(found), {}, None
+    for module, own in tables.items():
+        for table in own:
+            require_no_optimizer(table.name, table.weight)
+        try:
+            _require_fit(module, found[module][0], own, may_be_meta=may_be_meta)
+            for table in own:
+                _require_translatable(table, given, lazy_adam=lazy_adam)
+        except ValueError as raised:
+            unfit[module], error = str(raised), error or raised
+    if error is not None and len(unfit) == len(found):
+        raise error
     for module in others:
         kind = f"{type(module).__name__} is a subclass unknown to recsys"
         unfit[module] = f"{kind}, which may compute other values than torch's"
+    tables = {module: own for module, own in tables.items() if module not in unfit}
     updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
     not_updated = _find_not_updated(tables, updaters) if given else {}
-    if not always and (given or not updaters):
-        wanted = {module: own for module, own in tables.items() if module not in not_updated}
-        not_updated |= _find_slower(wanted, updaters)
     tables = {module: own for module, own in tables.items() if module not in not_updated}
+    if not always and (given or not updaters):
+        not_updated |= _find_slower(tables, updaters)
+        tables = {module: own for module, own in tables.items() if module not in not_updated}
     if not_updated:
         updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
-    left = {module: names[module] for module in unfit | not_updated}
+    left = {module: (found | others)[module] for module in unfit | not_updated}
     taken = {module: found[module] for module in tables}
-    return ChosenTables(taken, _all_of(tables), updaters, unfit, not_updated, left)
+    return ChosenTables(taken, _all_of(tables), updaters, left, unfit, not_updated)
+
+
+def plan_of_model(
+    tables: Sequence[Table],
+    formulas: Sequence[RowOptimizer | None],
+    budget: int | str | None,
+    plan: HotPlan | None,
+) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]] | None:
+    """The bytes of fast memory, and the rows to be pinned; None if all rows are resident.
+
+    A bag's table has the bag's name in a plan, a collection's its name there, or its path in the
+    model if another table has that name, too. A table that modules share has its first name.
+
+    Args:
+        tables: The tables that share the budget; a shared table occurs once for each of its
+            modules.
+        formulas: The update rules of their rows; None for rows that have none.
+        budget: As for `accelerate`.
+        plan: A plan of these tables, in any order.
+
+    Returns:
+        The budget, and for each table its pinned rows and their counts.
+
+    Raises:
+        ConfigError: `budget` cannot be read.
+        ProfileError: the plan has other tables.
+        ValueError: there is no optimizer, or more than one; or the tables are on several devices.
+    """
+    if budget is None and plan is None:
+        return None
+    if not formulas or None in formulas:
+        raise ValueError(
+            "budget= (or plan=) keeps some rows in slow memory, and recsys must update them; give "
+            "optimizer=, too: a formula (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...) or "
+            "the model's torch optimizer"
+        )
+    devices = {str(table.weight.device) for table in tables}
+    if len(formulas) > 1 or len(devices) > 1:
+        raise ValueError(
+            "budget: tables that share it must have one optimizer and be on one device, got "
+            f"{len(formulas)} optimizers and {sorted(devices)}; give only one optimizer, which "
+            "leaves the other tables alone, move the model by .to(), or leave out budget="
+        )
+    if plan is None:
+        assert budget is not None
+        return parse_bytes(budget, "budget"), {}
+    firsts = {table.weight: table for table in reversed(tables)}
+    uses = Counter(table.planned_as for table in firsts.values())
+    named = {
+        table.name if table.collection and uses[table.planned_as] > 1 else table.planned_as: weight
+        for weight, table in firsts.items()
+    }
+    order = [*plan.tables, *sorted(named)]
+    configs = [
+        TableConfig(name=name, num_embeddings=len(named[name]), embedding_dim=named[name].shape[1])
+        for name in sorted(named, key=order.index)
+    ]
+    plan = plan.of_tables(configs, budget)
+    pinned = zip(plan.tables, plan.pinned_by_table(), strict=True)
+    return plan.budget_bytes, {named[name]: rows for name, rows in pinned}
 
 
 def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:
@@ -166,58 +234,18 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
     if optimizer is None or isinstance(optimizer, RowOptimizer):
         return optimizer
     several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    if not several:
-        raise TypeError("optimizer must not be an empty list; leave it out, or give at least one")
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "optimizer must be a torch.optim.Optimizer, several of these, a formula of "
-                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {shown_optimizer(optimizer)}"
-            )
+    wrong = [one for one in several if not isinstance(one, torch.optim.Optimizer)]
+    if wrong or not several:
+        shown = shown_optimizer(wrong[0]) if wrong else "an empty list"
+        raise TypeError(
+            "optimizer must be a torch.optim.Optimizer, several of these, a formula of "
+            f"recsys.embeddings (SGD, Adagrad, ...) or None, got {shown}"
+        )
     return several
 
 
 def _all_of(tables: Mapping[nn.Module, Sequence[Table]]) -> list[Table]:
     return list(chain.from_iterable(tables.values()))
-
-
-def _find_unfit(
-    found: Mapping[nn.Module, Sequence[str]],
-    tables: Mapping[nn.Module, Sequence[Table]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    lazy_adam: bool,
-    may_be_meta: bool,
-) -> dict[nn.Module, str]:
-    """Find the modules that cannot be replaced.
-
-    Args:
-        found: The modules of a class that can be replaced, with their names in the model.
-        tables: The tables of each.
-        optimizers: The torch optimizers that were given.
-        lazy_adam: As for `accelerate`.
-        may_be_meta: As for `choose_tables`.
-
-    Raises:
-        ValueError: no module can be replaced; or recsys already updates a table.
-    """
-    left, errors = {}, []
-    for module, own in tables.items():
-        for table in own:
-            require_no_optimizer(table.name, table.weight)
-        try:
-            _require_plain_instance(module, found[module][0], own)
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                require_supported(module)
-            for table in own:
-                _require_updatable(table, may_be_meta=may_be_meta)
-                _require_translatable(table, optimizers, lazy_adam=lazy_adam)
-        except ValueError as error:
-            errors.append(error)
-            left[module] = str(error)
-    if tables and len(left) == len(tables):
-        raise errors[0]
-    return left
 
 
 def _find_not_updated(
@@ -238,65 +266,36 @@ def _find_not_updated(
     }
 
 
-def _require_plain_instance(module: nn.Module, name: str, tables: Sequence[Table]) -> None:
-    """Refuse a module that has more than its class defines, or no table.
-
-    Raises:
-        ValueError: the module has no table; or its own forward, buffers, parameters or modules; or
-            a hook on a table.
-    """
-    if not tables:
-        raise ValueError(f"{name} has no tables")
-    own = ["forward"] if "forward" in module.__dict__ else []
-    own += [*module._buffers, *(name for name in module._parameters if name != "weight")]
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        own += module._modules
-    if own:
-        raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
-    for table in tables:
-        if has_gradient_hooks(table.weight):
-            raise ValueError(
-                f"table {table.name!r} has a hook for its gradient, which is not called when "
-                "recsys updates the rows; remove the hook by its handle, and with a torch "
-                "optimizer change weight.grad between backward and step instead"
-            )
-
-
 def _find_slower(
     tables: Mapping[nn.Module, Sequence[Table]], updaters: Sequence[Updater]
 ) -> dict[nn.Module, str]:
     """Find the modules that plain PyTorch trains faster.
+
+    A table that modules share has one reason, so it is left in all of them, or in none.
 
     Args:
         tables: The tables of the modules that can be replaced.
         updaters: What would update their rows in place of torch optimizers; empty if the gradients
             are left to the caller.
     """
-    of_table: dict[nn.Parameter, str] = {}
-    # Updates by another rule, such as lazy_adam, are wanted at any speed.
-    ruled = {table for updater in updaters if updater.rule for table in updater.numbers}
+    every = _all_of(tables)
+    together = {table.weight for table in every if table.collection}
+    apart = {table.weight for table in every if table.weight.is_cuda} - together
+    reasons = dict.fromkeys(apart, _BY_LAUNCHES)
     for updater in updaters:
-        of_table |= dict.fromkeys(updater.numbers, _reason_of(updater, _all_of(tables)))
-    reasons = {}
-    for module, own in tables.items():
-        is_apart = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.is_cuda
-        is_apart &= not any(table.weight in ruled for table in own)
-        of_tables = [of_table.get(table.weight, "") for table in own]
-        reasons[module] = _BY_LAUNCHES if is_apart else next(filter(None, of_tables), "")
-    # A table that modules share is left in all of them, or in none.
-    kept = [own for module, own in tables.items() if not reasons[module]]
-    taken = {table.weight for table in chain.from_iterable(kept)}
+        reason = _reason_of(updater, every)
+        for weight in updater.numbers:
+            # Updates by another rule, such as lazy_adam, are wanted at any speed.
+            reasons[weight] = "" if updater.rule else reasons.get(weight, reason)
     return {
-        module: f"{reasons[module]}; always=True takes them"
+        module: f"{reasons[own[0].weight]}; always=True takes them"
         for module, own in tables.items()
-        if reasons[module] and taken.isdisjoint(table.weight for table in own)
+        if reasons.get(own[0].weight)
     }
 
 
 def _reason_of(updater: Updater, tables: Sequence[Table]) -> str:
     """Why PyTorch trains the tables of an optimizer faster; "" if it does not."""
-    if updater.rule:  # the caller asks for another rule than PyTorch's
-        return ""
     own = {table.weight: table for table in tables if table.weight in updater.numbers}
     num_sparse = sum(table.is_sparse for table in own.values())
     num_dense = sum(0 if table.is_sparse else table.weight.numel() for table in own.values())
@@ -311,52 +310,68 @@ def _reason_of(updater: Updater, tables: Sequence[Table]) -> str:
     )
 
 
-def _require_updatable(table: Table, *, may_be_meta: bool) -> None:
-    """Check that the kernels support a table.
+def _require_fit(
+    module: nn.Module, name: str, tables: Sequence[Table], *, may_be_meta: bool
+) -> None:
+    """Refuse a module that has more than its class defines, or tables that kernels do not support.
 
     Args:
-        table: The table.
-        may_be_meta: Whether it may be on the "meta" device, where it has no rows to update.
+        module: The module.
+        name: Its name in the model.
+        tables: Its tables.
+        may_be_meta: As for `choose_tables`.
 
     Raises:
-        ValueError: they do not.
+        ValueError: a rule is broken.
     """
-    weight: Any = table.weight
-    named = f"table {table.name!r}"
-    if type(weight) is not nn.Parameter:
-        kind, hint = type(weight).__name__, "remove parametrizations (weight_norm, ...) first"
-        if kind == "DTensor":  # of fully_shard, for example
-            hint = (
-                "this one is divided among processes; train in one process, without fully_shard, "
-                "or divide the tables by recsys.distributed"
-            )
-        raise ValueError(f"{named}: weight must be a plain Parameter, got {kind}; {hint}")
-    if weight.is_meta and not may_be_meta:
-        raise ValueError(
-            f"{named}: rows must have memory, and are on the meta device; first call "
-            'to_empty(device="cpu") on the module, and load or reset its parameters'
+    own = ["forward"] if "forward" in module.__dict__ else []
+    own += [*module._buffers, *(key for key in module._parameters if key != "weight")]
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        own += module._modules
+        require_supported(module)
+    if own or not tables:
+        has = f"its own {own[0]!r}, which its replacement would not have" if own else "no tables"
+        raise ValueError(f"{name} has {has}")
+    for table in tables:
+        weight: Any = table.weight
+        dtypes = [torch.float32] if table.collection else [torch.float32, torch.float64]
+        rules = (
+            (
+                type(weight) is nn.Parameter,
+                f"weight must be a plain Parameter, got {type(weight).__name__}; remove "
+                "parametrizations (weight_norm, ...), or divide tables among processes by "
+                "recsys.distributed in place of fully_shard",
+            ),
+            (
+                may_be_meta or not weight.is_meta,
+                "rows must have memory, and are on the meta device; first call "
+                'to_empty(device="cpu") on the module, and load or reset its parameters',
+            ),
+            (
+                weight.device.type in ("cpu", "cuda", "meta"),
+                f"rows must be on the CPU or on CUDA, got {weight.device}; move the module by "
+                ".cpu() (other devices are not supported yet)",
+            ),
+            (
+                weight.dtype in dtypes,
+                f"rows must be one of {dtypes} here, got {weight.dtype}; convert them by .float() "
+                "(others are not supported yet)",
+            ),
+            (
+                weight.is_contiguous(),
+                f"rows must be contiguous, got strides {weight.stride()}; set weight.data to "
+                "weight.data.contiguous()",
+            ),
+            (
+                not has_gradient_hooks(weight),
+                "it has a hook for its gradient, which is not called when recsys updates the rows; "
+                "remove the hook by its handle, and with a torch optimizer change weight.grad "
+                "between backward and step instead",
+            ),
         )
-    if weight.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(
-            f"{named}: rows must be on the CPU or on CUDA, got {weight.device}; move the module by "
-            ".cpu() (other devices are not supported yet)"
-        )
-    dtypes = [torch.float32] if table.collection else [torch.float32, torch.float64]
-    if weight.dtype not in dtypes:
-        raise ValueError(
-            f"{named}: rows must be one of {dtypes} here, got {weight.dtype}; convert them by "
-            ".float() (others are not supported yet)"
-        )
-    if not weight.is_contiguous():
-        raise ValueError(
-            f"{named}: rows must be contiguous, got strides {weight.stride()}; set weight.data to "
-            "weight.data.contiguous()"
-        )
-    if weight.data_ptr() % weight.element_size():
-        raise ValueError(
-            f"{named}: rows must begin at a multiple of {weight.element_size()} bytes in memory, "
-            f"got address {weight.data_ptr():#x}; use a clone of them"
-        )
+        for is_kept, rule in rules:
+            if not is_kept:
+                raise ValueError(f"table {table.name!r}: {rule}")
 
 
 def _require_translatable(
@@ -367,13 +382,10 @@ def _require_translatable(
     Raises:
         ValueError: one cannot be translated.
     """
-    for optimizer in optimizers:
-        number = numbers_of(optimizer).get(table.weight)
-        if number is None:
-            continue
-        translation = translate(optimizer, [(table.name, number)], lazy_adam=lazy_adam)
-        if translation.is_for_sparse and not table.is_sparse:
-            kind = type(optimizer).__name__
+    for updater in _updaters_of(optimizers, [table], lazy_adam=lazy_adam):
+        translation = updater.translation
+        if translation is not None and translation.is_for_sparse and not table.is_sparse:
+            kind = type(updater.optimizer).__name__
             raise ValueError(
                 f"table {table.name!r}: sparse must be True with {kind}, which updates elements, "
                 "not rows, of a table with a dense gradient; build it with sparse=True"
@@ -403,10 +415,8 @@ def _choose_updaters(
         given = optimizers[0] if isinstance(optimizers, tuple) else optimizers
         marks = read_marks([(table.name, table.weight) for table in marked], given)
     if isinstance(optimizers, tuple):
-        found = [_updater_of(optimizer, tables, lazy_adam=lazy_adam) for optimizer in optimizers]
-        updaters = [updater for updater in found if updater is not None]
+        updaters = _updaters_of(optimizers, tables, lazy_adam=lazy_adam)
         _require_owners(tables, updaters, optimizers)
-        rule = "in the optimizer's param groups"
     else:
         formula = optimizers if marks is None else marks.formula
         if formula is None:
@@ -414,24 +424,41 @@ def _choose_updaters(
         updated = tables if marks is None else marked
         numbers = dict.fromkeys((table.weight for table in updated), 0)
         updaters = [Updater(updated, numbers, formula, marks=marks)]
-        rule = "marked by apply_optimizer_in_backward"
-    for updater in updaters:
-        _require_whole_collections(in_modules, updater.numbers, rule)
+    for updater in updaters:  # one call looks up all tables of a collection
+        partly = {table.collection for table in in_modules if table.weight in updater.numbers}
+        for table in in_modules:
+            if (
+                table.collection
+                and table.collection in partly - {""}
+                and (table.weight not in updater.numbers)
+            ):
+                raise ValueError(
+                    f"table {table.name!r}: all tables of a collection must have one optimizer "
+                    "or none, and others of this one have one; add this one, too, and if its rows "
+                    "are to stay, set its requires_grad to False"
+                )
     return updaters
 
 
-def _updater_of(
-    optimizer: torch.optim.Optimizer, tables: Sequence[Table], *, lazy_adam: bool
-) -> Updater | None:
-    numbers = numbers_of(optimizer)
-    updated = [table for table in tables if table.weight in numbers]
-    if not updated:
-        return None
-    own = {table.weight: numbers[table.weight] for table in updated}
-    named = [(table.name, own[table.weight]) for table in updated]
-    translation = translate(optimizer, named, lazy_adam=lazy_adam)
-    formula = translation.formula(optimizer.param_groups[named[0][1]])
-    return Updater(updated, own, formula, optimizer, translation)
+def _updaters_of(
+    optimizers: Sequence[torch.optim.Optimizer], tables: Sequence[Table], *, lazy_adam: bool
+) -> list[Updater]:
+    """The updaters of those torch optimizers that have some of the tables.
+
+    Raises:
+        ValueError: one cannot be translated.
+    """
+    updaters = []
+    for optimizer in optimizers:
+        numbers = numbers_of(optimizer)
+        updated = [table for table in tables if table.weight in numbers]
+        if updated:
+            own = {table.weight: numbers[table.weight] for table in updated}
+            named = [(table.name, own[table.weight]) for table in updated]
+            translation = translate(optimizer, named, lazy_adam=lazy_adam)
+            formula = translation.formula(optimizer.param_groups[named[0][1]])
+            updaters.append(Updater(updated, own, formula, optimizer, translation))
+    return updaters
 
 
 def _require_owners(
@@ -442,28 +469,11 @@ def _require_owners(
     """Check that each table has one optimizer, unless others have one."""
     for table in tables:
         num_owners = sum(table.weight in updater.numbers for updater in updaters)
-        if num_owners > 1:
-            raise ValueError(
-                f"table {table.name!r}: one optimizer must have it in a param group, and "
-                f"{num_owners} of the given ones do; remove it from the others"
-            )
-        if not updaters and table.weight.requires_grad:  # frozen tables need no optimizer
+        # Frozen tables need no optimizer.
+        if num_owners > 1 or (not updaters and table.weight.requires_grad):
             kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise ValueError(
-                f"table {table.name!r}: an optimizer must have it in a param group, and {kinds} "
-                "has none of the model's tables; give the one that has them"
-            )
-
-
-def _require_whole_collections(
-    tables: Sequence[Table], updated: Mapping[nn.Parameter, int], rule: str
-) -> None:
-    """Check that an optimizer has all tables of a collection or none: one call looks them up."""
-    partly = {table.collection: table.name for table in tables if table.weight in updated}
-    for table in tables:
-        if table.collection in partly and table.collection and table.weight not in updated:
-            raise ValueError(
-                f"table {table.name!r}: all tables of a collection must be {rule} or none; "
-                f"{partly[table.collection]!r} is and this one is not; add this one, too, and if "
-                "its rows are to stay, set its requires_grad to False"
+                f"table {table.name!r}: one optimizer must have it in a param group, and "
+                f"{num_owners} of the given ones ({kinds}) have it; give the one that has the "
+                "model's tables, and remove them from others"
             )

@@ -1,15 +1,14 @@
 """`estimate`: what a model's tables will take of fast memory, host memory and disk.
 
-The sizes come from the functions by which `accelerate` and the modules allocate. Only shapes,
-dtypes and counts are read, so tables may be on the "meta" device, and nothing is allocated in
-proportion to them.
+One formula, of the shapes and dtypes of tables: they may be on the "meta" device, and nothing is
+allocated in proportion to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,21 +18,20 @@ from torch import nn
 from recsys._support.machine import memory_bytes
 from recsys._support.sizes import counted, format_bytes, round_up_as_written
 from recsys._support.untrusted import is_whole
-from recsys.conversion.choice import choose_tables
-from recsys.conversion.exchange import find_recsys, named_tables_in
-from recsys.conversion.model_plan import configs_of, plan_of_model, require_arguments
+from recsys.conversion.choice import choose_tables, plan_of_model
+from recsys.conversion.exchange import find_recsys, named_tables_in, require_module
 from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.staleness.followed_rows import tracked_bytes
-from recsys.embeddings.tables_module import TableSettings, device_of
+from recsys.embeddings.tables_module import TableSettings
 from recsys.embeddings.tiers.budget import SpaceSize, divide_budget, map_bytes
 from recsys.embeddings.tiers.file_store import require_disk
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.staleness.settings import Staleness
     from recsys.embeddings.tables_module import Table, TableModule
@@ -129,36 +127,34 @@ def estimate(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | RowOptimizer | None = None,
     lazy_adam: bool = False,
     plan: HotPlan | None = None,
-    profile: PopularityProfile | None = None,
     cold_tier: str = "host",
     cold_path: Path | str | None = None,
-    lookups_per_bag: float | Mapping[str, float] = 1,
+    lookups_per_bag: float = 1,
     staleness: Staleness | None = None,
     device: torch.device | str | None = None,
 ) -> Estimate:
     """Tell what the tables of a model will take, before anything is allocated for them.
 
-    The model is one that `accelerate` would take, one that it has taken, or one that is made of
-    modules of `recsys.embeddings`. It is not changed. Its tables may be on the "meta" device: build
-    it under `torch.device("meta")`, and a model of any size is estimated on any machine.
+    The model is one that `accelerate` would take, or one that is made of modules of
+    `recsys.embeddings`, whatever budget these have. It is not changed. Its tables may be on the
+    "meta" device: build it under `torch.device("meta")`, and a model of any size is estimated on
+    any machine.
 
     What cannot fit is refused. Host memory is compared with that of this machine, unless the tables
     are on the "meta" device, and are meant for another machine perhaps.
 
     Args:
         model: The model.
-        budget: As for `accelerate`. None for tables that have a budget already takes theirs.
+        budget: As for `accelerate`.
         batch_size: Samples of a mini-batch.
         optimizer: As for `accelerate`, like the arguments after it. Of modules of recsys it is
             known, and must be left out.
         lazy_adam: As for `accelerate`.
         plan: As for `accelerate`.
-        profile: As for `accelerate`.
         cold_tier: As for `accelerate`.
         cold_path: If given, it must be writable, and its disk must have room for the files.
-        lookups_per_bag: Distinct rows that a bag of a mini-batch adds, on average; by the table's
-            name in a plan if tables differ, and 1 for tables without an entry. The length of bags
-            is the safe choice. Where bags repeat rows, fewer are enough.
+        lookups_per_bag: Distinct rows that a bag of a mini-batch adds, on average. The length of
+            bags is the safe choice. Where bags repeat rows, fewer are enough.
         staleness: Settings of a `StalenessTracker` that will follow the rows.
         device: Device of the fast memory; by default that of the tables, and the CPU for tables on
             the "meta" device.
@@ -172,49 +168,60 @@ def estimate(
         ConfigError: host memory is too small, or an argument cannot be read.
         ProfileError, TypeError, ValueError: as for `accelerate`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    require_arguments(budget, plan, profile)
+    require_module(model)
+    require_plan(plan)
     if not is_whole(batch_size, 1):
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-    ours = find_recsys(model)
-    if ours:
-        if optimizer is not None or lazy_adam:
-            raise ValueError(
-                "optimizer: the tables are in modules of recsys already, whose optimizer is "
-                "known; leave it out"
-            )
-        tables = list(chain.from_iterable(named_tables_in(ours).values()))
-        groups = _groups_of_recsys([cast("TableModule", module) for module in ours], tables)
-        formulas = list({group.owner: group.formula for group in groups}.values())
-        budgeted = plan_of_model(tables, formulas, budget, plan, profile)
-    else:
-        chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
-        tables, formulas = chosen.tables, [updater.formula for updater in chosen.updaters]
-        budgeted = plan_of_model(chosen.updated, formulas, budget, plan, profile)
-        groups = [
-            group
-            for updater in chosen.updaters
-            for group in _groups_of(tables, updater.numbers, updater.formula)
-        ] or _groups_of(tables)
-    if budgeted is not None or not any(group.num_slots for group in groups):
-        folder = "." if cold_tier == "file" and cold_path is None else cold_path
-        budget_bytes = None if budgeted is None else budgeted[0]
-        settings = TableSettings(
-            SGD(lr=0.0), budget=budget_bytes, cold_tier=cold_tier, cold_path=folder
-        )
-        settings.require()
-        groups = [group._replace(is_in_files=cold_tier == "file") for group in groups]
-    tracker = 0
+    number: object = lookups_per_bag
+    if not isinstance(number, int | float) or not number >= 0:
+        raise ValueError(f"lookups_per_bag must be a number of at least 0, got {lookups_per_bag!r}")
+    tables, updated, groups = _groups_in(model, optimizer, lazy_adam=lazy_adam)
+    formulas = list({group.owner: group.formula for group in groups}.values())
+    budgeted = plan_of_model(updated, formulas, budget, plan)
+    folder = "." if cold_tier == "file" and cold_path is None else cold_path
+    of_budget = None if budgeted is None else budgeted[0]
+    TableSettings(SGD(lr=0.0), budget=of_budget, cold_tier=cold_tier, cold_path=folder).require()
+
+    sizes = [group.size for group in groups]
+    everything = sum(size.resident_bytes for size in sizes)
+    slots = [0] * len(groups)
+    if budgeted is not None and (cold_tier == "file" or everything > budgeted[0]):
+        planned = [
+            [len(budgeted[1].get(table, ((),))[0]) for table in group.tables] for group in groups
+        ]
+        slots = divide_budget(budgeted[0], sizes, list(map(sum, planned)))
+    costs = [size.slot_bytes for size in sizes]
+    maps = map_bytes(sum(size.num_rows for size in sizes))
+    rows = _rows_of_mini_batch(tables, batch_size * lookups_per_bag)
+    needed = [max(1, sum(rows[table] for table in group.tables)) for group in groups]
+    floor, enough = maps + sum(costs), maps + sum(map(mul, needed, costs))
+    if cold_tier == "host":  # resident rows need no row map
+        floor, enough = min(floor, everything), min(enough, everything)
+    is_tiered = any(slots)
+    fast = maps + sum(map(mul, slots, costs)) if is_tiered else everything
     if staleness is not None:
-        tracker = sum(tracked_bytes(group.tables, staleness) for group in groups)
-    if budgeted is not None:
-        groups = _give_slots(groups, *budgeted)
-    place = device_of(model) if ours else tables[0].weight.device
-    place = place if device is None else torch.device(device)
-    rows = _rows_of_mini_batch(tables, batch_size, lookups_per_bag)
-    found = _estimate(groups, model, tracker, rows, batch_size, place)
-    found = found if budgeted is None else replace(found, budget_bytes=budgeted[0])
+        fast += sum(tracked_bytes(group.tables, staleness) for group in groups)
+    cold = everything if is_tiered else 0
+    own = {id(table) for group in groups for table in group.tables}
+    dense = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
+    place = tables[0].weight.device if device is None else torch.device(device)
+    on_cpu = place.type in ("cpu", "meta")
+    found = Estimate(
+        num_tables=len(own),
+        num_rows=sum(size.num_rows for size in sizes),
+        everything_bytes=everything,
+        has_optimizer=None not in formulas,
+        device="cpu" if on_cpu else str(place),
+        fast_bytes=fast,
+        budget_bytes=of_budget,
+        num_slots=sum(slots),
+        floor_bytes=floor,
+        batch_size=batch_size,
+        batch_bytes=enough,
+        host_bytes=(cold if cold_tier == "host" else 0) + (fast + dense if on_cpu else 0),
+        disk_bytes=cold if cold_tier == "file" else 0,
+        dense_bytes=dense,
+    )
     if not any(table.weight.is_meta for table in tables):
         require_machine(found)
     if cold_path is not None:
@@ -228,16 +235,12 @@ class _Group(NamedTuple):
     Attributes:
         tables: The tables.
         formula: The update rule of their rows; None if it is not known.
-        owner: Names the optimizer.
-        num_slots: Slots; 0 if all rows are resident.
-        is_in_files: Whether the cold store is in files.
+        owner: Tells optimizers apart.
     """
 
     tables: Sequence[nn.Parameter]
     formula: RowOptimizer | None
-    owner: int = 0
-    num_slots: int = 0
-    is_in_files: bool = False
+    owner: int
 
     @property
     def size(self) -> SpaceSize:
@@ -246,127 +249,48 @@ class _Group(NamedTuple):
         return SpaceSize.of(self.tables, sizes)
 
 
-def _groups_of(
-    tables: Sequence[Table],
-    numbers: Mapping[nn.Parameter, int] | None = None,
-    formula: RowOptimizer | None = None,
-    owner: int = 0,
-) -> list[_Group]:
-    """The groups that `group_tables` makes, of tables that may have no memory.
-
-    Args:
-        tables: The tables; a shared table occurs several times.
-        numbers: Of the param groups; tables that are missing are left out. None for all tables and
-            one group.
-        formula: As for `_Group`.
-        owner: As for `_Group`.
-    """
-    found: dict[Any, list[nn.Parameter]] = {}
-    for weight in dict.fromkeys(table.weight for table in tables):
-        if numbers is None or weight in numbers:
-            number = 0 if numbers is None else numbers[weight]
-            kind = number, weight.shape[1], weight.dtype, weight.device
-            found.setdefault(kind, []).append(weight)
-    return [_Group(own, formula, owner) for own in found.values()]
-
-
-def _groups_of_recsys(modules: Sequence[TableModule], tables: Sequence[Table]) -> list[_Group]:
-    """The groups of modules of recsys, as they are; those on "meta" have none yet."""
-    updates = dict.fromkeys(update for module in modules for update in module.updates())
-    groups = [
-        _Group(
-            update.group.tables,
-            update.formula(),
-            id(update.optimizer),
-            update.group.num_slots,
-            update.group.files is not None,
-        )
-        for update in updates
-    ]
-    known = {table for group in groups for table in group.tables}
-    left = [table for table in tables if table.weight not in known]
-    for module in modules:
-        own = {table.weight: 0 for table in module.tables() if table.weight not in known}
-        formula = None if module.row_optimizer is None else module.row_optimizer.formula
-        owner = 0 if formula is None else id(module.row_optimizer)
-        groups += _groups_of(left, own, formula, owner)
-        known |= set(own)
-    return groups
-
-
-def _give_slots(
-    groups: Sequence[_Group], budget: int, pinned: Mapping[nn.Parameter, Any]
-) -> list[_Group]:
-    """Divide a budget as `accelerate` does.
+def _groups_in(
+    model: nn.Module, optimizer: Any, *, lazy_adam: bool
+) -> tuple[list[Table], list[Table], list[_Group]]:
+    """All tables of a model, those that share a budget, and the groups that they will be in.
 
     Raises:
-        BudgetTooSmall: it does not hold the row maps and a slot of each group.
+        Exception: as for `accelerate`.
     """
-    sizes = [group.size for group in groups]
-    if not groups[0].is_in_files and sum(size.resident_bytes for size in sizes) <= budget:
-        return [group._replace(num_slots=0) for group in groups]
-    planned = [
-        sum(len(pinned[table][0]) for table in group.tables if table in pinned) for group in groups
-    ]
-    slots = divide_budget(budget, sizes, planned)
-    return [group._replace(num_slots=count) for group, count in zip(groups, slots, strict=True)]
+    ours = find_recsys(model)
+    if not ours:
+        chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
+        updaters = chosen.updaters
+        groups = [
+            group
+            for number, updater in enumerate(updaters)
+            for group in _groups_of(updater.numbers, updater.formula, number)
+        ]
+        everything = dict.fromkeys((table.weight for table in chosen.tables), 0)
+        return chosen.tables, chosen.updated, groups or _groups_of(everything)
+    if optimizer is not None or lazy_adam:
+        raise ValueError(
+            "optimizer: the tables are in modules of recsys already, whose optimizer is known; "
+            "leave it out"
+        )
+    groups, tables = [], named_tables_in(ours)
+    for number, (module, own) in enumerate(tables.items()):
+        row_optimizer = cast("TableModule", module).row_optimizer
+        formula = None if row_optimizer is None else row_optimizer.formula
+        groups += _groups_of(dict.fromkeys((table.weight for table in own), 0), formula, number)
+    found = list(chain.from_iterable(tables.values()))
+    return found, found, groups
 
 
-def _estimate(
-    groups: Sequence[_Group],
-    model: nn.Module,
-    tracker: int,
-    rows: Mapping[int, int],
-    batch_size: int,
-    device: torch.device,
-) -> Estimate:
-    """The formula.
-
-    Args:
-        groups: The tables.
-        model: The model.
-        tracker: Bytes of a tracker.
-        rows: The most distinct rows of a mini-batch, by the `id()` of the table; 0 for others.
-        batch_size: As for `estimate`.
-        device: Device of the fast memory; "meta" stands for the CPU.
-    """
-    fast = tracker
-    floor = enough = disk = host = everything = 0
-    for group in groups:
-        size = group.size
-        needed = sum(rows.get(id(table), 0) for table in group.tables)
-        maps = map_bytes(size.num_rows)
-        floor += maps + size.slot_bytes
-        enough += maps + max(1, needed) * size.slot_bytes
-        everything += size.resident_bytes
-        if not group.num_slots:
-            fast += size.resident_bytes
-            continue
-        fast += maps + group.num_slots * size.slot_bytes
-        host += 0 if group.is_in_files else size.resident_bytes
-        disk += size.resident_bytes if group.is_in_files else 0
-    if not any(group.is_in_files for group in groups):  # resident rows need no row map
-        floor, enough = min(floor, everything), min(enough, everything)
-    own = {id(table) for group in groups for table in group.tables}
-    dense = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
-    on_cpu = device.type in ("cpu", "meta")
-    num_slots = sum(group.num_slots for group in groups)
-    return Estimate(
-        num_tables=len(own),
-        num_rows=sum(group.size.num_rows for group in groups),
-        everything_bytes=everything,
-        has_optimizer=all(group.formula is not None for group in groups),
-        device="cpu" if on_cpu else str(device),
-        fast_bytes=fast,
-        budget_bytes=fast - tracker if num_slots else None,
-        num_slots=num_slots,
-        floor_bytes=floor,
-        batch_size=batch_size,
-        batch_bytes=enough,
-        host_bytes=host + (fast + dense if on_cpu else 0),
-        disk_bytes=disk,
-        dense_bytes=dense,
-    )
+def _groups_of(
+    numbers: Mapping[nn.Parameter, int], formula: RowOptimizer | None = None, owner: int = 0
+) -> list[_Group]:
+    """The groups that `group_tables` makes of tables in param groups of these numbers."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for weight, number in numbers.items():
+        kind = number, weight.shape[1], weight.dtype, weight.device
+        found.setdefault(kind, []).append(weight)
+    return [_Group(own, formula, owner) for own in found.values()]
 
 
 def require_machine(found: Estimate) -> None:
@@ -384,30 +308,11 @@ def require_machine(found: Estimate) -> None:
         )
 
 
-def _rows_of_mini_batch(
-    tables: Sequence[Table], batch_size: int, lookups_per_bag: float | Mapping[str, float]
-) -> dict[int, int]:
-    """The most distinct rows that a mini-batch looks up, by the `id()` of the table.
-
-    Raises:
-        ValueError: a number of lookups is negative, or is for no table.
-    """
-    weights, configs = configs_of(tables)
-    given: Mapping[str, Any] = (
-        lookups_per_bag
-        if isinstance(lookups_per_bag, Mapping)
-        else dict.fromkeys(weights, lookups_per_bag)
-    )
-    unknown = [name for name in given if name not in weights]
-    if unknown:
-        raise ValueError(
-            f"lookups_per_bag: there is no table {unknown[0]!r}; the tables are {list(weights)}"
-        )
-    rows = {}
-    for config in configs:
-        found = given.get(config.name, 1)
-        if not isinstance(found, int | float) or not found >= 0:
-            raise ValueError(f"lookups_per_bag must be a number of at least 0, got {found!r}")
-        most = batch_size * len(config.feature_names) * found
-        rows[id(weights[config.name])] = round(min(config.num_embeddings, most))
-    return rows
+def _rows_of_mini_batch(tables: Sequence[Table], num_lookups: float) -> dict[nn.Parameter, int]:
+    """The most distinct rows of each table, if each of its features looks up `num_lookups`."""
+    features: dict[nn.Parameter, set[str]] = {}
+    for table in tables:
+        features.setdefault(table.weight, set()).update(table.features)
+    return {
+        weight: round(min(len(weight), len(own) * num_lookups)) for weight, own in features.items()
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,13 +25,27 @@ __all__ = [
     "find_recsys",
     "find_replaceable",
     "give_back",
-    "holders_of",
     "named_tables_in",
     "names_of",
+    "require_module",
     "tables_of",
 ]
 
 KEPT = "_accelerated_from"  # attribute of a recsys module: the module that it replaced
+
+
+_COUNTERPARTS = {
+    "EmbeddingBag": HotColdEmbeddingBag,
+    "Embedding": HotColdEmbedding,
+    "EmbeddingBagCollection": HotColdEmbeddingBagCollection,
+    "EmbeddingCollection": HotColdEmbeddingCollection,
+}
+
+
+def require_module(model: object) -> None:
+    """Raise TypeError unless `model` is an `nn.Module`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
 def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -91,24 +105,16 @@ def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
 def names_of(
     model: nn.Module, is_wanted: Callable[[nn.Module], bool]
 ) -> dict[nn.Module, list[str]]:
-    """Find wanted modules, with their names; not those inside a wanted or a recsys module."""
+    """Find wanted modules, with all their names; not those inside a wanted or a recsys module."""
     found: dict[nn.Module, list[str]] = {}
-    for name, module in _wanted_in(model, is_wanted, "", (model,)):
-        found.setdefault(module, []).append(name)
+    outer = "."
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and not f"{name}.".startswith(outer):
+            if is_wanted(module):
+                found.setdefault(module, []).append(name)
+            if is_wanted(module) or isinstance(module, TableModule):
+                outer = f"{name}."
     return found
-
-
-def _wanted_in(
-    module: nn.Module,
-    is_wanted: Callable[[nn.Module], bool],
-    prefix: str,
-    path: tuple[nn.Module, ...],
-) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in _children(module):
-        if is_wanted(child):
-            yield prefix + name, child
-        elif not isinstance(child, TableModule) and child not in path:
-            yield from _wanted_in(child, is_wanted, f"{prefix}{name}.", (*path, child))
 
 
 def named_tables_in(
@@ -143,15 +149,8 @@ def tables_of(module: nn.Module, name: str) -> Iterator[Table]:
 
 def counterpart(module: nn.Module) -> TableModule:
     """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
-    ours: TableModule
-    if isinstance(module, nn.EmbeddingBag):
-        ours = HotColdEmbeddingBag._on(module)
-    elif isinstance(module, nn.Embedding):
-        ours = HotColdEmbedding._on(module)
-    elif hasattr(module, "embeddings"):
-        ours = HotColdEmbeddingCollection._on(cast("Any", module))
-    else:
-        ours = HotColdEmbeddingBagCollection._on(module)
+    kind: Any = _COUNTERPARTS[type(module).__name__]
+    ours: TableModule = kind._on(module)
     ours.training = module.training
     for new, old in _pairs(ours, module):
         new.__dict__.update({name: old.__dict__[name] for name in MODULE_HOOKS})
@@ -171,8 +170,8 @@ def give_back(ours: TableModule, module: nn.Module) -> None:
 
 def _pairs(ours: TableModule, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """A module with the one that it replaces, and so the modules with the tables of both."""
-    tables = [each.holder for each in ours.tables()]
-    return [(ours, module), *zip(tables, holders_of(module), strict=True)]
+    holders = zip(ours.tables(), tables_of(module, ""), strict=True)
+    return [(ours, module), *((new.holder, old.holder) for new, old in holders)]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -183,14 +182,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in module.__dict__.items()
         if is_table or name[:1] != "_" or name in MODULE_HOOKS
     }
-
-
-def holders_of(module: nn.Module) -> list[nn.Module]:
-    """The modules whose `weight`s are the tables of a torch or TorchRec module."""
-    for name in ("embedding_bags", "embeddings"):
-        if hasattr(module, name):
-            return list(getattr(module, name).values())
-    return [module]
 
 
 def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:

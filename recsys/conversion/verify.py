@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.testing import assert_close
 
 from recsys._support.sizes import counted
 from recsys.conversion.accelerate import accelerate, restore
+from recsys.conversion.exchange import require_module
 from recsys.embeddings.optimizer import shown_optimizer
 
 if TYPE_CHECKING:
@@ -31,30 +33,21 @@ _Numbers = dict[tuple[str, str], Tensor]  # by kind and name
 
 @dataclass(frozen=True)
 class Difference:
-    """The number of a tensor whose error is largest.
+    """A tensor that differs.
 
     Attributes:
         step: Counted from 0.
         what: "loss", "row", "parameter", "buffer" or "state".
         name: Name of the table or parameter in the model, followed by the name of the state; "" for
             a loss.
-        row: Index in the first dimension of the table, state or parameter; 0 for a scalar.
-        expected: The number in plain PyTorch.
-        got: The number in the accelerated model.
-        error_over_tolerance: Above 1; infinite if one of the two is not a number.
+        error: How many numbers differ, the largest differences, and where, as
+            `torch.testing.assert_close` says it.
     """
 
     step: int
     what: str
     name: str
-    row: int
-    expected: float
-    got: float
-    error_over_tolerance: float
-
-    def __str__(self) -> str:
-        place = f"step {self.step}, {self.what} {self.name}, row {self.row}"
-        return f"{place}: expected {self.expected:g}, got {self.got:g}"
+    error: str
 
 
 @dataclass
@@ -65,9 +58,7 @@ class Verification:
         num_steps: Steps compared, each from the same state.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        differences: The worst one of every step and tensor.
-        largest_errors: The largest error divided by its tolerance, by kind of number: "loss",
-            "row", "parameter", "buffer" or "state".
+        differences: One for each step and tensor that differs.
         tiered: The steps at the budget compared with those that have all rows in fast memory; None
             without a budget.
     """
@@ -76,7 +67,6 @@ class Verification:
     rtol: float
     atol: float
     differences: list[Difference] = field(default_factory=list)
-    largest_errors: dict[str, float] = field(default_factory=dict)
     tiered: Verification | None = None
 
     @property
@@ -86,12 +76,10 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "DIFFERS" if self.differences else "agrees"
-        steps = counted(self.num_steps, "step")
-        lines = [f"{verdict}: {steps}; rtol {self.rtol:g}, atol {self.atol:g}"]
-        for kind, error in self.largest_errors.items():
-            lines.append(f"  {kind}: largest error / tolerance {error:.3g}")
-        worst = sorted(self.differences, key=lambda wrong: -wrong.error_over_tolerance)
-        lines += [f"  {wrong}" for wrong in worst[:_SHOWN]]
+        lines = [
+            f"{verdict}: {counted(self.num_steps, 'step')}; rtol {self.rtol:g}, atol {self.atol:g}"
+        ]
+        lines += [f"step {d.step}, {d.what} {d.name}: {d.error}" for d in self.differences[:_SHOWN]]
         if self.tiered is not None:
             lines.append(f"on the budget, beside all rows in fast memory: {self.tiered}")
         return "\n".join(lines)
@@ -99,21 +87,19 @@ class Verification:
     def compare(self, expected: _Numbers, found: _Numbers) -> None:
         """Add a step, and what differs in it; a missing tensor counts as one full of nan."""
         for (what, name), number in expected.items():
-            got = found.get((what, name), torch.tensor(torch.nan))
-            got = got.to(number.device).double()  # with a budget, tables are on the host
-            wanted, got = number.double().flatten(), got.expand_as(number).flatten()
-            errors = (got - wanted).abs() / (self.atol + self.rtol * wanted.abs())
-            errors.nan_to_num_(nan=torch.inf)  # one of the two is no number
-            errors.masked_fill_((got == wanted) | (got.isnan() & wanted.isnan()), 0)
-            worst = int(errors.argmax()) if len(errors) else 0
-            largest = max(errors[worst : worst + 1].tolist(), default=0.0)
-            self.largest_errors[what] = max(self.largest_errors.get(what, 0.0), largest)
-            if largest > 1:
-                row = worst // number[:1].numel() if number.dim() else 0
-                values = float(wanted[worst]), float(got[worst])
-                self.differences.append(
-                    Difference(self.num_steps, what, name, row, *values, largest)
+            got = found.get((what, name), torch.tensor(torch.nan)).expand_as(number)
+            try:  # with a budget, tables are on the host
+                assert_close(
+                    got,
+                    number,
+                    rtol=self.rtol,
+                    atol=self.atol,
+                    equal_nan=True,
+                    check_device=False,
+                    check_dtype=False,
                 )
+            except AssertionError as error:
+                self.differences.append(Difference(self.num_steps, what, name, str(error)))
         self.num_steps += 1
 
 
@@ -140,6 +126,9 @@ def verify(
     A gradient that is zero but for rounding, such as that of a bias before a `BatchNorm`, makes a
     visible step in Adagrad and Adam, which divide it by its own size.
 
+    Copies have no optimizer from `apply_optimizer_in_backward`: give it as `optimizer`, which
+    `recsys.accelerate` translates to the same formula.
+
     The model, its optimizer and torch's random state do not change. Meanwhile two copies of the
     model and of the optimizer's state are in memory, and three with a budget.
 
@@ -163,11 +152,15 @@ def verify(
     Raises:
         BudgetTooSmall: the budget is below the least one.
         NonFiniteGradient: a gradient of rows contains nan or inf, which plain PyTorch would accept.
-        TypeError: `model` or `optimizer` has another type, or `loss` returns no tensor.
-        ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer,
-            or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
+        TypeError: `model` or `optimizer` has another type.
+        ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer.
     """
-    _require_arguments(model, optimizer)
+    require_module(model)
+    if not (callable(optimizer) or isinstance(optimizer, Optimizer | list | tuple)):
+        raise TypeError(
+            "optimizer must be a torch.optim.Optimizer, a list of several, or a function that maps "
+            f"parameters() to one, got {shown_optimizer(optimizer)}"
+        )
     is_double = all(table.dtype == torch.float64 for table in _tables_in(model))
     of_dtype = (1e-9, 1e-9) if is_double else (1e-5, 1e-7)
     rtol = of_dtype[0] if rtol is None else rtol
@@ -183,26 +176,6 @@ def verify(
         raise ValueError("batches must have at least one, got none: is the iterator used up?")
     found.tiered = None if budget is None else exact
     return found
-
-
-def _require_arguments(model: object, optimizer: object) -> None:
-    """Check types, and that no parameter has an optimizer in backward."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if not (callable(optimizer) or isinstance(optimizer, Optimizer | list | tuple)):
-        raise TypeError(
-            "optimizer must be a torch.optim.Optimizer, a list of several, or a function that maps "
-            f"parameters() to one, got {shown_optimizer(optimizer)}"
-        )
-    for name, parameter in model.named_parameters():
-        kinds = getattr(parameter, "_optimizer_classes", None)
-        if kinds:
-            raise ValueError(
-                f"parameter {name!r} must have no optimizer in backward, and "
-                f"apply_optimizer_in_backward has given it {kinds[0].__name__}, which copies of a "
-                "model do not have; verify the model without it, and give that optimizer as "
-                "optimizer=: recsys.accelerate translates both to the same formula"
-            )
 
 
 def _tables_in(model: nn.Module) -> set[Tensor]:
@@ -236,11 +209,7 @@ def _numbers_after_step(
         for one in optimizers:
             one.zero_grad()
         value = loss(model, batch)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
-        if value.numel() != 1:
-            raise ValueError(f"loss must return a scalar, got shape {tuple(value.shape)}")
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
     for one in optimizers:
         one.step()
     if taken is not None:

@@ -119,10 +119,10 @@ def _size_tables(
         of_rows: Optimizer = optimizers[-1]
         return estimate(model, optimizer=of_rows, batch_size=config.batch_size), model
     distinct = MemoryNeeds(config, source).num_distinct(first_batch(config, source))
-    lookups = {
-        f"t_{table}": distinct.get(table, 0) / (config.batch_size * len(features))
+    lookups = max(
+        distinct.get(table, 0) / (config.batch_size * len(features))
         for table, features in features_by_table(source).items()
-    }
+    )
     staleness = config.skip.staleness.settings() if config.skip.needs_stale_rows else None
     tables = estimate(
         model,

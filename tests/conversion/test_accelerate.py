@@ -197,7 +197,7 @@ REFUSED = {
     ),
     "no table": (
         lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
-        r"'many\.0': .*SGD has none",
+        r"'many\.0': .* 0 of the given ones \(SGD\)",
     ),
     "twice": (lambda model: [sgd(model), sgd(model)], r"'many\.0': .*2 of the given"),
     "bad type": (lambda model: "sgd", "optimizer"),

@@ -395,7 +395,7 @@ def test_a_frozen_table_that_the_optimizer_lacks_is_refused_with_a_way_out():
     frozen = model[0].embedding_bags["b"].weight.requires_grad_(False)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each is not frozen], lr=1)
 
-    with pytest.raises(ValueError, match=r"b': .* or none; .*add this one, too, .* requires_grad"):
+    with pytest.raises(ValueError, match=r"b': .* or none, .*add this one, too, .* requires_grad"):
         recsys.accelerate(model, optimizer=optimizer, always=True)
 
     optimizer.add_param_group({"params": [frozen]})

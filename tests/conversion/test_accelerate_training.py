@@ -244,9 +244,7 @@ def test_the_surrounding_model_is_compiled_around_the_lookups():
 
 def test_tables_that_fsdp_divides_are_refused_before_and_after(process_group):
     divided = fully_shard(Towers(), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(
-        ValueError, match=r"got DTensor; this one is divided .* recsys\.distributed"
-    ):
+    with pytest.raises(ValueError, match=r"got DTensor; .* recsys\.distributed"):
         recsys.accelerate(divided, optimizer=SGD(lr=0.5))
 
     model = Towers()

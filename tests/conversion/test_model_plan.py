@@ -14,7 +14,7 @@ from recsys.embeddings import (
     TableConfig,
     plan_hot_rows,
 )
-from recsys.errors import BudgetTooSmall, ProfileError
+from recsys.errors import ProfileError
 
 MAP_BYTES, SLOT_BYTES = 4, 11
 
@@ -105,18 +105,14 @@ def test_a_plan_of_other_tables_is_no_bags(sizes, options, error, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("by", ["profile", "plan"])
-def test_a_models_bags_are_planned_for_by_their_names_in_the_model(by, dtype):
+def test_a_models_bags_are_planned_for_by_their_names_in_the_model(dtype):
     popular = {"tables.0": [7, 3], "tables.2": [250]}
     sizes = {"tables.0": 9000, "tables.1": 200, "tables.2": 8000}
     profile = profile_of(popular | {"others": [1]}, sizes | {"others": 5})
     runs, generator = [], torch.Generator().manual_seed(0)
     row_bytes = 8 * dtype.itemsize  # with Adagrad's state
-    chosen = {"profile": profile, "budget": room_for(17_200, 2048 + 200 + 2048 + 3, row_bytes)}
-    if by == "plan":
-        backwards = dict(reversed(sizes.items()))
-        plan = planned(profile, "1MiB", Adagrad(lr=0.1), **backwards)
-        chosen = {"plan": plan, "budget": room_for(17_200, 27, row_bytes)}
+    plan = planned(profile, "1MiB", Adagrad(lr=0.1), **dict(reversed(sizes.items())))
+    chosen = {"plan": plan, "budget": room_for(17_200, 27, row_bytes)}
     for options in ({}, chosen):
         torch.manual_seed(0)
         model = bags(*sizes.values(), dtype=dtype)
@@ -137,37 +133,13 @@ def test_a_models_bags_are_planned_for_by_their_names_in_the_model(by, dtype):
         assert torch.equal(found, expected)
 
 
-def test_counts_of_a_stores_columns_get_the_bags_names():
-    columns = profile_of({"cat_1": [5]}, {"cat_0": 9000, "cat_1": 200})
-    names = [
-        TableConfig(
-            name=f"tables.{number}",
-            num_embeddings=size,
-            embedding_dim=4,
-            feature_names=(f"cat_{number}",),
-        )
-        for number, size in enumerate([9000, 200])
-    ]
-    model = bags(9000, 200)
-
-    recsys.accelerate(
-        model,
-        optimizer=SGD(lr=0.1),
-        profile=columns.for_tables(names),
-        budget=room_for(9200, 2249, 16),
-    )
-
-    assert pinned_rows(model["tables"][0]) == [9005]
-
-
 def test_a_table_that_bags_share_is_planned_for_once_by_its_first_name():
     model = bags(20_000, 20_000)
     model["tables"][1].weight = model["tables"][0].weight
     profile = profile_of({"tables.0": [9]}, {"tables.0": 20_000})
+    plan = planned(profile, room_for(20_000, 9, 16), SGD(lr=0.1), **{"tables.0": 20_000})
 
-    recsys.accelerate(
-        model, optimizer=SGD(lr=0.1), profile=profile, budget=room_for(20_000, 2 * 2048 + 1, 16)
-    )
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), plan=plan)
 
     assert pinned_rows(model["tables"][1]) == [9]
 
@@ -177,10 +149,9 @@ def test_a_frozen_table_that_nobody_moves_is_no_part_of_the_plan():
     model["tables"][1].weight.requires_grad = False
     optimizer = torch.optim.SGD([model["tables"][0].weight], lr=0.1)
     profile = profile_of({"tables.0": [9]}, {"tables.0": 9000})
+    plan = planned(profile, room_for(9000, 9, 16), SGD(lr=0.1), **{"tables.0": 9000})
 
-    recsys.accelerate(
-        model, optimizer=optimizer, profile=profile, budget=room_for(9000, 2049, 16), always=True
-    )
+    recsys.accelerate(model, optimizer=optimizer, plan=plan, always=True)
 
     assert pinned_rows(model["tables"][0]) == [9]
     assert model["tables"][1].groups() == []
@@ -206,21 +177,14 @@ def collections(torchrec, *names):
     )
 
 
-def test_a_collections_tables_are_planned_for_by_their_own_names_or_their_features():
+def test_a_collections_tables_are_planned_for_by_their_own_names():
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    budget = room_for(9200, 2249, 16)
-    for prefix in ("", "t_"):
-        model = collections(torchrec, "sparse")
-        sizes = {f"{prefix}a": 9000, f"{prefix}b": 200}
+    model, sizes = collections(torchrec, "sparse"), {"t_a": 9000, "t_b": 200}
+    plan = planned(profile_of({"t_b": [5]}, sizes), room_for(9200, 17, 16), SGD(lr=0.1), **sizes)
 
-        recsys.accelerate(
-            model,
-            optimizer=SGD(lr=0.1),
-            profile=profile_of({f"{prefix}b": [5]}, sizes),
-            budget=budget,
-        )
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), plan=plan)
 
-        assert pinned_rows(model["sparse"]) == [9005]
+    assert pinned_rows(model["sparse"]) == [9005]
 
 
 def test_tables_of_one_name_go_by_their_places():
@@ -252,46 +216,14 @@ def profile():
     ("options", "kind", "message"),
     [
         (
-            lambda: {
-                "plan": planned(profile(), "1MiB", **SIZES),
-                "profile": profile(),
-                "budget": "1MiB",
-            },
-            ValueError,
-            "plan= and profile= exclude each other",
-        ),
-        (lambda: {"profile": profile()}, ValueError, "profile= needs budget="),
-        (
             lambda: {"plan": planned(profile(), "1MiB", **SIZES), "optimizer": None},
             ValueError,
             "optimizer",
         ),
         (
-            lambda: {"profile": "p.npz", "budget": 9},
-            TypeError,
-            r"must be a PopularityProfile, got str",
-        ),
-        (
             lambda: {"plan": "p.npz"},
             TypeError,
             r"must be a HotPlan, got str; HotPlan.load reads a file",
-        ),
-        (
-            lambda: {
-                "profile": profile_of({}, {"cat_0": 3000, "tables.1": 200}),
-                "budget": "60KiB",
-            },
-            ProfileError,
-            r"'tables.0' .* is not in the profile.*the bag's name in the model; the names here are "
-            r"\['tables.0', 'tables.1'\]; profile.for_tables renames tables",
-        ),
-        (
-            lambda: {
-                "profile": profile_of({}, {"tables.0": 3000, "tables.1": 201}),
-                "budget": "60KiB",
-            },
-            ProfileError,
-            r"'tables.1' has 200 rows, but the profile's 'tables.1' has 201; profile the data",
         ),
         (
             lambda: {
@@ -304,11 +236,6 @@ def profile():
             lambda: {"plan": planned(profile_of({}, SIZES | {"c": 1}), "1MiB", **SIZES, c=1)},
             ProfileError,
             r"'c' are .* and None here; .* here are \['tables.0', 'tables.1'\]",
-        ),
-        (
-            lambda: {"profile": profile(), "budget": "20KiB"},
-            BudgetTooSmall,
-            r"budget must be at least .*plan=plan_hot_rows\(..., window_lookups=...\)",
         ),
     ],
 )

@@ -64,8 +64,6 @@ def test_a_model_agrees_with_its_accelerated_self(name, dtype):
     assert report.num_steps == 6
     is_double = dtype == torch.float64
     assert (report.rtol, report.atol) == ((1e-9, 1e-9) if is_double else (1e-5, 1e-7))
-    kinds = {"loss", "row", "parameter", "buffer"} | ({"state"} if name != "sgd" else set())
-    assert set(report.largest_errors) == kinds
 
 
 def test_model_optimizer_and_random_numbers_stay_as_they_are():
@@ -123,8 +121,7 @@ def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
     assert not report.ok
     first = report.differences[0]
     assert (first.step, first.what, first.name) == (0, "row", "bags.0.weight")
-    assert first.error_over_tolerance > 1
-    assert abs(first.got - first.expected) > report.atol
+    assert "Mismatched elements" in first.error
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.step = 1
     steps = {each.step for each in report.differences if each.what == "row"}
@@ -147,7 +144,8 @@ def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
     report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 
     [found] = report.differences
-    assert found == Difference(0, "row", "bags.1.weight", 5, 1.0, 1.5, found.error_over_tolerance)
+    assert found == Difference(0, "row", "bags.1.weight", found.error)
+    assert "0.5 at index (5, 2)" in found.error
 
 
 def test_state_is_compared(monkeypatch):
@@ -186,15 +184,13 @@ def test_tolerances_may_be_given():
     )
 
     assert (report.rtol, report.atol) == (1e-12, 1e-12)
-    assert report.largest_errors["row"] > 0
 
 
-def test_a_model_with_optimizers_in_backward_is_refused_because_copies_have_none():
+def test_optimizers_in_backward_are_left_out_because_copies_have_none():
     model, optimizer = build("sgd")
     _apply_optimizer_in_backward(torch.optim.SGD, [model.bags[1].weight], {"lr": 0.1})
 
-    with pytest.raises(ValueError, match=r"'bags\.1\.weight' .* given it SGD, which copies"):
-        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+    assert recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer).ok
 
 
 class Tables(nn.Module):
@@ -229,7 +225,6 @@ def test_with_a_budget_each_step_is_that_without_to_the_last_bit(sparse):
 
     assert report.ok
     assert report.tiered.ok
-    assert set(report.tiered.largest_errors) == {"loss", "row", "parameter", "state"}
     assert (report.tiered.num_steps, report.tiered.rtol, report.tiered.atol) == (6, 0, 0)
 
 
@@ -253,8 +248,9 @@ def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
 
     assert not report.differences
     assert not report.ok
-    wrong = {(each.what, each.name, each.row) for each in report.tiered.differences}
-    assert wrong == {("row", "bag.weight", 7)}
+    wrong = {(each.what, each.name) for each in report.tiered.differences}
+    assert wrong == {("row", "bag.weight")}
+    assert "at index (7, 0)" in report.tiered.differences[0].error
 
 
 @pytest.mark.gpu

@@ -356,7 +356,7 @@ REFUSALS = [
         MalformedBags,
         "input",
     ),
-    ("tables on one memory, in files", share_memory_in_files, ValueError, "tables '0' and '1'"),
+    ("tables on one memory, in files", share_memory_in_files, ValueError, "'0' and '1'"),
     ("a second optimizer", give_two_optimizers, ValueError, "apply_optimizer_in_backward"),
 ]
 
