@@ -46,6 +46,15 @@ class PooledEmbeddings:
                 f"got {tuple(values.shape)}"
             )
 
+    @classmethod
+    def _unchecked(
+        cls, keys: list[str], length_per_key: list[int], values: Tensor
+    ) -> PooledEmbeddings:
+        """Skip the checks, for what fits by construction; the lists are not copied."""
+        made = object.__new__(cls)
+        made._keys, made._length_per_key, made._values = keys, length_per_key, values
+        return made
+
     def keys(self) -> list[str]:
         """Feature names, in column order."""
         return self._keys

@@ -291,8 +291,6 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
         assert self._nodes is not None
         bags = self._read(input, offsets, per_sample_weights)
         pooled = look_up(self._nodes, self._parts, bags, self.embedding_dim)
-        # A view, because a node calls hooks of all of its outputs, with None without a gradient.
-        pooled = pooled.view(-1, self.embedding_dim)
         return pooled.bfloat16() if self._parts[0][0].dtype is torch.bfloat16 else pooled
 
     def _read(

@@ -215,12 +215,10 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
             pooled = look_up_for_torch(parts, bags, self._width, self._are_sparse)
         else:
             pooled = look_up(self._nodes, parts, bags, self._width)
-        # A view, because a node calls hooks of all of its outputs, with None without a gradient.
         if stacked:
             return pooled.view(bags.num_samples, num_stacked, self._output_dims[0])
-        pooled = pooled.view(bags.num_samples, self._width)
         if isinstance(features, JaggedIds):
-            return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
+            return PooledEmbeddings._unchecked(self._output_keys, self._output_dims, pooled)
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))

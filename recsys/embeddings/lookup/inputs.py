@@ -220,7 +220,11 @@ def read_features(
     """
     keys, values, weights = features.keys(), features.values(), None
     if isinstance(features, JaggedIds):
-        offsets = None if features.is_known_one_hot() else features.offsets()
+        is_one_hot = features.is_known_one_hot()
+        if is_one_hot and not is_weighted and values.device == device:  # nothing to check
+            num_bags = values.numel()
+            return Bags(values.contiguous(), None, None, num_bags // len(keys), num_bags, keys)
+        offsets = None if is_one_hot else features.offsets()
     else:
         require_one_batch_size(features)
         offsets = features.offsets()

@@ -225,6 +225,9 @@ def look_up(
             copied = weights.detach().clone()
             calls = [(group, call._replace(weights=copied)) for group, call in calls]
         made[output] = _Made(calls, _versions(calls) if needs_weight_grad else ())
+        if len(made) > 1:
+            # A node calls hooks of all of its outputs, with None without a gradient.
+            result = result.view(num_samples, width)
     return result
 
 

@@ -344,7 +344,8 @@ def _update_rows(
 
     The formulas are those of `recsys.embeddings.optimizer`. One call processes a whole table: a
     call per row would pass the many numbers of its arrays each time, which takes longer than the
-    update of a row. `runs` and `lines` are as long as a row has runs and cache lines; they are
+    update of a row. It is one function: divided into inlined parts, the update of small rows takes
+    1.3 times as long. `runs` and `lines` are as long as a row has runs and cache lines; they are
     empty if the dim was not known when this was compiled.
     """
     flat, first_state, second_state = memories.flat, memories.first, memories.second
