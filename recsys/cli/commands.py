@@ -25,7 +25,7 @@ from recsys.cli.output import INTERRUPTED, accept_any_text
 from recsys.cli.popularity import add_popularity_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.datasets.store_writer import is_store
-from recsys.datasets.tabular.reading.paths import find_files
+from recsys.datasets.tabular.read import find_files
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.exports import FORMATS, QUANTIZATIONS
 from recsys.train.run_files.run_folder import RunFolder, write_json

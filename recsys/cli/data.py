@@ -9,7 +9,7 @@ from recsys._support.files import require_files
 from recsys._support.sizes import counted
 from recsys.cli.output import accept_any_text
 from recsys.datasets.store_writer import read_meta
-from recsys.datasets.tabular.reading.paths import find_files
+from recsys.datasets.tabular.read import find_files, import_pyarrow
 from recsys.datasets.tabular.schemas.named import find_schema
 
 if TYPE_CHECKING:
@@ -29,16 +29,18 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Give `inspect` and `prepare` their options."""
     inspect = commands["inspect"]
     inspect.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
-    inspect.add_argument("--label", default="", metavar="COLUMN", help="the column of labels")
-    inspect.add_argument(
-        "--ignore", nargs="+", default=[], metavar="COLUMN", help="columns to leave out"
-    )
-    inspect.add_argument(
-        "--quote",
-        default='"',
-        metavar="CHARACTER",
-        help='encloses fields of text files (default: "); empty for none',
-    )
+    for name, metavar, default, text in (
+        ("label", "COLUMN", "", "the column of labels"),
+        ("group", "COLUMN", "", "the column of groups, such as users"),
+        ("item", "COLUMN", "", "the column of items, for data without a label"),
+        ("quote", "CHARACTER", '"', 'encloses fields of text (default: "); empty for none'),
+    ):
+        inspect.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
+    for name, metavar, text in (
+        ("ignore", "COLUMN", "columns to leave out"),
+        ("no-header", "NAME", "the first line is data; the columns have these names"),
+    ):
+        inspect.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
     inspect.set_defaults(run_command=_inspect)
 
     prepare = commands["prepare"]
@@ -46,14 +48,12 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
     kaggle = formats.add_parser("criteo-kaggle", help="raw text of the Criteo Kaggle challenge")
     kaggle.add_argument("raw", nargs="+", metavar="RAW", help=_RAW_HELP)
-    kaggle.set_defaults(run_command=_prepare_kaggle)
 
     days = formats.add_parser("criteo-1tb", help="days of Criteo 1TB")
     days.add_argument("day", nargs="+", metavar="DAY", help=f"{_RAW_HELP}; oldest day first")
     days.add_argument(
         "--max-ind-range", type=int, metavar="N", help="take ids modulo N, as facebookresearch/dlrm"
     )
-    days.set_defaults(run_command=_prepare_1tb)
     table = formats.add_parser("table", help="tables of any columns, by a schema")
     table.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
     rules = table.add_mutually_exclusive_group(required=True)
@@ -72,8 +72,12 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         action="store_true",
         help="with --like: divide the rows as the schema of STORE says, to train on them",
     )
-    table.set_defaults(run_command=_prepare_table)
-    for parser in (kaggle, days, table):
+    for parser, command in (
+        (kaggle, _prepare_kaggle),
+        (days, _prepare_1tb),
+        (table, _prepare_table),
+    ):
+        parser.set_defaults(run_command=command)
         parser.add_argument("--out", required=True, metavar="STORE", help="new folder")
 
 
@@ -138,12 +142,19 @@ def _print_table_report(report: TableReport) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     find_files(options.files)
+    import_pyarrow()
 
-    from recsys.datasets.tabular.guessing.guess import guess_schema
+    from recsys.datasets.tabular.inspect import inspect_table
 
-    guess = guess_schema(
-        options.files, label=options.label, ignore=options.ignore, quote=options.quote
+    draft = inspect_table(
+        options.files,
+        label=options.label,
+        group=options.group,
+        item=options.item,
+        ignore=options.ignore,
+        names=options.no_header,
+        quote=options.quote,
     )
     accept_any_text("utf-8")  # as TOML is
-    print(guess.to_toml(), end="")
+    print(draft.to_toml(), end="")
     return 0

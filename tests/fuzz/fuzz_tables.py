@@ -13,7 +13,7 @@ from fuzz_cases import Reader
 from fuzz_data import nothing
 from fuzz_mutations import mutate_bytes, mutate_file, mutate_json, mutate_tree
 
-from recsys.datasets.tabular.guessing.guess import guess_schema
+from recsys.datasets.tabular.inspect import inspect_table
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schemas.schema import Schema
 
@@ -94,7 +94,7 @@ def attack_file(folder, random, name):
 
 
 def print_guess(file):
-    text = guess_schema([file]).to_toml()
+    text = inspect_table([file]).to_toml()
     schema = file.with_name("schema.toml")
     schema.write_text(text)
     Schema.from_toml(schema)

@@ -50,9 +50,9 @@ def prepare_days(folder, *names, **options):
 
 def inspect(folder, text):
     pytest.importorskip("pyarrow")
-    from recsys.datasets.tabular.guessing.guess import guess_schema
+    from recsys.datasets.tabular.inspect import inspect_table
 
-    guess_schema([write(folder, "a.csv", text)])
+    inspect_table([write(folder, "a.csv", text)])
 
 
 REFUSALS = [

@@ -241,7 +241,7 @@ def as_parquet(file):
 
 
 def test_files_to_predict_are_not_hashed(tmp_path, clicks, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.tabular.reading.paths.hashlib", None)
+    monkeypatch.setattr("recsys.datasets.tabular.read.hashlib", None)
 
     for file in (tmp_path / "clicks.csv", as_parquet(tmp_path / "clicks.csv")):
         report = predict_run(clicks, [file], tmp_path / f"scores of {file.name}.parquet")

@@ -14,7 +14,7 @@ import numpy as np
 
 from recsys.datasets.tabular.encoding.file_encoder import read_schema
 from recsys.datasets.tabular.prepare import columns_for_split, open_like, write_table
-from recsys.datasets.tabular.reading.paths import import_pyarrow
+from recsys.datasets.tabular.read import import_pyarrow
 from recsys.datasets.tabular.schemas.named import find_schema
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import DatasetFormatError
@@ -122,7 +122,7 @@ class _FrameBatches:
         ]
 
     def _conformed(self, batch: pa.RecordBatch, name: str, first: int) -> pa.RecordBatch:
-        from recsys.datasets.tabular.reading.columns import conform
+        from recsys.datasets.tabular.convert import conform
 
         self._require_one_type(batch, f"{name}, row {first} (from 0)")
         batch = conform(batch, self._schema, lambda row: f"{name}, row {first + row} (from 0)")

@@ -38,7 +38,7 @@ from recsys.datasets.tabular.encoding.row_encoder import (
     RowEncoder,
     new_numbers,
 )
-from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.read import TableFiles
 from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
 from recsys.datasets.tabular.store_parts.part_writer import PartWriter
 from recsys.datasets.tabular.store_parts.spool import Spool

@@ -27,7 +27,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.store_writer import is_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.encoding.row_encoder import NO_LABEL
-from recsys.datasets.tabular.reading.paths import import_pyarrow
+from recsys.datasets.tabular.read import import_pyarrow
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.judge.evaluation import nonzero_counts, open_saved_model, scores_of

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.datasets.tabular.reading import files as table_files
-from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.read import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.errors import DatasetFormatError
+from recsys.errors import ConfigError, DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -141,12 +140,12 @@ def test_labels_of_an_optional_column_may_be_missing(tmp_path, keys, lines, labe
     path = write(tmp_path, "y,c", *lines)
     found = rows_of(path, simple(**keys), optional=["y"])
     assert [row["y"] for row in found] == labels
-    with pytest.raises(DatasetFormatError, match="a label must be known"):
+    with pytest.raises(DatasetFormatError, match="column 'y'"):
         rows_of(path, simple(**keys))
 
 
 def test_files_may_be_read_without_their_hashes(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.tabular.reading.paths.hashlib", None)
+    monkeypatch.setattr("recsys.datasets.tabular.read.hashlib", None)
     write(tmp_path, "y,c", "1,b", name="1.csv")
     pq.write_table(pa.table({"c": ["p"], "y": [1]}), tmp_path / "2.parquet")
     files = TableFiles([tmp_path], simple(), with_hash=False)
@@ -202,13 +201,6 @@ def test_a_column_of_booleans_may_split_and_be_integers(tmp_path):
     assert schema.split.train == ("true",)
     rows = [(row["is_train"], row["c"]) for row in rows_of(path, schema)]
     assert rows == [("true", 1), ("false", None)]
-
-
-def test_numbers_that_are_not_all_dates_are_seconds(tmp_path):
-    path = write(tmp_path, "y,c,d", "1,x,20141021", "1,x,20141399")
-    assert [row["d"] for row in rows_of(path, simple(timestamp="d"))] == [20141021, 20141399]
-    path = write(tmp_path, "y,c,d", "1,x,1711010100", "1,x,1711010101", name="b.csv")
-    assert [row["d"] for row in rows_of(path, simple(timestamp="d"))] == [1711010100, 1711010101]
 
 
 def test_a_quoted_line_break_at_the_end_is_a_value(tmp_path):
@@ -342,7 +334,7 @@ def test_a_large_row_group_is_read_in_pieces(tmp_path, monkeypatch):
     table = pa.table({"y": np.ones(num_rows, np.int8), "d": values})
     path = tmp_path / "a.parquet"
     pq.write_table(table, path, row_group_size=num_rows, use_dictionary=False, compression="none")
-    monkeypatch.setattr(table_files, "_LARGE_GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr("recsys.datasets.tabular.read._LARGE_GROUP_BYTES", 1 << 20)
     del table
     before, most, found = pa.total_allocated_bytes(), 0, []
     for batch in TableFiles([path], Schema.from_dict({"label": "y", "dense": {"d": {}}})).batches():
@@ -350,3 +342,75 @@ def test_a_large_row_group_is_read_in_pieces(tmp_path, monkeypatch):
         found.append(batch.column("d").to_numpy().copy())
     assert (np.concatenate(found) == values).all()
     assert most < values.nbytes / 2
+
+
+def test_lists_of_all_kinds_are_lists(tmp_path):
+    columns = {
+        "views": pa.array([["a"], None, ["b", "c"]], pa.list_view(pa.string())),
+        "fixed": pa.array([["a", "b"]] * 3, pa.list_(pa.string(), 2)),
+        "whole": pa.array([[1.0, 2.0], None, [3.0]], pa.list_(pa.float64())),
+    }
+    pq.write_table(pa.table({"y": [1, 0, 1], **columns}), tmp_path / "a.parquet")
+    keys = {"views": {}, "fixed": {}, "whole": {"values": "integer"}}
+    found = rows_of(tmp_path / "a.parquet", simple(categorical={}, multi=keys))
+    expected = [array.to_pylist() for array in columns.values()]
+    assert [[row[name] for row in found] for name in columns] == expected
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_file_without_a_line_of_names_is_read_by_the_names_of_the_schema(tmp_path, end):
+    path = tmp_path / "a.csv"
+    path.write_text("\n1,x,5\n\n0,z,7" + end)
+    found = rows_of(path, simple(names=["y", "c", "d"]))
+    assert found == [{"c": "x", "y": 1}, {"c": "z", "y": 0}]
+    path.write_text("1,x,5\n\n0,z,?" + end)
+    with pytest.raises(DatasetFormatError, match="line 3, column 'd'"):
+        rows_of(path, simple(names=["y", "c", "d"], dense={"d": {}}))
+
+
+def test_patterns_and_urls_name_files(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    texts = {f"day={day}/{part}.csv": f"y,c\n1,{day}{part}\n" for day in "12" for part in "ab"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        memory.pipe(f"/tables/{name}", text.encode())
+    pq.write_table(pa.table({"y": [0], "c": ["p"]}), tmp_path / "c.parquet")
+    memory.pipe("/tables/c.parquet", (tmp_path / "c.parquet").read_bytes())
+    for place in (str(tmp_path), "memory://tables"):
+        for pattern, values in (
+            ("day=*/a.csv", ["1a", "2a"]),
+            ("day=2", ["2a", "2b"]),
+            ("c.parquet", ["p"]),
+            ("day=1/a.csv", ["1a"]),
+        ):
+            found = rows_of(f"{place}/{pattern}", simple())
+            assert [row["c"] for row in found] == values
+    with pytest.raises(FileNotFoundError, match="no"):
+        rows_of(tmp_path / "no*.csv", simple())
+
+
+def test_a_file_and_its_compressed_copy_are_not_read_together(tmp_path):
+    path = write(tmp_path, "y,c", "1,x")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(ConfigError, match=r"a\.csv"):
+        rows_of(tmp_path, simple())
+
+
+def test_integers_beyond_63_bits_may_be_groups(tmp_path):
+    users = pa.array([2**63, 5], pa.uint64())
+    pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"], "u": users}), tmp_path / "a.parquet")
+    found = rows_of(tmp_path / "a.parquet", simple(group="u"))
+    assert [row["u"] for row in found] == [str(2**63), "5"]
+
+
+def test_decimals_of_whole_numbers_are_integers(tmp_path):
+    whole = pa.array([7, None], pa.decimal128(38, 0))
+    columns = {"y": [0, 1], "c": whole, "n": pa.array([[1], [2]], pa.list_(whole.type))}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    integers = {"values": "integer"}
+    found = rows_of(
+        tmp_path / "a.parquet", simple(categorical={"c": integers}, multi={"n": integers})
+    )
+    assert [(row["c"], row["n"]) for row in found] == [(7, [1]), (None, [2])]

@@ -1,16 +1,15 @@
+import csv
 import gzip
 import io
-import re
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.cli import main
-from recsys.datasets.tabular.reading import text_files
-from recsys.datasets.tabular.reading.files import TableFiles
-from recsys.datasets.tabular.reading.quotes import QuoteCheck
+from recsys.datasets.tabular import read
+from recsys.datasets.tabular.read import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import DatasetFormatError
 
@@ -32,26 +31,24 @@ def write(folder, *lines, end="\n"):
     return path
 
 
-def has_good_quotes(text):
-    """Whether each field that begins with a quote ends with one."""
-    quoted, plain = rb'"(?:[^"]|"")*+"', rb'(?!")[^,\r\n]*+'
-    field = b"(?:" + quoted + b"|" + plain + b")"
-    return re.fullmatch(field + rb"(?:[,\r\n]" + field + b")*+", text) is not None
-
-
-@given(text=st.text('"""a,\r\n', max_size=30), sizes=st.lists(st.integers(1, 9), min_size=30))
-def test_quotes_are_followed_through_blocks_of_any_size(text, sizes):
-    check = QuoteCheck(io.BytesIO(text.encode()), "a.csv", ",", '"')
-    is_refused = pytest.raises(DatasetFormatError, match="quote")
-    with nullcontext() if has_good_quotes(text.encode()) else is_refused:
-        for size in [*sizes, -1, -1, -1]:  # the last one finds the end
-            check.read(size)
-
-
-def test_a_byte_order_mark_comes_before_the_first_field():
-    check = QuoteCheck(io.BytesIO('\ufeff"a"b'.encode()), "a.csv", ",", '"')
-    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 1: "):
-        check.read()
+@settings(deadline=None, max_examples=2 * settings().max_examples)
+@given(text=st.text('"""a,\r\n', max_size=30), num_rows=st.sampled_from([0, *range(20, 40)]))
+def test_text_is_read_as_by_pythons_strict_reader_or_refused(tmp_path_factory, text, num_rows):
+    path = tmp_path_factory.mktemp("table") / "a.csv"
+    text = "y,c\n" + "1,x\n" * num_rows + text
+    path.write_bytes(text.encode())
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
+    except csv.Error:
+        rows = [[]]
+    is_good = all(len(row) == 2 for row in rows)
+    schema = Schema.from_dict({"label": "z", "categorical": {"y": {}, "c": {}}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "_BLOCK_BYTES", 48)
+        with nullcontext() if is_good else pytest.raises(DatasetFormatError):
+            batches = list(TableFiles([path], schema, optional=["z"]).batches())
+            found = [[row["y"], row["c"]] for batch in batches for row in batch.to_pylist()]
+            assert found == [[value or None for value in row] for row in rows[1:]]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -60,27 +57,27 @@ def test_a_byte_order_mark_comes_before_the_first_field():
 def test_a_field_that_takes_in_other_rows_is_refused(
     tmp_path, monkeypatch, end, block_bytes, is_packed
 ):
-    monkeypatch.setattr(text_files, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(read, "_BLOCK_BYTES", block_bytes)
     lines = ["0,plain"] * 20 + ['1,"red', "0,blue", '1,"hat', "0,x"]
     path = write(tmp_path, *lines, end=end)
     if is_packed:
         packed = tmp_path / "a.csv.gz"
         packed.write_bytes(gzip.compress(path.read_bytes()))
         path = packed
-    with pytest.raises(DatasetFormatError, match=rf"{path.name}, line 22: .*'hat'.* line 24;"):
+    with pytest.raises(DatasetFormatError, match=rf"{path.name}, line 22: "):
         texts_of(path)
 
 
 def test_a_quote_that_is_not_closed_in_a_block_is_named_by_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(read, "_BLOCK_BYTES", 64)
     path = write(tmp_path, *["0,plain"] * 20, '1,"red', *["0,plain"] * 20_000)
-    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 22: .* never closed"):
+    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 22: "):
         texts_of(path)
 
 
 @pytest.mark.parametrize("shift", range(8))
 def test_line_breaks_in_quotes_may_lie_on_the_border_of_blocks(tmp_path, monkeypatch, shift):
-    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 32)
+    monkeypatch.setattr(read, "_BLOCK_BYTES", 32)
     texts = ["a" * shift, *["b\r\nc", "\r\n\r\n", "d\r"] * 20]
     path = write(tmp_path, *[f'0,"{text}"' for text in texts], end="\r\n")
     assert texts_of(path) == [text or None for text in texts]

@@ -226,7 +226,7 @@ def test_a_bag_of_one_missing_value_may_have_its_weight(tmp_path):
     tree = {key: TREE[key] for key in ("label", "categorical", "split")}
     tree["multi"] = {"tags": {"split": "|", "weights": "scores"}}
     schema = Schema.from_dict({**tree, "missing_values": ["NA"]})
-    rule = "must have as many numbers as 'tags' has values, 0, got '0.5'"
+    rule = "line 3, column 'scores'"
 
     prepare_table([tmp_path / "rows.csv"], tmp_path / "store", schema)
     with pytest.raises(DatasetFormatError, match=rule):

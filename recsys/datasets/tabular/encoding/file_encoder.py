@@ -22,7 +22,7 @@ from recsys.datasets.tabular.encoding.numbering import Numbers
 from recsys.datasets.tabular.encoding.row_encoder import RowEncoder, new_numbers, roles_of
 from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows
 from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary, vocabulary_file
-from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.read import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.datasets.tabular.schemas.schema_parts import FractionSplit
 from recsys.errors import ConfigError, StoreError

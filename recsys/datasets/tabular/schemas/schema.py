@@ -106,6 +106,7 @@ class Schema:
         delimiter: Character between the fields of text files; empty: tab for .tsv, else a comma.
         quote: Character around fields of text files that hold delimiters or line breaks; empty: no
             field is quoted.
+        names: Names of the columns of text files whose first line is data; empty: it names them.
         missing_values: What stands for a missing value in text files, beside an empty field.
         dense: Dense columns by name, in the order of the store.
         categorical: Columns with one value a row, by name.
@@ -124,6 +125,7 @@ class Schema:
     weight: str = ""
     delimiter: str = ""
     quote: str = '"'
+    names: tuple[str, ...] = ()
     missing_values: tuple[str, ...] = ()
     dense: Mapping[str, DenseColumn] = field(default_factory=dict)
     categorical: Mapping[str, CategoricalColumn] = field(default_factory=dict)

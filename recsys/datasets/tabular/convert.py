@@ -1,0 +1,430 @@
+"""Record batches of any types become record batches of the schema's types, and are checked.
+
+    meaning                 type                    nulls
+    ----------------------  ----------------------  --------------------------------
+    label                   int8, 0 or 1            none
+    weight                  float32, at least 0     none
+    timestamp               int64, seconds          none
+    group                   int64 or string         none
+    column of the split     string                  none
+    dense                   float64, finite         missing; none with missing "error"
+    categorical             int64 or string         missing; none with missing "error"
+    multi, sequence         list of these           a null list is an empty one; no null elements
+    their weights           list of float32         none; as many elements as the list of values
+
+A column that is categorical and also the group, or the column of the split, has the type of the
+categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
+They are no text, because text files write them in several ways; only the column of the split takes
+them as true and false. Decimals of whole numbers, as databases write ids, are integers. Files and
+frames both pass through `conform`, so the same values give the same batch.
+
+This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from recsys.datasets.tabular.schemas.schema_parts import (
+    TIME_UNITS,
+    CategoricalColumn,
+    ColumnSplit,
+    DenseColumn,
+    PositiveRule,
+)
+from recsys.errors import DatasetFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from numpy.typing import NDArray
+
+    from recsys.datasets.tabular.schemas.schema import Schema
+
+__all__ = ["conform", "conform_label", "is_list", "plain"]
+
+_FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
+_CORRECT = "correct it, or leave the row out"
+_FILL_IN = "fill it in, or leave the row out"
+_COMPARISONS = {
+    "==": pc.equal,
+    ">=": pc.greater_equal,
+    ">": pc.greater,
+    "<=": pc.less_equal,
+    "<": pc.less,
+}
+
+
+def conform(
+    batch: pa.RecordBatch,
+    schema: Schema,
+    place: Callable[[int], str],
+    *,
+    optional: Collection[str] = (),
+) -> pa.RecordBatch:
+    """Give the columns of a batch the types of the schema, and check their values.
+
+    Args:
+        batch: Columns that the schema names, in any order; columns it does not name are dropped.
+        schema: What they mean.
+        place: Names a row of the batch, by its number from 0, in messages, such as "a.csv, line 7".
+        optional: The label and the column of the split may have nulls if they are named here.
+
+    Returns:
+        The columns of the batch that the schema names, in the schema's order.
+
+    Raises:
+        DatasetFormatError: a column has a type, or a value, that its meaning does not accept. The
+            message names row, column, rule, value and hint.
+    """
+    found = set(batch.schema.names)
+    arrays = {}
+    for name in schema.columns:
+        if name not in found:
+            continue
+        array, weighted = batch.column(name), schema.weights_of.get(name)
+        try:
+            if weighted is not None:
+                values = plain(batch.column(weighted))
+                arrays[name] = _weights(plain(array), values, weighted, schema)
+            else:
+                arrays[name] = _convert(plain(array), name, schema, may_be_null=name in optional)
+        except _Fault as fault:
+            value = array.type if fault.row is None else repr(array[fault.row].as_py())[:60]
+            raise DatasetFormatError(
+                f"{place(fault.row or 0)}, column {name!r}: {fault.rule}, got {value}; {fault.hint}"
+            ) from None
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+def conform_label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
+    """Labels as int8, 0 or 1; nulls stay.
+
+    Raises:
+        DatasetFormatError: a value is no label.
+    """
+    try:
+        return _label(plain(array), rule)
+    except _Fault as fault:
+        raise DatasetFormatError(f"{fault.rule}; {fault.hint}") from None
+
+
+class _Fault(Exception):
+    """What a column breaks: the row of the batch (None: all of them), the rule, the hint."""
+
+    def __init__(self, row: int | None, rule: str, hint: str) -> None:
+        super().__init__(rule)
+        self.row, self.rule, self.hint = row, rule, hint
+
+
+def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
+    column: Any = schema.dense.get(name) or schema.value_columns.get(name)
+    is_split = isinstance(schema.split, ColumnSplit) and schema.split.column == name
+    must_be_known = name == schema.group or (is_split and not may_be_null)
+    if column is None and types.is_nested(array.type):
+        raise _Fault(None, "must hold one value in each row", "lists are for multi and sequence")
+    if isinstance(column, DenseColumn):
+        array = _dense(array)
+    elif isinstance(column, CategoricalColumn):
+        array = _values(array, column.values)
+    elif column is not None:
+        return _lists(array, column.values, column.split, schema.missing_values)
+    elif name == schema.label:
+        array, must_be_known = _label(array, schema.positive_rule), not may_be_null
+    elif name == schema.timestamp:
+        return _seconds(array, schema.timestamp_format)
+    elif name == schema.weight:
+        return _weight(array)
+    elif name == schema.group:
+        # Unsigned integers, such as hashes, may be too large for `_integers`.
+        is_number = types.is_integer(array.type) or types.is_floating(array.type)
+        array = (_integers if is_number and not types.is_uint64(array.type) else _strings)(array)
+    else:
+        array = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
+    if must_be_known or getattr(column, "missing", "") == "error":
+        others = "" if must_be_known else ', or train on data prepared without missing = "error"'
+        _require_valid(array, _FILL_IN + others)
+    return array
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Without dictionary encoding or a large or view type; nulls for empty text and nan.
+
+    Decimals of whole numbers become integers, or text if one has more than 64 bits.
+    """
+    kind = array.type
+    if types.is_dictionary(kind):
+        return plain(array.dictionary_decode())
+    if types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind):
+        array, kind = array.cast(pa.string()), pa.string()
+    if types.is_string(kind) or types.is_floating(kind):
+        is_text = types.is_string(kind)
+        is_missing = pc.equal(pc.binary_length(array), 0) if is_text else pc.is_nan(array)
+        if pc.any(is_missing).as_py():
+            array = pc.if_else(is_missing, pa.scalar(None, kind), array)
+    elif types.is_decimal(kind) and kind.scale == 0:
+        try:
+            array = array.cast(pa.int64())
+        except pa.ArrowInvalid:
+            array = array.cast(pa.string())
+    return array
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is one of Arrow's lists; maps are none."""
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            types.is_list,
+            types.is_large_list,
+            types.is_fixed_size_list,
+            types.is_list_view,
+            types.is_large_list_view,
+        )
+    )
+
+
+def _require_valid(array: pa.Array, hint: str) -> None:
+    if array.null_count:
+        _require(array.is_valid(), "must have a value", hint)
+
+
+def _require(is_right: pa.Array, rule: str, hint: str) -> None:
+    """Raise for the first row whose `is_right` is False; null is right."""
+    row = pc.index(is_right, False).as_py()
+    if row >= 0:
+        raise _Fault(row, rule, hint)
+
+
+def _cast(array: pa.Array, kind: pa.DataType, rule: str, hint: str) -> pa.Array:
+    """Cast, or name the first row that cannot be cast. Integers become the nearest floats."""
+    is_rounded = types.is_floating(kind) and types.is_integer(array.type)
+    try:
+        return array.cast(kind, safe=not is_rounded)
+    except pa.ArrowNotImplementedError:
+        raise _Fault(None, rule, hint) from None
+    except pa.ArrowInvalid:
+        low, high = 0, len(array)  # the first bad row is in [low, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                array[low:middle].cast(kind)
+                low = middle
+            except pa.ArrowInvalid:
+                high = middle
+        raise _Fault(low, rule, hint) from None
+
+
+def _dense(array: pa.Array) -> pa.Array:
+    if types.is_temporal(array.type):
+        raise _Fault(None, "must be numbers", "convert it, or leave it out of dense")
+    if not types.is_float64(array.type):
+        hint = "correct it, leave the value out, or make the column categorical"
+        array = plain(_cast(array, pa.float64(), "must be a number", hint))
+    _require(pc.is_finite(array), "must be finite", "correct it, or leave the value out")
+    return array
+
+
+def _values(array: pa.Array, values: str) -> pa.Array:
+    if types.is_nested(array.type):
+        rule = "must hold single values"
+        raise _Fault(None, rule, "write lists of numbers or text, for multi or sequence columns")
+    return _integers(array) if values == "integer" else _strings(array)
+
+
+def _integers(array: pa.Array) -> pa.Array:
+    if types.is_temporal(array.type):
+        raise _Fault(None, "must be integers", "convert it to integers")
+    if types.is_floating(array.type):
+        bits = np.finfo(array.type.to_pandas_dtype()).nmant + 1
+        _require(
+            pc.less(pc.abs(array.cast(pa.float64())), 2.0**bits),
+            f"an integer in a column of {array.type} must be below 2^{bits}, as larger ones are "
+            "rounded",
+            'read the column as integers, such as by dtype "Int64" of pandas, or as text',
+        )
+    hint = "correct it" + ', or set values to "string"' * (not types.is_floating(array.type))
+    return _cast(array, pa.int64(), "must be a signed integer of 64 bits", hint)
+
+
+def _strings(array: pa.Array) -> pa.Array:
+    kind = array.type
+    is_empty = types.is_floating(kind) and array.null_count == len(array)  # as of a frame
+    if types.is_string(kind) or types.is_integer(kind) or is_empty:
+        return array.cast(pa.string())
+    # As text, true would be "true" or "True", and 3 would be "3.0".
+    hint = 'convert it to text or, as by .astype("Int64") of pandas, integers'
+    if types.is_boolean(kind):
+        hint = 'set values to "integer", or convert it to text'
+    raise _Fault(None, "must be text or integers", hint)
+
+
+def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
+    """Lists without missing elements, which split text may name; null lists stay."""
+    flat, ends = _elements(array, split, missing_values)
+    with _naming_rows(ends):
+        flat = _values(flat, values)
+    flat, ends = _kept(flat, flat, ends)
+    return _as_lists(flat, ends, array.is_null() if array.null_count else None)
+
+
+def _weights(array: pa.Array, weighted: pa.Array, name: str, schema: Schema) -> pa.Array:
+    """Lists of weights: one for each element that `_lists` keeps of the weighted column."""
+    column: Any = schema.value_columns[name]
+    flat, own_ends = _elements(array, column.split, schema.missing_values)
+    num_weights = np.diff(own_ends, prepend=0)
+    if types.is_string(weighted.type) and schema.missing_values:
+        # A missing cell with one weight is one missing value, which the reader made null.
+        is_one = pc.and_(weighted.is_null(), pa.array(num_weights == 1))
+        weighted = pc.if_else(is_one, schema.missing_values[0], weighted)
+    values, ends = _elements(weighted, column.split, schema.missing_values)
+    lengths = np.diff(ends, prepend=0)
+    rule = f"must have a number for each value of {name!r}"
+    _require(pa.array(num_weights == lengths), rule, _CORRECT)
+    flat, ends = _kept(flat, values, ends)
+    with _naming_rows(ends):
+        _require(flat.is_valid(), rule, _CORRECT)
+        flat = _cast(flat, pa.float64(), "must be numbers", _CORRECT).cast(pa.float32())
+        _require(pc.is_finite(flat), "weights must be finite in float32", _CORRECT)
+    return _as_lists(flat, ends)
+
+
+def _elements(
+    array: pa.Array, split: str, missing_values: tuple[str, ...]
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The elements of all lists, null where one is missing, and where each list ends."""
+    is_text = types.is_string(array.type)
+    if is_text:
+        if not split and array.null_count < len(array):
+            raise _Fault(None, "must be lists", "set split to the character between the values")
+        array = pc.split_pattern(array, pattern=split or "|")
+    if not is_list(array.type):
+        hint = "make the column categorical"
+        if types.is_nested(array.type):
+            hint = "write its keys as lists in one column, and its values in another, as weights"
+        raise _Fault(None, "must be text or lists", hint)
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    flat = plain(array.flatten())  # leaves out what null lists hold
+    if is_text and missing_values:
+        is_missing = pc.is_in(flat, value_set=pa.array(missing_values, pa.string()))
+        flat = pc.if_else(is_missing, pa.scalar(None, flat.type), flat)
+    return flat, np.cumsum(lengths, dtype=np.int64)
+
+
+def _kept(
+    flat: pa.Array, values: pa.Array, ends: NDArray[np.int64]
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The elements whose values are not null, and where each list ends among them."""
+    if not values.null_count:
+        return flat, ends
+    is_kept = values.is_valid()
+    num_kept = np.concatenate([[0], np.cumsum(is_kept.to_numpy(zero_copy_only=False))])
+    return flat.filter(is_kept), num_kept[ends]
+
+
+def _as_lists(flat: pa.Array, ends: NDArray[np.int64], is_null: pa.Array | None = None) -> pa.Array:
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=is_null)
+
+
+@contextmanager
+def _naming_rows(ends: NDArray[np.int64]) -> Iterator[None]:
+    """Let a fault of an element name the row of its list."""
+    try:
+        yield
+    except _Fault as fault:
+        if fault.row is not None:
+            fault.row = int(np.searchsorted(ends, fault.row, side="right"))
+        raise
+
+
+def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
+    if rule is not None and rule.text:
+        if array.null_count < len(array) and not types.is_string(array.type):
+            hint = 'leave out positive for 0, 1, true and false, or set it to ">= 4", say'
+            raise _Fault(None, f"must be text, as positive is {f'== {rule.text}'!r}", hint)
+        return pc.equal(array.cast(pa.string()), rule.text).cast(pa.int8())
+    if rule is not None:
+        number = plain(_cast(array, pa.float64(), "must be a number", _CORRECT))
+        return _COMPARISONS[rule.comparison](number, rule.number).cast(pa.int8())
+    if types.is_boolean(array.type):
+        return array.cast(pa.int8())
+    found = array.dictionary_encode()
+    known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+    numbers = [known.get(str(value).lower(), -1) for value in found.dictionary.to_pylist()]
+    label = pa.array(numbers, pa.int8()).take(found.indices)
+    hint = 'correct it, or set positive to a rule, such as ">= 4" for numbers or "== yes" for text'
+    _require(pc.greater_equal(label, 0), "a label must be 0, 1, true or false", hint)
+    return label
+
+
+def _weight(array: pa.Array) -> pa.Array:
+    _require_valid(array, _FILL_IN)
+    array = _cast(array, pa.float32(), "must be a number", _CORRECT)
+    is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
+    _require(is_right, "a weight must be finite and at least 0", _CORRECT)
+    return array
+
+
+def _seconds(array: pa.Array, form: str) -> pa.Array:
+    _require_valid(array, _FILL_IN)
+    if "%" in form:
+        return _parse_form(_strings(array), form)
+    if types.is_string(array.type):
+        array = _parse_times(array)
+    if types.is_date(array.type):
+        array = array.cast(pa.timestamp("s"))
+    if types.is_timestamp(array.type):
+        per_second = TIME_UNITS.get(array.type.unit, 1)
+        return pa.array(array.cast(pa.int64()).to_numpy() // per_second)
+    rule = "a time must be seconds since 1970, ISO text or a timestamp"
+    if types.is_floating(array.type):
+        if not types.is_float64(array.type):
+            rule = "floats of times must have 64 bits, as shorter ones are rounded"
+            raise _Fault(None, rule, "read the column as integers or float64")
+        array = pc.floor(array)
+    elif not types.is_integer(array.type):
+        raise _Fault(None, rule, "convert it")
+    array = _cast(array, pa.int64(), rule, _CORRECT)
+    if form:
+        return pa.array(array.to_numpy() // TIME_UNITS[form])
+    hint = 'set timestamp_format: "ms" for milliseconds, or the form of its digits'
+    _require(pc.less(pc.abs(array), _FIRST_MILLISECONDS), rule, hint)
+    return array
+
+
+def _parse_form(text: pa.Array, form: str) -> pa.Array:
+    """Seconds of text of a form."""
+    read = pc.strptime(text, format=form, unit="s", error_is_null=True)
+    hint = "correct it, or set timestamp_format to the form of the column"
+    _require(read.is_valid(), f"a time must have the form {form!r}", hint)
+    if "%Z" in form and "%z" not in form:
+        is_utc = pc.match_substring_regex(text, r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])")
+        rule = "the zone of a time must be UTC or GMT, as names of others are not read"
+        _require(is_utc, rule, "write offsets such as +01:00, with %z")
+    if re.fullmatch("(%[YymdHMS])+", form):  # Arrow reads 1152025 under %m%d%Y as November 5
+        is_whole = pc.equal(pc.utf8_length(text), len(form) + 2 * form.count("Y"))
+        hint = "write times as text: integers lose leading zeros"
+        _require(is_whole, f"a time must have all digits of the form {form!r}", hint)
+    return read.cast(pa.int64())
+
+
+def _parse_times(array: pa.Array) -> pa.Array:
+    """Times in text: integers, floats, or ISO with a zone or without one."""
+    kinds = [pa.int64(), pa.float64()]
+    kinds += [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")]
+    likely = None
+    for kind in kinds:
+        with suppress(pa.ArrowInvalid):
+            array[:1].cast(kind)
+            likely = likely or kind
+            return array.cast(kind)
+    rule = "a time must be seconds since 1970 or ISO text, all in one form"
+    return _cast(array, likely or kinds[2], rule, "correct it, or set timestamp_format")

@@ -1,1 +1,0 @@
-"""Drafts a schema from the first rows of a file."""

@@ -1,0 +1,585 @@
+"""Drafts a schema from rows of all parts of a table, for a person to edit.
+
+This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tomli_w
+from pyarrow import types
+
+from recsys._support.untrusted import is_text
+from recsys.datasets.tabular.convert import conform_label, is_list, plain
+from recsys.datasets.tabular.read import TextFile, find_files, open_table
+from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
+from recsys.datasets.tabular.schemas.schema_parts import PositiveRule
+from recsys.errors import ConfigError, DatasetFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from recsys.datasets.tabular.read import ParquetFile
+
+__all__ = ["Draft", "inspect_table"]
+
+_NO_LABEL = """\
+# WARNING: no column is known to be the label, and without a label every row counts as a
+# positive; if a column is the label, name it by --label COLUMN
+"""
+_HEAD = """\
+# A draft, guessed from {num_rows:,} rows of all parts of the first file. Check it, edit it
+# (docs/tables.md lists the keys), and run
+# `recsys prepare table FILES --schema THIS.toml --out STORE`.
+"""
+_NO_FEATURE = {  # kinds of columns
+    "empty": "empty in these rows",
+    "other": "its type is neither numbers, text, times nor lists of whole numbers or text",
+    "time": "times; one column of times, without missing ones, is read",
+    "unknown time": "looks like times; to read them, set timestamp and timestamp_format",
+}
+# Names of columns with a role, the likeliest first; letters alone, and without "id" at the end.
+_LABELS = ("label", "click", "clicked", "target", "rating")
+_SESSIONS = ("session",)
+_USERS = ("user", "visitor", "customer")
+_ITEMS = ("item", "product", "movie")
+_TIMES = ("timestamp", "time", "date", "hour")
+_PARTS = ("train", "test", "validation")
+
+_KINDS = ("dense", "categorical", "multi", "sequence")
+_DELIMITERS = "\t;|,"
+_SEPARATORS = "|;, "
+_NUMBER = r"-?[0-9]+(\.[0-9]+)?"
+_IN_BRACKETS = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
+_DATE_OR_CLOCK = (
+    r"^\s*([0-9]{4}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ][0-9]{1,2}"
+    r"|[0-9]{1,2}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ]([0-9]{4}|[0-9]{2})"
+    r"|[0-9]{1,2}:[0-9]{2})([^0-9.]|$)"
+)
+_UNITS = {"": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_FORMS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M%S")
+_FIRST_SECONDS, _LAST_SECONDS = 631_152_000, 1_990_010_100  # 1990 to 2033
+_CHANCE = 1e-9  # that many labels are equal by luck
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft of a schema.
+
+    Attributes:
+        schema: The schema.
+        reasons: Why, by column, in order of the file; for columns that are not read, too.
+        key_reasons: Why, by the key: `label`, `group`, `split` and so on.
+        num_rows: Rows that were looked at.
+    """
+
+    schema: Schema
+    reasons: dict[str, str]
+    key_reasons: dict[str, str]
+    num_rows: int
+
+    def to_toml(self) -> str:
+        """The schema as TOML, with a comment on each key and column."""
+        lines = [] if self.schema.label else [_NO_LABEL]
+        lines.append(_HEAD.format(num_rows=self.num_rows))
+        tables = []
+        for key, value in self.schema.as_dict().items():
+            why = self.key_reasons.get(key, "")
+            if key in _KINDS:
+                for name, keys in value.items():
+                    tables += ["", f"# {self.reasons[name]}", _dump({key: {name: keys}})]
+            elif isinstance(value, dict):
+                tables += ["", *([f"# {why}"] if why else []), _dump({key: value})]
+            else:
+                lines.append(_dump({key: value}) + (f"  # {why}" if why else ""))
+        read = self.schema.columns
+        ignored = [f"#   {name!r}: {why}" for name, why in self.reasons.items() if name not in read]
+        lines += ["", "# Not read:", *ignored] if ignored else []
+        return "\n".join([*lines, *tables]) + "\n"
+
+
+def inspect_table(
+    paths: Sequence[str | Path],
+    *,
+    label: str = "",
+    group: str = "",
+    item: str = "",
+    ignore: Collection[str] = (),
+    names: Sequence[str] = (),
+    quote: str = '"',
+) -> Draft:
+    """Draft what the columns of a table mean, from rows of all parts of its first file.
+
+    Args:
+        paths: Files and folders, as for `TableFiles`.
+        label: The column of labels; empty to guess it.
+        group: The column of groups, such as users; empty to guess it.
+        item: The column of items, for data without a label; empty to guess it.
+        ignore: Columns to leave out.
+        names: The names of the columns of a text file whose first line is data.
+        quote: The key `quote` of the schema.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ConfigError: an argument names no column; `quote` is not one character; or there is no
+            label, and no group and item that negatives could be drawn for.
+        DatasetFormatError: the file breaks its format, or has no rows or no line of names.
+    """
+    check_delimiter("", quote)
+    file, delimiter = _open(find_files(paths)[0], quote, names)
+    shown = ", ".join(map(repr, file.column_names[:30]))
+    if unknown := sorted({*ignore} - {*file.column_names}):
+        raise ConfigError(f"{file.path} has no column {unknown[0]!r}; its columns are {shown}")
+    read = [
+        name
+        for name in file.column_names
+        if name not in ignore and name and is_text(name) and name[0] != "/"
+    ]
+    for role, name in (("label", label), ("group", group), ("item", item)):
+        if name and name not in read:
+            raise ConfigError(
+                f"{file.path}: no column that can be read is named {name!r}, as the {role} should "
+                f"be; its columns are {shown}"
+            )
+    table = file.sample()
+    if not table.num_rows:
+        raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
+    facts = {name: _measure(name, table.column(name)) for name in read}
+    reasons = dict.fromkeys(
+        file.column_names, "its name is empty, not printable, or begins with a slash"
+    )
+    reasons |= dict.fromkeys(ignore, "named by --ignore") | dict.fromkeys(read, "")
+    tree = {"delimiter": delimiter, "quote": quote, "names": list(names)}
+    guess = _Guess(facts, reasons, table.num_rows, tree)
+    guess.give_roles(label, group, item)
+    for found in facts.values():
+        if not reasons[found.name]:
+            guess.give_kind(found)
+    guess.complete(file.path)
+    return Draft(Schema.from_dict(tree), reasons, guess.key_reasons, table.num_rows)
+
+
+def _open(path: str, quote: str, names: Sequence[str]) -> tuple[TextFile | ParquetFile, str]:
+    """Open a file; a text file with the delimiter that its first line holds most often."""
+    file = open_table(path, quote=quote, check_names=False)
+    delimiter = ""
+    if isinstance(file, TextFile):
+        first = file.delimiter.join(file.column_names)
+        best = max((file.delimiter, *_DELIMITERS), key=first.count)
+        delimiter = "" if best == file.delimiter else best
+        fields = first.split(best)
+        is_data = any(re.fullmatch(_NUMBER, text) for text in fields)
+        if is_data and not names and fields != [str(number) for number in range(len(fields))]:
+            raise DatasetFormatError(
+                f"{path}, line 1: must name the columns, got {first[:80]!r}; if this is data, name "
+                f"its {len(fields)} columns by --no-header NAME NAME ..., else rename them"
+            )
+    return open_table(path, delimiter, quote, names), delimiter
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What a sample shows of a column.
+
+    Attributes:
+        name: The column.
+        kind: "integer", "number", "text", "bool", "time", "list", "empty", "unknown time" (text
+            that looks like times, but is not ISO text), or "other".
+        array: The values of all rows; text that is numbers throughout is numbers.
+        num_distinct: Different values; 0 for lists.
+        quantiles: Lowest number, median and highest number.
+        counts: How often each value occurs, by the value as text, the rarest first; empty if there
+            are more than 10.
+        time_format: Key `timestamp_format` under which all values are times; None for no times.
+        separator: The character that splits most of the text into repeated parts; else "".
+        has_integers: Whether the values, or those of the lists, are integers.
+    """
+
+    name: str
+    kind: str
+    array: pa.Array
+    num_distinct: int = 0
+    quantiles: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    counts: dict[str, int] = field(default_factory=dict)
+    time_format: str | None = None
+    separator: str = ""
+    has_integers: bool = False
+
+    @property
+    def stem(self) -> str:
+        """The name as the lists of names have it: `user` for "User-ID"."""
+        return re.sub("[^a-z]", "", self.name.lower()).removesuffix("id")
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether a column holds 0 and 1, or true and false, or one of the two."""
+        values = {value.lower() for value in self.counts}
+        return bool(values) and (values <= {"0", "1", "0.0", "1.0"} or values <= {"false", "true"})
+
+
+def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
+    """Measure one column of at least one row; it is text in text files."""
+    given = plain(pa.concat_arrays(column.chunks))
+    array = _as_numbers(given) if types.is_string(given.type) else given
+    if types.is_floating(array.type) and re.search("(^|_|[a-z])(id|Id|ID)$", name):
+        # pandas writes integers of a column with missing values so: text "3.0", or doubles
+        array = given if types.is_string(given.type) else _as_integers(array)
+    kind, values = array.type, array.drop_null()
+    facts: dict[str, Any] = {"name": name, "array": array}
+    if not len(values):
+        return _Facts(kind="empty", **facts)
+    if is_list(kind):
+        parts = plain(values.flatten()).drop_null()
+        parts = _as_numbers(parts) if types.is_string(parts.type) else _as_integers(parts)
+        is_feature = types.is_integer(parts.type) or types.is_string(parts.type)
+        facts["has_integers"] = types.is_integer(parts.type)
+        return _Facts(kind="list" if is_feature else "other", **facts)
+    is_value = types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)
+    if not is_value or types.is_time(kind) or types.is_duration(kind):
+        return _Facts(kind="other", **facts)
+    counted = values.value_counts()
+    facts["num_distinct"] = len(counted)
+    if len(counted) <= 10:
+        pairs = sorted((pair["counts"], str(pair["values"])) for pair in counted.to_pylist())
+        facts["counts"] = {value: count for count, value in pairs}
+    if types.is_temporal(kind) or (types.is_string(kind) and _are_iso_times(values)):
+        return _Facts(kind="time", time_format="", **facts)
+    if types.is_boolean(kind):
+        return _Facts(kind="bool", has_integers=True, **facts)
+    if types.is_string(kind):
+        if pc.mean(pc.match_substring_regex(values, _DATE_OR_CLOCK)).as_py() >= 0.9:
+            return _Facts(kind="unknown time", **facts)
+        return _Facts(kind="text", **_separator(values), **facts)
+    is_integer = types.is_integer(kind)
+    quantiles = pc.quantile(values.cast(pa.float64(), safe=False), [0.0, 0.5, 1.0]).to_pylist()
+    return _Facts(
+        kind="integer" if is_integer else "number",
+        quantiles=tuple(quantiles),
+        time_format=_time_format(values, *quantiles),
+        has_integers=is_integer,
+        **facts,
+    )
+
+
+def _as_numbers(array: pa.Array) -> pa.Array:
+    """Text that is integers or numbers throughout, as these; else the text."""
+    # Numbers with leading zeros, and integers beyond 64 bits, are names rather than amounts.
+    if not pc.any(pc.match_substring_regex(array, "^-?(0[0-9]+|[0-9]{20,})$")).as_py():
+        for kind in (pa.int64(), pa.float64()):
+            with suppress(pa.ArrowInvalid):
+                return plain(array.cast(kind))
+    return array
+
+
+def _as_integers(array: pa.Array) -> pa.Array:
+    """Floats that are whole, and held exactly, as integers; else the array."""
+    with suppress(pa.ArrowInvalid):
+        return array.cast(pa.int64()) if types.is_floating(array.type) else array
+    return array
+
+
+def _are_iso_times(texts: pa.Array) -> bool:
+    for unit in ("us", "ns"):
+        for zone in (None, "UTC"):
+            with suppress(pa.ArrowInvalid):
+                texts.cast(pa.timestamp(unit, zone))
+                return True
+    return False
+
+
+def _time_format(array: pa.Array, least: float, _: float, most: float) -> str | None:
+    """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
+    for form, per_second in _UNITS.items():
+        if _FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
+            return form
+    width = len(str(int(most))) if least > 0 and len(str(int(least))) == len(str(int(most))) else 0
+    for form in _FORMS:
+        if width == len(form) + 2 * form.count("Y") and types.is_integer(array.type):
+            read = pc.strptime(array.cast(pa.string()), form, "s", error_is_null=True)
+            if not read.null_count and pc.min(read.cast(pa.int64())).as_py() >= _FIRST_SECONDS:
+                return form
+    return None
+
+
+def _separator(array: pa.Array) -> dict[str, Any]:
+    """The character that splits the text into parts that repeat, as tags do and sentences do not.
+
+    At least a fifth of the values must contain it. The parts must be far fewer than they would be
+    if each were new; and a space must not split text that another character splits. Lists as Python
+    or JSON writes them are not split: brackets would be part of values.
+    """
+    is_list_of_code = pc.mean(pc.match_substring_regex(array, _IN_BRACKETS)).as_py() >= 0.9
+    for separator in "" if is_list_of_code else _SEPARATORS:
+        if pc.mean(pc.match_substring(array, separator)).as_py() < 0.2:
+            continue
+        parts = plain(pc.split_pattern(array, pattern=separator).flatten()).drop_null()
+        if len(parts.unique()) < min(len(array.unique()) + 1, len(parts) / 2):
+            has_integers = types.is_integer(_as_numbers(parts).type)
+            return {"separator": separator, "has_integers": has_integers}
+    return {}
+
+
+@dataclass
+class _Guess:
+    """A schema's keys while they are guessed, and the reasons.
+
+    Attributes:
+        facts: The columns that may be read, by name.
+        reasons: Why, by column; "" for a column that has no meaning yet.
+        num_rows: Rows that were looked at.
+        tree: The keys.
+        key_reasons: Why, by the key.
+        labels: 0, 1, or -1 for a missing one; None without a label.
+        item: The column of items; empty for none.
+    """
+
+    facts: dict[str, _Facts]
+    reasons: dict[str, str]
+    num_rows: int
+    tree: dict[str, Any]
+    key_reasons: dict[str, str] = field(default_factory=dict)
+    labels: NDArray[np.int8] | None = None
+    item: str = ""
+
+    def give_roles(self, label: str, group: str, item: str) -> None:
+        """Find label, column of the split, weight, timestamp, group and item."""
+        chosen = self.facts.get(label) or self._find(
+            _LABELS, lambda facts: facts.is_binary or facts.kind in ("integer", "number")
+        )
+        if chosen is not None:
+            why = "named by --label" if label else "by its name"
+            if not chosen.is_binary:
+                self.tree["positive"] = _positive(chosen)
+                why += "; the rule is a guess"
+            if chosen.counts:
+                why += f"; values {', '.join(sorted(chosen.counts))}"
+            self._take("label", chosen, why)
+            rule = self.tree.get("positive")
+            found = conform_label(chosen.array, PositiveRule.parse(rule) if rule else None)
+            self.labels = found.fill_null(-1).to_numpy(zero_copy_only=False)
+        split = self._find(("split",), lambda facts: set() < {*facts.counts} <= {*_PARTS})
+        if split is not None:
+            self.reasons[split.name] = "by its name and values"
+            parts = {part: [part] for part in _PARTS if part in ("train", "test", *split.counts)}
+            self.tree["split"] = {"by": "column", "column": split.name, **parts}
+        weight = self._find(
+            ("weight",), lambda facts: facts.kind == "number" and facts.quantiles[0] >= 0
+        )
+        if weight is not None:
+            self._take("weight", weight, "by its name")
+        times = [
+            facts
+            for facts in self.facts.values()
+            if facts.time_format is not None
+            and not self.reasons[facts.name]
+            and not facts.array.null_count
+            and (facts.kind == "time" or facts.stem in _TIMES)
+        ]
+        if times:
+            finest = max(times, key=lambda facts: facts.num_distinct)
+            form = self.tree["timestamp_format"] = finest.time_format
+            self._take("timestamp", finest, f"times of the form {form}" if form else "times")
+        found = self.facts.get(group) or self._find(
+            (*_SESSIONS, *_USERS),
+            lambda facts: facts.kind in ("integer", "text") and not facts.array.null_count,
+        )
+        if found is not None:
+            self._take("group", found, "named by --group" if group else "by its name")
+            # A session does not come again, so it has no table; a user may.
+            is_new = found.stem in _SESSIONS
+            self.reasons[found.name] = "sessions do not come again" if is_new else ""
+        if self.labels is None:
+            items = self.facts.get(item) or self._find(
+                _ITEMS, lambda facts: facts.kind in ("integer", "text")
+            )
+            self.item = items.name if items is not None else ""
+
+    def give_kind(self, facts: _Facts) -> None:
+        """Find the kind of a column that has no role but perhaps that of the group or the item."""
+        keys: dict[str, Any] = {"values": "integer" if facts.has_integers else "string"}
+        num_missing = facts.array.null_count
+        missing = f", {num_missing / self.num_rows:.1%} missing" if num_missing else ""
+        shown = f"{facts.num_distinct:,} different values in {self.num_rows:,} rows{missing}"
+        has_role = facts.name in (self.tree.get("group"), self.item)
+        where = "" if has_role or self.labels is None else self._tells_label(facts, self.labels)
+        if facts.kind in _NO_FEATURE:
+            self.reasons[facts.name] = _NO_FEATURE[facts.kind]
+        elif where:
+            self.reasons[facts.name] = f"tells the label: {where}"
+        elif facts.num_distinct == 1 and self.num_rows > 1 and not has_role:
+            self.reasons[facts.name] = "one value in all these rows"
+        elif facts.kind == "list" or (facts.separator and not has_role):
+            what = f"split by {facts.separator!r}" if facts.separator else "lists"
+            why = f"{what}{missing}; a sequence if they are in order of time"
+            self._add("multi", facts, keys | {"split": facts.separator}, why)
+        elif facts.kind == "number":
+            least, median, most = facts.quantiles
+            transform = "log" if least >= 0 and most > 20 * median else "standardize"
+            why = f"numbers from {least:g} to {most:g}, median {median:g}{missing}"
+            self._add("dense", facts, {"transform": transform}, why)
+        elif facts.num_distinct > 0.98 * self.num_rows > 100 and not has_role:
+            self.reasons[facts.name] = f"a number or name of the row: {shown}"
+        else:
+            names = {"bool": "true (1) or false (0)", "integer": "integers", "text": "text"}
+            hint = "; dense if they are amounts" * (facts.kind == "integer" and not has_role)
+            self._add("categorical", facts, keys, f"{names[facts.kind]}, {shown}{hint}")
+
+    def complete(self, path: str) -> None:
+        """Add the split; for data without a label also negatives and a history.
+
+        Args:
+            path: The file, for messages.
+        """
+        tree, shares = self.tree, {"test": "1/10", "validation": "1/10"}
+        has_time = "timestamp" in tree
+        if self.labels is None:
+            if "group" not in tree or self.item not in tree.get("categorical", {}):
+                raise ConfigError(
+                    f"{path}: no column is named {', '.join(_LABELS)}; name the label by --label "
+                    "COLUMN, or, if every row is a positive, name the column of users or sessions "
+                    "by --group COLUMN, and that of items by --item COLUMN"
+                )
+            self._draw_negatives()
+            split = {"by": "last_one_out"}
+            why = (
+                f"the last row of each group, by {'time' if has_time else 'the order of the file'}"
+            )
+            if not has_time and self._is_in_item_order():
+                split = {"by": "random", **shares}
+                why = (
+                    f"rows of a group are in order of {self.item!r}, so their order is not of time"
+                )
+            elif has_time or "split" not in tree or self._is_of_sessions():
+                name = "recent_" if "recent" in self.reasons else "recent"
+                tree["history"] = {name: {"of": self.item}}
+                self.key_reasons["history"] = "earlier items of the group"
+        elif has_time:
+            split, why = {"by": "timestamp", **shares}, "the latest rows, as in use"
+        elif column := self._sorted_by():
+            split = {"by": "random", **shares}
+            why = f"rows with the same {column!r} stand together, so parts of the file differ"
+        else:
+            split, why = (
+                {"by": "fraction", **shares},
+                "the order of the file, taken for that of time",
+            )
+        if "split" not in tree:
+            tree["split"], self.key_reasons["split"] = split, why
+
+    def _draw_negatives(self) -> None:
+        """Add negatives; columns that belong to the item change with it, or are left out."""
+        tree, others = self.tree, []
+        for name, facts in self.facts.items():
+            kind = next((kind for kind in _KINDS if name in tree.get(kind, {})), "")
+            if not kind or not facts.num_distinct or name in (self.item, tree["group"]):
+                continue
+            pairs = pa.table({"item": self.facts[self.item].array, "other": facts.array})
+            num_pairs = pairs.group_by(["item", "other"]).aggregate([]).num_rows
+            if num_pairs > self.facts[self.item].num_distinct or 2 * num_pairs > self.num_rows:
+                continue
+            if kind == "categorical":
+                others.append(name)
+            else:
+                del tree[kind][name]
+                self.reasons[name] = "belongs to the item, and a negative would keep it"
+        tree["negatives"] = {"item": self.item, "item_columns": others}
+        self.key_reasons["negatives"] = "items that are not the group's" + (
+            f"; {', '.join(others)} change with the item" if others else ""
+        )
+
+    def _tells_label(self, facts: _Facts, labels: NDArray[np.int8]) -> str:
+        """Where a column tells the label, as a column that is filled afterwards does; else ""."""
+        share = float(np.mean(labels[labels >= 0]))
+        has_value = facts.array.is_valid().to_numpy(zero_copy_only=False)
+        where = {"it is empty": ~has_value, "it is not empty": has_value}
+        num_sure = 2  # of the places above, those where "always 0" counts, too
+        if facts.counts:
+            found = facts.array.dictionary_encode()
+            codes = found.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+            texts = map(repr, found.dictionary.to_pylist())
+            where |= {f"it is {text}": codes == code for code, text in enumerate(texts)}
+            num_sure += 2 * (len(facts.counts) == 2)
+        elif facts.kind in ("integer", "number") and 0 < share < 1:
+            numbers = facts.array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+            least, most = np.nanmin(numbers[labels == 0]), np.nanmax(numbers[labels == 0])
+            where |= {f"it is below {least:g}": numbers < least}
+            where |= {f"it is above {most:g}": numbers > most}
+        for place, (words, rows) in enumerate(where.items()):
+            known = labels[rows & (labels >= 0)]
+            for label, chance in ((1, share), (0, 1 - share if place < num_sure else 1.0)):
+                if (known == label).all() and chance ** len(known) < _CHANCE:
+                    return f"where {words}, {self.tree['label']!r} is always {label}"
+        return ""
+
+    def _is_in_item_order(self) -> bool:
+        """Whether the rows of a group stand together, by their item."""
+        groups, items = (self.facts[name].array for name in (self.tree["group"], self.item))
+        is_same = pc.equal(groups[1:], groups[:-1])
+        is_later = pc.greater_equal(items[1:], items[:-1]).filter(is_same)
+        return len(is_later) > 100 and pc.mean(is_later).as_py() > 0.95
+
+    def _sorted_by(self) -> str:
+        """The label or the group, if rows with one value of it stand together; else ""."""
+        labels = self.labels
+        assert labels is not None
+        share = float(np.mean(labels == 1))
+        changes = np.mean(labels[1:] != labels[:-1]) if self.num_rows > 1 else 1.0
+        if 0 < changes < share * (1 - share) / 2:
+            return str(self.tree["label"])
+        group = self.facts.get(self.tree.get("group", ""))
+        if group is None or 2 * group.num_distinct > self.num_rows:
+            return ""
+        changed = pc.sum(pc.not_equal(group.array[1:], group.array[:-1])).as_py() or 0
+        return group.name if changed < 1.1 * group.num_distinct else ""
+
+    def _find(self, names: Sequence[str], fits: Callable[[_Facts], bool]) -> _Facts | None:
+        """The column without a meaning whose name is the earliest of `names`, and that fits."""
+        free = [facts for facts in self.facts.values() if not self.reasons[facts.name]]
+        by_name = {facts.stem: facts for facts in reversed(free)}
+        found = (by_name[name] for name in names if name in by_name)
+        return next(filter(fits, found), None)
+
+    def _take(self, role: str, facts: _Facts, why: str) -> None:
+        self.tree[role] = facts.name
+        self.reasons[facts.name] = self.key_reasons[role] = why
+
+    def _is_of_sessions(self) -> bool:
+        return self.facts[self.tree["group"]].stem in _SESSIONS
+
+    def _add(self, kind: str, facts: _Facts, keys: dict[str, Any], why: str) -> None:
+        if kind != "dense" and "." in facts.name:  # which names of tables do not have
+            keys["table"] = facts.name.replace(".", "_")
+        self.tree.setdefault(kind, {})[facts.name] = keys
+        self.reasons[facts.name] = why
+
+
+def _positive(facts: _Facts) -> str:
+    """The key `positive` for a label that is not 0 and 1: a rule for numbers, or the rarest text.
+
+    Raises:
+        ConfigError: its values are neither numbers nor a few texts.
+    """
+    if facts.kind in ("integer", "number"):
+        least, median, most = facts.quantiles
+        # With ">= MEDIAN", every row would be a positive where the median is the least value.
+        return f"{'>' if least == median < most else '>='} {median:.15g}"
+    if facts.kind == "text" and facts.counts:
+        return f"== {next(iter(facts.counts))}"
+    raise ConfigError(
+        f"label {facts.name!r} must hold 0 and 1, true and false, numbers, or at most 10 different "
+        f"texts, found {facts.kind}; name another column"
+    )
+
+
+def _dump(keys: dict[str, Any]) -> str:
+    return tomli_w.dumps(keys).strip("\n")

@@ -1,0 +1,717 @@
+"""Files of tables: CSV and TSV (plain, .gz, .zst) and Parquet, read as checked record batches.
+
+`TableFiles` reads a list of files. A path with `://` is a URL, which fsspec opens. Arrow parses
+what is read; its errors are raised again with the file, the line or the row group, and the column.
+
+pyarrow is imported in functions, so that a command can check its paths before.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import io
+import os
+import re
+from collections import deque
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from recsys._support.files import listed_files, require_files
+from recsys._support.jit import kernel
+from recsys.errors import ConfigError, DatasetFormatError, MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from recsys.datasets.tabular.schemas.schema import Schema
+
+__all__ = ["ParquetFile", "TableFiles", "TextFile", "find_files", "import_pyarrow", "open_table"]
+
+_TEXT = (".csv", ".tsv", ".txt")
+_PARQUET = (".parquet", ".pq")
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_BLOCK_BYTES = 8 << 20
+_CHUNK_BYTES = 4 << 20
+_BATCH_ROWS = 65_536
+_SAMPLE_BYTES = 32 << 20  # of text; a larger file is sampled in blocks
+_SAMPLE_BLOCKS = 32
+_LARGE_GROUP_BYTES = 256 << 20
+_UTF8_HINT = "convert the file to UTF-8, as by `iconv -f latin1 (or utf-16) -t utf-8 OLD > NEW`"
+_QUOTES_HINT = (
+    'double each quote that belongs to a value; or, if quotes enclose no field, set quote = "" in '
+    'the schema (recsys inspect: --quote "")'
+)
+_HINTS = (  # for what Arrow says of a text file
+    ("UTF8", _UTF8_HINT),
+    (
+        r"int64: invalid value '[+-]?[0-9]+\.0'",
+        "pandas writes integers of a column with missing values so; convert the column by "
+        '.astype("Int64") before to_csv',
+    ),
+    ("invalid value", "correct it, name it in missing_values, or change the schema"),
+    ("Expected .* columns", "correct the line"),
+    ("", "fetch or compress the file again, or rename it, if its suffix is wrong"),
+)
+
+
+def find_files(paths: Sequence[str | Path]) -> list[str]:
+    """The files that paths, patterns (such as `day=*/*.parquet`) and URLs name.
+
+    A folder stands for all tables in it, in order of their paths. Files and folders in it whose
+    names begin with a dot or an underscore are left out: programs keep copies and unfinished files
+    under such names.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or a folder or pattern leads to no table.
+        ConfigError: `paths` is no list, or empty, or two paths lead to the same file, or to one and
+            its compressed copy.
+        MissingDependency: a URL needs fsspec, or a package for its kind of URL.
+    """
+    listed_files("files", paths)
+    files: list[str] = []
+    for path in map(str, paths):
+        if "://" in path:
+            found = [path] if _kind_of(path) and "*" not in path else _files_at(path)
+        elif Path(path).is_dir():
+            found = [
+                str(file)
+                for file in sorted(Path(path).rglob("*"))
+                if _kind_of(str(file)) and file.is_file() and not _is_hidden(file.relative_to(path))
+            ]
+        else:
+            is_pattern = re.search(r"[*?[]", path) and not os.path.lexists(path)
+            found = sorted(glob(path, recursive=True)) if is_pattern else [path]  # noqa: PTH207
+        if not found:
+            raise FileNotFoundError(
+                f"{path} must lead to CSV, TSV or Parquet files, found none; name another"
+            )
+        files += found
+    require_files("table", [Path(file) for file in files if "://" not in file])
+    seen: dict[Path, str] = {}
+    for file in files:
+        plain = Path(file).absolute()
+        plain = plain.with_suffix("") if _suffixes(file)[-1] in _COMPRESSIONS else plain
+        if seen.setdefault(plain, file) is not file:
+            raise ConfigError(
+                f"{file} and {seen[plain]} must be two tables, but one is named like a compressed "
+                "copy of the other; leave one out, or rename it"
+            )
+    return files
+
+
+def import_pyarrow() -> Any:
+    """The package pyarrow.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise MissingDependency(
+            "tables need pyarrow, which is not installed; pip install pyarrow"
+        ) from error
+    return pyarrow
+
+
+class TableFiles:
+    """Files with one table: their rows, in order of the files, as batches of a schema's columns.
+
+    Attributes:
+        columns: The columns that are read, in the schema's order.
+        sources: The files that `batches` has read to their ends so far, as a store's meta.json has
+            them: name, num_bytes, num_rows and sha256, which is empty if it is not computed.
+
+    Args:
+        paths: As for `find_files`.
+        schema: What the columns mean.
+        optional: Columns of the schema that the files may lack, such as the label of rows to
+            predict. All files have such a column, or none. A label and the column of the split may
+            have missing values then.
+        with_hash: Whether to compute the hash of each file in `sources`.
+        way_out: What to do about a column that a file lacks, for the message.
+
+    Raises:
+        FileNotFoundError: a file does not exist, or a folder has no table in it.
+        ConfigError: a file is named twice, or its name does not say what kind of file it is.
+        DatasetFormatError: a file has no column that the schema names.
+        MissingDependency: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        schema: Schema,
+        *,
+        optional: Collection[str] = (),
+        with_hash: bool = True,
+        way_out: str = "correct the schema, or its keys delimiter and names",
+    ) -> None:
+        import_pyarrow()
+        self.schema = schema
+        self.sources: list[dict[str, Any]] = []
+        self._optional = frozenset(optional)
+        self._with_hash = with_hash
+        self._files = [
+            open_table(path, schema.delimiter, schema.quote, schema.names)
+            for path in find_files(paths)
+        ]
+        first = self._files[0].column_names
+        self.columns = tuple(
+            name for name in schema.columns if name not in optional or name in first
+        )
+        for file in self._files:
+            _check_columns(file, self.columns, way_out)
+            if late := {*optional} & {*file.column_names} - {*first}:
+                raise DatasetFormatError(
+                    f"{file.path} has column {late.pop()!r}, which {self._files[0].path} lacks; "
+                    "leave one file out"
+                )
+
+    def place(self, row: int) -> str:
+        """Words for a row that was read, by its number from 0 among the rows of all files."""
+        sources = tuple(self.sources)  # a thread that reads ahead appends to it
+        for file, source in zip(self._files, sources, strict=False):
+            if row < source["num_rows"]:
+                return file.place(row)
+            row -= source["num_rows"]
+        return self._files[len(sources)].place(row)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Read all files once, as `recsys.datasets.tabular.convert.conform` describes.
+
+        Raises:
+            DatasetFormatError: a file breaks its format, or the schema. The message names file and
+                line or row group, column, rule, value and hint.
+        """
+        from recsys.datasets.tabular.convert import conform
+
+        self.sources = []
+        for file in self._files:
+            digest, num_rows = hashlib.sha256() if self._with_hash else None, 0
+            with closing(_open(file.path)) as raw:
+                stream = raw if digest is None else _Tap(raw, digest.update)
+                for batch in file.batches(self.columns, self.schema, stream):
+                    place = partial(_later, file.place, num_rows)
+                    num_rows += batch.num_rows
+                    yield conform(batch, self.schema, place, optional=self._optional)
+                while digest is not None and stream.read(_CHUNK_BYTES):
+                    pass  # Parquet is read by another way, so all of it is hashed here
+                self.sources.append(
+                    {
+                        "name": Path(file.path).name,
+                        "num_bytes": raw.seek(0, os.SEEK_END),
+                        "num_rows": num_rows,
+                        "sha256": "" if digest is None else digest.hexdigest(),
+                    }
+                )
+
+
+class TextFile:
+    """One CSV or TSV file. Quoted fields may hold delimiters and line breaks. The text is UTF-8.
+
+    Args:
+        path: The file or URL; its suffix says how it is compressed, and its delimiter.
+        delimiter: Another delimiter; empty for that of the suffix.
+        quote: The character around quoted fields; empty: quotes are text.
+        names: The names of the columns, if the first line does not hold them.
+
+    Raises:
+        DatasetFormatError: the file is empty, or its first line does not name columns.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(
+        self, path: str, delimiter: str = "", quote: str = '"', names: Sequence[str] = ()
+    ) -> None:
+        self.path, self.quote, self._names = path, quote, tuple(names)
+        self.delimiter = delimiter or ("\t" if ".tsv" in _suffixes(path)[-2:] else ",")
+        try:
+            with self._records() as records:
+                first = next(filter(None, records), None)  # empty lines are left out
+        except (csv.Error, OSError) as error:
+            raise self._error(error) from None
+        if not first:
+            raise DatasetFormatError(f"{path} must begin with a line of column names, is empty")
+        if names and len(first) != len(names):
+            raise DatasetFormatError(
+                f"{path}, line 1: must have a field for each of {len(names)} names, has "
+                f"{len(first)}; correct the names"
+            )
+        self.column_names = self._names or tuple(first)
+        try:
+            "".join(first).encode()
+        except UnicodeEncodeError:
+            raise DatasetFormatError(f"{path}, line 1: is not UTF-8; {_UTF8_HINT}") from None
+
+    def place(self, row: int) -> str:
+        """Words for a row of data, by its number from 0: the file and the line it begins on.
+
+        The row's number takes the place of the line if Python's reader of CSV cannot count so far.
+        """
+        line, row = 1, row + (not self._names)
+        try:
+            with self._records() as records:
+                for record in records:
+                    row -= bool(record)  # an empty line is no record
+                    if row < 0:
+                        break
+                    line = records.line_num + 1
+        except (csv.Error, OSError):
+            return f"{self.path}, row {row} (from 0)"
+        return f"{self.path}, line {line}"
+
+    def batches(self, columns: Sequence[str], schema: Schema, raw: Any) -> Iterator[pa.RecordBatch]:
+        """Read columns as numbers where the schema says so, and as text elsewhere.
+
+        Args:
+            columns: Their names.
+            schema: What they mean.
+            raw: The open file.
+
+        Raises:
+            DatasetFormatError: a line does not fit the header, a value is no number, a quote is
+                misplaced, the text is not UTF-8, or the compressed data is damaged. The message
+                names the line.
+        """
+        arrow = import_pyarrow()
+        types = {name: _arrow_type(name, schema) for name in columns}
+        parse = partial(self._parse, types=types, missing_values=schema.missing_values)
+        try:
+            yield from parse(self._decompressed(raw))
+        except (arrow.ArrowInvalid, arrow.ArrowKeyError, OSError) as error:
+            told: Exception = error
+            if isinstance(error, arrow.ArrowInvalid):  # one thread counts the rows that it reads
+                with closing(_open(self.path)) as again:
+                    try:
+                        deque(parse(self._decompressed(again), use_threads=False), 0)
+                    except (arrow.ArrowInvalid, OSError) as found:
+                        told = found
+            raise self._error(told) from None
+
+    def sample(self) -> pa.Table:
+        """Rows of the whole file, in blocks of lines; each column is text, nulls for empty fields.
+
+        A file of at most 32 MiB is read whole.
+
+        Raises:
+            DatasetFormatError: the first rows break the format.
+        """
+        arrow = import_pyarrow()
+        types = dict.fromkeys(self.column_names, arrow.string())
+        tables: list[pa.Table] = []
+        fault = None
+        try:
+            blocks, is_whole = self._blocks()
+            for number, block in enumerate(blocks):
+                names = self.column_names if number else self._names
+                try:
+                    batches = self._parse(io.BytesIO(block), types, names=names, is_strict=is_whole)
+                    tables += (arrow.Table.from_batches(batches, arrow.schema([*types.items()])),)
+                except arrow.ArrowInvalid as error:  # blocks may begin within quotes
+                    fault = error
+        except OSError as error:
+            raise self._error(error) from None
+        if fault is not None and not tables:
+            raise self._error(fault)
+        return arrow.concat_tables(tables)
+
+    def _blocks(self) -> tuple[list[bytes], bool]:
+        """Blocks of lines from all over the file, and whether it is one block, the whole file."""
+        size = _SAMPLE_BYTES // _SAMPLE_BLOCKS
+        with closing(_open(self.path)) as raw:
+            text, found, step = self._decompressed(raw), [], 1
+            length = 0 if text is not raw else raw.seek(0, os.SEEK_END)
+            if length > _SAMPLE_BYTES:
+                for start in range(0, length, (length - size) // (_SAMPLE_BLOCKS - 1)):
+                    raw.seek(start)
+                    found.append(raw.read(size))
+            else:  # all is read; when there are too many blocks, every second one is dropped
+                raw.seek(0)
+                for number, block in enumerate(iter(partial(text.read, size), b"")):
+                    if number % step == 0:
+                        found.append(block)
+                    if len(found) > 2 * _SAMPLE_BLOCKS:
+                        found, step = found[::2], 2 * step
+        if length <= _SAMPLE_BYTES and step == 1:
+            return [b"".join(found)], True
+        end = b"\n" if b"\n" in found[0] else b"\r"
+        return [
+            block[block.find(end) + 1 if number else 0 : block.rfind(end) + 1]
+            for number, block in enumerate(found)
+        ], False
+
+    def _parse(
+        self,
+        text: Any,
+        types: dict[str, Any],
+        missing_values: Sequence[str] = (),
+        *,
+        names: Sequence[str] | None = None,
+        use_threads: bool = True,
+        is_strict: bool = True,
+    ) -> Iterator[pa.RecordBatch]:
+        arrow = import_pyarrow()
+        from pyarrow import csv as arrow_csv
+
+        if self.quote and is_strict:
+            text = _Tap(text, _Quotes(self).follow)
+        yield from arrow_csv.open_csv(
+            arrow.PythonFile(text, mode="r"),
+            read_options=arrow_csv.ReadOptions(
+                block_size=_BLOCK_BYTES,
+                use_threads=use_threads,
+                column_names=self._names if names is None else names,
+            ),
+            parse_options=arrow_csv.ParseOptions(
+                delimiter=self.delimiter,
+                quote_char=self.quote or False,
+                newlines_in_values=bool(self.quote),
+                invalid_row_handler=None if is_strict else lambda row: "skip",
+            ),
+            convert_options=arrow_csv.ConvertOptions(
+                column_types=types,
+                include_columns=list(types),
+                null_values=["", *missing_values],
+                strings_can_be_null=True,
+            ),
+        )
+
+    def _error(self, error: Exception) -> Exception:
+        """What Arrow says, with the line and the column, and what to do; an error of the disk."""
+        if getattr(error, "errno", None):
+            return error
+        text, place = str(error), self.path
+        if "straddl" in text:
+            return self.misplaced_quote()
+        if row := re.search(r"Row #(\d+): ?", text):
+            place = self.place(int(row[1]) - 1 - (not self._names))
+        if column := re.search(r"In CSV column #(\d+): ", text):
+            place += f", column {self.column_names[int(column[1])]!r}"
+        text = re.sub(r"In CSV column #\d+: |Row #\d+: ?", "", text)
+        hint = next(hint for words, hint in _HINTS if re.search(words, text, re.DOTALL))
+        return DatasetFormatError(f"{place}: {text[:200]}; {hint}")
+
+    def misplaced_quote(self) -> DatasetFormatError:
+        """The error of a quoted field that does not end as it must, with its line."""
+        place = self.path
+        reason = f"a row must be shorter than {_BLOCK_BYTES >> 20} MiB, and quotes must be closed"
+        try:
+            with self._records(strict=True) as records:
+                for _ in records:
+                    place = f"{self.path}, line {records.line_num + 1}"
+        except csv.Error as error:
+            reason = f"a field that begins with a quote must end with one ({error})"
+        return DatasetFormatError(f"{place}: {reason}; {_QUOTES_HINT}")
+
+    def _decompressed(self, raw: Any) -> Any:
+        compression = _COMPRESSIONS.get(_suffixes(self.path)[-1])
+        if compression is None:
+            return raw
+        arrow = import_pyarrow()
+        return arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), compression)
+
+    @contextmanager
+    def _records(self, *, strict: bool = False) -> Iterator[Any]:
+        """Records of the file as lists of text, by the slow reader that counts lines."""
+        with closing(_open(self.path)) as raw:
+            text = io.TextIOWrapper(
+                self._decompressed(raw), encoding="utf-8-sig", errors="surrogateescape", newline=""
+            )
+            yield csv.reader(
+                text,
+                delimiter=self.delimiter,
+                quotechar=self.quote or None,
+                quoting=csv.QUOTE_MINIMAL if self.quote else csv.QUOTE_NONE,
+                strict=strict,
+            )
+
+
+class ParquetFile:
+    """One Parquet file.
+
+    Args:
+        path: The file or URL.
+
+    Raises:
+        DatasetFormatError: it is not a Parquet file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with self._open() as file:
+            self.schema = file.schema_arrow
+            self.column_names = tuple(self.schema.names)
+            self._groups = [file.metadata.row_group(n) for n in range(file.num_row_groups)]
+
+    def place(self, row: int) -> str:
+        """Words for a row, by its number from 0: file, row group, and row in the group, from 0."""
+        group = 0
+        while row >= self._groups[group].num_rows:
+            row -= self._groups[group].num_rows
+            group += 1
+        return f"{self.path}, row group {group}, row {row}"
+
+    def batches(self, columns: Sequence[str], schema: Schema, raw: Any) -> Iterator[pa.RecordBatch]:
+        """Read columns with the types that they have in the file.
+
+        Args:
+            columns: Their names.
+            schema: Not used: the file has types.
+            raw: Not used: Parquet is read out of order.
+
+        Raises:
+            DatasetFormatError: a row group is damaged.
+        """
+        with self._open(read_dictionary=self._short_columns(columns)) as file:
+            for group in range(file.num_row_groups):
+                yield from file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(columns))
+
+    def sample(self) -> pa.Table:
+        """Up to about 100,000 rows, from 16 row groups, with the types that they have in the file.
+
+        Raises:
+            DatasetFormatError: a row group is damaged.
+        """
+        arrow = import_pyarrow()
+        step = max(1, len(self._groups) // 16)
+        groups = range(0, len(self._groups), step)
+        num_rows = sum(self._groups[group].num_rows for group in groups)
+        share = min(1.0, 100_000 / max(num_rows, 1))
+        with self._open() as file:
+            found = [
+                batch.slice(0, int(batch.num_rows * share) + 1)
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(groups))
+            ]
+        return arrow.Table.from_batches(found, schema=self.schema)
+
+    @contextmanager
+    def _open(self, **options: Any) -> Iterator[Any]:
+        """The open file; large row groups are read in small pieces, others whole, which is faster.
+
+        Old Parquet has times of 96 bits. Those after the year 2262 would overflow as nanoseconds.
+        """
+        arrow = import_pyarrow()
+        from pyarrow import parquet
+
+        is_large = any(g.total_byte_size > _LARGE_GROUP_BYTES for g in getattr(self, "_groups", ()))
+        options |= {"buffer_size": 1 << 20 if is_large else 0, "pre_buffer": not is_large}
+        opened = _open(self.path) if "://" in self.path else nullcontext(self.path)
+        try:
+            with (
+                opened as source,
+                parquet.ParquetFile(source, coerce_int96_timestamp_unit="us", **options) as file,
+            ):
+                yield file
+        except (arrow.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+            if getattr(error, "errno", None):
+                raise
+            raise DatasetFormatError(
+                f"{self.path} cannot be read: {str(error)[:200]}; write the file anew"
+            ) from error
+
+    def _short_columns(self, columns: Sequence[str]) -> list[str]:
+        """Columns that take less than 4 bytes a value: text in dictionaries, fastest read so."""
+        num_bytes = dict.fromkeys(columns, 0)
+        num_values = sum(group.num_rows for group in self._groups)
+        for group in self._groups:
+            for number in range(group.num_columns):
+                chunk = group.column(number)
+                if chunk.path_in_schema in num_bytes and chunk.physical_type == "BYTE_ARRAY":
+                    num_bytes[chunk.path_in_schema] += chunk.total_uncompressed_size
+        return [name for name in columns if 0 < num_bytes[name] < 4 * num_values]
+
+
+def open_table(
+    path: str,
+    delimiter: str = "",
+    quote: str = '"',
+    names: Sequence[str] = (),
+    *,
+    check_names: bool = True,
+) -> TextFile | ParquetFile:
+    """Open a file by the kind that its name says.
+
+    Args:
+        path: The file.
+        delimiter: Of a text file; see `TextFile`.
+        quote: Of a text file; see `TextFile`.
+        names: Of a text file; see `TextFile`.
+        check_names: Whether to check that column names differ.
+
+    Raises:
+        ConfigError: its name does not say what kind of file it is.
+        DatasetFormatError: it is empty, not what its name says, or two columns have one name.
+    """
+    kind = _kind_of(path)
+    if not kind:
+        raise ConfigError(
+            f"{path}: the name of a table must end in .csv, .tsv or .txt (.gz or .zst may follow), "
+            ".parquet or .pq; rename or convert it; what pandas reads, such as JSON and "
+            "spreadsheets, recsys.datasets.write_store takes as frames"
+        )
+    is_text = kind == "text"
+    file = TextFile(path, delimiter, quote, names) if is_text else ParquetFile(path)
+    for name in file.column_names if check_names else ():
+        if file.column_names.count(name) > 1:
+            raise DatasetFormatError(
+                f"{path}: column names must differ, got {name!r} {file.column_names.count(name)} "
+                "times; rename one, or, if line 1 is data, name the columns in the key names "
+                "(recsys inspect: --no-header)"
+            )
+    return file
+
+
+class _Tap:
+    """A stream that shows each block to a function before it hands it out.
+
+    A carriage return that would end a block waits for the next one, unless it is alone: Arrow drops
+    a line feed that begins a block after one, also from a value in quotes.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any, see: Callable[[bytes], None]) -> None:
+        self._stream, self._see, self._held = stream, see, b""
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes; none at the end."""
+        data: bytes = self._held + self._stream.read(max(size - len(self._held), -1))
+        self._held = b"\r" if data.endswith(b"\r") and len(data) > 1 else b""
+        data = data[: len(data) - len(self._held)]
+        self._see(data)
+        return data
+
+    def close(self) -> None:
+        """Do nothing: whoever opened the stream closes it."""
+
+
+class _Quotes:
+    """Refuses text after a closing quote, and a quote that is never closed.
+
+    Arrow would read on in silence, and take several rows for one.
+    """
+
+    def __init__(self, file: TextFile) -> None:
+        self._file, self._state, self._is_begun = file, _START, False
+
+    def follow(self, text: bytes) -> None:
+        """Follow the quotes of the next block; an empty one ends the text."""
+        if not self._is_begun:
+            text, self._is_begun = text.removeprefix(b"\xef\xbb\xbf"), True
+        if not text and self._state == _QUOTED:
+            raise self._file.misplaced_quote()
+        quote, delimiter = self._file.quote.encode(), self._file.delimiter.encode()
+        if quote in text or self._state == _CLOSED:
+            codes = np.frombuffer(text, np.uint8)
+            self._state = _follow_kernel(codes, self._state, ord(delimiter), ord(quote))
+            if self._state == _MISPLACED:
+                raise self._file.misplaced_quote()
+        elif text and self._state != _QUOTED:
+            self._state = _START if text[-1:] in (delimiter, b"\n", b"\r") else _PLAIN
+
+
+# The place in the text after a byte. After a closing quote, the next byte may double it.
+_START, _PLAIN, _QUOTED, _CLOSED, _MISPLACED = range(5)
+
+
+@kernel
+def _follow_kernel(text: NDArray[np.uint8], state: int, delimiter: int, quote: int) -> int:
+    """Follow quotes through a block of text; returns the state after it."""
+    for byte in text:
+        if byte == quote and state != _PLAIN:
+            state = _CLOSED if state == _QUOTED else _QUOTED
+        elif state == _QUOTED:
+            continue
+        elif byte == delimiter or byte == 10 or byte == 13:
+            state = _START
+        elif state == _CLOSED:
+            return _MISPLACED
+        else:
+            state = _PLAIN
+    return state
+
+
+def _kind_of(path: str) -> str:
+    """The kind of a table's file: "parquet", "text", or empty for a name that says none."""
+    *others, last = _suffixes(path)
+    if last in _COMPRESSIONS:
+        last = others[-1] if others else ""
+    elif last in _PARQUET:
+        return "parquet"
+    return "text" if last in _TEXT else ""
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _suffixes(path: str) -> list[str]:
+    """The suffixes of a file's name, at least one, in small letters; without the query of a URL."""
+    name = path.partition("?")[0] if "://" in path else path
+    return [suffix.lower() for suffix in Path(name).suffixes] or [""]
+
+
+def _open(path: str) -> BinaryIO:
+    """Open a file, or a URL by fsspec."""
+    if "://" not in path:
+        return Path(path).open("rb")
+    system, name = _system_of(path)
+    opened: BinaryIO = system.open(name)
+    return opened
+
+
+def _files_at(url: str) -> list[str]:
+    """The tables of a folder or a pattern that fsspec lists."""
+    system, name = _system_of(url)
+    found = system.glob(name) if "*" in name else system.find(name)
+    return [system.unstrip_protocol(file) for file in sorted(found) if _kind_of(file)]
+
+
+def _system_of(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+
+        system, name = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise MissingDependency(
+            f"{url}: URLs are read by the package fsspec and the package of their kind, such as "
+            f"s3fs or aiohttp: {error}; install it, or fetch the file"
+        ) from error
+    return system, name
+
+
+def _later(place: Callable[[int], str], first: int, row: int) -> str:
+    return place(first + row)
+
+
+def _check_columns(file: TextFile | ParquetFile, columns: Sequence[str], way_out: str) -> None:
+    for name in columns:
+        if name not in file.column_names:
+            close = difflib.get_close_matches(name, file.column_names, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]!r}?" if close else way_out
+            shown = ", ".join(map(repr, file.column_names[:30]))
+            raise DatasetFormatError(f"{file.path} must have column {name!r}, has {shown}; {hint}")
+
+
+def _arrow_type(name: str, schema: Schema) -> Any:
+    """The type that the CSV reader gives a column; `conform` does the rest."""
+    arrow = import_pyarrow()
+    rule, column = schema.positive_rule, schema.categorical.get(name)
+    if name in schema.dense or name == schema.weight:
+        return arrow.float64()
+    if column is not None and column.values == "integer":
+        return arrow.int64()
+    if name == schema.label and rule is not None and not rule.text:
+        return arrow.float64()
+    return arrow.string()

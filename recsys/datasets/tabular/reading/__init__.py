@@ -1,1 +1,0 @@
-"""Yields record batches whose columns have the schema's types."""

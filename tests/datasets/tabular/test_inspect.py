@@ -1,0 +1,394 @@
+import random
+import tomllib
+
+import pytest
+
+from recsys.cli import main
+from recsys.datasets.tabular.read import TableFiles
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.errors import ConfigError, DatasetFormatError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+from recsys.datasets.tabular.inspect import inspect_table  # noqa: E402 (needs pyarrow)
+
+ROWS = range(200)
+SECONDS = [1_700_000_000 + row for row in ROWS]
+LABELS = [int(row % 7 < 2) for row in ROWS]
+ADS = ["abb"[row % 3] + "xyzzy"[row % 5] for row in ROWS]
+SHARES = {"test": "1/10", "validation": "1/10"}
+
+
+def write_csv(folder, columns, delimiter=",", name="a.csv", header=True):
+    def text(value):
+        return "" if value is None else f'"{value}"' if delimiter in str(value) else str(value)
+
+    lines = [*([columns] if header else []), *zip(*columns.values(), strict=True)]
+    path = folder / name
+    path.write_text("".join(delimiter.join(map(text, line)) + "\n" for line in lines))
+    return path
+
+
+def write_parquet(folder, columns, **options):
+    path = folder / "a.parquet"
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def draft(folder, columns, **options):
+    """The draft of a CSV file, which reads back and reads the file."""
+    path = columns
+    if isinstance(columns, dict):
+        path = write_csv(folder, columns)
+    found = inspect_table([path], **options)
+    assert Schema.from_dict(tomllib.loads(found.to_toml())) == found.schema
+    num_rows = sum(batch.num_rows for batch in TableFiles([path], found.schema).batches())
+    assert num_rows >= found.num_rows
+    return found
+
+
+def clicks(**columns):
+    return {"click": LABELS, "ad": ADS, **columns}
+
+
+CLICKS = {
+    "row_id": [f"r{row}" for row in ROWS],
+    "click": [row % 7 < 2 for row in ROWS],
+    "user_id": [row % 17 for row in ROWS],
+    "time": SECONDS,
+    "site": [f"site{row % 5}" for row in ROWS],
+    "device": [row % 4 for row in ROWS],
+    "price": [row * 0.25 for row in ROWS],
+    "views": [2 ** (row % 20) for row in ROWS],
+    "tags": ["|".join("abcd"[: 1 + row % 4]) for row in ROWS],
+    "last_items": [" ".join(str(item) for item in range(1 + row % 6)) for row in ROWS],
+    "title": [f"a line of words, number {row}" for row in ROWS],
+    "country": ["nl" for _ in ROWS],
+    "note": [None for _ in ROWS],
+}
+
+
+def test_each_kind_of_column_is_recognised(tmp_path):
+    found = draft(tmp_path, CLICKS)
+
+    assert found.schema.as_dict() == {
+        "label": "click",
+        "group": "user_id",
+        "timestamp": "time",
+        "dense": {"price": {"transform": "standardize"}},
+        "categorical": {
+            "user_id": {"values": "integer"},
+            "site": {},
+            "device": {"values": "integer"},
+            "views": {"values": "integer"},
+        },
+        "multi": {"tags": {"split": "|"}, "last_items": {"values": "integer", "split": " "}},
+        "split": {"by": "timestamp", **SHARES},
+    }
+    assert found.num_rows == 200
+    assert all(found.reasons.values())
+
+
+@pytest.mark.parametrize(("delimiter", "name"), [(";", "a.csv"), ("\t", "a.tsv"), ("|", "a.txt")])
+def test_the_delimiter_is_found_in_the_first_line(tmp_path, delimiter, name):
+    columns = {key: values for key, values in CLICKS.items() if key != "tags"}
+
+    schema = draft(tmp_path, write_csv(tmp_path, columns, delimiter, name)).schema
+
+    assert schema.delimiter == ("" if name == "a.tsv" else delimiter)
+    assert "site" in schema.categorical
+
+
+def test_types_of_parquet_decide(tmp_path):
+    columns = {
+        "label": [0.0, 1.0] * 60,
+        "when": pa.array([1_700_000_000] * 120, pa.timestamp("s")),
+        "user_id": [None, 7.0, 8.0] * 40,
+        "bag": [["a"], [], ["b", "c"]] * 40,
+        "wholes": [[1.0], [], [2.0, 3.0]] * 40,
+        "views": pa.array([[1], [], [2, 3]] * 40, pa.list_(pa.int32())),
+        "nested": [{"a": 1}] * 120,
+        "map": pa.array([[("a", 1.0)]] * 120, pa.map_(pa.string(), pa.float32())),
+        "scores": [[0.5], [], [0.25, 1.0]] * 40,
+        "is_new": [True, False, None] * 40,
+        "big": pa.array([2**64, 5, None] * 40, pa.decimal128(38, 0)),
+        "took": pa.array([1, 2, 3] * 40, pa.duration("s")),
+    }
+
+    found = draft(tmp_path, write_parquet(tmp_path, columns))
+
+    assert found.schema.as_dict() == {
+        "label": "label",
+        "timestamp": "when",
+        "categorical": {
+            "user_id": {"values": "integer"},
+            "is_new": {"values": "integer"},
+            "big": {},
+        },
+        "multi": {"bag": {}, "wholes": {"values": "integer"}, "views": {"values": "integer"}},
+        "split": {"by": "timestamp", **SHARES},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "seconds"),
+    [
+        ("14102101", "%y%m%d%H", 1413853200),
+        ("20241021", "%Y%m%d", 1729468800),
+        ("20241021030405", "%Y%m%d%H%M%S", 1729479845),
+        ("2024102103", "%Y%m%d%H", 1729479600),
+        ("1700000000000", "ms", 1700000000),
+        ("1700000000", "", 1700000000),
+        ("2024-10-21 03:04:05", "", 1729479845),
+        ("2024-10-21T03:04:05Z", "", 1729479845),
+    ],
+)
+def test_forms_of_times(tmp_path, value, form, seconds):
+    path = write_csv(tmp_path, clicks(hour=[value] * 200))
+
+    schema = draft(tmp_path, path).schema
+
+    assert (schema.timestamp, schema.timestamp_format) == ("hour", form)
+    assert next(TableFiles([path], schema).batches())["hour"][0].as_py() == seconds
+
+
+@pytest.mark.parametrize("text", ["03.04.2025 10:00", "01/15/2025", "15 Jan 2025", "10:00"])
+def test_text_that_looks_like_times_is_left_to_the_user(tmp_path, text):
+    found = draft(tmp_path, clicks(seen=[text, text.replace("1", "2")] * 100))
+
+    assert list(found.schema.columns) == ["ad", "click"]
+    assert "timestamp_format" in found.reasons["seen"]
+
+
+@pytest.mark.parametrize("values", [["10.0.0.1", "10.0.0.2"], ["v1.2.3", "v1"], ["007", "10"]])
+def test_text_with_digits_is_a_name(tmp_path, values):
+    found = draft(tmp_path, clicks(seen=(values * 100)))
+
+    assert found.schema.as_dict()["categorical"]["seen"] == {}
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_bag"),
+    [(["['a', 'b']", "['b']"], False), (['{"a": 1}', "{}"], False), (["[a],b", "b"], True)],
+)
+def test_lists_as_python_writes_them_are_not_split(tmp_path, texts, is_bag):
+    columns = clicks(tags=[texts[row % 7 % 2] for row in ROWS])
+    found = draft(tmp_path, write_csv(tmp_path, columns, ";"))
+
+    assert ("tags" in found.schema.multi) == is_bag
+
+
+def test_of_several_columns_of_times_the_finest_is_taken(tmp_path):
+    days = [f"2024-01-{1 + row % 5:02}" for row in ROWS]
+
+    found = draft(tmp_path, clicks(signed_up=days, seen=SECONDS, time=SECONDS))
+
+    assert (found.schema.timestamp, "signed_up" in found.schema.columns) == ("time", False)
+
+
+@pytest.mark.parametrize("name", ["User-ID", "user id", " USER_ID ", "userId", "visitorid"])
+def test_known_names_may_be_written_in_other_ways(tmp_path, name):
+    assert draft(tmp_path, clicks(**{name: list(range(20)) * 10})).schema.group == name
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ([0, 0, 3, 0], "> 0"),  # with ">= 0" every row would be a positive
+        ([1, 4, 5, 4], ">= 4"),
+        ([123456789, 123456791, 123456793, 123456791], ">= 123456791"),  # with all digits
+        (["no", "yes", "no", "no"], "== yes"),
+    ],
+)
+def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
+    columns = {"bought": values * 50, "ad": ADS}
+
+    found = draft(tmp_path, columns, label="bought")
+
+    assert found.schema.positive == rule
+    batches = TableFiles([tmp_path / "a.csv"], found.schema).batches()
+    assert {label for batch in batches for label in batch["bought"].to_pylist()} == {0, 1}
+
+
+def test_columns_may_be_named_and_ignored(tmp_path):
+    found = draft(tmp_path, CLICKS, label="device", group="site", ignore=["click", "title"])
+
+    assert (found.schema.label, found.schema.group) == ("device", "site")
+    assert not {"click", "title"} & {*found.schema.columns}
+
+
+LINES = "1,5,a\n0,6,b\n" * 99
+
+
+@pytest.mark.parametrize("text", [LINES, "1,1,a\n" + LINES])
+def test_a_file_without_a_line_of_names_is_seen(tmp_path, text):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+
+    with pytest.raises(DatasetFormatError, match="--no-header"):
+        inspect_table([path])
+    found = draft(tmp_path, path, names=["click", "user", "ad"])
+
+    assert found.num_rows == text.count("\n")
+    assert (found.schema.names, found.schema.label) == (("click", "user", "ad"), "click")
+
+
+def test_names_that_are_numbers_in_order_are_names(tmp_path):
+    columns = {str(number): values for number, values in enumerate(clicks().values())}
+
+    assert draft(tmp_path, columns, label="0").schema.label == "0"
+
+
+def pairs(num_users=50, num_rows=2000, **columns):
+    """Users in turns, whose items are in no order."""
+    draw = random.Random(0)
+    items = [draw.randrange(100) for _ in range(num_rows)]
+    return {"user": [row % num_users for row in range(num_rows)], "item": items, **columns}
+
+
+def by_user(columns, key=None):
+    """The rows of each user together, in the order of `key`."""
+    rows = sorted(zip(*columns.values(), strict=True), key=lambda row: (row[0], key and row[1]))
+    return dict(zip(columns, zip(*rows, strict=True), strict=True))
+
+
+RECENT = {"recent": {"of": "item"}}
+
+
+@pytest.mark.parametrize(
+    ("columns", "split", "history"),
+    [
+        (pairs(), {"by": "last_one_out"}, RECENT),
+        (by_user(pairs()), {"by": "last_one_out"}, RECENT),
+        (by_user(pairs(), "item"), {"by": "random", **SHARES}, None),
+        (by_user(pairs(time=range(2000)), "item"), {"by": "last_one_out"}, RECENT),
+        (
+            pairs(split=["train"] * 1500 + ["test"] * 500),
+            {"by": "column", "column": "split", "train": ["train"], "test": ["test"]},
+            None,
+        ),
+    ],
+    ids=["in turns", "by user", "by user and item", "with times", "a column of the split"],
+)
+def test_pairs_without_a_label_are_judged_by_what_comes_last(tmp_path, columns, split, history):
+    if "time" in columns:
+        columns = columns | {"time": [1_700_000_000 + time for time in columns["time"]]}
+
+    found = draft(tmp_path, columns)
+
+    tree = found.schema.as_dict()
+    assert (tree["group"], tree["negatives"]["item"]) == ("user", "item")
+    assert (tree["split"], tree.get("history")) == (split, history)
+    assert found.to_toml().startswith("# WARNING")
+
+
+def test_columns_of_the_item_change_with_it(tmp_path):
+    columns = pairs()
+    genres = [item % 7 for item in columns["item"]]
+    prices = [item / 4 for item in columns["item"]]
+    ages = [user % 3 for user in columns["user"]]
+
+    found = draft(tmp_path, columns | {"genre": genres, "price": prices, "age": ages})
+
+    assert found.schema.negatives.item_columns == ("genre",)
+    assert list(found.schema.categorical) == ["user", "item", "genre", "age"]
+    assert not found.schema.dense
+
+
+def test_sessions_have_no_table(tmp_path):
+    columns = pairs(num_users=300)
+    columns["session"] = sorted(columns.pop("user"))
+
+    tree = draft(tmp_path, columns).schema.as_dict()
+
+    assert (tree["group"], list(tree["categorical"])) == ("session", ["item"])
+    assert (tree["split"], tree["history"]) == ({"by": "last_one_out"}, RECENT)
+
+
+def test_data_without_a_label_needs_a_group_and_an_item(tmp_path):
+    columns = pairs()
+    columns = {"who": columns["user"], "what": columns["item"]}
+
+    with pytest.raises(ConfigError, match="--group"):
+        draft(tmp_path, columns)
+    tree = draft(tmp_path, columns, group="who", item="what").schema.as_dict()
+
+    assert (tree["group"], tree["negatives"]["item"]) == ("who", "what")
+
+
+@pytest.mark.parametrize("order", ["click", "user"])
+def test_rows_that_stand_together_are_divided_at_random(tmp_path, order):
+    columns = {"click": [row % 4 // 3 for row in range(2000)], **pairs()}
+    rows = sorted(zip(*columns.values(), strict=True), key=lambda row: row[order == "user"])
+    ordered = dict(zip(columns, zip(*rows, strict=True), strict=True))
+
+    assert draft(tmp_path, columns).schema.as_dict()["split"] == {"by": "fraction", **SHARES}
+    assert draft(tmp_path, ordered).schema.as_dict()["split"] == {"by": "random", **SHARES}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda click, row: row % 2 if click else None,  # a second label
+        lambda click, row: row % 2 if click else 0,
+        lambda click, row: None if click else "no",
+        lambda click, row: row * 0.5 if click else 0.0,  # seconds on the page
+        lambda click, row: f"200{row % 10}-01-01" if click and row % 2 else None,
+        lambda click, row: ["bought", "left"][click],
+    ],
+)
+def test_a_column_that_tells_the_label_is_left_out(tmp_path, values):
+    draw = random.Random(1)
+    labels = [int(draw.random() < 0.3) for _ in range(2000)]
+    told = [values(label, 1 + row) for row, label in enumerate(labels)]
+    others = {"ad": ADS * 10, "price": [draw.random() for _ in labels]}
+
+    found = draft(tmp_path, {"click": labels, "told": told, **others})
+
+    assert list(found.schema.columns) == ["price", "ad", "click"]
+    if "times" not in found.reasons["told"]:
+        assert found.reasons["told"].startswith("tells the label")
+
+
+def test_all_parts_of_a_large_file_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.datasets.tabular.read._SAMPLE_BYTES", 1 << 15)
+    kinds = [f"kind {row // 10_000}" for row in range(100_000)]
+    text = ['two\nlines, "quoted"'.replace('"', '""') if row % 9 == 0 else "x" for row in ROWS]
+    columns = {"click": [row % 3 % 2 for row in range(100_000)], "kind": kinds}
+    plain = write_csv(tmp_path, columns | {"text": text * 500})
+    packed = tmp_path / "b.csv.gz"
+    with pa.CompressedOutputStream(packed, "gzip") as out:
+        out.write(plain.read_bytes())
+    grouped = write_parquet(tmp_path, columns, row_group_size=2000)
+
+    for path in (plain, packed, grouped):
+        found = inspect_table([path])
+        assert found.num_rows <= 100_000
+        assert found.reasons["kind"].startswith("text, 10 different values")
+
+
+@pytest.mark.parametrize("name", ["", "/x", "x\ny = 1"])
+def test_a_column_whose_name_a_schema_refuses_is_not_read(tmp_path, name):
+    path = write_parquet(tmp_path, {"label": [0, 1], "c": ["a", "b"], name: [1, 2]})
+
+    assert list(draft(tmp_path, path).schema.columns) == ["c", "label"]
+
+
+def test_names_that_toml_must_quote_survive(tmp_path):
+    columns = {"label": [0, 1, 1], 'a "b".c # d': list("xyy"), "ünï": list("xyy")}
+
+    found = draft(tmp_path, write_parquet(tmp_path, columns))
+
+    assert list(found.schema.categorical) == ['a "b".c # d', "ünï"]
+
+
+def test_the_command_prints_the_draft(tmp_path, capsys):
+    path = write_csv(tmp_path, clicks(user=[row % 7 for row in ROWS]))
+
+    assert main(["inspect", str(path), "--group", "user", "--label", "click"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["inspect", str(path), "--label", "clicks"]) == 2
+
+    assert tomllib.loads(printed) == inspect_table([path]).schema.as_dict()
+    assert "'clicks'" in capsys.readouterr().err
