@@ -31,10 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import ClassVar
 
 __all__ = [
     "SGD",
@@ -56,8 +53,12 @@ class AbstractRowOptimizer:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
-            _require_finite(name, getattr(self, name, 0.0))
-        _require_betas(getattr(self, "betas", (0.0, 0.0)))
+            value = getattr(self, name, 0.0)
+            if not (isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        betas = getattr(self, "betas", (0.0, 0.0))
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
 
     def state_sizes(self, dim: int) -> dict[str, int]:
         """Numbers per row in each state array, by TorchRec's name of the array.
@@ -217,13 +218,3 @@ def shown_optimizer(value: object) -> str:
 def _correction(betas: tuple[float, float], step: int) -> float:
     """The correction `c` for averages that start at zero."""
     return sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step)
-
-
-def _require_finite(name: str, value: float) -> None:
-    if not (isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")
-
-
-def _require_betas(betas: Sequence[float]) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")

@@ -135,11 +135,6 @@ class SavedTable:
             WeightsError: the array has no such rows, or rows of another size or dtype.
         """
         array = self._array(name)
-        if len(rows) != len(values):
-            raise WeightsError(
-                f"table {self.key!r}: {name}: there are {len(rows)} row numbers, got {len(values)} "
-                "rows; give a number for each row"
-            )
         if len(rows):
             self._require_fit(name, array, values, int(rows.min()), int(rows.max()) + 1)
             of_rows = values.view(-1, *array.shape[1:]).to(array.device)

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 import numpy as np
 import torch
 
-from recsys._support.untrusted import is_whole
 from recsys.batch import feature_tables, features_by_table, require_one_batch_size
 from recsys.embeddings.kernels.cpu.counting import Segments, count_rows, worst_levels
 from recsys.embeddings.popularity.files import read_profile, write_profile
+from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, ProfileError
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, Features, SampleSource
-    from recsys.embeddings.table import TableConfig
 
 __all__ = [
     "Coverage",
@@ -53,7 +52,6 @@ __all__ = [
 # on a busy machine for some milliseconds: blocks of an eighth were counted a quarter slower.
 _BLOCK_SAMPLES = 1 << 21
 _READ_SAMPLES = 1 << 16  # per call of a source's `read`
-_BLOCK_ROWS = 1 << 20
 _MAX_NARROW = 2**32 - 1
 _MAX_SETS = 254  # a row's level is a byte, and one level means "in no set"
 
@@ -241,7 +239,7 @@ class PopularityProfile:
     def coverage(
         self,
         num_rows: int,
-        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        on: SampleSource | Iterable[Batch | Features] | None = None,
         samples: range | None = None,
     ) -> Coverage:
         """The share of lookups that the most popular rows would serve if they were hot.
@@ -249,14 +247,14 @@ class PopularityProfile:
         Args:
             num_rows: How many rows of all tables together, by `ranked_rows`. Rows with a count of
                 zero are not included, so there may be fewer.
-            on: The lookups to measure: a source, mini-batches, or another profile of the same
-                tables (which has no samples). By default the lookups of this profile.
+            on: The lookups to measure: a source, or mini-batches. By default those of this profile,
+                which has no samples.
             samples: A range of samples if `on` is a source; all by default.
 
         Raises:
             ConfigError: there are no lookups to measure or no such samples, or `num_rows` is
                 negative.
-            ProfileError: `on` has other tables.
+            ProfileError: `on` lacks a feature.
             IdOutOfRange: `on` has an id that is not a row of its table.
         """
         return self.coverages([num_rows], on, samples)[0]
@@ -264,7 +262,7 @@ class PopularityProfile:
     def coverages(
         self,
         nums_rows: Sequence[int],
-        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        on: SampleSource | Iterable[Batch | Features] | None = None,
         samples: range | None = None,
     ) -> list[Coverage]:
         """`coverage` for each of `nums_rows`; it reads the lookups, `on` and `samples`, once.
@@ -290,7 +288,7 @@ class PopularityProfile:
         self,
         levels: NDArray[np.uint8],
         num_levels: int,
-        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        on: SampleSource | Iterable[Batch | Features] | None = None,
         samples: range | None = None,
     ) -> list[Coverage]:
         """`coverage` for any nested sets of rows.
@@ -308,14 +306,11 @@ class PopularityProfile:
         is_source = hasattr(on, "read") and hasattr(on, "table_sizes")
         if samples is not None and not is_source:
             raise ConfigError("coverage: samples= needs a source as on=, got something else")
-        if on is None or isinstance(on, PopularityProfile):
-            counted = self if on is None else on
-            self._require_same_tables(counted)
-            return _coverages(levels, num_levels, counted._counts, None)
+        if on is None:
+            return _coverages(levels, num_levels, self._counts, None)
         first = 0
         if is_source:
             source = cast("SampleSource", on)
-            self._require_columns(source)
             part = samples_of(source, samples)
             first, blocks = part.start, blocks_of_source(source, part)
         else:
@@ -504,27 +499,6 @@ class PopularityProfile:
                 left.difference_update(own)
         return [] if left else tables
 
-    def _require_same_tables(self, other: PopularityProfile) -> None:
-        own, others = self.table_sizes, other.table_sizes
-        if list(own.items()) != list(others.items()):
-            names = [name for name in own | others if own.get(name) != others.get(name)]
-            raise ProfileError(
-                "both profiles must have the same tables, of the same sizes and in the same order;"
-                f" {names or list(own)} differ; count the same tables for both"
-            )
-
-    def _require_columns(self, source: SampleSource) -> None:
-        """Check the sizes of the source's columns. Missing columns raise when they are counted."""
-        tables = feature_tables(source)
-        sizes = {feature: source.table_sizes[table] for feature, table in tables.items()}
-        for name, size in self.table_sizes.items():
-            for feature in self.features[name]:
-                if sizes.get(feature, size) != size:
-                    raise ProfileError(
-                        f"table {name!r} has {size} rows, but its feature {feature!r} has "
-                        f"{sizes[feature]} in the data; profile this data"
-                    )
-
 
 def blocks_of_source(source: SampleSource, samples: range) -> Iterator[LookupBlock]:
     """A range of a source's samples, in blocks.
@@ -592,25 +566,21 @@ def _coverages(
     Raises:
         ConfigError: there are no lookups.
     """
-    rows, lookups, distinct = (np.zeros(num_levels + 1, np.int64) for _ in range(3))
-    for begin in range(0, len(levels), _BLOCK_ROWS):
-        block, times = levels[begin : begin + _BLOCK_ROWS], counts[begin : begin + _BLOCK_ROWS]
-        for level in range(num_levels + 1):
-            of_level = times[block == level]
-            rows[level] += len(of_level)
-            lookups[level] += of_level.sum(dtype=np.int64)
-            distinct[level] += np.count_nonzero(of_level)
-    num_lookups = int(lookups.sum())
+    of_levels = [counts[levels == level] for level in range(num_levels + 1)]
+    rows = [len(of_level) for of_level in of_levels]
+    lookups = [int(of_level.sum(dtype=np.int64)) for of_level in of_levels]
+    distinct = [int(np.count_nonzero(of_level)) for of_level in of_levels]
+    num_lookups = sum(lookups)
     if not num_lookups:
         raise ConfigError("coverage: there must be lookups to measure, got none; use other samples")
     num_samples = None if samples is None else int(samples.sum())
     return [
         Coverage(
-            num_rows=int(rows[: level + 1].sum()),
+            num_rows=sum(rows[: level + 1]),
             num_lookups=num_lookups,
-            lookup_hit_rate=int(lookups[: level + 1].sum()) / num_lookups,
-            num_distinct_rows=int(distinct.sum()),
-            num_distinct_hot_rows=int(distinct[: level + 1].sum()),
+            lookup_hit_rate=sum(lookups[: level + 1]) / num_lookups,
+            num_distinct_rows=sum(distinct),
+            num_distinct_hot_rows=sum(distinct[: level + 1]),
             num_samples=num_samples,
             hot_sample_share=None
             if samples is None or not num_samples
@@ -675,16 +645,12 @@ def _block_of(batch: Batch | Features) -> LookupBlock:
     if known is not None and known():
         num = np.full(len(names), num_samples)
         return LookupBlock(names, values_N, firsts, num, 1, None, num_samples)
-    if len(bounds) != len(names) * num_samples + 1:
-        raise MalformedBags(
-            f"{len(names)} features of {num_samples} samples need {len(names) * num_samples + 1} "
-            f"offsets, got {len(bounds)}"
-        )
     # `KeyedJaggedTensor` does not check its offsets, and kernels index by them unchecked.
-    if bounds[0] or (np.diff(bounds) < 0).any() or bounds[-1] > len(values_N):
+    num_bounds, rises = len(names) * num_samples + 1, (np.diff(bounds) >= 0).all()
+    if len(bounds) != num_bounds or bounds[0] or not rises or bounds[-1] > len(values_N):
         raise MalformedBags(
-            f"offsets must begin at 0, never fall and end at the number of values, "
-            f"{len(values_N)}, got {bounds}"
+            f"offsets must be {num_bounds} for {len(names)} features of {num_samples} samples, "
+            f"begin at 0, never fall and end at the number of values, {len(values_N)}, got {bounds}"
         )
     ends = bounds[np.append(firsts, len(names) * num_samples)].astype(np.int64)
     return LookupBlock(names, values_N, ends[:-1], np.diff(ends), 1, bounds, num_samples)
@@ -722,25 +688,16 @@ def _named_tables(
     Raises:
         ConfigError: there is no table, a size is no positive integer, or a name occurs twice.
     """
-    named: list[tuple[str, int, tuple[str, ...]]]
     if isinstance(tables, Mapping):
-        named = [(name, size, (name,)) for name, size in tables.items()]
-    else:
-        named = [
-            (table.name, table.num_embeddings, tuple(table.feature_names) or (table.name,))
-            for table in tables
-        ]
-    sizes = {name: size for name, size, _ in named}
-    if not sizes or len(sizes) < len(named):
+        sized = tables.items()
+        tables = [TableConfig(name=n, num_embeddings=size, embedding_dim=1) for n, size in sized]
+    sizes = {table.name: int(table.num_embeddings) for table in tables}
+    if not sizes or len(sizes) < len(tables):
         raise ConfigError(
             "profile: there must be at least one table, and names must be distinct, got "
-            f"{[name for name, _, _ in named]}"
+            f"{[table.name for table in tables]}"
         )
-    for name, size in sizes.items():
-        if not is_whole(size, 1):
-            raise ConfigError(f"profile: table {name!r} must have at least one row, got {size!r}")
-        sizes[name] = int(size)
-    return sizes, {name: features for name, _, features in named}
+    return sizes, {table.name: tuple(table.feature_names) or (table.name,) for table in tables}
 
 
 def _largest(keys: NDArray[Any], num: int) -> NDArray[np.int64]:

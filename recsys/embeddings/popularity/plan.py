@@ -208,13 +208,9 @@ class HotPlan:
 
     def pinned_by_table(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """For each table, its pinned rows, ascending, and their counts, (P,) int64 both."""
-        counts = self.profile.counts()
-        found = []
-        for table in range(len(self.tables)):
-            rows = self._rows_of(table)
-            pinned = np.flatnonzero(self._is_pinned[rows])
-            found.append((pinned, counts[rows][pinned].astype(np.int64)))
-        return found
+        pinned = {name: self.pinned_rows(name) for name in self.tables}
+        counts = self.profile.counts
+        return [(rows, counts(name)[rows].astype(np.int64)) for name, rows in pinned.items()]
 
     def of_tables(self, tables: Sequence[TableConfig], budget: int | str | None = None) -> HotPlan:
         """The plan itself, after checking that it was made for these tables.
@@ -260,7 +256,7 @@ class HotPlan:
 
     def coverage(
         self,
-        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        on: SampleSource | Iterable[Batch | Features] | None = None,
         samples: range | None = None,
     ) -> Coverage:
         """The coverage of the pinned rows; see `PopularityProfile.coverage`."""
@@ -398,16 +394,6 @@ class HotPlan:
         taken = np.cumsum(self._slot_bytes[tables])
         num = int(np.searchsorted(taken, room, side="right"))
         self._is_pinned[ranked[:num]] = True
-        room -= int(taken[num - 1]) if num else 0
-        if not bool((self._is_pinned | (self.profile.counts() == 0)).all()):
-            return
-        # The remaining rows of tables that then fit completely, the fewest bytes first.
-        left = (self._sizes - self._num_pinned()) * self._slot_bytes
-        for table in np.argsort(left, kind="stable").tolist():
-            if left[table] > room:
-                return
-            self._is_pinned[self._rows_of(table)] = True
-            room -= int(left[table])
 
     def _rows_of(self, table: int) -> slice:
         begin = int(self.profile.bases[table])

@@ -25,7 +25,9 @@ from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.update.translation import Translation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = ["translate"]
 
@@ -97,7 +99,7 @@ def _translations(
     module = sys.modules.get("torchrec.optim.rowwise_adagrad")
     if module is not None:
         known[module.RowWiseAdagrad] = Translation(
-            formula=_rowwise_adagrad,
+            formula=_formula("torchrec RowWiseAdagrad", RowWiseAdagrad, eps=float),
             state_names={"momentum1": "sum"},
             learning_rate=_decaying_lr,
             counts_steps=True,
@@ -107,57 +109,31 @@ def _translations(
     return known
 
 
-def _sgd(settings: Mapping[str, Any]) -> SGD:
-    _require_off("torch.optim.SGD", settings)
-    return SGD(lr=_at_least_0(settings["lr"]))
+def _formula(
+    name: str, kind: type[Any], must_be_off: Mapping[str, str] = _MUST_BE_OFF, **more: Any
+) -> Callable[[Mapping[str, Any]], RowOptimizer]:
+    """What reads a param group as a formula.
 
-
-def _adagrad(settings: Mapping[str, Any]) -> Adagrad:
-    _require_off("torch.optim.Adagrad", settings)
-    return Adagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
-
-
-def _sparse_adam(settings: Mapping[str, Any]) -> Adam:
-    _require_off("torch.optim.SparseAdam", settings)
-    return _adam_of(settings)
-
-
-def _adam(settings: Mapping[str, Any]) -> Adam:
-    name = "torch.optim.AdamW" if settings.get("decoupled_weight_decay") else "torch.optim.Adam"
-    _require_off(name, settings)
-    return _adam_of(settings)
-
-
-def _adam_of(settings: Mapping[str, Any]) -> Adam:
-    beta1, beta2 = settings["betas"]
-    return Adam(
-        lr=_at_least_0(settings["lr"]),
-        betas=(float(beta1), float(beta2)),
-        eps=float(settings["eps"]),
-    )
-
-
-def _rws_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
-    _require_off("RWSAdagrad", settings)
-    if settings["initial_accumulator_value"]:
-        raise ValueError(
-            "RWSAdagrad with initial_accumulator_value="
-            f"{settings['initial_accumulator_value']} is not translated; leave it out"
-        )
-    return RowWiseAdagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
-
-
-def _rowwise_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
-    _require_off("torchrec RowWiseAdagrad", settings)
-    return RowWiseAdagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
-
-
-def _at_least_0(lr: Any) -> float:
-    """Clamp a rate that a scheduler has rounded to slightly below 0, which a formula would refuse.
-
-    Updates use `Translation.learning_rate`, which is not clamped.
+    Args:
+        name: Name of the optimizer, for errors.
+        kind: The formula.
+        must_be_off: Settings that must be off, and the reason.
+        more: The formula's settings but `lr`, with what converts them.
     """
-    return 0.0 if float(lr) < 0 else float(lr)
+
+    def read(settings: Mapping[str, Any]) -> RowOptimizer:
+        _require_off(name, settings, must_be_off)
+        # A scheduler may have rounded a rate to below 0; `Translation.learning_rate` keeps that.
+        lr = float(settings["lr"])
+        own = {name: read_as(settings[name]) for name, read_as in more.items()}
+        found: RowOptimizer = kind(lr=0.0 if lr < 0 else lr, **own)
+        return found
+
+    return read
+
+
+def _floats(numbers: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, numbers))
 
 
 def _lr(settings: Mapping[str, Any], step: int) -> float:
@@ -170,17 +146,20 @@ def _decaying_lr(settings: Mapping[str, Any], step: int) -> float:
 
 _TORCH: dict[type[torch.optim.Optimizer], Translation] = {
     torch.optim.SGD: Translation(
-        formula=_sgd, state_names={}, learning_rate=_lr, counts_steps=False
+        formula=_formula("torch.optim.SGD", SGD),
+        state_names={},
+        learning_rate=_lr,
+        counts_steps=False,
     ),
     torch.optim.Adagrad: Translation(
-        formula=_adagrad,
+        formula=_formula("torch.optim.Adagrad", Adagrad, eps=float),
         state_names={"momentum1": "sum"},
         learning_rate=_decaying_lr,
         counts_steps=True,
         no_step=torch.tensor(0.0),
     ),
     torch.optim.SparseAdam: Translation(
-        formula=_sparse_adam,
+        formula=_formula("torch.optim.SparseAdam", Adam, eps=float, betas=_floats),
         state_names={"momentum1": "exp_avg"},
         learning_rate=_lr,
         counts_steps=True,
@@ -189,7 +168,7 @@ _TORCH: dict[type[torch.optim.Optimizer], Translation] = {
 
 
 _LAZY_ADAM = Translation(
-    formula=_adam,
+    formula=_formula("torch.optim.Adam or AdamW", Adam, eps=float, betas=_floats),
     state_names={"momentum1": "exp_avg"},
     learning_rate=_lr,
     counts_steps=True,
@@ -203,7 +182,12 @@ _LAZY_ADAM = Translation(
 
 _RWS_SETTINGS = {"lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"}
 _RWS_ADAGRAD = Translation(
-    formula=_rws_adagrad,
+    formula=_formula(
+        "RWSAdagrad",
+        RowWiseAdagrad,
+        _MUST_BE_OFF | {"initial_accumulator_value": "is not translated (make it without that)"},
+        eps=float,
+    ),
     state_names={"momentum1": "momentum"},
     learning_rate=_decaying_lr,
     counts_steps=True,
@@ -211,8 +195,8 @@ _RWS_ADAGRAD = Translation(
 )
 
 
-def _require_off(name: str, settings: Mapping[str, Any]) -> None:
-    for setting, wrong in _MUST_BE_OFF.items():
+def _require_off(name: str, settings: Mapping[str, Any], must_be_off: Mapping[str, str]) -> None:
+    for setting, wrong in must_be_off.items():
         if settings.get(setting):
             off = type(settings[setting])()
             cause = " (OneCycleLR and CyclicLR need cycle_momentum=False)"

@@ -63,12 +63,10 @@ FLOOR = 4 * 9 + 19 + 35
         (73, {"a": [0, 2], "b": [1]}),
         (108, {"a": [0, 2], "b": [1, 2]}),
         (127, {"a": [0, 2, 3], "b": [1, 2]}),
-        # All rows seen are there: from here on tables are made whole, the least first.
-        (164, {"a": [0, 2, 3], "b": [1, 2]}),
-        (165, {"a": [0, 1, 2, 3, 4], "b": [1, 2]}),
+        (165, {"a": [0, 2, 3], "b": [1, 2]}),  # all rows seen are there
     ],
 )
-def test_rows_are_pinned_by_lookups_saved_per_byte_and_unseen_ones_last(room, expected):
+def test_rows_are_pinned_by_lookups_saved_per_byte_and_unseen_ones_never(room, expected):
     plan = plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR + room, window_lookups=1, small_share=0)
 
     assert pinned(plan) == expected
@@ -328,10 +326,10 @@ def test_a_line_of_the_table_is_of_the_budget_that_it_shows(num_rows, num_counte
         assert num_pinned == f"{plan.retarget(budget).num_pinned:,}"
 
 
-def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_counted():
+def test_a_plan_without_lookups_says_that_nothing_was_counted():
     plan = plan_hot_rows(PopularityProfile({"a": 5, "b": 4}), [A, B], 200, window_lookups=1)
 
-    assert pinned(plan) == {"a": [0, 1, 2, 3, 4], "b": []}
+    assert pinned(plan) == {"a": [], "b": []}
     assert str(plan) == "no lookups were counted"
 
 

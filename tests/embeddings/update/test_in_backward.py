@@ -120,17 +120,6 @@ def test_a_rate_is_set_in_the_row_optimizer():
     assert torch.equal(model[0].weight, before)
 
 
-def test_the_report_names_modules_without_an_optimizer_in_backward():
-    model = nn.ModuleDict({"with": marked("sgd"), "without": bag()})
-
-    updated_by = recsys.accelerate(model).updated_by
-
-    assert updated_by == (
-        "rows are updated at the end of each backward, by SGD(lr=0.1)",
-        "of without, gradients are left to the caller's optimizer",
-    )
-
-
 def test_an_optimizer_besides_the_mark_is_refused():
     with pytest.raises(ValueError, match=r"optimizer= must be None, got SGD; leave out one"):
         HotColdEmbeddingBag.from_torch(marked("adagrad"), optimizer=SGD(lr=0.1))

@@ -179,7 +179,6 @@ def test_what_does_not_fit_is_refused(tiers, tmp_path):
         lambda: table.write("weight", 0, rows.double()),
         lambda: table.write("weight", 0, rows[:, :3]),
         lambda: table.scatter("weight", np.array([-1, 3]), rows),
-        lambda: table.scatter("weight", np.array([3]), rows),
         lambda: table.make_array("momentum1", (300, 3), torch.float32),
         lambda: table.make_array("momentum1", (300, 4), torch.float64),
         lambda: table.make_array("sum", (300, 4), torch.float32),
