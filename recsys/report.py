@@ -142,6 +142,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
             "optimizer.name=adagrad --set optimizer.lr=0.03, or more epochs; if only the loss in "
             "training falls, fewer."
         )
+    lines += [f"note: {finding}" for finding in data.get("findings", ())]
     if data.get("best_auc") is not None:
         lines.append(f"{'best AUC possible':<20}{_metric(data['best_auc']):>14}")
     facts = {

@@ -138,6 +138,8 @@ def _print_table_report(report: TableReport) -> None:
             print(f"{part}: values without a row of their own, which share row 0: {found}")
     if report.num_lacking:
         print(f"{report.num_lacking:,} negatives were not drawn: no other item was left")
+    for finding in report.findings:
+        print(f"note: {finding}")
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -78,6 +78,7 @@ _DESCRIBED = (
     "labels",
     "dense_names",
     "unknown",
+    "findings",
 )
 
 

@@ -289,6 +289,13 @@ _RULES: dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
             )
         ),
     ),
+    "findings": (
+        "a list of sentences",
+        lambda meta: (
+            isinstance(meta.get("findings", []), list)
+            and all(map(is_text, meta.get("findings", [])))
+        ),
+    ),
     "ranking": (
         "an item and its item_features, distinct features of kind one, and perhaps repeats, true "
         "or false, with catalog in dtypes if and only if there are item_features",
@@ -438,6 +445,7 @@ class StoreWriter:
         ids: Mapping[str, NDArray[np.uint32]] | None = None,
         table_sizes: Mapping[str, int] | None = None,
         catalog: NDArray[np.int32] | None = None,
+        findings: Callable[[Path], list[str]] = lambda folder: [],
     ) -> Path:
         """Write `meta.json`, flush everything to the disk and rename the folder to `path`.
 
@@ -450,6 +458,7 @@ class StoreWriter:
             table_sizes: Rows of each table; needed if `ids` is None.
             catalog: For each row of the table of ranking's item, the rows that ranking's
                 item_features look up, (E, C).
+            findings: Given the folder of the complete store, returns what meta.json says of it.
 
         Raises:
             AlreadyExists: `path` was created by another program meanwhile.
@@ -478,9 +487,11 @@ class StoreWriter:
             meta["labels"] = self._label_names
         if self._features is not None:
             meta["features"] = [feature.as_dict() for feature in self._features]
-        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         for file in self._files.values():
             file.close()
+        self._write_meta(meta)
+        if found := findings(self.folder):
+            self._write_meta(meta | {"findings": found})
         for path in (*self.folder.rglob("*"), self.folder):
             flush_to_disk(path)
         try:
@@ -494,6 +505,9 @@ class StoreWriter:
             raise
         flush_to_disk(self.path.parent)
         return self.path
+
+    def _write_meta(self, meta: dict[str, Any]) -> None:
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
     def __enter__(self) -> Self:
         return self

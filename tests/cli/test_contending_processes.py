@@ -28,7 +28,7 @@ def main_after(barrier, words):
 def test_of_two_that_prepare_one_store_one_is_refused(raw_line, tmp_path):
     raw, out = tmp_path / "raw.txt", tmp_path / "out" / "store"
     lines = (raw_line(str(n % 2), ["1"] * 13, [f"{n % 7:x}"] * 26) for n in range(2000))
-    raw.write_text("\n".join(lines))
+    raw.write_text("\n".join(lines) + "\n")
     command = ["prepare", "criteo-kaggle", raw, "--out", out]
 
     statuses, errors = run_both(command, command)

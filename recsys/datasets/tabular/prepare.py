@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recsys._support.files import describe_taken, is_taken
+from recsys.datasets.checks import findings_of
 from recsys.datasets.read_ahead import one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import StoreWriter
@@ -73,6 +74,7 @@ class TableReport:
             training part has them too rarely or not at all; missing values aside.
         num_lacking: Negatives that could not be drawn: each item of the training part would be a
             positive.
+        findings: Sentences on what makes a model of the store, or its metrics, doubtful.
     """
 
     path: Path
@@ -83,6 +85,7 @@ class TableReport:
     num_embeddings: int
     unknown: dict[str, dict[str, int]]
     num_lacking: int
+    findings: Sequence[str]
 
 
 def prepare_table(
@@ -353,6 +356,7 @@ def _write(
         about=about,
         table_sizes={name: table.num_rows for name, table in maker.tables.items()},
         catalog=catalog,
+        findings=lambda folder: findings_of(Store(folder)),
     )
     return TableReport(
         path=path,
@@ -363,4 +367,5 @@ def _write(
         num_embeddings=sum(table.num_rows for table in maker.tables.values()),
         unknown=parts.unknown,
         num_lacking=parts.num_lacking,
+        findings=Store(path).meta.get("findings", ()),
     )

@@ -64,19 +64,25 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: they do not have it.
         """
+        from recsys.datasets.checks import num_groups_of_both_kinds
         from recsys.datasets.store import Store  # imports PyTorch
 
-        has_groups = isinstance(source, Store) and source.groups is not None
-        if self._metric == "gauc" and not has_groups:
+        store = source if isinstance(source, Store) else None
+        if self._metric == "gauc" and (store is None or store.groups is None):
             raise ConfigError(
                 "early_stopping.metric 'gauc' is for data with groups, and the data has none; "
                 "choose 'auc' or another one"
             )
-        is_ranked = isinstance(source, Store) and "ranking" in source.meta
-        if self._metric in _UNDEFINED and is_ranked:
+        if self._metric in _UNDEFINED and store is not None and "ranking" in store.meta:
             raise ConfigError(
                 f"early_stopping.metric {self._metric!r} is null for data whose evaluations have "
                 "positives alone; choose 'logloss'"
+            )
+        split = config.eval.split
+        if self._metric == "gauc" and store and not num_groups_of_both_kinds(store, split):
+            raise ConfigError(
+                f"early_stopping.metric 'gauc' needs groups with both labels, and no group of the "
+                f"{split} part has both; choose 'auc', or another group in the schema"
             )
         if config.eval.split == "test":
             warnings.warn(
@@ -110,8 +116,9 @@ class EarlyStopping(Callback):
         value = evaluation[split][self._metric]
         if value is None:
             raise ConfigError(
-                f"{self._metric} of the evaluation at step {evaluation['step']} is null: all of "
-                "its labels are equal; raise eval.max_samples, or choose metric 'logloss'"
+                f"{self._metric} of the evaluation at step {evaluation['step']} is null: its "
+                "samples, or those of each group, have one label; raise eval.max_samples, or "
+                "choose metric 'logloss'"
             )
         if split != self._split:  # a run that continues may evaluate on another one
             self._forget()

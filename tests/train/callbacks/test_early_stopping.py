@@ -338,7 +338,7 @@ def test_data_with_groups_stop_by_gauc(tmp_path):
 def test_a_metric_that_is_null_ends_the_run_by_name(small_config, tmp_path):
     config = small_config("early_stopping.patience=1", "eval.max_samples=1")
 
-    with pytest.raises(CallbackFailed, match="auc of the evaluation at step 2 is null: all of its"):
+    with pytest.raises(CallbackFailed, match="auc of the evaluation at step 2 is null"):
         run(config, tmp_path / "run")
 
 

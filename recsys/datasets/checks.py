@@ -1,0 +1,203 @@
+"""What a user should know of a prepared store before a model is trained on it.
+
+All labels and groups are read, and of the other arrays 131,072 samples of a part, in 32 blocks that
+lie evenly in it. So time and memory are small for stores of any size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys._support.auc import auc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.datasets.store import Store
+
+__all__ = ["findings_of", "num_groups_of_both_kinds"]
+
+_BLOCK, _MOST = 4096, 1 << 17
+_FEW_POSITIVES, _FEW_TO_JUDGE = 100, 50
+_NEARLY_ALL, _TELLS_LABEL = 0.9, 0.99
+_NUM_BINS = 256
+
+
+def findings_of(store: Store) -> list[str]:
+    """A sentence for each thing that makes a model of this store, or its metrics, doubtful.
+
+    - a part with fewer than 100 positive samples;
+    - columns that have one value, or none, in the training part;
+    - columns that tell a label, by their value or by being empty;
+    - columns nearly all of whose values are unknown outside the training part;
+    - a part in which most groups are new, where they are a feature, or none has both labels.
+    """
+    names = store.label_names or (store.meta.get("schema", {}).get("label") or "label",)
+    labels_NK = store.labels.reshape(store.num_samples, len(names))
+    findings = []
+    for name, labels in zip(names, labels_NK.T, strict=True):
+        counts = {
+            part: np.count_nonzero(labels[samples.start : samples.stop])
+            for part, samples in store.splits.items()
+            if samples
+        }
+        few = [f"{part} {count}" for part, count in counts.items() if count < _FEW_POSITIVES]
+        if few:
+            findings.append(
+                f"label {name!r} has fewer than {_FEW_POSITIVES} positive samples in a part "
+                f"({', '.join(few)}); metrics of so few say little"
+            )
+    has_train = bool(store.splits["train"])
+    if has_train:
+        findings += _of_training(store, labels_NK, names)
+    for part in ("test", "validation"):
+        if store.splits[part]:
+            findings += _of_unknown_values(store, part)
+            if has_train and store.groups is not None and not store.label_names:
+                findings += _of_groups(store, part)
+    return findings
+
+
+def num_groups_of_both_kinds(store: Store, part: str) -> int:
+    """How many groups of a part have positive and negative samples; others have no AUC.
+
+    Args:
+        store: A store with groups and one label.
+        part: "train", "test" or "validation".
+    """
+    return int(np.count_nonzero(_groups_in(store, part, 0) & _groups_in(store, part, 1)))
+
+
+def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]) -> Iterator[str]:
+    """Columns that have one value, and columns that tell a label."""
+    samples = _some(store.splits["train"])
+    labels_NK = labels_NK[samples]
+    constant: list[str] = []
+    telling: dict[str, list[str]] = {name: [] for name in names}
+    for column, values in _columns(store, samples):
+        if (values == values[0]).all():
+            constant.append(column)
+            continue
+        for name, labels in zip(names, labels_NK.T, strict=True):
+            if (_auc_alone(values, labels) or 0) >= _TELLS_LABEL:
+                telling[name].append(column)
+    if constant and len(samples) > 1:
+        yield (
+            f"in the training part {_named(constant)} one value, or none ({len(samples):,} samples "
+            "were looked at); a model learns nothing from that"
+        )
+    for name, columns in telling.items():
+        if columns:
+            yield (
+                f"label {name!r} is told by {', '.join(map(repr, columns))} alone, by the value or "
+                f"by being empty (AUC of at least {_TELLS_LABEL} in the training part); if that is "
+                "known only after the label, leave it out of the schema"
+            )
+
+
+def _of_unknown_values(store: Store, part: str) -> Iterator[str]:
+    counts = store.meta.get("unknown", {}).get(part, {})
+    samples, columns = _some(store.splits[part]), []
+    bags = {feature.name for feature in store.features if feature.is_bag}
+    for column, values in _columns(store, samples):
+        if not counts.get(column):
+            continue
+        num_known = np.count_nonzero(values > 0)
+        num_unknown = counts[column] * len(samples) / len(store.splits[part])
+        if column in bags:  # counts are of values, and a number here is of a bag
+            num_unknown = np.count_nonzero(values == 0)
+        if num_unknown >= _NEARLY_ALL * (num_unknown + num_known):
+            columns.append(column)
+    if columns:
+        yield (
+            f"in the {part} part {_named(columns)} hardly a value that the training part has; a "
+            "model knows nothing of the others: leave the column out, or change [split]"
+        )
+
+
+def _of_groups(store: Store, part: str) -> Iterator[str]:
+    schema, in_part = store.meta.get("schema", {}), _groups_in(store, part)
+    num_groups = np.count_nonzero(in_part)
+    num_new = np.count_nonzero(in_part & ~_groups_in(store, "train"))
+    wanted = {schema.get("split_by"), *map(str, schema.get("split", {}).values())}
+    is_feature = schema.get("group") in store.feature_tables
+    if is_feature and 2 * num_new > num_groups and "group" not in wanted:
+        yield (
+            f"{num_new:,} of {num_groups:,} groups {schema['group']!r} of the {part} part have no "
+            "sample in the training part, and a model cannot know them; change [split]"
+        )
+    labels = store.labels[store.splits[part].start : store.splits[part].stop]
+    has_both = 0 < np.count_nonzero(labels) < len(labels)
+    if has_both and not num_groups_of_both_kinds(store, part):
+        yield f"no group of the {part} part has both labels, so it has no GAUC"
+
+
+def _groups_in(store: Store, part: str, label: int | None = None) -> NDArray[np.bool_]:
+    """Whether each group has samples in a part, with that label if one is given."""
+    assert store.groups is not None
+    found, samples = np.zeros(store.groups.max(initial=0) + 1, np.bool_), store.splits[part]
+    for begin in range(samples.start, samples.stop, _MOST):
+        block = slice(begin, min(begin + _MOST, samples.stop))
+        groups = store.groups[block]
+        found[groups if label is None else groups[store.labels[block] == label]] = True
+    return found
+
+
+def _some(part: range) -> NDArray[np.int64]:
+    """Numbers of at most 131,072 samples of a part, in blocks."""
+    if len(part) <= _MOST:
+        return np.arange(part.start, part.stop)
+    starts = np.linspace(part.start, part.stop - _BLOCK, _MOST // _BLOCK).astype(np.int64)
+    return (starts[:, None] + np.arange(_BLOCK)).reshape(-1)
+
+
+def _columns(store: Store, samples: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """A number for each sample, (B,), by column.
+
+    The row of a feature with one row; the sum of the first and the last row of a bag, -1 if it is
+    empty; the bin of a dense value.
+    """
+    rows, dense = store.sparse[samples], store.dense[samples]
+    is_bag = [feature.is_bag for feature in store.features]
+    places = np.where(is_bag, np.cumsum(is_bag), np.cumsum(np.logical_not(is_bag))) - 1
+    for feature, place in zip(store.features, places, strict=True):
+        if not feature.is_bag:
+            yield feature.name, rows[:, place]
+            continue
+        assert store.bag_ends is not None
+        assert store.bag_values is not None
+        ends = store.bag_ends[samples, place]
+        flat = samples * store.bag_ends.shape[1] + place
+        begins = np.where(flat > 0, store.bag_ends.reshape(-1)[flat - 1], 0)
+        is_full = ends > begins
+        values = np.full(len(samples), -1, np.int64)
+        values[is_full] = store.bag_values[begins[is_full]]
+        values[is_full] += store.bag_values[ends[is_full] - 1]
+        yield feature.name, values
+    for name, values in zip(store.meta["dense_names"], dense.T, strict=True):
+        edges = np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1), method="lower")
+        edges = np.unique([edges, np.nextafter(edges, np.inf, dtype=np.float64)])
+        yield name, np.searchsorted(edges, values, side="right")
+
+
+def _auc_alone(values: NDArray[Any], labels: NDArray[np.int8]) -> float | None:
+    """How well a column alone tells the label: AUC of its rates in one half, on the other half."""
+    if not _FEW_TO_JUDGE <= np.count_nonzero(labels) <= len(labels) - _FEW_TO_JUDGE:
+        return None
+    _, values = np.unique(values, return_inverse=True)
+    is_known = np.random.default_rng(0).random(len(values)) < 0.5
+    known, ones = values[is_known], values[is_known & (labels == 1)]
+    size, mean = int(values.max()) + 1, labels.mean()
+    rates = np.bincount(ones, minlength=size) + mean
+    rates /= np.bincount(known, minlength=size) + 1
+    return auc(rates[values[~is_known]], labels[~is_known])
+
+
+def _named(columns: Sequence[str]) -> str:
+    """The columns, with the verb that goes with their number."""
+    names = ", ".join(map(repr, columns))
+    return f"column {names} has" if len(columns) == 1 else f"columns {names} have"
