@@ -133,7 +133,8 @@ def pool(
     rows, num_ids = memories.rows, given.ids.numel()
     if not given.num_samples:
         return
-    dim, is_one_hot = rows.dim, _is_one_hot(given)
+    dim, is_plain = rows.dim, given.offsets is None and given.weights is None
+    is_one_hot = is_plain and given.ids.numel() == given.num_bags
     block_dim = min(next_power_of_2(dim), _MOST_COLUMNS)
     num_warps, copies = (_COPYING_WARPS, _COPIES) if is_one_hot else (1, 1)
     num_numbers = num_warps * copies * 32 * 16 // rows.slots.itemsize
@@ -223,11 +224,6 @@ def weight_gradients(
                 IS_MEAN=given.is_mean,
                 num_warps=1,
             )
-
-
-def _is_one_hot(given: DeviceInput) -> bool:
-    is_plain = given.offsets is None and given.weights is None
-    return is_plain and given.ids.numel() == given.num_bags
 
 
 @launched

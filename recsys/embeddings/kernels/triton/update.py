@@ -253,53 +253,29 @@ def _update_kernel(
             tl.store(is_dirty + slot, tl.full([BLOCK_ROWS], 1, tl.uint8), is_row & (slot >= 0))
             index = tl.where(slot >= 0, slot, index)
             table = tl.where(slot >= 0, NUM_TABLES, table)
-        rate = _setting(of_table, summed.dtype)
-        eps = _setting(of_table + 1, summed.dtype)
-        share1 = _setting(of_table + 2, summed.dtype)
-        share2 = _setting(of_table + 3, summed.dtype)
-
-        direction = summed
-        if momentum_addresses is not None:
-            address = tl.load(momentum_addresses + table)
-            of_momentum = begins_of(address, index, sums, DIM, IS_ALIGNED) + columns[None, :]
-            direction = tl.load(of_momentum, is_number, 0)
-            direction += share1 * (summed - direction)
-            tl.store(of_momentum, direction, is_number)
-        change = rate * direction
-        if average_addresses is not None:
-            address = tl.load(average_addresses + table)
-            of_averages = begins_of(address, index, sums, AVERAGE_DIM, IS_ALIGNED)
-            is_average = is_row[:, None]
-            squares = summed * summed
-            if AVERAGE_DIM == DIM:
-                of_averages += columns[None, :]
-                is_average = is_number
-            else:
-                for _ in tl.static_range(LEVELS):
-                    # Pairs of two: no layout of threads can change the order.
-                    pairs = tl.reshape(squares, [BLOCK_ROWS, squares.shape[1] // 2, 2])
-                    squares = tl.sum(pairs, 2)
-                squares = divided(squares, tl.full([1, 1], DIM, squares.dtype))
-            average = tl.load(of_averages, is_average, 1)
-            if AVERAGE_DIM == 1:
-                tl.debug_barrier()  # all threads of a row have read the number that one replaces
-            if momentum_addresses is None:
-                average += squares
-            else:
-                average += share2 * (squares - average)
-            tl.store(of_averages, average, is_average)
-            divisor = _root(average) + eps
-            if DIVISION == _RATE_TIMES_DIRECTION:
-                change = divided(change, divisor)
-            elif DIVISION == _DIRECTION:
-                change = rate * divided(direction, divisor)
-            else:
-                change = divided(rate, divisor) * direction
-
+        change = _change(
+            summed,
+            sums,
+            momentum_addresses,
+            average_addresses,
+            of_table,
+            table,
+            index,
+            is_row,
+            DIVISION,
+            AVERAGE_DIM,
+            IS_ALIGNED,
+            DIM,
+            BLOCK_DIM,
+            LEVELS,
+            BLOCK_ROWS,
+        )
         address = tl.load(addresses + table)
         of_row = begins_of(address, index, slots_SD, DIM, IS_ALIGNED) + columns[None, :]
         stored = tl.load(of_row, is_number, 0)
-        updated = _widened(stored, IS_NARROW) - change
+        if IS_NARROW:  # rows of bfloat16 are given as int16
+            stored = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        updated = stored - change
         if IS_NARROW:
             chance = tl.full([1, 1], -1, tl.int64)
             if IS_BY_CHANCE:
@@ -310,22 +286,74 @@ def _update_kernel(
 
 
 @triton.jit
+def _change(
+    summed,
+    sums,
+    momentum_addresses,
+    average_addresses,
+    of_table,
+    table,
+    index,
+    is_row,
+    DIVISION: tl.constexpr,
+    AVERAGE_DIM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Update the state of rows by their gradients; returns what the formula subtracts from them."""
+    columns = tl.arange(0, BLOCK_DIM)
+    is_number = is_row[:, None] & (columns < DIM)[None, :]
+    rate = _setting(of_table, summed.dtype)
+    eps = _setting(of_table + 1, summed.dtype)
+    share1 = _setting(of_table + 2, summed.dtype)
+    share2 = _setting(of_table + 3, summed.dtype)
+    direction = summed
+    if momentum_addresses is not None:
+        address = tl.load(momentum_addresses + table)
+        of_momentum = begins_of(address, index, sums, DIM, IS_ALIGNED) + columns[None, :]
+        direction = tl.load(of_momentum, is_number, 0)
+        direction += share1 * (summed - direction)
+        tl.store(of_momentum, direction, is_number)
+    change = rate * direction
+    if average_addresses is not None:
+        address = tl.load(average_addresses + table)
+        of_averages = begins_of(address, index, sums, AVERAGE_DIM, IS_ALIGNED)
+        is_average = is_row[:, None]
+        squares = summed * summed
+        if AVERAGE_DIM == DIM:
+            of_averages += columns[None, :]
+            is_average = is_number
+        else:
+            for _ in tl.static_range(LEVELS):
+                # Pairs of two: no layout of threads can change the order.
+                pairs = tl.reshape(squares, [BLOCK_ROWS, squares.shape[1] // 2, 2])
+                squares = tl.sum(pairs, 2)
+            squares = divided(squares, tl.full([1, 1], DIM, squares.dtype))
+        average = tl.load(of_averages, is_average, 1)
+        if AVERAGE_DIM == 1:
+            tl.debug_barrier()  # all threads of a row have read the number that one replaces
+        if momentum_addresses is None:
+            average += squares
+        else:
+            average += share2 * (squares - average)
+        tl.store(of_averages, average, is_average)
+        divisor = (tl.sqrt_rn(average) if average.dtype == tl.float32 else tl.sqrt(average)) + eps
+        if DIVISION == _RATE_TIMES_DIRECTION:
+            change = divided(change, divisor)
+        elif DIVISION == _DIRECTION:
+            change = rate * divided(direction, divisor)
+        else:
+            change = divided(rate, divisor) * direction
+    return change
+
+
+@triton.jit
 def _setting(of_rows, dtype: tl.constexpr):
     """A setting of each row, as a column."""
     return tl.load(of_rows).to(tl.float64, bitcast=True).to(dtype)[:, None]
-
-
-@triton.jit
-def _root(numbers):
-    return tl.sqrt_rn(numbers) if numbers.dtype == tl.float32 else tl.sqrt(numbers)
-
-
-@triton.jit
-def _widened(numbers, IS_NARROW: tl.constexpr):
-    """Rows in the dtype of the computation; those of bfloat16 are given as int16."""
-    if IS_NARROW:
-        numbers = (numbers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return numbers
 
 
 @triton.jit
