@@ -41,7 +41,7 @@ def test_the_blocks_run_and_plan_what_the_page_says(page, tmp_path, monkeypatch)
         batch = store.read(np.arange(store.num_samples))
         np.testing.assert_array_equal(store.labels, labels)
         np.testing.assert_allclose(batch.dense_features, transformed, rtol=1e-6)
-        assert store.splits == classic_splits(len(labels))
+        assert store.splits["train"] == classic_splits(len(labels))["train"]
         assert list(store.table_sizes.values()) == [len(np.unique(c[:60])) + 1 for c in rows.T]
 
 

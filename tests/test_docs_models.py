@@ -9,7 +9,7 @@ import pytest
 
 from recsys.config import load_config
 from recsys.datasets import write_store
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.train.exports.program import export_program
 from recsys.train.trainer import train
 

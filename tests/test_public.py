@@ -200,6 +200,7 @@ try:
 except MissingDependency as error:
     print(error)
 assert list(pathlib.Path(recsys.__file__).parent.rglob("page.html"))
+assert "avazu" in importlib.import_module("recsys.datasets.tabular.schema").named_schemas()
 command = ["train", "synthetic:criteo-kaggle", *settings]
 print("fbgemm:", main([*command, "--set", "embeddings=fbgemm", "--run", run + "-fbgemm"]))
 print("plain:", main([*command, "--run", run]))

@@ -10,7 +10,6 @@ from recsys._support.sizes import counted
 from recsys.cli.output import accept_any_text
 from recsys.datasets.store_writer import read_meta
 from recsys.datasets.tabular.read import find_files, import_pyarrow
-from recsys.datasets.tabular.schemas.named import find_schema
 
 if TYPE_CHECKING:
     import argparse
@@ -108,6 +107,9 @@ def _print_report(report: PrepareReport) -> None:
 
 def _prepare_table(options: argparse.Namespace) -> int:
     find_files(options.files)
+
+    from recsys.datasets.tabular.schema import find_schema
+
     schema = None if options.schema is None else find_schema(options.schema)
     if options.like is not None:
         read_meta(Path(options.like))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from recsys.datasets.synthetic.samples import SyntheticCriteo
     from recsys.datasets.tabular.frames import write_store
     from recsys.datasets.tabular.prepare import prepare_table
-    from recsys.datasets.tabular.schemas.schema import Schema
+    from recsys.datasets.tabular.schema import Schema
 
 __all__ = [
     "BatchLoader",
@@ -32,7 +32,7 @@ if not TYPE_CHECKING:
         {
             "BatchLoader": "loader",
             "SampleSource": ".batch",
-            "Schema": "tabular.schemas.schema",
+            "Schema": "tabular.schema",
             "Store": "store",
             "SyntheticCriteo": "synthetic.samples",
             "prepare_criteo_1tb": "criteo.prepare",

@@ -6,7 +6,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from recsys.cli import main
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 
 
 @pytest.fixture

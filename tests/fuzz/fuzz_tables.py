@@ -15,7 +15,7 @@ from fuzz_mutations import mutate_bytes, mutate_file, mutate_json, mutate_tree
 
 from recsys.datasets.tabular.inspect import inspect_table
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 
 NUM_ROWS = 40
 LABELLED = {
@@ -30,10 +30,11 @@ LABELLED = {
         "site": {"max_rows": 9, "missing": "own"},
         "ad": {"values": "integer", "numbering": "hash", "num_rows": 7},
     },
-    "multi": {"tags": {"split": "|", "max_length": 2, "weights": "scores"}},
+    "multi": {"tags": {"split": "|", "max_length": 2}},
     "sequence": {"seen": {"split": " ", "values": "integer", "max_length": 3}},
-    "history": {"recent": {"of": "site", "max_length": 4}},
-    "split": {"by": "timestamp", "test_from": 1_700_002_400, "validation_from": 1_700_003_200},
+    "filter": {"ad": ">= 5"},
+    "history": {"recent": {"of": "site", "max_length": 4, "where": {"ad": "< 30"}}},
+    "split": {"by": "timestamp", "test_from": 1_700_003_200, "validation": 0.2},
 }
 POSITIVES = {
     "group": "user",

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import prepare_table, write_store
-from recsys.datasets.tabular.encoding.file_encoder import Encoder
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.encoder import Encoder
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 
 pa = pytest.importorskip("pyarrow")
@@ -32,7 +32,6 @@ FOLDS = {"by": "column", "column": "fold", "train": ["x"], "test": ["y"]}
 GROUPS = {"group": "user"}
 HISTORY = {"timestamp": "ts", "history": {"recent": {"of": "item"}}}
 RULE = {"label": "bought", "positive": "== yes"}
-WEIGHTS = {"multi": {"tags": {"weights": "w"}}}
 
 
 def write(folder, *frames, **keys):
@@ -42,10 +41,6 @@ def write(folder, *frames, **keys):
 def write_with(folder, keys, frame=FRAME, **columns):
     """Write the frame with these columns, by a schema with these keys."""
     write(folder, frame.assign(**columns), **keys)
-
-
-def write_weights(folder, weights, tags=(["a"], ["a", "b"])):
-    write_with(folder, WEIGHTS, FRAME[:2], tags=list(tags), w=weights)
 
 
 def prepare(folder, *columns, like=None, keys=None, **options):
@@ -85,8 +80,8 @@ def groups_of_two_kinds(folder):
 
 
 def write_later_rows(folder):
-    """Rows that come after the moments of a split, to be trained on."""
-    split = {"by": "timestamp", "test_from": 3, "validation_from": 2}
+    """Rows that come after the moment of a split, to be trained on."""
+    split = {"by": "timestamp", "test_from": 3}
     store = write(folder, FRAME.assign(ts=range(4)), timestamp="ts", split=split)
     write_store(FRAME.assign(ts=range(4, 8)), None, folder / "new", like=store, split=True)
 
@@ -143,22 +138,6 @@ REFUSALS = [
         )
     ],
     ("groups of two kinds of files", groups_of_two_kinds, DatasetFormatError, "z.parquet"),
-    *[
-        (
-            f"weights {weights}",
-            lambda folder, weights=weights: write_weights(folder, weights),
-            DatasetFormatError,
-            "column 'w'",
-        )
-        for weights in (
-            [[0.5], [1.0]],
-            [[0.5], [1.0, float("nan")]],
-            [[0.5], [1.0, None]],
-            [[0.5], None],
-            [0.5, 1.0],
-            ["0.5", "1|2"],
-        )
-    ],
     (
         "no row of training",
         lambda folder: write(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")

@@ -6,10 +6,9 @@ import os
 
 import pytest
 
-from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
+from recsys.datasets.tabular.encode import DenseRule, Moments
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.named import find_schema
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema, find_schema
 from recsys.errors import ConfigError, DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
@@ -85,7 +84,6 @@ DENSE = {"dense": {"d": {}}}
 INTEGER = {"categorical": {"d": {"values": "integer"}}}
 TIME = {**ANY, "timestamp": "d"}
 SPLIT = {**ANY, "split": {"by": "column", "column": "c", "train": ["x"], "test": ["z"]}}
-WEIGHTS = {"missing_values": ["NA"], "multi": {"c": {"split": "|", "weights": "w"}}}
 VALUES = [
     (DENSE, "1", "z", "'z'"),
     (DENSE, "1", "inf", "inf"),
@@ -124,7 +122,6 @@ REFUSALS = [
     ("another column", lines("1,x", header="y,cc"), "column 'c'"),
     ("equal names", lines("1,x,x", header="y,c,c"), "'c' 2 times"),
     ("a column of a later file", two_files, "b.csv has column 'y'"),
-    ("no weights", lines("1,a", keys={"multi": {"c": {"weights": "w", "split": "|"}}}), "'w'"),
     ("no delimiter", lines("1,a", keys={"multi": {"c": {}}}), "set split"),
     ("a mean of nothing", lambda _: no_mean(), "column 'x'"),
     ("truth", functools.partial(parquet, y=[1, 0], c=[True, None]), "bool"),
@@ -147,27 +144,6 @@ REFUSALS = [
     *[
         (f"{keys} names {value}", column("csv", keys, first, value), name)
         for keys, first, value, name in VALUES
-    ],
-    *[
-        (f"the weights {weights} of {values} in {kind}", act, f"{place}, column 'w'")
-        for values, weights in (
-            *(("a|b", "1"), ("a|b", ""), ("", "1|2"), ("a|b", "1|"), ("a|b", "1|NA")),
-            *(("a|b", "1|x"), ("a|b", "nan|1"), ("a|b", "1|-inf"), ("a|b", "1|1e39")),
-        )
-        for kind, act, place in (
-            (
-                "csv",
-                lines("1,,", "0,a|b,1|2", f"0,{values},{weights}", keys=WEIGHTS, header="y,c,w"),
-                "a.csv, line 4",
-            ),
-            (
-                "parquet",
-                functools.partial(
-                    parquet, keys=WEIGHTS, y=[1, 0], c=["a|b", values], w=["1|2", weights]
-                ),
-                "row group 1, row 0",
-            ),
-        )
     ],
     *[
         (

@@ -8,7 +8,7 @@ from recsys.cli import main
 from recsys.config import load_config
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 from recsys.train.judge.evaluation import evaluate_run, open_saved_model, unknown_values
 from recsys.train.judge.predict import predict_run
@@ -144,7 +144,7 @@ def test_groups_times_weights_and_the_split_are_not_read(tmp_path, seen):
         "session": [f"s{row // 4}" for row in range(300)],
         "time": [1_700_000_000 + row for row in range(300)],
         "w": [1.5] * 300,
-        "fold": ["a"] * 200 + ["b"] * 50 + ["c"] * 50,
+        "fold": ["a"] * 200 + ["c"] * 50 + ["b"] * 50,
     }
     file = write_csv(tmp_path / "events.csv", more=others)
     prepare_table([file], tmp_path / "events", Schema.from_dict(tree))
@@ -248,21 +248,14 @@ def test_files_to_predict_are_not_hashed(tmp_path, clicks, monkeypatch):
         assert report.num_samples == 300
 
 
-@pytest.mark.parametrize(
-    ("price", "words"),
-    [
-        ("1e300", r"must be a number of float32, got 1e\+300"),
-        ("3e38", r"transform 'standardize' makes a larger number of 3e\+38"),
-    ],
-)
-def test_a_row_that_cannot_be_encoded_is_named_by_its_file(tmp_path, price, words):
+def test_a_row_that_cannot_be_encoded_is_named_by_its_file(tmp_path):
     tree = SCHEMA.as_dict() | {"dense": {"price": {"transform": "standardize"}}}
     prices = {"price": [row / 1000 for row in range(300)]}
     first = write_csv(tmp_path / "first.csv", more=prices)
     prepare_table([first], tmp_path / "clicks", Schema.from_dict(tree))
     run(tmp_path / "clicks", tmp_path / "run")
-    second = write_csv(tmp_path / "second.csv", num_rows=3, more={"price": [1, price, 1]})
-    message = rf"second\.csv, line 3, column 'price': .*{words}"
+    second = write_csv(tmp_path / "second.csv", num_rows=3, more={"price": [1, 1e300, 1]})
+    message = r"second\.csv, line 3, column 'price': .*got 1e\+300"
 
     with pytest.raises(DatasetFormatError, match=message):
         predict_run(tmp_path / "run", [first, second], tmp_path / "scores.parquet")

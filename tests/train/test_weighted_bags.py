@@ -1,33 +1,25 @@
 """Training on stores with a weight for each value of a bag, and what refuses them."""
 
-import csv
 import json
 import signal
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.config import load_config
-from recsys.datasets import write_store
 from recsys.datasets.store_writer import Feature
-from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError
 from recsys.train.exports.program import export_program
 from recsys.train.judge.evaluation import evaluate_run, open_saved_model
-from recsys.train.judge.predict import predict_run
-from recsys.train.judge.ranking import rank_items
 from recsys.train.parts.build import build_model, open_source
 from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets
 from tests.train import resumed_runs
-from tests.train.judged_stores import SMALL_MODEL
 from tests.train.test_models import CUSTOM
 from tests.train.test_models import SMALL as SMALL_OF_MODELS
 from tests.train.test_table_stores import RUNS, SETTINGS
@@ -219,97 +211,3 @@ def test_a_program_takes_weights(small_config, weighted_store, tmp_path, quantiz
         with torch.no_grad():
             _, (_, expected, _) = model(batch)
         torch.testing.assert_close(program(batch.dense_features, *inputs), expected, **close)
-
-
-def clicks(num_rows, seed=0):
-    """Rows whose label depends on the weights of their tags."""
-    rng = np.random.default_rng(seed)
-    tags = [rng.choice(list("abcd"), rng.integers(0, 4)).tolist() for _ in range(num_rows)]
-    scores = [rng.normal(size=len(bag)).round(3).tolist() for bag in tags]
-    return pd.DataFrame(
-        {
-            "click": [int(sum(each) > 0) for each in scores],
-            "site": rng.choice(list("xyz"), num_rows),
-            "tags": tags,
-            "scores": scores,
-        }
-    )
-
-
-CLICKS = Schema.from_dict(
-    {
-        "label": "click",
-        "categorical": {"site": {}},
-        "multi": {"tags": {"split": "|", "weights": "scores"}},
-        "split": {"by": "fraction", "test": 0.2, "validation": 0.2},
-    }
-)
-
-
-def write_csv(frame, file):
-    with file.open("w", newline="") as opened:
-        writer = csv.writer(opened)
-        writer.writerow(frame.columns)
-        for row in frame.itertuples(index=False):
-            writer.writerow(
-                "|".join(map(str, each)) if isinstance(each, list) else each for each in row
-            )
-    return file
-
-
-def test_weights_are_learned_from_predicted_and_compared(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    file = write_csv(clicks(600), tmp_path / "clicks.csv")
-    prepare_table([file], tmp_path / "store", CLICKS)
-    more = ("epochs=30", "optimizer.lr=0.5")
-    config = load_config(None, [*SMALL_MODEL, *more], data=str(tmp_path / "store"))
-
-    record = run(config, tmp_path / "run")
-    predict_run(tmp_path / "run", [file], tmp_path / "scores.parquet", batch_size=37)
-    write_store(clicks(100, seed=1), None, tmp_path / "like", like=tmp_path / "store")
-
-    assert record["metrics"]["test"]["auc"] > 0.8
-    _, source, model = open_saved_model(tmp_path / "run")
-    with torch.no_grad():
-        _, (_, logits, _) = model(source.read(np.arange(600)))
-    found = parquet.read_table(tmp_path / "scores.parquet").column("score").to_numpy()
-    np.testing.assert_allclose(found, torch.sigmoid(logits).numpy(), rtol=1e-5)
-    assert evaluate_run(tmp_path / "run", str(tmp_path / "like"))["test"].auc > 0.8
-
-
-class WithoutHead(nn.Module):
-    """The same model, which the ranking cannot see through."""
-
-    def __init__(self, whole):
-        super().__init__()
-        self.whole = whole
-        self.model = nn.Identity()
-
-    def forward(self, batch):
-        return self.whole(batch)
-
-
-def test_items_are_ranked_for_questions_with_weights(tmp_path):
-    frame = clicks(300)
-    rng = np.random.default_rng(0)
-    frame = frame.assign(user=np.repeat(np.arange(30), 10), item=rng.integers(0, 12, 300))
-    tree = {
-        "group": "user",
-        "categorical": {"user": {"values": "integer"}, "item": {"values": "integer"}},
-        "multi": {"tags": {"weights": "scores"}},
-        "split": {"by": "last_one_out"},
-        "negatives": {"item": "item", "per_positive": 2},
-    }
-    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-    config = load_config(None, [*SMALL_MODEL, "eval.ranking_k=3"], data=str(tmp_path / "store"))
-
-    record = run(config, tmp_path / "run")
-
-    _, source, model = open_saved_model(tmp_path / "run")
-    options = {"k": 3, "most_questions": 0, "batch_size": 64}
-    with torch.no_grad():
-        found = rank_items(model, source, "test", **options)
-        by_samples = rank_items(WithoutHead(model), source, "test", **options)
-    assert record["metrics"]["test"]["recall_at_k"] == found.recall_at_k
-    assert found.recall_at_k == by_samples.recall_at_k
-    assert found.ndcg_at_k == pytest.approx(by_samples.ndcg_at_k)

@@ -10,13 +10,13 @@
     dense                   float64, finite         missing; none with missing "error"
     categorical             int64 or string         missing; none with missing "error"
     multi, sequence         list of these           a null list is an empty one; no null elements
-    their weights           list of float32         none; as many elements as the list of values
+    a condition on rows     int8, 0 or 1            none
 
 A column that is categorical and also the group, or the column of the split, has the type of the
 categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
-They are no text, because text files write them in several ways; only the column of the split takes
-them as true and false. Decimals of whole numbers, as databases write ids, are integers. Files and
-frames both pass through `conform`, so the same values give the same batch.
+They are no text, because text files write them in several ways; only the column of the split and
+conditions take them as true and false. Decimals of whole numbers, as databases write ids, are
+integers. Files and frames both pass through `conform`, so the same values give the same batch.
 
 This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager, suppress
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +33,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from recsys.datasets.tabular.schemas.schema_parts import (
+from recsys.datasets.tabular.schema import (
     TIME_UNITS,
     CategoricalColumn,
     ColumnSplit,
     DenseColumn,
-    PositiveRule,
+    Rule,
+    rule_of,
 )
 from recsys.errors import DatasetFormatError
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.schemas.schema import Schema
+    from recsys.datasets.tabular.schema import Schema
 
 __all__ = ["conform", "conform_label", "is_list", "plain"]
 
@@ -78,7 +80,8 @@ def conform(
         optional: The label and the column of the split may have nulls if they are named here.
 
     Returns:
-        The columns of the batch that the schema names, in the schema's order.
+        The columns of the batch that the schema names, in the schema's order, and whether each of
+        its conditions holds. Columns that only conditions name are dropped.
 
     Raises:
         DatasetFormatError: a column has a type, or a value, that its meaning does not accept. The
@@ -86,25 +89,18 @@ def conform(
     """
     found = set(batch.schema.names)
     arrays = {}
-    for name in schema.columns:
-        if name not in found:
-            continue
-        array, weighted = batch.column(name), schema.weights_of.get(name)
-        try:
-            if weighted is not None:
-                values = plain(batch.column(weighted))
-                arrays[name] = _weights(plain(array), values, weighted, schema)
-            else:
-                arrays[name] = _convert(plain(array), name, schema, may_be_null=name in optional)
-        except _Fault as fault:
-            value = array.type if fault.row is None else repr(array[fault.row].as_py())[:60]
-            raise DatasetFormatError(
-                f"{place(fault.row or 0)}, column {name!r}: {fault.rule}, got {value}; {fault.hint}"
-            ) from None
+    for name in schema.own_columns:
+        if name in found:
+            with _explained(batch, name, place):
+                array = plain(batch.column(name))
+                arrays[name] = _convert(array, name, schema, may_be_null=name in optional)
+    for condition, where in schema.conditions.items():
+        holds = [_holds(batch, name, texts, place) for name, texts in where.items()]
+        arrays[condition] = reduce(pc.and_, holds).cast(pa.int8())
     return pa.RecordBatch.from_pydict(arrays)
 
 
-def conform_label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
+def conform_label(array: pa.Array, rule: Rule | None) -> pa.Array:
     """Labels as int8, 0 or 1; nulls stay.
 
     Raises:
@@ -124,6 +120,33 @@ class _Fault(Exception):
         self.row, self.rule, self.hint = row, rule, hint
 
 
+@contextmanager
+def _explained(batch: pa.RecordBatch, name: str, place: Callable[[int], str]) -> Iterator[None]:
+    """Let a fault of a column say where it is, and the value."""
+    try:
+        yield
+    except _Fault as fault:
+        array = batch.column(name)
+        value = array.type if fault.row is None else repr(array[fault.row].as_py())[:60]
+        raise DatasetFormatError(
+            f"{place(fault.row or 0)}, column {name!r}: {fault.rule}, got {value}; {fault.hint}"
+        ) from None
+
+
+def _holds(
+    batch: pa.RecordBatch, name: str, texts: tuple[str, ...], place: Callable[[int], str]
+) -> pa.Array:
+    """Whether a column has one of the values of a condition, or keeps its rule; not if missing."""
+    array, rule = plain(batch.column(name)), rule_of(texts)
+    with _explained(batch, name, place):
+        if types.is_nested(array.type):
+            raise _Fault(None, "must hold one value in each row", "name another column")
+        if rule is None:
+            values = pa.array(texts, pa.string())
+            return pc.is_in(array.cast(pa.string()), value_set=values).fill_null(False)
+        return _compare(array, rule).fill_null(False)
+
+
 def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
     column: Any = schema.dense.get(name) or schema.value_columns.get(name)
     is_split = isinstance(schema.split, ColumnSplit) and schema.split.column == name
@@ -136,7 +159,7 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         array = _values(array, column.values)
     elif column is not None:
         return _lists(array, column.values, column.split, schema.missing_values)
-    elif name == schema.label:
+    elif name in schema.label_columns:
         array, must_be_known = _label(array, schema.positive_rule), not may_be_null
     elif name == schema.timestamp:
         return _seconds(array, schema.timestamp_format)
@@ -275,27 +298,6 @@ def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, 
     return _as_lists(flat, ends, array.is_null() if array.null_count else None)
 
 
-def _weights(array: pa.Array, weighted: pa.Array, name: str, schema: Schema) -> pa.Array:
-    """Lists of weights: one for each element that `_lists` keeps of the weighted column."""
-    column: Any = schema.value_columns[name]
-    flat, own_ends = _elements(array, column.split, schema.missing_values)
-    num_weights = np.diff(own_ends, prepend=0)
-    if types.is_string(weighted.type) and schema.missing_values:
-        # A missing cell with one weight is one missing value, which the reader made null.
-        is_one = pc.and_(weighted.is_null(), pa.array(num_weights == 1))
-        weighted = pc.if_else(is_one, schema.missing_values[0], weighted)
-    values, ends = _elements(weighted, column.split, schema.missing_values)
-    lengths = np.diff(ends, prepend=0)
-    rule = f"must have a number for each value of {name!r}"
-    _require(pa.array(num_weights == lengths), rule, _CORRECT)
-    flat, ends = _kept(flat, values, ends)
-    with _naming_rows(ends):
-        _require(flat.is_valid(), rule, _CORRECT)
-        flat = _cast(flat, pa.float64(), "must be numbers", _CORRECT).cast(pa.float32())
-        _require(pc.is_finite(flat), "weights must be finite in float32", _CORRECT)
-    return _as_lists(flat, ends)
-
-
 def _elements(
     array: pa.Array, split: str, missing_values: tuple[str, ...]
 ) -> tuple[pa.Array, NDArray[np.int64]]:
@@ -345,15 +347,20 @@ def _naming_rows(ends: NDArray[np.int64]) -> Iterator[None]:
         raise
 
 
-def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
-    if rule is not None and rule.text:
+def _compare(array: pa.Array, rule: Rule) -> pa.Array:
+    """Whether each value keeps a rule, bool; null where it is missing."""
+    if isinstance(rule.value, str):
         if array.null_count < len(array) and not types.is_string(array.type):
             hint = 'leave out positive for 0, 1, true and false, or set it to ">= 4", say'
-            raise _Fault(None, f"must be text, as positive is {f'== {rule.text}'!r}", hint)
-        return pc.equal(array.cast(pa.string()), rule.text).cast(pa.int8())
+            raise _Fault(None, f"must be text, as its rule is {f'== {rule.value}'!r}", hint)
+        return pc.equal(array.cast(pa.string()), rule.value)
+    number = plain(_cast(array, pa.float64(), "must be a number", _CORRECT))
+    return _COMPARISONS[rule.comparison](number, rule.value)
+
+
+def _label(array: pa.Array, rule: Rule | None) -> pa.Array:
     if rule is not None:
-        number = plain(_cast(array, pa.float64(), "must be a number", _CORRECT))
-        return _COMPARISONS[rule.comparison](number, rule.number).cast(pa.int8())
+        return _compare(array, rule).cast(pa.int8())
     if types.is_boolean(array.type):
         return array.cast(pa.int8())
     found = array.dictionary_encode()

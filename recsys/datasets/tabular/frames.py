@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.datasets.tabular.encoding.file_encoder import read_schema
+from recsys.datasets.tabular.encoder import read_schema
 from recsys.datasets.tabular.prepare import columns_for_split, open_like, write_table
 from recsys.datasets.tabular.read import import_pyarrow
-from recsys.datasets.tabular.schemas.named import find_schema
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema, find_schema
 from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from pyarrow import types
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.convert import conform_label, is_list, plain
 from recsys.datasets.tabular.read import TextFile, find_files, open_table
-from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
-from recsys.datasets.tabular.schemas.schema_parts import PositiveRule
+from recsys.datasets.tabular.schema import Rule, Schema, check_delimiter
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -365,7 +364,7 @@ class _Guess:
                 why += f"; values {', '.join(sorted(chosen.counts))}"
             self._take("label", chosen, why)
             rule = self.tree.get("positive")
-            found = conform_label(chosen.array, PositiveRule.parse(rule) if rule else None)
+            found = conform_label(chosen.array, Rule.parse(rule) if rule else None)
             self.labels = found.fill_null(-1).to_numpy(zero_copy_only=False)
         split = self._find(("split",), lambda facts: set() < {*facts.counts} <= {*_PARTS})
         if split is not None:

@@ -27,24 +27,14 @@ from recsys.datasets.checks import findings_of
 from recsys.datasets.read_ahead import one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import StoreWriter
-from recsys.datasets.tabular.encoding.file_encoder import (
-    encoding_of,
-    read_rules,
-    read_schema,
-)
-from recsys.datasets.tabular.encoding.row_encoder import (
-    LABEL,
-    PART,
-    WEIGHT,
-    RowEncoder,
-    new_numbers,
-)
+from recsys.datasets.tabular.encode import PART, WEIGHT, RowEncoder, labels_of
+from recsys.datasets.tabular.encoder import encoding_of, read_rules, read_schema
+from recsys.datasets.tabular.numbering import new_numbers
+from recsys.datasets.tabular.parts import PartWriter, learn_rows
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
-from recsys.datasets.tabular.store_parts.part_writer import PartWriter
-from recsys.datasets.tabular.store_parts.spool import Spool
-from recsys.datasets.tabular.store_parts.spooled_rows import TRAIN, SpooledRows
-from recsys.datasets.tabular.store_parts.training_part import learn_rows
+from recsys.datasets.tabular.schema import ColumnSplit
+from recsys.datasets.tabular.split import TRAIN, SpooledRows
+from recsys.datasets.tabular.spool import Spool
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -52,9 +42,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from recsys.datasets.tabular.encoding.file_encoder import StoreRules
-    from recsys.datasets.tabular.encoding.numbering import HashedRows, Numbers
-    from recsys.datasets.tabular.schemas.schema import Schema
+    from recsys.datasets.tabular.encode import RowMaker
+    from recsys.datasets.tabular.schema import Schema
 
 __all__ = ["TableReport", "columns_for_split", "open_like", "prepare_table", "write_table"]
 
@@ -213,17 +202,16 @@ def write_table(
         )
     if is_taken(store):
         raise AlreadyExists(f"{describe_taken(store)}; choose another folder for the store")
-    rules = None if like is None else read_rules(like)
     if like is not None and schema.history:
         warnings.warn(
             "histories list rows of these files alone and begin empty; where groups come again, "
             f"name the files of store {like.path} too, before the new ones",
             stacklevel=2,
         )
-    numbers: dict[str, Numbers | HashedRows] = (
-        {table.name: new_numbers(table) for table in schema.tables}
-        if rules is None
-        else rules.numbers
+    numbers, maker = (
+        ({table.name: new_numbers(table) for table in schema.tables}, None)
+        if like is None
+        else read_rules(like)
     )
     are_for_test = like is not None and not split
     without = (PART,) if are_for_test else ()
@@ -244,14 +232,23 @@ def write_table(
             has_weights=bool(schema.weight),
             has_groups=bool(schema.group),
             has_times=bool(schema.timestamp),
+            label_names=schema.labels,
         ) as writer,
-        Spool(writer.folder, encoder.dtypes, encoder.bags) as spool,
+        Spool(writer.folder, encoder.dtypes, [*schema.multi, *schema.sequence]) as spool,
     ):
         _fill(spool, encoder, batches)
         if not spool.num_rows:
             raise DatasetFormatError("a table must have at least one row, got none")
-        rows = SpooledRows(spool, schema, are_for_test=are_for_test)
-        return _write(rows, numbers, writer, sources(), rules, like, place)
+        groups = encoder.group_numbers.values() if encoder.group_numbers else None
+        rows = SpooledRows(spool, schema, groups, are_for_test=are_for_test)
+        if not are_for_test:
+            _check_training_part(rows, like)
+        if maker is None:
+            maker = learn_rows(rows, numbers, writer.folder)
+        else:
+            assert like is not None
+            shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
+        return _write(rows, maker, writer, sources(), like)
 
 
 def _counted(batches: Iterator[pa.RecordBatch], show: bool) -> Generator[pa.RecordBatch]:
@@ -282,54 +279,43 @@ def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
     Raises:
         DatasetFormatError: it has none.
     """
-    num_rows = np.count_nonzero(rows.codes == TRAIN)
+    is_train = rows.in_part(TRAIN)
+    num_rows = int(np.count_nonzero(is_train))
     if not num_rows:
         fault = f"the training part has none of {len(rows.codes)} rows"
         if like is None:
-            raise DatasetFormatError(f"{fault}; change [split]")
+            raise DatasetFormatError(f"{fault}; change [split] or [filter]")
         raise DatasetFormatError(
             f"{fault}, divided by [split] of store {like.path}; prepare that store with "
             "another [split], such as shares (test, validation), and first train on it again"
         )
-    name, weight = rows.schema.label, rows.schema.weight
-    labels: set[int] = set()
-    for block in rows.blocks(TRAIN, [LABEL]) if name else ():
-        labels.update(np.unique(np.asarray(block.columns[LABEL])).tolist())
-    if len(labels) == 1 and num_rows > 1:
+    schema, spool = rows.schema, rows.spool
+    for role, name in zip(labels_of(schema), schema.label_columns, strict=True):
+        labels = np.unique(spool.column(role)[is_train])
+        if len(labels) == 1 and num_rows > 1:
+            warnings.warn(
+                f"label {name!r} is {labels[0]} in all {num_rows:,} rows of the training part, and "
+                "a model cannot learn from one value; check the column and the keys positive and "
+                "split",
+                stacklevel=2,
+            )
+    if schema.weight and not spool.column(WEIGHT)[is_train].any():
         warnings.warn(
-            f"label {name!r} is {labels.pop()} in all {num_rows:,} rows of the training part, and "
-            "a model cannot learn from one value; check the column and the keys positive and split",
-            stacklevel=2,
-        )
-    blocks = rows.blocks(TRAIN, [WEIGHT]) if weight else ()
-    if weight and not any(np.asarray(each.columns[WEIGHT]).any() for each in blocks):
-        warnings.warn(
-            f"weight {weight!r} is 0 in all rows of the training part, and rows with a weight of 0 "
-            "train nothing; check the column, or leave out the key weight",
+            f"weight {schema.weight!r} is 0 in all rows of the training part, and rows with a "
+            "weight of 0 train nothing; check the column, or leave out the key weight",
             stacklevel=2,
         )
 
 
 def _write(
     rows: SpooledRows,
-    numbers: dict[str, Numbers | HashedRows],
+    maker: RowMaker,
     writer: StoreWriter,
     sources: Sequence[Mapping[str, Any]],
-    rules: StoreRules | None,
     like: Store | None,
-    place: Callable[[int], str],
 ) -> TableReport:
-    schema = rows.schema
-    if not rows.are_for_test:
-        _check_training_part(rows, like)
-    if rules is None:
-        (writer.folder / "vocabulary").mkdir()
-        maker = learn_rows(rows, numbers, writer.folder)
-    else:
-        maker = rules.maker
-        assert like is not None
-        shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
-    parts = PartWriter(rows, maker, writer, place)
+    """Write all parts, and what meta.json says about them."""
+    schema, parts = rows.schema, PartWriter(rows, maker, writer)
     splits = parts.write()
     about: dict[str, Any] = {
         "convention": "table",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.schemas.schema import Schema
+    from recsys.datasets.tabular.schema import Schema
 
 __all__ = ["ParquetFile", "TableFiles", "TextFile", "find_files", "import_pyarrow", "open_table"]
 
@@ -712,6 +712,6 @@ def _arrow_type(name: str, schema: Schema) -> Any:
         return arrow.float64()
     if column is not None and column.values == "integer":
         return arrow.int64()
-    if name == schema.label and rule is not None and not rule.text:
+    if name in schema.label_columns and rule is not None and isinstance(rule.value, float):
         return arrow.float64()
     return arrow.string()

@@ -25,8 +25,8 @@ from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.read_ahead import ReadAhead, num_read_ahead, one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import is_store
-from recsys.datasets.tabular.encoding.file_encoder import Encoder
-from recsys.datasets.tabular.encoding.row_encoder import NO_LABEL
+from recsys.datasets.tabular.encode import NO_LABEL
+from recsys.datasets.tabular.encoder import Encoder
 from recsys.datasets.tabular.read import import_pyarrow
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError

@@ -44,12 +44,15 @@ class Expected:
     def __init__(self, frame: pd.DataFrame, schema: dict):
         self.frame, self.schema, self.n = frame, schema, len(frame)
         rule = schema.get("positive")
-        label = schema.get("label")
-        values = frame[label].tolist() if label else [1] * self.n
-        self.labels = [int(eval(f"{v} {rule}")) if rule else int(v) for v in values]
+        names = schema.get("labels") or ([schema["label"]] if "label" in schema else [])
+        self.labels = [
+            [int(eval(f"{v} {rule}")) if rule else int(v) for v in row]
+            for row in zip(*(frame[name].tolist() for name in names), strict=True)
+        ] or [[1]] * self.n
         self.times = self._times()
+        self.is_sample = [self.holds(schema.get("filter", {}), row) for row in range(self.n)]
         self.parts = self._parts()
-        self.num_train = self.parts.count(0)
+        self.num_train = sum(self.is_train(row) for row in range(self.n))
         kinds = ("categorical", "multi", "sequence")
         self.columns = {name: keys for kind in kinds for name, keys in schema.get(kind, {}).items()}
         self.bags = {*schema.get("multi", {}), *schema.get("sequence", {})}
@@ -60,6 +63,9 @@ class Expected:
         self.samples = self._samples()
         self.order = [row for row, _ in self.samples]
         self.sizes = [[self.parts[row] for row in self.order].count(part) for part in range(3)]
+
+    def is_train(self, row):
+        return self.parts[row] == 0 and self.is_sample[row]
 
     def _times(self):
         """Seconds of each row; None without times."""
@@ -73,57 +79,76 @@ class Expected:
         rows = pd.DataFrame({"row": range(self.n), "time": self.times or 0})
         return rows.sort_values("time", kind="stable")["row"].tolist()
 
+    def holds(self, where, row):
+        """Whether a row keeps a condition; nothing holds of a missing value."""
+        for column, given in where.items():
+            value = self.frame[column][row]
+            allowed = given if isinstance(given, list) else [given]
+            if is_missing(value):
+                return False
+            if str(allowed[0])[0] in "<=>":
+                if not eval(f"{value} {allowed[0]}"):
+                    return False
+            elif str(value) not in map(str, allowed):
+                return False
+        return True
+
     def _parts(self):
+        """The part of every row, those that are no samples included."""
         split = self.schema.get("split", {"by": "fraction"})
-        by = split["by"]
+        by, kept = split["by"], self.is_sample
         if by == "column":
             lists = [split.get(key, []) for key in ("train", "test", "validation")]
             parts = [
                 next(part for part in range(3) if str(value) in lists[part])
                 for value in self.frame[split["column"]]
             ]
-            return parts if "validation" in split else self._halved(parts)
+            tests = [row for row, part in enumerate(parts) if part == 1 and kept[row]]
+            for row in tests[: 0 if "validation" in split else len(tests) // 2]:
+                parts[row] = 2
+            return parts
         test, validation = (Fraction(str(split.get(k, "1/14"))) for k in ("test", "validation"))
-        if by == "random":
+        if by in ("random", "group"):
+            users = self.frame[self.schema["group"]]
+            numbers = range(self.n)
+            if by == "group":
+                numbers = [hashed_row(str(user), 2**31 - 1) for user in users]
             offset = finish_mix(split.get("seed", 0))
             draws = [
-                (finish_mix((row * 0x9E3779B97F4A7C15 + offset) % M) >> 11) / 2**53
-                for row in range(self.n)
+                (finish_mix((number * 0x9E3779B97F4A7C15 + offset) % M) >> 11) / 2**53
+                for number in numbers
             ]
             return [1 if u < test else 2 if u < test + validation else 0 for u in draws]
         if by == "last_one_out":
             positives = defaultdict(list)
             for row in self.in_time():
-                if self.labels[row]:
+                if kept[row]:
                     positives[self.frame[self.schema["group"]][row]].append(row)
             parts = [0] * self.n
             for rows in positives.values():
                 if len(rows) >= 3:
                     parts[rows[-1]], parts[rows[-2]] = 1, 2
             return parts
-        if by == "timestamp" and "test_from" in split:
-            times, first = self.times, split["test_from"]
-            second = split.get("validation_from")
-            if second is None:
-                return self._halved([int(time >= first) for time in times])
-            moments = {1: first, 2: second}
-            return [
-                max((part for part in moments if time >= moments[part]), key=moments.get, default=0)
-                for time in times
-            ]
         rows = self.in_time() if by == "timestamp" else list(range(self.n))
-        held = math.floor(self.n * (test + validation))
+        num_samples = sum(kept)
+        held = math.floor(num_samples * (test + validation))
         num_test = math.ceil(held * test / (test + validation)) if held else 0
-        parts = [0] * self.n
-        for place, row in enumerate(rows[self.n - held :]):
-            parts[row] = 1 if place < num_test else 2
-        return parts
-
-    @staticmethod
-    def _halved(parts):
-        tests = [row for row, part in enumerate(parts) if part == 1]
-        for row in tests[math.ceil(len(tests) / 2) :]:
-            parts[row] = 2
+        num_validation = held - num_test
+        if "test_from" in split:
+            num_test = sum(
+                self.times[row] >= split["test_from"] for row in range(self.n) if kept[row]
+            )
+            num_validation = math.floor(num_samples * validation)
+        parts, number, part = [0] * self.n, 0, 0
+        for row in rows:
+            if kept[row]:
+                number += 1
+                part = 0
+                if number > num_samples - num_test - num_validation:
+                    part = 2
+                if number > num_samples - num_test:
+                    part = 1
+            parts[row] = part
         return parts
 
     def bag(self, name, row):
@@ -143,10 +168,20 @@ class Expected:
             return None, keys["num_rows"]
         seen = []
         for row in range(self.n):
-            if self.parts[row] == 0:
+            if self.is_train(row):
                 for name in mine:
                     values = self.bag(name, row) if name in self.bags else [self.frame[name][row]]
                     seen += [each for each in values if not is_missing(each)]
+        for history in self.schema.get("history", {}).values():
+            if "where" in history and history["of"] in mine:
+                values = [
+                    self.frame[history["of"]][row]
+                    for row in range(self.n)
+                    if self.parts[row] == 0
+                    and not self.is_sample[row]
+                    and self.holds(history["where"], row)
+                ]
+                seen += [value for value in values if not is_missing(value)]
         counts = Counter(seen)
         first = 2 if any(k.get("missing") == "own" for k in mine.values()) else 1
         kept = [value for value in counts if counts[value] >= keys.get("min_count", 1)]
@@ -168,9 +203,9 @@ class Expected:
     def _samples(self):
         """The row of each sample, and the row of its item if it is a negative, else None."""
         found = []
-        for part in range(3):
+        for part in (0, 2, 1):
             for row in range(self.n):
-                if self.parts[row] == part:
+                if self.parts[row] == part and self.is_sample[row]:
                     found.append((row, None))
                     if part == 0 and "negatives" in self.schema:
                         found += [(row, item) for item in self._negatives(row)]
@@ -184,7 +219,7 @@ class Expected:
         """The items of the training part and how often they are there, by row of their table."""
         name = self.schema["negatives"]["item"]
         first = 2 if self.columns[name].get("missing") == "own" else 1
-        rows = [self.item(row) for row in range(self.n) if self.parts[row] == 0]
+        rows = [self.item(row) for row in range(self.n) if self.is_train(row)]
         return sorted(Counter(row for row in rows if row >= first).items())
 
     def item(self, row):
@@ -200,7 +235,7 @@ class Expected:
             known = {
                 self.item(other)
                 for other in range(self.n)
-                if self.parts[other] == 0 and groups[other] == groups[row]
+                if self.is_train(other) and groups[other] == groups[row]
             }
         if not set(items) - known - {0}:
             return []
@@ -222,7 +257,7 @@ class Expected:
 
     def catalog_row(self, name, item):
         """What an item column looks up in the last training row of an item."""
-        rows = [r for r in range(self.n) if self.parts[r] == 0 and self.item(r) == item]
+        rows = [r for r in range(self.n) if self.is_train(r) and self.item(r) == item]
         return self.row_of(name, self.frame[name][rows[-1]])
 
     def histories(self, keys, is_new=False):
@@ -231,7 +266,7 @@ class Expected:
         With `is_new`, the rows are those of a store that is like another: none is for training.
         """
         groups, in_time = self.frame[self.schema["group"]], self.in_time()
-        has_both = "label" in self.schema and self.times is not None
+        has_both = "negatives" not in self.schema and self.times is not None
         result = [None] * self.n
         for place, row in enumerate(in_time):
             is_free = is_new or self.parts[row] != 0
@@ -239,7 +274,7 @@ class Expected:
                 other
                 for other in in_time[:place]
                 if groups[other] == groups[row]
-                and self.labels[other]
+                and self.is_listed(keys, other)
                 and (is_free or self.parts[other] == 0)
                 and not (has_both and self.times[other] == self.times[row])
             ]
@@ -247,12 +282,17 @@ class Expected:
             result[row] = values[-keys.get("max_length", 20) :]
         return result
 
+    def is_listed(self, keys, row):
+        if "where" in keys:
+            return self.holds(keys["where"], row)
+        return self.is_sample[row] and any(self.labels[row])
+
     def features(self, is_new=False):
         """A list of rows for each feature and each sample, in the order of the store.
 
-        With `is_new`, the samples are the rows of the frame.
+        With `is_new`, the samples are the rows of the frame that the filter keeps.
         """
-        samples = [(row, None) for row in range(self.n)] if is_new else self.samples
+        samples = [(row, None) for row in self.kept()] if is_new else self.samples
         negatives = self.schema.get("negatives", {})
         found = {}
         for name in self.columns:
@@ -271,15 +311,19 @@ class Expected:
             found[name] = [histories[row] for row, _ in samples]
         return found
 
+    def kept(self):
+        return [row for row in range(self.n) if self.is_sample[row]]
+
     def sample_labels(self):
-        return [self.labels[row] if item is None else 0 for row, item in self.samples]
+        labels = [self.labels[row] if item is None else [0] for row, item in self.samples]
+        return labels if "labels" in self.schema else [label for (label,) in labels]
 
     def dense(self):
         """(N, I) float64."""
         columns = []
         for name, keys in self.schema.get("dense", {}).items():
             values = pd.Series(self.frame[name].tolist(), dtype="float64")
-            is_train = np.array(self.parts) == 0
+            is_train = np.array([self.is_train(row) for row in range(self.n)])
             fill = {"error": 0.0}.get(keys.get("missing"), keys.get("missing", 0.0))
             values = values.fillna(values[is_train].mean() if fill == "mean" else fill)
             if keys.get("transform") == "log":

@@ -1,6 +1,6 @@
 import numpy as np
 
-from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
+from recsys.datasets.tabular.encode import DenseRule, Moments
 
 
 def moments_of(values, block=3):

@@ -7,7 +7,7 @@ import pytest
 
 from recsys.datasets import Store, write_store
 from recsys.datasets.tabular import frames
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")

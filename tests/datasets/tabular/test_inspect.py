@@ -5,7 +5,7 @@ import pytest
 
 from recsys.cli import main
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")

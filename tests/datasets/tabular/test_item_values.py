@@ -1,7 +1,7 @@
 import numpy as np
 
-from recsys.datasets.tabular.encoding.row_encoder import Bags
-from recsys.datasets.tabular.store_parts.part_writer import ItemValues
+from recsys.datasets.tabular.encode import Bags
+from recsys.datasets.tabular.negatives import ItemValues
 
 
 def found(blocks, num_items=5):

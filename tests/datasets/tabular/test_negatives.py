@@ -1,6 +1,6 @@
 import numpy as np
 
-from recsys.datasets.tabular.store_parts.negatives import (
+from recsys.datasets.tabular.negatives import (
     NO_ITEM,
     ItemCatalog,
     KnownPositives,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.tabular.encoding.numbering import (
+from recsys.datasets.tabular.numbering import (
     MISSING,
     UNKNOWN,
     HashedRows,

@@ -4,7 +4,7 @@ import pytest
 from tqdm import tqdm
 
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 
 pytest.importorskip("pyarrow")
 

@@ -3,9 +3,9 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Store, prepare_table, write_store
-from recsys.datasets.tabular.encoding.file_encoder import Encoder
-from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.encoder import Encoder
+from recsys.datasets.tabular.numbering import read_vocabulary
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
@@ -186,7 +186,7 @@ def test_histories_of_training_rows_have_no_row_of_other_parts(tmp_path):
     write_store(frame, Schema.from_dict(tree), tmp_path / "store")
     a, c = 1, 2  # rows; those of other parts are unknown to training: row 0
     train, test, valid = [[], [a], [a, c]], [[a], [a, 0, c, 0, 3]], [[a, 0, c]]
-    assert bags_of(Store(tmp_path / "store")) == [*train, *test, *valid]
+    assert bags_of(Store(tmp_path / "store")) == [*train, *valid, *test]
 
 
 def test_rows_like_a_store_begin_with_empty_histories(tmp_path):
@@ -379,7 +379,7 @@ def test_vocabularies_of_a_store_to_be_like_are_read_once(tmp_path, files, monke
         names.append(file.name)
         return read_vocabulary(file, *others)
 
-    monkeypatch.setattr("recsys.datasets.tabular.encoding.file_encoder.read_vocabulary", read)
+    monkeypatch.setattr("recsys.datasets.tabular.encoder.read_vocabulary", read)
     prepare_table(files(clicks(5)), tmp_path / "of_files", like=tmp_path / "store")
     write_store(clicks(5), None, tmp_path / "of_frames", like=tmp_path / "store")
     assert names == ["0.arrow", "1.arrow", "2.arrow"] * 2

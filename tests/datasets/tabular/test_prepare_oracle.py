@@ -11,11 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from recsys.datasets import Store, store_writer
-from recsys.datasets.tabular.encoding import vocabulary
+from recsys.datasets.tabular import numbering, spool
 from recsys.datasets.tabular.frames import write_store
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.datasets.tabular.store_parts import spool
+from recsys.datasets.tabular.schema import Schema
 from tests.datasets.tabular.table_oracle import Expected
 
 pa = pytest.importorskip("pyarrow")
@@ -41,6 +40,8 @@ def frames(draw):
             "user": column(st.sampled_from(["u1", "u 2", "ü,3"]), can_miss=False),
             "ts": column(st.integers(-5, 5), can_miss=False),
             "w": column(st.sampled_from([0.0, 0.5, 2.0]), can_miss=False),
+            "kind": pd.Series(column(st.sampled_from(["view", "cart", "buy"])), dtype="object"),
+            "place": column(st.sampled_from([0, 1, 2]), can_miss=False),
             "fold": column(st.sampled_from(["x", "y", "z"]), can_miss=False),
             "price": pd.Series(column(_FLOAT), dtype="object"),
             "size": column(_FLOAT, can_miss=False),
@@ -51,6 +52,14 @@ def frames(draw):
             "seen": pd.Series(column(st.lists(st.none() | _INTEGER, max_size=4)), dtype="object"),
         }
     )
+
+
+CONDITIONS = [
+    {"kind": "cart"},
+    {"kind": ["buy", "view"], "place": [0, 1]},
+    {"user": ["u1", "u 2"]},
+    {"place": ">= 1"},
+]
 
 
 @st.composite
@@ -91,8 +100,16 @@ def schemas(draw):
             | {"values": "integer", "split": "|"}
             | {"max_length": draw(st.integers(1, 3))},
         },
-        "history": {"recent": {"of": draw(st.sampled_from(["item", "site"])), "max_length": 2}},
-        **maybe(timestamp=["ts"], weight=["w"], missing_values=[["NA"], ["null", "?"]]),
+        "history": {
+            name: {"of": draw(st.sampled_from(["item", "site"])), "max_length": 2} | where
+            for name, where in (("recent", {}), ("carts", maybe(where=CONDITIONS)))
+        },
+        **maybe(
+            filter=CONDITIONS,
+            timestamp=["ts"],
+            weight=["w"],
+            missing_values=[["NA"], ["null", "?"]],
+        ),
     }
     if "timestamp" in tree:
         tree |= maybe(timestamp_format=["ms"])
@@ -105,7 +122,7 @@ def schemas(draw):
     for kind in ("dense", "multi", "sequence", "history"):
         if draw(st.booleans()):
             del tree[kind]
-    by = ["fraction", "random", "column"]
+    by = ["fraction", "random", "column", "group"]
     if "negatives" in tree:
         by.append("last_one_out")
     shares = maybe(test=["1/14", 0.3, "1/3"], validation=[0.2, 0, "1/7"])
@@ -114,7 +131,7 @@ def schemas(draw):
     split = {"by": draw(st.sampled_from(by))}
     if split["by"] == "moments":
         split = {"by": "timestamp", "test_from": draw(st.integers(-3, 5))}
-        split |= maybe(validation_from=[-4, 6])
+        split |= maybe(validation=[0, "1/7", 0.9])
     elif split["by"] == "column":
         split |= {"column": "fold", "train": ["x"], "test": ["y", "z"]}
         if draw(st.booleans()):
@@ -143,6 +160,7 @@ def write_csv(frame, file, end, missing=""):
 def arrow_table(frame):
     types = {
         "price": pa.float64(),
+        "kind": pa.string(),
         "site": pa.string(),
         "page": pa.large_string(),
         "item": pa.int64(),
@@ -178,7 +196,7 @@ def samples_of(store):
 def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(store_writer, "flush_to_disk", lambda path: None)
     monkeypatch.setattr(spool, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(vocabulary, "_BLOCK_VALUES", 3)
+    monkeypatch.setattr(numbering, "_BLOCK_VALUES", 3)
 
 
 @pytest.mark.filterwarnings("ignore:histories list rows of these files alone")
@@ -190,7 +208,7 @@ def test_a_store_is_what_plain_python_works_out(frame, tree, end):
     expected = Expected(frame, tree)
     assume(expected.num_train)
     means = [name for name, keys in tree.get("dense", {}).items() if keys.get("missing") == "mean"]
-    is_train = np.array(expected.parts) == 0
+    is_train = np.array([expected.is_train(row) for row in range(expected.n)])
     assume(all(frame[name][is_train].notna().any() for name in means))
     schema = Schema.from_dict(tree)
     with tempfile.TemporaryDirectory() as name:
@@ -235,11 +253,13 @@ def check_store(store, expected):
 
 def check_like(like, store, expected):
     """All rows of the same file, in its order, have the rows that they have in the store."""
-    assert [len(part) for part in like.splits.values()] == [0, expected.n, 0]
+    assert [len(part) for part in like.splits.values()] == [0, len(expected.kept()), 0]
     assert like.table_sizes == store.table_sizes
-    assert like.labels.tolist() == expected.labels
+    assert like.labels.tolist() == [expected.labels[row][0] for row in expected.kept()]
     assert samples_of(like) == expected.features(is_new=True)
-    np.testing.assert_array_equal(like.dense[expected.order], store.dense)
+    places = {row: place for place, row in enumerate(expected.kept())}
+    order = [places[row] for row in expected.order]
+    np.testing.assert_array_equal(like.dense[order], store.dense)
 
 
 def require_equal_files(first, second):

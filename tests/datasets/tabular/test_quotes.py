@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recsys.cli import main
 from recsys.datasets.tabular import read
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
 
 pytest.importorskip("pyarrow")

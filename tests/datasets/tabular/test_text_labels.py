@@ -3,8 +3,8 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Store, prepare_table, write_store
-from recsys.datasets.tabular.encoding.file_encoder import Encoder
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.encoder import Encoder
+from recsys.datasets.tabular.schema import Schema
 
 pytest.importorskip("pyarrow")
 

@@ -3,7 +3,7 @@ from datetime import datetime
 import pytest
 
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")

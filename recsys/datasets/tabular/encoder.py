@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from copy import copy
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from recsys._support.files import as_argument
-from recsys._support.untrusted import is_finite_number, is_text
 from recsys.datasets.store import Store
-from recsys.datasets.tabular.encoding.dense import DenseRule
-from recsys.datasets.tabular.encoding.numbering import Numbers
-from recsys.datasets.tabular.encoding.row_encoder import RowEncoder, new_numbers, roles_of
-from recsys.datasets.tabular.encoding.store_rows import RowMaker, TableRows
-from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary, vocabulary_file
+from recsys.datasets.tabular.encode import DenseRule, RowEncoder, RowMaker, TableRows, roles_of
+from recsys.datasets.tabular.numbering import (
+    Numbers,
+    new_numbers,
+    read_vocabulary,
+    vocabulary_file,
+)
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schemas.schema import Schema
-from recsys.datasets.tabular.schemas.schema_parts import FractionSplit
+from recsys.datasets.tabular.schema import FractionSplit, Schema
 from recsys.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -32,35 +32,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
-    from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.encoding.numbering import HashedRows
-    from recsys.datasets.tabular.encoding.store_rows import StoreRows
-    from recsys.datasets.tabular.schemas.schema import Table
+    from recsys.datasets.tabular.encode import StoreRows
+    from recsys.datasets.tabular.numbering import HashedRows
 
-__all__ = [
-    "Encoder",
-    "StoreRules",
-    "encoding_of",
-    "read_rules",
-    "read_schema",
-]
+__all__ = ["Encoder", "encoding_of", "read_rules", "read_schema"]
 
 _VALUE_KINDS = ("categorical", "multi", "sequence", "history")
-
-
-class StoreRules(NamedTuple):
-    """How a store's rows were made.
-
-    Attributes:
-        schema: What the columns mean.
-        numbers: The numbering of each table, filled with the vocabulary of the store.
-        maker: From numbers to rows.
-    """
-
-    schema: Schema
-    numbers: dict[str, Numbers | HashedRows]
-    maker: RowMaker
 
 
 class Encoder:
@@ -70,15 +48,15 @@ class Encoder:
             for batch in encoder.open_files(paths).batches():
                 scores = model(encoder.encode(batch).as_batch())
 
-    Features are read with their weights, and the label where the files have it. Groups, times,
-    weights of rows and the column of the split are not read.
+    Features are read, and labels where the files have them. Groups, times, weights, the column of
+    the split and those of the filter are not.
 
     Args:
         store: A store that `recsys prepare table` made, or its folder.
         num_threads: Threads that number columns; by default one per core.
 
     Attributes:
-        schema: The store's schema without group, times, weights, split and negatives.
+        schema: The store's schema without group, times, weight, filter, split and negatives.
         num_rows: Rows encoded so far.
         unknown: How many values of each numbered column had no row of their own so far; missing
             values are not among them.
@@ -93,15 +71,18 @@ class Encoder:
         schema = read_schema(store)
         if schema.history:
             labelled, others = "", ""
-            if schema.label:
+            if schema.label_columns:
                 labelled, others = "labelled ", "; rows without labels cannot be predicted"
             raise ConfigError(
                 f"store {store.path}: a history is made from earlier positive rows, so a model "
                 f"with histories predicts stores alone; make one of {labelled}rows with `recsys "
                 f"prepare table FILES --like {as_argument(store.path)} --out STORE`{others}"
             )
-        _, self._numbers, self._maker = read_rules(store)
-        self.schema = _of_features(schema)
+        self._numbers, self._maker = read_rules(store)
+        unused = ("group", "timestamp", "timestamp_format", "weight", "filter", "negatives")
+        defaults = {name: Schema.model_fields[name].default for name in unused}
+        # Not checked again: rows to predict may have neither a label nor negatives.
+        self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
         self.num_rows = 0
         self._num_threads = num_threads
         self._place: Callable[[int], str] = "row {} (from 0)".format
@@ -119,8 +100,8 @@ class Encoder:
         Raises:
             ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
         """
-        optional = [self.schema.label] if self.schema.label else []
         way_out = "the model has it as a feature; add it, or name other files"
+        optional = self.schema.label_columns
         files = TableFiles(paths, self.schema, optional=optional, with_hash=False, way_out=way_out)
         self._place = files.place
         return files
@@ -148,9 +129,7 @@ class Encoder:
                 num_threads=self._num_threads,
                 place=self._place,
             )
-        first = self.num_rows
-        columns = self._encoder.encode(batch)
-        rows = self._maker.make(columns, place=lambda row: self._place(first + row))
+        rows = self._maker.make(self._encoder.encode(batch))
         self.num_rows += batch.num_rows
         return rows
 
@@ -181,20 +160,35 @@ def read_schema(store: Store) -> Schema:
     return schema
 
 
-def read_rules(store: Store) -> StoreRules:
+def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]:
     """How the rows of a store were made, from its `meta.json` and vocabularies.
+
+    Returns:
+        The numbering of each table, filled with its vocabulary; and what makes rows of numbers.
 
     Raises:
         StoreError: the store was not made from a table, or is damaged.
     """
     schema = read_schema(store)
-    numbers: dict[str, Numbers | HashedRows] = {}
+    numbers = {table.name: new_numbers(table) for table in schema.tables}
     tables: dict[str, TableRows] = {}
     for number, table in enumerate(schema.tables):
-        numbers[table.name] = new_numbers(table)
-        size = store.table_sizes[table.name]
-        tables[table.name] = TableRows(size, _read_rows(store, number, table, numbers[table.name]))
-    return StoreRules(schema, numbers, RowMaker(schema, tables, _read_dense_rules(store, schema)))
+        size, values = store.table_sizes[table.name], numbers[table.name]
+        row_of = None
+        if isinstance(values, Numbers):
+            file = vocabulary_file(store.path, number)
+            num_rows = read_vocabulary(file, values, table.first_row)
+            if num_rows != size:
+                fault = f"table {table.name!r} has {size} rows, its vocabulary {num_rows}"
+                raise _damaged(store, fault)
+            row_of = np.arange(table.first_row, size, dtype=np.int32)
+        tables[table.name] = TableRows(size, row_of)
+    try:
+        rules = TypeAdapter(list[DenseRule]).validate_python(store.meta["dense_rules"])
+        dense = dict(zip(schema.dense, rules, strict=True))
+    except (KeyError, ValueError) as error:
+        raise _damaged(store, f"dense_rules: {error}") from error
+    return numbers, RowMaker(schema, tables, dense)
 
 
 def encoding_of(schema: Schema, dense: Mapping[str, DenseRule], folder: Path) -> str:
@@ -213,64 +207,10 @@ def encoding_of(schema: Schema, dense: Mapping[str, DenseRule], folder: Path) ->
     about["dense"] = {name: asdict(rule) for name, rule in dense.items()}
     digest = hashlib.sha256(json.dumps(about).encode())  # the order of columns counts
     for number, table in enumerate(schema.tables):
-        if table.numbering != "hash":
+        if table.rules.numbering != "hash":
             with vocabulary_file(folder, number).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def _of_features(schema: Schema) -> Schema:
-    """The schema without what decides neither features nor labels.
-
-    It may have neither a label nor negatives, which is right for rows to predict alone. So its
-    rules are not checked.
-    """
-    found = copy(schema)
-    others = {
-        "group": "",
-        "timestamp": "",
-        "timestamp_format": "",
-        "weight": "",
-        "split": FractionSplit(),
-        "negatives": None,
-    }
-    for key, value in others.items():
-        object.__setattr__(found, key, value)
-    return found
-
-
-def _read_rows(
-    store: Store, number: int, table: Table, numbers: Numbers | HashedRows
-) -> NDArray[np.int32] | None:
-    """The row of each number of a table, after its vocabulary was read into `numbers`."""
-    size = store.table_sizes[table.name]
-    if not isinstance(numbers, Numbers):
-        return None
-    first_row = table.first_row
-    num_rows = read_vocabulary(vocabulary_file(store.path, number), numbers, first_row)
-    if num_rows != size:
-        raise _damaged(store, f"table {table.name!r} has {size} rows, its vocabulary {num_rows}")
-    return np.arange(first_row, size, dtype=np.int32)
-
-
-def _read_dense_rules(store: Store, schema: Schema) -> dict[str, DenseRule]:
-    found = store.meta.get("dense_rules")
-    keys = set(DenseRule.__dataclass_fields__)
-    is_good = (
-        isinstance(found, list)
-        and len(found) == len(schema.dense)
-        and all(
-            isinstance(each, dict)
-            and each.keys() == keys
-            and is_text(each["transform"])
-            and all(is_finite_number(each[key]) for key in keys - {"transform"})
-            for each in found
-        )
-    )
-    if not is_good or list(schema.dense) != store.meta["dense_names"]:
-        raise _damaged(store, "dense_rules must have the rule of each dense column of the schema")
-    assert isinstance(found, list)
-    return {name: DenseRule(**each) for name, each in zip(schema.dense, found, strict=True)}
 
 
 def _damaged(store: Store, reason: str) -> StoreError:

@@ -22,6 +22,10 @@ The draws of a row depend on the seed, its row number and the items alone:
 The upper 53 bits of a draw, divided by 2**53, are uniform in [0, 1). If all `_MAX_DRAWS` draws find
 positives of the owner, the next item in the table, after the last draw, that is none is taken. If
 every item is one, there is no negative: `NO_ITEM`.
+
+`ItemValues` finds columns that have one value for each item, such as its genre. A negative is its
+positive with another item. A column that belongs to the item but stays as it was no longer fits the
+item, and so tells the negatives from the positives. It must change with the item, or be left out.
 """
 
 from __future__ import annotations
@@ -32,11 +36,14 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel, kernel_part
+from recsys.datasets.tabular.encode import Bags
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
 
-__all__ = ["NO_ITEM", "ItemCatalog", "KnownPositives", "Sampler"]
+__all__ = ["NO_ITEM", "ItemCatalog", "ItemValues", "KnownPositives", "Sampler"]
 
 _MAX_DRAWS: Final = 256
 _POWER: Final = 0.75
@@ -144,6 +151,58 @@ class Sampler:
             drawn,
         )
         return drawn
+
+
+class ItemValues:
+    """Compares the values of columns in all rows of an item. Missing values are values.
+
+    Args:
+        names: The columns.
+        num_items: Items are numbered below it.
+    """
+
+    def __init__(self, names: Sequence[str], num_items: int) -> None:
+        self._is_seen = np.zeros(num_items, np.bool_)
+        self._values = {name: np.zeros(num_items) for name in names}
+        self._num_rows = 0
+
+    def add(self, items: NDArray[Any], columns: Mapping[str, NDArray[Any] | Bags]) -> None:
+        """Add rows: items (n,), and a value or a bag of each column for each of them.
+
+        Rows whose item is negative are left out.
+        """
+        is_item = items >= 0
+        items = items[is_item]
+        is_new = ~self._is_seen[items]
+        for name in list(self._values):
+            values, kept = _as_numbers(columns[name])[is_item], self._values[name]
+            kept[items[is_new]] = values[is_new]  # of several rows of an item, one
+            if (kept[items] != values).any():
+                del self._values[name]
+        self._is_seen[items] = True
+        self._num_rows += len(items)
+
+    def found(self) -> list[str]:
+        """The columns with one value for each item, and not the same one for all.
+
+        Empty if no item came twice: then every column has one value for each item.
+        """
+        if self._num_rows <= np.count_nonzero(self._is_seen):
+            return []
+        values = {name: kept[self._is_seen] for name, kept in self._values.items()}
+        return [name for name, kept in values.items() if (kept != kept[0]).any()]
+
+
+def _as_numbers(column: NDArray[Any] | Bags) -> NDArray[np.float64]:
+    """A number for each row; equal values and equal bags have equal ones."""
+    if isinstance(column, Bags):
+        hashes = mix64(column.values.astype(np.uint64) + GOLDEN)
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes)])
+        ends = np.cumsum(column.lengths, dtype=np.int64)
+        of_bags: NDArray[np.uint64] = sums[ends] - sums[ends - column.lengths]
+        return of_bags.astype(np.float64)
+    numbers = column.astype(np.float64)
+    return np.where(np.isnan(numbers), np.inf, numbers)  # nan would differ from itself
 
 
 @kernel

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.jit import kernel
-from recsys.datasets.tabular.encoding.row_encoder import Bags
+from recsys.datasets.tabular.encode import Bags
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,7 +9,6 @@ Each array has a file of its own in a temporary folder:
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from contextlib import ExitStack, suppress
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from recsys.datasets.tabular.encoding.row_encoder import Bags
-from recsys.errors import ConfigError
+from recsys.datasets.tabular.encode import Bags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.encoding.row_encoder import Columns
+    from recsys.datasets.tabular.encode import Columns
 
 __all__ = ["BLOCK_ROWS", "Block", "Spool"]
 
@@ -56,15 +54,14 @@ class Spool:
         bags: The names of the columns that hold bags.
 
     Attributes:
+        names: The columns.
         num_rows: Rows appended so far.
-
-    Raises:
-        ConfigError: the process may not have as many open files.
     """
 
     def __init__(
         self, parent: Path, dtypes: Mapping[str, np.dtype[Any]], bags: Sequence[str] = ()
     ) -> None:
+        self.names = list(dtypes)
         self.num_rows = 0
         self._dtypes = dict(dtypes)
         self._bags = frozenset(bags)
@@ -75,14 +72,8 @@ class Spool:
             for name in self._dtypes:
                 for path in self._paths_of(name):
                     self._files[path] = path.open("wb")
-        except BaseException as error:
+        except BaseException:
             self.remove()
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                num_files = len(self._dtypes) + len(self._bags)
-                raise ConfigError(
-                    f"the columns of this table take {num_files:,} open files, more than this "
-                    f"process may have; raise the limit by `ulimit -n {2 * num_files}`",
-                ) from error
             raise
 
     def append(self, num_rows: int, columns: Columns) -> None:

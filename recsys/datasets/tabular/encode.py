@@ -1,0 +1,596 @@
+"""Encodes rows of a table by a schema, and makes rows of a store of them.
+
+    `RowEncoder`   a batch  ->  numbers for values, float64, seconds, 0/1 labels: what is spooled
+    `RowMaker`     those    ->  rows of embedding tables, float32 features: what a store holds
+
+Values of embedding tables get provisional numbers by first appearance in a column, block by block;
+their rows are known only after the training part was counted. Hashed values get their rows at once.
+
+Statistics of dense columns are those of the training part: the mean of the values that are there,
+and, after missing values are filled in, the mean and the deviation of all. They are computed in
+float64, block by block, by the update of Chan, Golub and LeVeque, and kept in the store's
+`meta.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import numpy as np
+
+from recsys._support.jit import kernel
+from recsys._support.machine import num_cores
+from recsys.datasets.tabular.numbering import (
+    MISSING,
+    HashedRows,
+    IntegerNumbers,
+    Numbers,
+    TextNumbers,
+)
+from recsys.datasets.tabular.schema import FLOAT_MAX, ColumnSplit, MultiColumn, SequenceColumn
+from recsys.errors import DatasetFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from recsys.batch import Batch
+    from recsys.datasets.tabular.schema import Schema, Table
+
+__all__ = [
+    "GROUP",
+    "NO_LABEL",
+    "PART",
+    "TIME",
+    "WEIGHT",
+    "Bags",
+    "Columns",
+    "DenseRule",
+    "Moments",
+    "RowEncoder",
+    "RowMaker",
+    "StoreRows",
+    "TableRows",
+    "labels_of",
+    "roles_of",
+]
+
+# Spooled columns that are no features; a feature's column has the feature's name.
+WEIGHT, GROUP, TIME, PART = "/weight", "/group", "/time", "/part"
+# The label of a row whose label is missing, which only rows to predict may be.
+NO_LABEL: Final = -1
+
+_DTYPES: dict[str, Any] = {
+    WEIGHT: np.float32,
+    GROUP: np.int32,
+    TIME: np.int64,
+    PART: np.uint8,
+}
+_ROUNDING = 1e-13
+
+
+class Bags(NamedTuple):
+    """A bag of values for each of n rows.
+
+    Attributes:
+        values: Row by row.
+        lengths: How many values each row has.
+
+    Shape:
+        values (v,); lengths (n,), with sum v.
+    """
+
+    values: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+
+    def take(self, rows: NDArray[np.int64]) -> Bags:
+        """The bags of the given rows, in the given order."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        lengths = self.lengths[rows]
+        starts = ends[rows] - lengths
+        first = np.cumsum(lengths, dtype=np.int64) - lengths
+        places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first, lengths)
+        return Bags(self.values[places], lengths)
+
+
+Columns = dict[str, "NDArray[Any] | Bags"]
+
+
+def labels_of(schema: Schema) -> list[str]:
+    """The encoded columns of labels."""
+    return [f"/label/{number}" for number in range(len(schema.label_columns))]
+
+
+def roles_of(schema: Schema) -> dict[str, str]:
+    """The column of each role that the schema has: labels, weight, group, time, part."""
+    columns = {
+        **dict(zip(labels_of(schema), schema.label_columns, strict=True)),
+        WEIGHT: schema.weight,
+        GROUP: schema.group,
+        TIME: schema.timestamp,
+        PART: schema.split.column if isinstance(schema.split, ColumnSplit) else "",
+    }
+    return {role: column for role, column in columns.items() if column}
+
+
+class RowEncoder:
+    """Encodes record batches; use it as a context manager.
+
+    Args:
+        schema: What the columns mean.
+        numbers: The numbering of each table.
+        grow: New values get new numbers; otherwise they are `UNKNOWN`.
+        without: Columns that the batches need not have: of a label, weight, and so on.
+        num_threads: Tables are numbered in parallel; by default on all cores.
+        place: Names a row in messages, by its number from 0 among all rows.
+
+    Attributes:
+        group_numbers: The numbering of the groups; None before the first batch.
+        num_rows: Rows encoded so far.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        numbers: Mapping[str, Numbers | HashedRows],
+        *,
+        grow: bool = True,
+        without: Collection[str] = (),
+        num_threads: int | None = None,
+        place: Callable[[int], str] = "row {} of the table (from 0)".format,
+    ) -> None:
+        self.schema = schema
+        self.group_numbers: Numbers | None = None
+        self.num_rows = 0
+        self._place = place
+        self._numbers = dict(numbers)
+        self._grow = grow
+        self._roles = {
+            role: column for role, column in roles_of(schema).items() if role not in without
+        }
+        self._pool = ThreadPoolExecutor(num_threads or num_cores(), "recsys-encode")
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """The dtype of each encoded column, or of the values in its bags."""
+        return {
+            **{role: np.dtype(_DTYPES.get(role, np.int8)) for role in self._roles},
+            **{name: np.dtype(np.bool_) for name in self.schema.conditions},
+            **{name: np.dtype(np.float64) for name in self.schema.dense},
+            **{name: np.dtype(np.int32) for name in self.schema.value_columns},
+        }
+
+    def encode(self, batch: pa.RecordBatch) -> Columns:
+        """Encode a block of rows.
+
+        Args:
+            batch: Columns that `conform` made.
+
+        Returns:
+            An array for each column: (n,) float64 for dense columns, NaN where a value is missing;
+            (n,) int32 numbers, `MISSING` or `UNKNOWN`, or bags of them; (n,) int8 labels,
+            `NO_LABEL` where one is missing; (n,) bool for each condition of the schema.
+
+        Raises:
+            DatasetFormatError: a dense value is too large, or the value of the split's column is
+                not listed.
+        """
+        work = [
+            *(partial(self._encode_table, table) for table in self.schema.tables),
+            *(partial(self._encode_role, role, name) for role, name in self._roles.items()),
+            *(partial(self._encode_dense, name) for name in self.schema.dense),
+            *(partial(_as_numpy, name) for name in self.schema.conditions),
+        ]
+        encoded: Columns = {}
+        for part in self._pool.map(lambda job: job(batch), work):
+            encoded |= part
+        self.num_rows += batch.num_rows
+        return encoded
+
+    def _encode_table(self, table: Table, batch: pa.RecordBatch) -> Columns:
+        numbers, encoded = self._numbers[table.name], {}
+        for name in table.columns:
+            rules, column = self.schema.value_columns[name], batch.column(name)
+            values = column.flatten() if isinstance(rules, MultiColumn) else column
+            found = (
+                numbers.number(values)
+                if isinstance(numbers, HashedRows)
+                else numbers.number(values, grow=self._grow)
+            )
+            encoded[name] = _bags(found, column, rules) if isinstance(rules, MultiColumn) else found
+        return encoded
+
+    def _encode_dense(self, name: str, batch: pa.RecordBatch) -> Columns:
+        values = batch.column(name).to_numpy(zero_copy_only=False)
+        is_large = np.abs(values) > FLOAT_MAX
+        rule = "must be a number of float32", 'correct it, or leave the column out of "dense"'
+        self._refuse(is_large, values, name, rule)
+        return {name: values}
+
+    def _encode_role(self, role: str, name: str, batch: pa.RecordBatch) -> Columns:
+        column = batch.column(name)
+        if role == GROUP:
+            return {role: self._group(column)}
+        if role == PART:
+            return {role: self._part(column)}
+        if role not in _DTYPES:
+            column = column.fill_null(NO_LABEL)
+        return {role: column.to_numpy(zero_copy_only=False)}
+
+    def _group(self, column: pa.Array) -> NDArray[np.int32]:
+        """Numbers of groups: of integers if the first batch has integers, else of texts."""
+        import pyarrow as pa
+
+        is_integer = pa.types.is_integer(column.type)
+        if self.group_numbers is None:
+            self.group_numbers = (IntegerNumbers if is_integer else TextNumbers)(self._roles[GROUP])
+        if is_integer != isinstance(self.group_numbers, IntegerNumbers):
+            mine, first = ("integers", "text") if is_integer else ("text", "integers")
+            raise DatasetFormatError(
+                f"{self._place(self.num_rows)}, column {self._roles[GROUP]!r}: groups must be of "
+                f"one type, got {mine} here and {first} in {self._place(0)}; use one kind of file, "
+                "or make the groups text in all of them (in CSV they are)"
+            )
+        return self.group_numbers.number(column)
+
+    def _part(self, column: pa.Array) -> NDArray[np.uint8]:
+        """The code of the part of each row: the place of its list in `ColumnSplit`."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        split = self.schema.split
+        assert isinstance(split, ColumnSplit)
+        parts = (split.train, split.test, split.validation)
+        values = column.cast(pa.string())
+        known = pa.array([value for part in parts for value in part], pa.string())
+        places = pc.fill_null(pc.index_in(values, known), -1).to_numpy(zero_copy_only=False)
+        rule = f"must be one of {known.to_pylist()}", "list its value in [split]"
+        self._refuse(places < 0, values, split.column, rule)
+        codes = np.repeat(np.arange(3, dtype=np.uint8), [len(part) for part in parts])
+        found: NDArray[np.uint8] = codes[places]
+        return found
+
+    def _refuse(
+        self, is_bad: NDArray[np.bool_], values: Any, column: str, rule: tuple[str, str]
+    ) -> None:
+        """Refuse the first bad value; the rule says what it must be, and what to do."""
+        if is_bad.any():
+            row, (must, hint) = int(np.argmax(is_bad)), rule
+            raise DatasetFormatError(
+                f"{self._place(self.num_rows + row)}, column {column!r}: {must}, got "
+                f"{str(values[row])[:80]}; {hint}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _as_numpy(name: str, batch: pa.RecordBatch) -> Columns:
+    return {name: batch.column(name).to_numpy(zero_copy_only=False)}
+
+
+def _bags(found: NDArray[np.int32], lists: pa.Array, rules: MultiColumn) -> Bags:
+    """The bags of a column of lists, cut to `max_length`."""
+    import pyarrow.compute as pc
+
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(False)
+    lengths = lengths.astype(np.int32, copy=False)
+    if not rules.max_length or not len(lengths) or lengths.max() <= rules.max_length:
+        return Bags(found, lengths)
+    kept = np.empty_like(found)
+    keep_last = isinstance(rules, SequenceColumn)
+    num_kept = _trim_kernel(found, lengths, rules.max_length, keep_last, kept)
+    return Bags(kept[:num_kept], np.minimum(lengths, np.int32(rules.max_length)))
+
+
+@dataclass
+class Moments:
+    """Count, mean and summed squared distance from the mean of the values so far."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    num_missing: int = 0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Add a block of values; missing ones are NaN."""
+        there = values[~np.isnan(values)]
+        self.num_missing += len(values) - len(there)
+        if len(there):
+            mean = float(there.mean())
+            self._merge(len(there), mean, float(np.square(there - mean).sum()))
+
+    def filled(self, fill: float) -> Moments:
+        """The moments of all values, each missing one being `fill`."""
+        whole = Moments(self.count, self.mean, self.squares)
+        whole._merge(self.num_missing, fill, 0.0)
+        return whole
+
+    def _merge(self, count: int, mean: float, squares: float) -> None:
+        if count:
+            total = self.count + count
+            step = mean - self.mean
+            self.squares += squares + step * step * (self.count / total) * count
+            self.mean += step * (count / total)
+            self.count = total
+
+
+@dataclass(frozen=True)
+class DenseRule:
+    """What happens to the values of a column.
+
+    Attributes:
+        transform: "none"; "log": log(1 + max(x, 0)); "standardize": (x - mean) / deviation, and
+            x - mean if the deviation is 0.
+        fill: Replaces a missing value, before the transform.
+        mean: Of the filled training part; used by "standardize".
+        deviation: Of the filled training part (divided by the count, not by one less).
+    """
+
+    transform: str
+    fill: float
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    @classmethod
+    def of(cls, name: str, transform: str, missing: float | str, moments: Moments) -> DenseRule:
+        """The rule of a column.
+
+        Args:
+            name: The column, for messages.
+            transform: See the attribute.
+            missing: A number, or "mean" or "error".
+            moments: Of the training part.
+
+        Raises:
+            DatasetFormatError: the mean is needed, and the training part has no value.
+        """
+        if missing == "mean" and not moments.count:
+            raise DatasetFormatError(
+                f"column {name!r}: missing values take the mean of the training part, which has "
+                "no value in this column; set missing to a number, or ignore the column"
+            )
+        fill = moments.mean if missing == "mean" else 0.0 if missing == "error" else float(missing)
+        filled = moments.filled(fill)
+        deviation = math.sqrt(filled.squares / filled.count) if filled.count else 0.0
+        if deviation <= _ROUNDING * abs(filled.mean):  # equal values, and rounding
+            deviation = 0.0
+        return cls(transform, fill, filled.mean, deviation)
+
+    def apply(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
+        """The features of the given values, of the same shape; missing ones are NaN."""
+        filled = np.where(np.isnan(values), self.fill, values)
+        if self.transform == "log":
+            filled = np.log1p(np.maximum(filled, 0.0))
+        elif self.transform == "standardize":
+            filled = (filled - self.mean) / (self.deviation or 1.0)
+        with np.errstate(over="ignore"):  # an infinite feature has no finite score
+            return filled.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class StoreRows:
+    """n rows of a store.
+
+    Attributes:
+        dense: Dense features, (n, I) float32.
+        features: For each feature, in the order of the store: its rows (n,) int32, or bags.
+        labels: 0 or 1, (n,) int8, or (n, K) with several labels, and `NO_LABEL` for rows to
+            predict that have none; None if no row has one.
+        weights: Of each row, (n,) float32; None if the schema has none.
+        groups: Of each row, (n,) int32; None if the schema has none.
+        times: Seconds since 1970, (n,) int64; None if the schema has none.
+    """
+
+    dense: NDArray[np.float32]
+    features: dict[str, NDArray[np.int32] | Bags]
+    labels: NDArray[np.int8] | None
+    weights: NDArray[np.float32] | None = None
+    groups: NDArray[np.int32] | None = None
+    times: NDArray[np.int64] | None = None
+
+    def take(self, rows: NDArray[np.int64]) -> StoreRows:
+        """The given rows, in the given order; a row may be given several times."""
+
+        def taken(array: NDArray[Any] | None) -> NDArray[Any] | None:
+            return None if array is None else array[rows]
+
+        return StoreRows(
+            self.dense[rows],
+            {
+                name: found.take(rows) if isinstance(found, Bags) else found[rows]
+                for name, found in self.features.items()
+            },
+            *map(taken, (self.labels, self.weights, self.groups, self.times)),
+        )
+
+    def as_arrays(self) -> dict[str, NDArray[Any]]:
+        """The arguments of `StoreWriter.append`."""
+        ones = [found for found in self.features.values() if not isinstance(found, Bags)]
+        bags = [found for found in self.features.values() if isinstance(found, Bags)]
+        sparse = np.empty((len(self.dense), len(ones)), np.int32)
+        for column, rows in enumerate(ones):
+            sparse[:, column] = rows
+        arrays: dict[str, NDArray[Any] | None] = {
+            "labels": self.labels,
+            "dense": self.dense,
+            "sparse": sparse,
+            "weights": self.weights,
+            "groups": self.groups,
+            "times": self.times,
+        }
+        if bags:
+            lengths = np.stack([bag.lengths for bag in bags], axis=1)
+            starts = (np.cumsum(lengths, dtype=np.int64) - lengths.ravel()).reshape(lengths.shape)
+            values = np.empty(int(lengths.sum()), np.int32)
+            for column, bag in enumerate(bags):
+                _weave_kernel(bag.values, bag.lengths, starts[:, column].copy(), values)
+            arrays |= {"bag_values": values, "bag_lengths": lengths}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def as_batch(self) -> Batch:
+        """A mini-batch with the features in the order of the store, and `NO_LABEL` for no label."""
+        import torch
+
+        from recsys.batch import Batch, JaggedIds
+
+        num_rows = len(self.dense)
+        ones = np.ones(num_rows, np.int32)
+        bags = [
+            found if isinstance(found, Bags) else Bags(found, ones)
+            for found in self.features.values()
+        ]
+        offsets = np.zeros(len(bags) * num_rows + 1, np.int64)
+        np.cumsum(np.concatenate([bag.lengths for bag in bags]), out=offsets[1:])
+        values = np.concatenate([bag.values for bag in bags]).astype(np.int64)
+        labels = np.full(num_rows, NO_LABEL, np.int8) if self.labels is None else self.labels
+        return Batch(
+            torch.from_numpy(self.dense),
+            JaggedIds(list(self.features), torch.from_numpy(values), torch.from_numpy(offsets)),
+            torch.from_numpy(labels.astype(np.float32)),
+            None if self.weights is None else torch.from_numpy(self.weights),
+        )
+
+
+class TableRows(NamedTuple):
+    """The rows of a table.
+
+    Attributes:
+        num_rows: How many.
+        row_of: The row of each number, 0 for rare values, (num_values,); None for a hashed table,
+            whose numbers are rows.
+    """
+
+    num_rows: int
+    row_of: NDArray[np.int32] | None
+
+
+@dataclass
+class RowMaker:
+    """Turns encoded columns into rows of a store.
+
+    Attributes:
+        schema: What the columns mean.
+        tables: The rows of each table.
+        dense: The rule of each dense column.
+        unknown: How many values of each column shared row 0 so far, missing ones aside; of numbered
+            columns only.
+    """
+
+    schema: Schema
+    tables: Mapping[str, TableRows]
+    dense: Mapping[str, DenseRule]
+    unknown: dict[str, int] = field(default_factory=dict)
+
+    def make(
+        self,
+        columns: Columns,
+        histories: Mapping[str, Bags] | None = None,
+    ) -> StoreRows:
+        """The rows of a store.
+
+        Args:
+            columns: Encoded columns.
+            histories: The encoded bag of each history.
+        """
+        first = next(iter(columns.values()))
+        num_rows = len(first.lengths if isinstance(first, Bags) else first)
+        dense = np.empty((num_rows, len(self.dense)), np.float32)
+        for column, (name, rule) in enumerate(self.dense.items()):
+            dense[:, column] = rule.apply(np.asarray(columns[name]))
+        features: dict[str, NDArray[np.int32] | Bags] = {}
+        for feature in self.schema.features:
+            history = self.schema.history.get(feature.name)
+            if history is None:
+                features[feature.name] = self._rows(columns[feature.name], feature.name)
+                continue
+            assert histories is not None
+            values, lengths = histories[feature.name]
+            features[feature.name] = Bags(self.rows_of(values, history.of), lengths)
+        found = [columns[role] for role in labels_of(self.schema) if role in columns]
+        labels: Any = np.stack(found, axis=1) if self.schema.labels and found else (*found, None)[0]
+        others = (columns.get(role) for role in (WEIGHT, GROUP, TIME))
+        return StoreRows(dense, features, labels, *others)  # type: ignore[arg-type]
+
+    def rows_of(self, numbers: NDArray[np.int32], column: str) -> NDArray[np.int32]:
+        """The rows of the values of a column, without counting unknown ones; of the same shape."""
+        return np.asarray(self._rows(numbers, column, count=False))
+
+    def _rows(
+        self, numbers: NDArray[np.int32] | Bags, column: str, *, count: bool = True
+    ) -> NDArray[np.int32] | Bags:
+        rules = self.schema.value_columns[column]
+        row_of = self.tables[rules.table or column].row_of
+        if row_of is None:
+            return numbers
+        flat = numbers.values if isinstance(numbers, Bags) else numbers
+        rows = np.empty(len(flat), np.int32)
+        num_unknown = _rows_kernel(flat, row_of, int(rules.has_missing_row), rows)
+        if count:
+            self.unknown[column] = self.unknown.get(column, 0) + num_unknown
+        return Bags(rows, numbers.lengths) if isinstance(numbers, Bags) else rows
+
+
+@kernel
+def _trim_kernel(
+    values: NDArray[Any],
+    lengths: NDArray[np.int32],
+    max_length: int,
+    keep_last: bool,
+    kept: NDArray[Any],
+) -> int:
+    """Keep the first or the last values of each bag; returns how many are kept."""
+    begin, num_kept = 0, 0
+    for length in lengths:
+        num_new = min(length, max_length)
+        start = begin + length - num_new if keep_last else begin
+        for place in range(start, start + num_new):
+            kept[num_kept] = values[place]
+            num_kept += 1
+        begin += length
+    return num_kept
+
+
+@kernel
+def _rows_kernel(
+    numbers: NDArray[np.int32],
+    row_of: NDArray[np.int32],
+    missing_row: int,
+    rows: NDArray[np.int32],
+) -> int:
+    """Replace numbers by rows; returns how many values that are not missing have row 0."""
+    num_unknown = 0
+    for position, number in enumerate(numbers):
+        row = np.int32(0)
+        if number >= 0:
+            row = row_of[number]
+        elif number == MISSING:
+            rows[position] = missing_row
+            continue
+        num_unknown += row == 0
+        rows[position] = row
+    return num_unknown
+
+
+@kernel
+def _weave_kernel(
+    values: NDArray[Any],
+    lengths: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    woven: NDArray[Any],
+) -> None:
+    """Copy the bag of each row to its start."""
+    begin = 0
+    for row in range(len(lengths)):
+        for place in range(lengths[row]):
+            woven[starts[row] + place] = values[begin + place]
+        begin += lengths[row]

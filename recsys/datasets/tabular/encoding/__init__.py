@@ -1,1 +1,0 @@
-"""Gives each value of a column its row."""

@@ -1,0 +1,828 @@
+"""The schema of a table: what each column means, how rows are split, where negatives come from.
+
+A schema is read from TOML (`Schema.from_toml`), from a dictionary of JSON types
+(`Schema.from_dict`, the form in a store's meta.json), or by the name of a public data set
+(`find_schema`). Each way checks it whole.
+
+This module imports pydantic; commands that read no schema do not import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from recsys._support.untrusted import is_finite_number, is_int, is_text, parse_toml
+from recsys.datasets.store_writer import Feature
+from recsys.errors import ConfigError
+
+__all__ = [
+    "FLOAT_MAX",
+    "TIME_UNITS",
+    "CategoricalColumn",
+    "ColumnSplit",
+    "DenseColumn",
+    "FractionSplit",
+    "HistoryColumn",
+    "LastOneOutSplit",
+    "MultiColumn",
+    "Negatives",
+    "RandomSplit",
+    "Rule",
+    "Schema",
+    "SequenceColumn",
+    "SharesSplit",
+    "Split",
+    "Table",
+    "TimestampSplit",
+    "ValueColumn",
+    "check_delimiter",
+    "find_schema",
+    "named_schemas",
+    "rule_of",
+]
+
+FLOAT_MAX = (2 - 2**-23) * 2.0**127  # of float32
+TIME_UNITS = {"ms": 10**3, "us": 10**6, "ns": 10**9}  # ticks of a second
+_RULE = re.compile(r"\s*(==|>=|<=|>|<)\s*(\S.*?)\s*")
+_NAMED = Path(__file__).with_name("named")
+_KINDS = ("dense", "categorical", "multi", "sequence", "history")
+# A column may be named in several of these places. In all others it has that one meaning.
+_SHARED = {"categorical", "group", "split.column", "filter"}
+# Keys that ended, and what to do instead.
+_ENDED = {
+    "weights": "values in bags have no weights; leave it out, or train on a column of the best",
+    "validation_from": "the part before test_from is divided by validation, a share of the rows",
+}
+
+
+def _check_name(name: str) -> str:
+    if not name or not is_text(name):
+        raise ValueError(f"a name must be printable text, got {name!r}")
+    if name.startswith("/"):
+        raise ValueError(
+            f"a name must not begin with '/', as names of recsys's own do, got {name!r}; rename "
+            "the column"
+        )
+    return name
+
+
+def _check_missing(value: Any) -> Any:
+    is_number = is_finite_number(value) and abs(value) <= FLOAT_MAX
+    is_good = value in ("mean", "error") if isinstance(value, str) else is_number
+    if not is_good:
+        raise ValueError(f'must be a number of float32, "mean" or "error"; got {value!r}')
+    return value
+
+
+def _parse_share(value: Any) -> Fraction:
+    top, slash, bottom = str(value).partition("/")
+    try:
+        share = Fraction(int(top), int(bottom)) if slash else Fraction(repr(float(top)))
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not 0 <= share < 1:
+        raise ValueError(f'must be in [0, 1): a number, or text such as "1/14"; got {value!r}')
+    return share
+
+
+def _check_share(value: Any) -> Any:
+    _parse_share(value)
+    return value
+
+
+def _as_texts(value: Any) -> Any:
+    """Values of a column as the text that it is compared by; one value stands for a list of it."""
+    found = value if isinstance(value, list | tuple) else [value]
+    for each in found:
+        if not (isinstance(each, str | bool | date) or is_int(each)):
+            raise ValueError(f"must be text, integers or a list of them, got {str(each)[:40]!r}")
+    texts = tuple(str(each).lower() if isinstance(each, bool) else str(each) for each in found)
+    "".join(texts).encode()  # raises for surrogates, which JSON allows and UTF-8 does not
+    return texts
+
+
+def _as_condition(value: Any) -> Any:
+    """The values that a column may have, or a rule."""
+    texts = _as_texts(value)
+    rule_of(texts)
+    return texts
+
+
+def _as_list(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"must be a list, got {str(value)[:40]!r}")  # noqa: TRY004  # see pydantic
+    return _as_texts(value)
+
+
+def _as_seconds(value: Any) -> Any:
+    """Seconds since 1970 of a moment: seconds, ISO text or a date; UTC where it names no zone."""
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime.combine(value, time())
+    if isinstance(value, datetime):
+        value = value if value.tzinfo else value.replace(tzinfo=UTC)
+        return int((value - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() // 1)
+    return value
+
+
+_Column = Annotated[str, AfterValidator(_check_name)]
+_Role = Annotated[str, AfterValidator(lambda name: name and _check_name(name))]
+_Share = Annotated[Any, AfterValidator(_check_share)]
+_Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+_Conditions = dict[
+    _Column, Annotated[tuple[str, ...], BeforeValidator(_as_condition), Field(min_length=1)]
+]
+_Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_Rows = Annotated[int, Field(ge=0, lt=2**31)]  # rows are int32 in the store
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A comparison, such as ">= 4" of numbers or "== yes" of text.
+
+    Attributes:
+        comparison: One of ==, >=, >, <=, <; == for text.
+        value: The number, or the text, on its right; text is compared letter by letter.
+    """
+
+    comparison: str
+    value: float | str
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Read a rule.
+
+        Raises:
+            ValueError: it is neither a comparison and a number, nor == and text.
+        """
+        match = _RULE.fullmatch(text)
+        comparison, value = match.groups() if match else ("", "nan")
+        try:
+            number = float(value)
+        except ValueError:
+            if comparison == "==" and is_text(value) and value[0] not in "\"'":
+                return cls(comparison, value)
+            number = float("nan")
+        if not is_finite_number(number):
+            raise ValueError(
+                'must be ==, >=, >, <= or < and a number, such as ">= 4", or == and text without '
+                f'quotes, such as "== yes"; got {text!r}'
+            )
+        return cls(comparison, number)
+
+
+def rule_of(texts: tuple[str, ...]) -> Rule | None:
+    """The rule of a condition; None if it lists values.
+
+    Raises:
+        ValueError: the rule is none.
+    """
+    return (
+        Rule.parse(texts[0]) if len(texts) == 1 and texts[0].startswith(("<", "=", ">")) else None
+    )
+
+
+def _check_rule(text: str) -> str:
+    Rule.parse(text)
+    return text
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class DenseColumn(_Keys):
+    """A column of numbers.
+
+    Attributes:
+        transform: "none", "log" (log(1 + max(x, 0))), or "standardize" (by mean and standard
+            deviation of the training part).
+        missing: What stands for a missing value: a number (the transform is applied to it, too),
+            "mean" (of the training part), or "error".
+    """
+
+    transform: Literal["none", "log", "standardize"] = "none"
+    missing: Annotated[Any, AfterValidator(_check_missing)] = 0.0
+
+
+class ValueColumn(_Keys):
+    """Keys of each column whose values are rows of an embedding table.
+
+    Attributes:
+        values: "string" or "integer" (of 64 bits).
+        numbering: "first" (rows by first appearance in the training part) or "hash".
+        num_rows: Rows of the table, with numbering "hash" only.
+        min_count: Values that the training part has less often share row 0.
+        max_rows: 0 for no limit; else the most frequent `max_rows` - 1 values keep rows of their
+            own (of equally frequent ones, the first seen); `max_rows` - 2 of them if missing values
+            have a row of their own.
+        table: The vocabulary and embedding table; empty for one of the column's own name.
+    """
+
+    values: Literal["string", "integer"] = "string"
+    numbering: Literal["first", "hash"] = "first"
+    num_rows: _Rows = 0
+    min_count: Annotated[int, Field(ge=1, lt=2**63)] = 1
+    max_rows: _Rows = 0
+    table: str = ""
+
+    @model_validator(mode="after")
+    def _check_numbering(self) -> ValueColumn:
+        is_hash = self.numbering == "hash"
+        if is_hash == (self.num_rows == 0):
+            raise ValueError(
+                f"num_rows must be set with numbering 'hash', and only then; got {self.num_rows} "
+                f"with {self.numbering!r}"
+            )
+        if is_hash and (self.min_count > 1 or self.max_rows or self.has_missing_row):
+            raise ValueError(
+                "min_count, max_rows and missing 'own' are for numbering 'first', got 'hash'; "
+                "leave them out"
+            )
+        if 0 < self.max_rows < 2 + self.has_missing_row:
+            raise ValueError(
+                "max_rows must be 0 (no limit), or at least 2, and 3 with missing 'own'; got "
+                f"{self.max_rows}"
+            )
+        return self
+
+    @property
+    def has_missing_row(self) -> bool:
+        """Whether row 1 of the table is for missing values."""
+        return getattr(self, "missing", "") == "own"
+
+
+class CategoricalColumn(ValueColumn):
+    """A column with one value in each row.
+
+    Attributes:
+        missing: "rare" (row 0), "own" (row 1) or "error". With numbering "hash", "rare" is the row
+            that the empty text hashes to, and "own" is refused.
+    """
+
+    missing: Literal["rare", "own", "error"] = "rare"
+
+
+class MultiColumn(ValueColumn):
+    """A column with any number of values in each row. Missing or empty: an empty bag.
+
+    Attributes:
+        split: The character between the values of text; empty for lists, in Parquet and frames.
+        max_length: 0 for no limit; else the first `max_length` values are kept.
+    """
+
+    split: Annotated[str, Field(max_length=1)] = ""
+    max_length: _Rows = 0
+
+
+class SequenceColumn(MultiColumn):
+    """A column with a list in order of time. The last `max_length` values are kept."""
+
+    max_length: _Count = Field()
+
+
+class HistoryColumn(_Keys):
+    """A sequence made from earlier rows: values of a column in positive rows of the same group.
+
+    Earlier means by timestamp if the schema has one, else by order in the file. With a label and a
+    timestamp, rows of an equal time are not earlier. Histories of training rows list training rows
+    alone; those of other rows list all earlier positive rows.
+
+    Attributes:
+        of: The categorical column; the history shares its table.
+        max_length: How many of the last values are kept.
+        where: Which rows are listed, as for the schema's `filter`: then all earlier rows of the
+            group for which it holds, also those that `filter` leaves out. Empty: positive rows.
+    """
+
+    of: _Column
+    max_length: _Count = 20
+    where: _Conditions = {}
+
+
+class SharesSplit(_Keys):
+    """By shares of the rows.
+
+    Attributes:
+        test: Share of the rows: a number, or text such as "1/14".
+        validation: Also.
+    """
+
+    test: _Share = "1/14"
+    validation: _Share = "1/14"
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> SharesSplit:
+        if self.test_share + self.validation_share >= 1:
+            raise ValueError(
+                f"test + validation must be below 1, got {self.test} + {self.validation}"
+            )
+        return self
+
+    @property
+    def test_share(self) -> Fraction:
+        """`test` as an exact fraction of the rows."""
+        return _parse_share(self.test)
+
+    @property
+    def validation_share(self) -> Fraction:
+        """`validation` as an exact fraction of the rows."""
+        return _parse_share(self.validation)
+
+
+class FractionSplit(SharesSplit):
+    """In file order: first train, then validation, then test."""
+
+    by: Literal["fraction"] = "fraction"
+
+
+class RandomSplit(SharesSplit):
+    """At random, by a seed: rows, or whole groups; in each part rows keep the order of the file."""
+
+    by: Literal["random", "group"]
+    seed: _Seed = 0
+
+
+class TimestampSplit(SharesSplit):
+    """In order of time: first train, then validation, then test.
+
+    `test` and `validation` are shares of the rows; rows of the same time keep the order of the
+    file.
+
+    Attributes:
+        test_from: The first moment of the test part, in seconds since 1970, in place of `test`;
+            None for the share.
+    """
+
+    by: Literal["timestamp"]
+    test_from: Annotated[
+        Annotated[int, Field(gt=-(2**62), lt=2**62)] | None, BeforeValidator(_as_seconds)
+    ] = None
+
+
+class ColumnSplit(_Keys):
+    """By the values of a column, compared as text; booleans are the texts true and false.
+
+    Attributes:
+        column: The column.
+        train: Its values in rows of the training part.
+        test: Of test.
+        validation: Of validation; empty: the first half of the rows of test (in file order).
+    """
+
+    by: Literal["column"]
+    column: _Column
+    train: Annotated[_Texts, Field(min_length=1)]
+    test: Annotated[_Texts, Field(min_length=1)]
+    validation: _Texts = ()
+
+    @model_validator(mode="after")
+    def _check_values(self) -> ColumnSplit:
+        values = [*self.train, *self.test, *self.validation]
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"a value must be listed once, got {value!r} again")
+        return self
+
+
+class LastOneOutSplit(_Keys):
+    """The last row of each group is test, the one before it validation; for data without a label.
+
+    This holds for groups of at least three rows; all other rows are for training.
+    """
+
+    by: Literal["last_one_out"]
+
+
+Split = FractionSplit | RandomSplit | TimestampSplit | ColumnSplit | LastOneOutSplit
+
+
+def _with_by(value: Any) -> Any:
+    return {"by": "fraction", **value} if isinstance(value, Mapping) else value
+
+
+class Negatives(_Keys):
+    """Rows drawn beside each positive of the training part, when the data has positives only.
+
+    A negative is its positive with another item. Without a history of the item, that is no item of
+    the group's training rows. With one, items come again: it is any item but the positive's own.
+
+    Attributes:
+        item: The categorical column that is redrawn.
+        item_columns: Further categorical columns that belong to the item and change with it.
+        per_positive: How many, for each positive.
+        by: "uniform", or "popularity" (training counts ** 0.75).
+        seed: Seed of the draw.
+    """
+
+    item: _Column
+    item_columns: _Texts = ()
+    per_positive: Annotated[int, Field(ge=1, le=1000)] = 4
+    by: Literal["uniform", "popularity"] = "uniform"
+    seed: _Seed = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """One vocabulary and embedding table.
+
+    Attributes:
+        name: Its name.
+        rules: A column that shares it; all agree in `_TABLE_KEYS`.
+        has_missing_row: Whether row 1 is for missing values.
+        columns: The columns that share it, in order of the features; histories are not among them.
+    """
+
+    name: str
+    rules: ValueColumn
+    has_missing_row: bool
+    columns: tuple[str, ...]
+
+    @property
+    def first_row(self) -> int:
+        """The first row that belongs to a value, with numbering "first"."""
+        return 2 if self.has_missing_row else 1
+
+
+# What all columns of one table must say alike.
+_TABLE_KEYS = ("values", "numbering", "num_rows", "min_count", "max_rows")
+
+
+class Schema(_Keys):
+    """What each column of a table means. A column that it does not name is ignored.
+
+    Attributes:
+        label: Column of labels; empty: every row is a positive, and `negatives` is required.
+        labels: Several columns of labels, in place of `label`.
+        positive: Rule that makes 0/1 of a number, such as ">= 4", or of text, such as "== yes";
+            empty: values are 0/1 or true/false.
+        group: Column of groups, such as users; may also be a categorical column. Empty for none.
+        timestamp: Column of times; empty for none. They become int64 seconds since 1970.
+        timestamp_format: "ms", "us" or "ns" for numbers that are not seconds; or the form of text
+            or digits, such as "%y%m%d%H" (UTC). Empty: seconds, ISO text or Arrow timestamps.
+        weight: Column of factors of each sample's loss; empty for none.
+        delimiter: Character between the fields of text files; empty: tab for .tsv, else a comma.
+        quote: Character around fields of text files that hold delimiters or line breaks; empty: no
+            field is quoted.
+        names: Names of the columns of text files whose first line is data; empty: it names them.
+        missing_values: What stands for a missing value in text files, beside an empty field.
+        filter: Rows that become samples: those in which each of these columns has one of the given
+            values, compared as text. A single value may be a rule, such as ">= 4".
+        dense: Dense columns by name, in the order of the store.
+        categorical: Columns with one value a row, by name.
+        multi: Columns with a bag of values a row, by name.
+        sequence: Columns with an ordered list of values a row, by name.
+        history: Sequences made from earlier rows, by the feature's name.
+        split: How rows become train, validation and test.
+        negatives: For data without labels.
+    """
+
+    label: _Role = ""
+    labels: _Texts = ()
+    positive: Annotated[str, AfterValidator(_check_rule)] = ""
+    group: _Role = ""
+    timestamp: _Role = ""
+    timestamp_format: str = ""
+    weight: _Role = ""
+    delimiter: str = ""
+    quote: str = '"'
+    names: _Texts = ()
+    missing_values: _Texts = ()
+    filter: _Conditions = {}
+    dense: dict[_Column, DenseColumn] = {}
+    categorical: dict[_Column, CategoricalColumn] = {}
+    multi: dict[_Column, MultiColumn] = {}
+    sequence: dict[_Column, SequenceColumn] = {}
+    history: dict[_Column, HistoryColumn] = {}
+    split: Annotated[Annotated[Split, Field(discriminator="by")], BeforeValidator(_with_by)] = (
+        FractionSplit()
+    )
+    negatives: Negatives | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Schema:
+        check_delimiter(self.delimiter, self.quote)
+        _check_meanings(self)
+        for is_broken, fault in (*_faults_of_labels(self), *_faults_of_groups(self)):
+            if is_broken:
+                raise ValueError(fault)
+        _check_tables(self)
+        return self
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Schema:
+        """Read a schema from a TOML file.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ConfigError: the file cannot be read or is not TOML, a key is unknown, or a value is
+                not what the key accepts. The message begins with the file.
+        """
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would block, a device not end
+            raise ConfigError(f"schema {path} must be a file; name another")
+        try:
+            tree = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"schema {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"schema {path} is not TOML: {error}") from error
+        try:
+            return cls.from_dict(tree)
+        except ConfigError as error:
+            raise ConfigError(f"schema {path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, tree: Any) -> Schema:
+        """Build a schema from nested keys, as in the TOML file or from `as_dict`.
+
+        Args:
+            tree: A mapping of keys to values and mappings.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is not what the key accepts.
+        """
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The schema in JSON types; keys that have their default are left out."""
+        tree = self.model_dump(mode="json", exclude_defaults=True)
+        split = {"by": self.split.by, **tree.pop("split", {})}
+        negatives = {"negatives": tree.pop("negatives")} if self.negatives else {}
+        return {**tree, "split": split, **negatives}
+
+    def to_toml(self) -> str:
+        """The schema as TOML, which `from_toml` reads back to an equal one."""
+        return tomli_w.dumps(self.as_dict())
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """The columns of labels: one, several, or none."""
+        return (self.label,) if self.label else self.labels
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The sparse features in order of the store: categorical, multi, sequence, history."""
+        kinds = {"one": self.categorical, "multi": self.multi, "sequence": self.sequence}
+        found = [
+            Feature(name, column.table or name, kind)
+            for kind, columns in kinds.items()
+            for name, column in columns.items()  # type: ignore[attr-defined]
+        ]
+        for name, history in self.history.items():
+            found.append(
+                Feature(name, self.categorical[history.of].table or history.of, "sequence")
+            )
+        return tuple(found)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The embedding tables, in order of their first feature."""
+        sharing: dict[str, dict[str, ValueColumn]] = {}
+        for name, column in self.value_columns.items():
+            sharing.setdefault(column.table or name, {})[name] = column
+        return tuple(
+            Table(
+                table,
+                next(iter(columns.values())),
+                any(column.has_missing_row for column in columns.values()),
+                tuple(columns),
+            )
+            for table, columns in sharing.items()
+        )
+
+    @property
+    def value_columns(self) -> dict[str, ValueColumn]:
+        """Columns with values of embedding tables, in order of the features."""
+        return {**self.categorical, **self.multi, **self.sequence}
+
+    @property
+    def conditions(self) -> dict[str, Mapping[str, tuple[str, ...]]]:
+        """The conditions on rows, by a name of their own: of the filter, and of histories."""
+        found = {f"/where/{name}": history.where for name, history in self.history.items()}
+        return {name: where for name, where in {"/filter": self.filter, **found}.items() if where}
+
+    @property
+    def own_columns(self) -> tuple[str, ...]:
+        """Every column that has a meaning of its own, once: features first, then the others."""
+        split = self.split.column if isinstance(self.split, ColumnSplit) else ""
+        others = (*self.label_columns, self.group, self.timestamp, self.weight, split)
+        return tuple(dict.fromkeys([*self.dense, *self.value_columns, *filter(None, others)]))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column of the file that is read, once: those that conditions name come last."""
+        compared = [name for where in self.conditions.values() for name in where]
+        return tuple(dict.fromkeys([*self.own_columns, *compared]))
+
+    @property
+    def positive_rule(self) -> Rule | None:
+        """The rule of the key `positive`; None without one."""
+        return Rule.parse(self.positive) if self.positive else None
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether items come again in a group: a history lists the item of the negatives."""
+        item = self.negatives.item if self.negatives else None
+        return any(history.of == item for history in self.history.values())
+
+
+def find_schema(name_or_file: str) -> Schema:
+    """A schema by its name, or from a TOML file.
+
+    Args:
+        name_or_file: One of `named_schemas()`; anything else is the path of a file.
+
+    Raises:
+        ConfigError: it is neither, or the file holds no valid schema.
+    """
+    known = named_schemas()
+    if name_or_file in known:
+        return Schema.from_toml(_NAMED / f"{name_or_file}.toml")
+    if not Path(name_or_file).exists():
+        raise ConfigError(
+            f"schema {name_or_file} does not exist; name a TOML file, or one of {', '.join(known)}"
+        )
+    return Schema.from_toml(name_or_file)
+
+
+def named_schemas() -> list[str]:
+    """The names of the schemas of public data sets."""
+    return sorted(file.stem for file in _NAMED.glob("*.toml"))
+
+
+def check_delimiter(delimiter: str, quote: str) -> None:
+    """Check the keys `delimiter` and `quote`.
+
+    Raises:
+        ConfigError: one is not a character of ASCII, or both are the same.
+    """
+    for name, value in (("delimiter", delimiter), ("quote", quote)):
+        if len(value) > 1 or not value.isascii() or value in ("\n", "\r", "\0"):
+            hint = "; replace it in the file by a tab" if len(value) > 1 else ""
+            raise ConfigError(f"{name} must be one character of ASCII, got {value!r}{hint}")
+    if quote and quote in (delimiter or ",\t"):
+        raise ConfigError(f"quote must differ from the delimiter, got {quote!r}")
+
+
+def _check_meanings(schema: Schema) -> None:
+    """Check that each column has one meaning, or some that go together."""
+    named = [(kind, name) for kind in _KINDS for name in getattr(schema, kind)]
+    if not named:
+        raise ValueError("a schema must name at least one dense, categorical, multi or sequence")
+    named += [("label", name) for name in schema.label_columns]
+    named += [(role, getattr(schema, role)) for role in ("timestamp", "weight", "group")]
+    named.append(("split.column", getattr(schema.split, "column", "")))
+    named += [("filter", name) for where in schema.conditions.values() for name in where]
+    seen: dict[str, str] = {}
+    for place, name in named:
+        if name and name in seen and not {seen[name], place} <= _SHARED:
+            raise ValueError(f"{place}: column {name!r} is named in {seen[name]}, too")
+        seen.setdefault(name, place)
+
+
+def _faults_of_labels(schema: Schema) -> Iterator[tuple[bool, str]]:
+    """Rules on labels, negatives and times, and whether the schema breaks them."""
+    label, negatives, form = schema.label_columns, schema.negatives, schema.timestamp_format
+    yield bool(schema.label and schema.labels), "label and labels: take one of the two"
+    yield bool(schema.positive and not label), "positive needs the key label"
+    yield (
+        not label and negatives is None,
+        "a schema needs a label, or negatives (without a label every row is a positive); set "
+        "label, or add a table [negatives]",
+    )
+    if negatives is not None:
+        items = (negatives.item, *negatives.item_columns)
+        yield bool(label), "negatives are for data without a label; take one of the two out"
+        yield len(set(items)) < len(items), f"negatives: each column once, got {list(items)}"
+        for column in items:
+            rules = schema.categorical.get(column)
+            yield (
+                rules is None or column == schema.group,
+                f"negatives: {column!r} must be a categorical column that is not the group",
+            )
+            yield (
+                rules is not None and column == negatives.item and rules.numbering == "hash",
+                f"negatives.item: {column!r} must have numbering 'first', got 'hash'",
+            )
+    yield bool(form and not schema.timestamp), "timestamp_format needs the key timestamp"
+    yield (
+        bool(form) and form not in TIME_UNITS and "%" not in form,
+        f"timestamp_format must be one of {', '.join(TIME_UNITS)}, or a form such as "
+        f'"%Y%m%d"; got {form!r}',
+    )
+    yield (
+        ("%I" in form) != ("%p" in form) or re.search("%[UWVGg]", form) is not None,
+        "timestamp_format must have %I (an hour up to 12) and %p (AM or PM) together, or %H, and "
+        f"days in place of weeks; got {form!r}",
+    )
+
+
+def _faults_of_groups(schema: Schema) -> Iterator[tuple[bool, str]]:
+    """Rules on what needs groups and times, and whether the schema breaks them."""
+    by = schema.split.by
+    needing = [f"history.{name}" for name in schema.history]
+    needing += ["negatives"] * (schema.negatives is not None)
+    needing += [f"split by {by!r}"] * (by in ("group", "last_one_out"))
+    yield (
+        bool(needing and not schema.group),
+        f"{needing[:1]} needs the key group, a column of groups",
+    )
+    yield (
+        by == "timestamp" and not schema.timestamp,
+        "split by 'timestamp' needs the key timestamp, a column of times",
+    )
+    yield (
+        by == "last_one_out" and bool(schema.label_columns),
+        "split by 'last_one_out' tests on positives alone, which no metric can judge in data with "
+        "a label; take another split, or keep the positive rows alone by [filter], leave out label "
+        "and add [negatives]",
+    )
+    for name, history in schema.history.items():
+        yield (
+            history.of not in schema.categorical,
+            f"history.{name}.of must be a categorical column of the schema, got {history.of!r}",
+        )
+
+
+def _check_tables(schema: Schema) -> None:
+    """Check the names of tables, and that the columns of each agree."""
+    for table in schema.tables:
+        if not is_text(table.name) or "." in table.name:
+            plain = re.sub(r"[^\w-]", "_", table.name)
+            raise ValueError(
+                f"column {table.columns[0]!r}: the name of its table must be printable text "
+                f"without a '.', got {table.name!r}; set the key table of the column to another "
+                f'name, such as "{plain}"'
+            )
+        for name in table.columns:
+            for key in _TABLE_KEYS:
+                mine, first = getattr(schema.value_columns[name], key), getattr(table.rules, key)
+                if mine != first:
+                    raise ValueError(
+                        f"columns {table.columns[0]!r} and {name!r} share table {table.name!r} and "
+                        f"must have the same {key}, got {first!r} and {mine!r}"
+                    )
+
+
+def _explain(error: ValidationError) -> str:
+    """The first fault that pydantic found: key, rule, value and hint."""
+    fault = error.errors()[0]
+    path = [str(part) for part in fault["loc"] if part != "[key]"]
+    if path[:1] == ["split"]:
+        del path[1:2]  # the kind of the split
+    key, kind, value = ".".join(path), fault["type"], repr(str(fault["input"])[:40])
+    if kind == "value_error":
+        return f"{key}: {fault['ctx']['error']}" if key else str(fault["ctx"]["error"])
+    if kind == "missing":
+        return f"{key} is required; set it"
+    if kind == "extra_forbidden":
+        models = _MODELS[:1] if len(path) == 1 else _MODELS[1:]
+        known = {name for model in models for name in model.model_fields}
+        close = difflib.get_close_matches(path[-1], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "docs/tables.md lists the keys"
+        return f"unknown key {key}; {_ENDED.get(path[-1], hint)}"
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        return f"{key or 'a schema'} must be a table of keys, got {value}"
+    if kind == "union_tag_invalid":
+        return (
+            f"split.by must be one of {fault['ctx']['expected_tags']}; got {fault['ctx']['tag']!r}"
+        )
+    return f"{key} {fault['msg'].replace('Input should', 'must')}, got {value}"
+
+
+_MODELS: tuple[type[_Keys], ...] = (
+    Schema,
+    DenseColumn,
+    CategoricalColumn,
+    SequenceColumn,
+    HistoryColumn,
+    RandomSplit,
+    TimestampSplit,
+    ColumnSplit,
+    Negatives,
+)

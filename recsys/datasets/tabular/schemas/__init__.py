@@ -1,1 +1,0 @@
-"""What a schema says: columns, splits, negatives, and the named ones."""

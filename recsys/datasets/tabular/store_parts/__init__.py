@@ -1,1 +1,0 @@
-"""Turns spooled rows into the parts of a store."""
