@@ -318,9 +318,9 @@ def restore(model: nn.Module) -> Accelerated:
     made = dict.fromkeys(module.attachment for module in kept if module.attachment is not None)
     for attachment in made:
         found = sum(module.attachment is attachment for module in kept)
-        if found != attachment.num_modules:
+        if found != len(attachment.modules):
             raise ValueError(
-                f"the model has {found} of the {attachment.num_modules} modules that "
+                f"the model has {found} of the {len(attachment.modules)} modules that "
                 "recsys.accelerate replaced together, and one optimizer updates the rows of all; "
                 "call recsys.restore on the whole model, and before one of these modules is "
                 "replaced"

@@ -53,6 +53,7 @@ class Attachment:
         rule: How to read a torch optimizer.
 
     Attributes:
+        modules: The modules whose rows it updates.
         groups: The groups of the tables.
         updates: Those of the groups.
         row_optimizer: The formula as a torch optimizer; None with a torch optimizer.
@@ -72,7 +73,7 @@ class Attachment:
         self.row_optimizer: FusedOptimizer | None = None
         self.updates: list[TableUpdate] = []
         self._handles: Sequence[RemovableHandle] = ()
-        self._modules: WeakSet[TableModule] = WeakSet()
+        self.modules: WeakSet[TableModule] = WeakSet()
         self._rule, self._is_begun = rule, False
         # Gradients of lookups before this do not say that a loss uses tables in other ways.
         self._had_grads = any(table.weight.grad is not None for table in tables)
@@ -102,18 +103,13 @@ class Attachment:
             if own:
                 module.attach(own, nodes)
                 module.attachment = self
-                self._modules.add(module)
+                self.modules.add(module)
 
     def __del__(self) -> None:
         """The modules were deleted: the optimizer updates their tables by itself from now on."""
         if not sys.is_finalizing():
             with suppress(TiersFailed, ConflictingWrite):  # said where it happened
                 self.write_back()
-
-    @property
-    def num_modules(self) -> int:
-        """Number of the modules whose rows it updates."""
-        return len(self._modules)
 
     def warn_of_copy(self) -> None:
         """Say that a copy trains by another rule, if it does."""
@@ -156,7 +152,7 @@ class Attachment:
             RuntimeError: as for `require_releasable`.
         """
         self.require_releasable()
-        self._give_back(list(self._modules))
+        self._give_back(list(self.modules))
         for handle in self._handles:
             handle.remove()
 
@@ -217,7 +213,7 @@ class Attachment:
         if not dense or self._rule is None or self._rule.rule:
             return
         known, going = set(dense), []
-        left = list(self._modules)
+        left = list(self.modules)
         while found := [
             module for module in left if any(each.weight in known for each in module.tables())
         ]:
@@ -241,7 +237,7 @@ class Attachment:
         for module in modules:
             module.detach()
             module.attachment = None
-            self._modules.discard(module)
+            self.modules.discard(module)
 
 
 def numbers_of(optimizer: Any) -> dict[nn.Parameter, int]:

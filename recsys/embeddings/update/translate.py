@@ -72,7 +72,9 @@ def translate(
     translation = _translations(optimizer, lazy_adam=lazy_adam).get(type(optimizer))
     for table, number in tables:
         if translation is None:
-            if _is_wrapper(optimizer):
+            keyed = sys.modules.get("torchrec.optim.keyed")
+            wrappers = "KeyedOptimizerWrapper", "OptimizerWrapper", "CombinedOptimizer"
+            if isinstance(optimizer, tuple(getattr(keyed, name, ()) for name in wrappers)):
                 raise ValueError(f"table {table!r}: {_name(type(optimizer))} {_UNWRAP}")
             reason = _reason_to_refuse(type(optimizer))
             if advice == _ADVICE and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
@@ -214,14 +216,6 @@ def _lazy_way_out(settings: Mapping[str, Any]) -> str:
     return (
         f"lazy_adam=True{needed} updates only the rows that were looked up, by the rule of "
         "SparseAdam"
-    )
-
-
-def _is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is one of TorchRec's that pass their step on to optimizers inside."""
-    keyed = sys.modules.get("torchrec.optim.keyed")
-    return keyed is not None and isinstance(
-        optimizer, keyed.KeyedOptimizerWrapper | keyed.OptimizerWrapper | keyed.CombinedOptimizer
     )
 
 

@@ -101,7 +101,7 @@ def sort_rows(entries: Sequence[DeviceEntry], num_rows: int, dim: int) -> Runs |
     Returns:
         The runs; None if there are no lookups.
     """
-    lowest = min((entry.gradient for entry in entries), key=_address)
+    lowest = min((entry.gradient for entry in entries), key=torch.Tensor.data_ptr)
     itemsize, device = lowest.itemsize, lowest.device
     parts: list[tuple[int, ...]] = []
     num_programs = num_lookups = 0
@@ -159,10 +159,6 @@ def sort_rows(entries: Sequence[DeviceEntry], num_rows: int, dim: int) -> Runs |
     )
     is_wide = multiple % wide == 0 and lowest.data_ptr() % 16 == 0
     return Runs(rows, order, listed, lowest, sources, scales, wide if is_wide else 1)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
 
 
 @triton.jit
