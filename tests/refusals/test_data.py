@@ -152,9 +152,8 @@ REFUSALS = [
         )
         for settings, name in (
             ({"num_samples": 6}, "num_samples"),
-            ({"table_sizes": []}, "table_sizes"),
-            ({"table_sizes": [3, 0]}, "'cat_1'"),
-            ({"table_sizes": [2**31 + 1]}, "'cat_0'"),
+            ({"table_sizes": [3, 0]}, "synthetic.table_sizes"),
+            ({"table_sizes": [2**31 + 1]}, "synthetic.table_sizes"),
             ({"drift": -1}, "synthetic.drift"),
             ({"test_samples": -1}, "synthetic.test_samples"),
             ({"test_samples": 500}, "synthetic.test_samples"),

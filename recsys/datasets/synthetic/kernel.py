@@ -27,7 +27,7 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel, kernel_part
-from recsys.datasets.criteo.shape import NUM_FACTORS, NUM_GROUPS
+from recsys.datasets.synthetic.shape import NUM_FACTORS, NUM_GROUPS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,13 +58,12 @@ class SampleArrays(NamedTuple):
     """Samples as the kernel writes them.
 
     Shape:
-        dense (B, I); rows (F, B); logit_parts (3, B): the summands of the logit from dense
-        features, rows and pairs of rows, without the bias; labels (B,).
+        dense (B, I); rows (F, B); logits (B,) without the bias; labels (B,).
     """
 
     dense: NDArray[np.float32]
     rows: NDArray[np.int64]
-    logit_parts: NDArray[np.float64]
+    logits: NDArray[np.float64]
     labels: NDArray[np.float32]
 
 
@@ -119,23 +118,21 @@ def make_samples(
     for start in range(0, len(times_B), _BLOCK_SAMPLES):
         times_b = times_B[start : start + _BLOCK_SAMPLES]
         stop = start + len(times_b)
-        logit_parts = arrays.logit_parts[:, start:stop]
+        logits = arrays.logits[start:stop]
         for position in range(len(times_b)):
             keys_b[position] = _hash(parameters.seed, np.uint64(times_b[position]))
-        _draw_dense(parameters, keys_b, arrays.dense[start:stop], logit_parts[0])
+        _draw_dense(parameters, keys_b, arrays.dense[start:stop], logits)
         _draw_ranks(parameters, keys_b[: len(times_b)], hashes_bF, ranks_bF, strengths_bF)
         if parameters.drift > 0.0:
             _apply_drift(parameters, times_b, ranks_bF)
         _number_rows(parameters, ranks_bF, arrays.rows[:, start:stop])
         _hash_rows(parameters, len(times_b), ranks_bF, hashes_bF)
-        _add_rows(parameters, hashes_bF, strengths_bF, logit_parts)
+        _add_rows(parameters, hashes_bF, strengths_bF, logits)
         for position in range(len(times_b)):
-            dense, rows, pairs = logit_parts[:, position]
-            logit = gain * (dense + rows + pairs) + bias
-            is_click = _uniform(_hash(keys_b[position], _LABEL)) < 1 / (1 + math.exp(-logit))
+            logits[position] *= gain
+            chance = 1 / (1 + math.exp(-(logits[position] + bias)))
+            is_click = _uniform(_hash(keys_b[position], _LABEL)) < chance
             arrays.labels[start + position] = 1.0 if is_click else 0.0
-            for part in range(3):
-                logit_parts[part, position] *= gain
 
 
 @kernel_part
@@ -267,12 +264,12 @@ def _add_rows(
     parameters: GeneratorParameters,
     hashes_bF: NDArray[np.uint64],
     strengths_bF: NDArray[np.float64],
-    scores: NDArray[np.float64],
+    scores_b: NDArray[np.float64],
 ) -> None:
-    """Compute the parts of the scores from rows and from pairs of rows."""
+    """Add the parts of the scores from rows and from pairs of rows."""
     pairs = parameters.pairs
     effects = np.empty(hashes_bF.shape[1])
-    for position in range(scores.shape[1]):
+    for position in range(len(scores_b)):
         strengths, hashes = strengths_bF[position], hashes_bF[position]
         for column in range(len(effects)):
             effects[column] = strengths[column] * _normal(hashes[column])
@@ -284,7 +281,7 @@ def _add_rows(
             first, second = pairs[pair, 0], pairs[pair, 1]
             strength = parameters.pair_effect * strengths[first] * strengths[second]
             pair_score += strength * _dot(hashes[first], hashes[second])
-        scores[1, position], scores[2, position] = row_score, pair_score
+        scores_b[position] = scores_b[position] + row_score + pair_score
 
 
 @kernel_part

@@ -15,7 +15,6 @@ from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.batch import features_by_table, has_bags, has_weighted_bags
 from recsys.config import SYNTHETIC_PREFIX
-from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -106,9 +105,7 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
                 "label"
             )
     else:
-        keys = asdict(config.synthetic)
-        keys["table_sizes"] = config.synthetic.table_sizes or KAGGLE_TABLE_SIZES
-        source = SyntheticCriteo(**keys)
+        source = SyntheticCriteo(**asdict(config.synthetic))
     for split, samples in source.splits.items():
         if to_train and not samples:
             way_out = (

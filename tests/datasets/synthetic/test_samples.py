@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.datasets.criteo.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic import samples
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.train.metrics.metrics import auc
+from recsys.datasets.synthetic.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
 
 ODD_SIZES = [1, 2, 3, 7, 64, 1_001]
 # Aggregates of a sample of the real data with 137,139 rows: per cent of lookups that go to the
@@ -251,31 +250,6 @@ def test_click_rate_is_that_of_kaggle(kaggle):
 
     assert batch.labels.mean().item() == pytest.approx(0.256, abs=0.005)
     assert set(batch.labels.unique().tolist()) == {0.0, 1.0}
-
-
-def test_labels_need_rows_and_interactions_of_rows(kaggle):
-    source, batch, _ = kaggle
-    labels = batch.labels.numpy()
-
-    parts = source.logit_parts(np.arange(REAL_NUM_SAMPLES))
-
-    # Dense features know nothing of rows, so no model that leaves out the tables does better.
-    assert auc(parts["dense"], labels) < 0.70
-    assert auc(parts["dense"] + parts["rows"], labels) < 0.78
-    assert auc(sum(parts.values()), labels) == pytest.approx(0.80, abs=0.01)
-
-
-def test_rows_that_are_hardly_ever_looked_up_hardly_matter():
-    source = SyntheticCriteo(num_samples=200_000, table_sizes=[2, 1_000_000])
-    numbers = np.arange(200_000)
-
-    rows = source.logit_parts(numbers)["rows"]
-
-    ids_FB = source.read(numbers).sparse_features.values().numpy().reshape(2, -1)
-    _, which, counts = np.unique(ids_FB[1], return_inverse=True, return_counts=True)
-    within = ids_FB[0] == ids_FB[0, 0]
-    often, once = within & (counts[which] > 500), within & (counts[which] == 1)
-    assert rows[once].std() < 0.1 * rows[often].std()
 
 
 @pytest.mark.outside_ci
