@@ -62,7 +62,6 @@ def read_bags(
     Raises:
         MalformedBags: dtypes or shapes do not fit, or a weight is nan.
     """
-    is_on_cpu = device.type == "cpu"
     if ids.device != device or (offsets is not None and offsets.device != device):
         raise MalformedBags(
             f"ids and offsets must be on {device}, where rows are looked up, got ids on "
@@ -88,7 +87,7 @@ def read_bags(
         weights = weights.reshape(-1).to(dtype).contiguous()
     ids, offsets = ids.contiguous(), None if offsets is None else offsets.contiguous()
     bags = Bags(ids, offsets, weights, num_samples, num_bags, origin)
-    if weights is not None and is_on_cpu and bool(weights.isnan().any()):
+    if weights is not None and ids.is_cpu and bool(weights.isnan().any()):
         place = int(weights.isnan().nonzero()[0])
         raise MalformedBags(
             f"{_location(bags, place)}: the weight of id {int(ids.reshape(-1)[place])} is nan; "
@@ -164,8 +163,7 @@ def read_bag_call(
             "input must have two dimensions, or one with 1-D offsets, got "
             f"{ids.dim()} dimensions and offsets of {found}"
         )
-    settings = compute_dtype(dtype), (), device
-    return read_bags(ids, offsets, weights, num_bags, num_bags, *settings)
+    return read_bags(ids, offsets, weights, num_bags, num_bags, compute_dtype(dtype), (), device)
 
 
 def read_ids(ids: Tensor, dtype: torch.dtype, device: torch.device = CPU) -> Bags:
@@ -176,8 +174,8 @@ def read_ids(ids: Tensor, dtype: torch.dtype, device: torch.device = CPU) -> Bag
     """
     if ids.is_nested:
         raise MalformedBags("input must be a plain tensor, got a nested one; pass its values()")
-    size = ids.numel()
-    return read_bags(ids, None, None, size, size, compute_dtype(dtype), ids.shape, device)
+    sizes = ids.numel(), ids.numel()
+    return read_bags(ids, None, None, *sizes, compute_dtype(dtype), ids.shape, device)
 
 
 def require_features(features: Iterable[str], keys: Sequence[str]) -> None:
@@ -220,11 +218,12 @@ def read_features(
     """
     keys, values, weights = features.keys(), features.values(), None
     if isinstance(features, JaggedIds):
-        is_one_hot = features.is_known_one_hot()
-        if is_one_hot and not is_weighted and values.device == device:  # nothing to check
-            num_bags = values.numel()
-            return Bags(values.contiguous(), None, None, num_bags // len(keys), num_bags, keys)
-        offsets = None if is_one_hot else features.offsets()
+        if (
+            features.is_known_one_hot() and not is_weighted and values.device == device
+        ):  # nothing to check
+            size = values.numel()
+            return Bags(values.contiguous(), None, None, size // len(keys), size, keys)
+        offsets = None if features.is_known_one_hot() else features.offsets()
     else:
         require_one_batch_size(features)
         offsets = features.offsets()
@@ -233,10 +232,8 @@ def read_features(
         weights = features.weights_or_none()
         if weights is None:
             raise MalformedBags("is_weighted=True needs a weight for each id; the input has none")
-    num_samples = features.stride()
-    num_bags = num_samples * len(keys)
-    dtype = compute_dtype(dtype)
-    return read_bags(values, offsets, weights, num_samples, num_bags, dtype, keys, device)
+    sizes = features.stride(), features.stride() * len(keys)
+    return read_bags(values, offsets, weights, *sizes, compute_dtype(dtype), keys, device)
 
 
 def _require_consistent(features: Any) -> None:

@@ -192,7 +192,8 @@ def look_up(
             "it, so that their gradients are shared; or train in one process"
         )
     needs_weight_grad = is_grad_enabled() and weights is not None and weights.requires_grad
-    if (is_training or needs_weight_grad) and current_pass() != NO_PASS:
+    is_recorded = is_training or needs_weight_grad
+    if is_recorded and current_pass() != NO_PASS:
         nodes.begin_pass()  # the lookup is repeated in a backward, which its own is a part of
     first = parts[0][0]
     kind = num_samples, width, dtype, first.device
@@ -206,10 +207,11 @@ def look_up(
         result, made, output = nodes.next_output(kind)
     else:
         result = _empty(*kind)
+    # A copy, because the caller may write to them before the update.
+    copied = weights.detach().clone() if weights is not None and is_recorded else None
     is_one_hot = offsets is None and num_ids == num_bags and weights is None
-    number = _next_lookup()
-    calls = []
-    of_input = kept, num_ids, num_samples, 0 if is_one_hot else num_bags
+    of_input = kept, num_ids, num_samples, 0 if is_one_hot else num_bags, copied
+    number, calls = _next_lookup(), []
     for (group, lookups), one in zip(parts, placed, strict=True):
         fetcher = group.fetcher
         if fetcher is not None and is_training and num_samples:
@@ -217,13 +219,10 @@ def look_up(
         if num_samples:
             pool_part(group, lookups, one.lookups_5L, bags, kept, result)
         num_ahead = 0 if fetcher is None else fetcher.num_ahead
-        calls.append((group, Call(number, lookups, *of_input, None, num_ahead)))
-    if is_training or needs_weight_grad:
+        calls.append((group, Call(number, lookups, *of_input, num_ahead)))
+    if is_recorded:
         if untrained_row is not None:
             calls = [(group, _without_row(group, call, untrained_row)) for group, call in calls]
-        if weights is not None:  # the caller may write to them before the update
-            copied = weights.detach().clone()
-            calls = [(group, call._replace(weights=copied)) for group, call in calls]
         made[output] = _Made(calls, _versions(calls) if needs_weight_grad else ())
         if len(made) > 1:
             # A node calls hooks of all of its outputs, with None without a gradient.
@@ -259,8 +258,7 @@ def _without_row(group: TableGroup, call: Call, row: int) -> Call:
         return call
     ends = torch.cat([is_kept.new_zeros(1, dtype=torch.int32), is_kept.cumsum(0)])
     kept = torch.cat([ids[is_kept], ends]).to(torch.int32)
-    num_ids = len(kept) - len(ends)
-    return call._replace(kept=kept, num_ids=num_ids, num_bounds=call.num_samples)
+    return call._replace(kept=kept, num_ids=len(kept) - len(ends), num_bounds=call.num_samples)
 
 
 def new_kept(group: TableGroup, num_ids: int, num_bags: int) -> Tensor:
@@ -302,8 +300,8 @@ def _empty(num_samples: int, width: int, dtype: torch.dtype, device: torch.devic
     """Memory for pooled rows, (B, W); on the CPU in huge pages if it is large."""
     if device.type != "cpu":
         return torch.empty(num_samples, width, dtype=dtype, device=device)
-    is_large = num_samples * width * dtype.itemsize > _MAX_KEPT_BYTES
-    return (empty_rows if is_large else torch.empty)(num_samples, width, dtype=dtype)
+    size = num_samples * width * dtype.itemsize
+    return (empty_rows if size > _MAX_KEPT_BYTES else torch.empty)(num_samples, width, dtype=dtype)
 
 
 class _Lookup(torch.autograd.Function):

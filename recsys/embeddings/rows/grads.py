@@ -232,12 +232,11 @@ def leave_to_released(group: TableGroup, call: Call, gradient: Tensor) -> Lookup
     Returns:
         The lookups in other tables.
     """
-    entry = Entry(call, gradient, 0, 0)
     for number in call.lookups.tables:
         if number in group.released:
             table, is_sparse = group.tables[number], group.released[number]
-            made = gradient_of(group, [entry], number, is_sparse=is_sparse)
-            table.grad = _sum(table.grad, made)
+            entries = [Entry(call, gradient, 0, 0)]
+            table.grad = _sum(table.grad, gradient_of(group, entries, number, is_sparse=is_sparse))
     return call.lookups.in_tables(
         [number for number in call.lookups.tables if number not in group.released]
     )

@@ -10,7 +10,7 @@ Letters: T tables, S segments (a lookup of an entry), E entries.
 from __future__ import annotations
 
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -106,14 +106,13 @@ class Ledger:
         Raises:
             RuntimeError: a gradient was overwritten after its backward; the ledger is emptied.
         """
-        entries = self.entries
-        if any(version_of(entry.gradient) != entry.version for entry in entries):
+        if any(version_of(entry.gradient) != entry.version for entry in self.entries):
             self.clear()
             raise RuntimeError(
                 "the gradient of a lookup's result was changed in place after its backward and "
                 "before its update; give what changes it a clone"
             )
-        return sorted(entries, key=_number_of) if len(entries) > 1 else entries
+        return sorted(self.entries, key=_number_of) if len(self.entries) > 1 else self.entries
 
 
 _number_of = attrgetter("call.number")
@@ -124,18 +123,16 @@ def join(entries: Sequence[Entry], num_tables: int) -> Joined:
     parts_3S, of_table = _parts(tuple([entry.call.lookups for entry in entries]), num_tables)
     addresses = [entry.gradient.data_ptr() for entry in entries]
     low, end, num_all_ids, is_scaled = min(addresses), 0, 0, False
-    itemsize = entries[0].gradient.itemsize
     numbers = []
     for (call, gradient, *_), address in zip(entries, addresses, strict=True):
         _, lookups, kept, num_ids, num_samples, num_bounds, weights, _ = call
-        begin, stride = (address - low) // itemsize, gradient.stride()[0]
+        begin, stride = (address - low) // gradient.itemsize, gradient.stride()[0]
         is_mean = lookups.is_mean and num_bounds > 0
         is_scaled |= is_mean or weights is not None
         num_all_ids += num_ids
         end = max(end, begin + (num_samples - 1) * stride + gradient.shape[1])
-        weights_at = 0 if weights is None else weights.data_ptr()
-        of_input = kept.data_ptr(), num_ids, num_samples, num_bounds
-        numbers.append((*of_input, begin, stride, is_mean, weights_at))
+        of_gradient = begin, stride, is_mean, 0 if weights is None else weights.data_ptr()
+        numbers.append((kept.data_ptr(), num_ids, num_samples, num_bounds, *of_gradient))
     entries_8E = np.array(numbers, np.uint64).T.copy()
     return Joined(Segments(entries_8E, parts_3S, of_table), num_all_ids, low, end, is_scaled)
 
@@ -145,12 +142,11 @@ def _parts(
     lookups: tuple[Lookups, ...], num_tables: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """The parts and tables of `Segments`; within a table, entries are in order."""
-    parts: list[Any] = [
+    parts = [
         (table, entry, position, column)
         for entry, of_entry in enumerate(lookups)
         for table, position, column in of_entry.locations
     ]
-    parts.sort(key=lambda part: part[0])  # stable
-    tables_4S = np.array(parts, np.uint64).reshape(-1, 4).T.copy()
+    tables_4S = np.array(sorted(parts, key=itemgetter(0)), np.uint64).reshape(-1, 4).T.copy()
     of_table = np.searchsorted(tables_4S[0].astype(np.int64), np.arange(num_tables + 1))
     return tables_4S[1:].copy(), of_table.astype(np.uint64)

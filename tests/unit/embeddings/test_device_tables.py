@@ -259,18 +259,10 @@ def test_tables_that_get_a_budget_move_to_the_memory_of_the_host(
     assert pages_of(model[0].weight) is not None
 
 
-def test_a_table_on_a_device_has_no_files(tmp_path, monkeypatch):
-    def make(names, tables):
-        group = TableGroup(names, tables)
-        group.device = torch.device("cuda")
-        return group
-
-    monkeypatch.setattr(tables_module, "_make_group", make)
-    model = nn.Sequential(nn.EmbeddingBag(70, 4))
-    how = {"budget": "1KiB", "cold_tier": "file", "cold_path": tmp_path}
+def test_a_table_on_a_device_has_no_files(tmp_path):
+    how = {"optimizer": SGD(lr=1.0), "budget": "1KiB", "cold_tier": "file", "cold_path": tmp_path}
     with pytest.raises(ConfigError, match=r"cold_tier='file' is for tables .* got device='cuda'"):
-        accelerate(model, optimizer=SGD(lr=1.0), **how)
-    assert type(model[0]) is nn.EmbeddingBag
+        HotColdEmbeddingBag(70, 4, device="cuda", **how)
 
 
 def test_a_module_is_on_the_device_that_was_asked_for(monkeypatch):
