@@ -71,6 +71,7 @@ class Updater:
         optimizer: The torch optimizer whose step updates rows; None for the formula.
         translation: How that is read.
         marks: Optimizers of `apply_optimizer_in_backward` that the formula replaces, if any.
+        rule: How updates differ from those of the optimizer, and why; usually "".
     """
 
     tables: Sequence[Table]
@@ -79,11 +80,7 @@ class Updater:
     optimizer: torch.optim.Optimizer | None = None
     translation: Translation | None = None
     marks: InBackward | None = None
-
-    @property
-    def rule(self) -> str:
-        """How updates differ from those of the optimizer, and why; usually ""."""
-        return "" if self.translation is None else self.translation.rule
+    rule: str = ""
 
 
 class ChosenTables(NamedTuple):
@@ -457,7 +454,8 @@ def _updaters_of(
             named = [(table.name, own[table.weight]) for table in updated]
             translation = translate(optimizer, named, lazy_adam=lazy_adam)
             formula = translation.formula(optimizer.param_groups[named[0][1]])
-            updaters.append(Updater(updated, own, formula, optimizer, translation))
+            rule = translation.rule
+            updaters.append(Updater(updated, own, formula, optimizer, translation, rule=rule))
     return updaters
 
 

@@ -136,9 +136,9 @@ def estimate(
     """Tell what the tables of a model will take, before anything is allocated for them.
 
     The model is one that `accelerate` would take, or one that is made of modules of
-    `recsys.embeddings`, whatever budget these have. It is not changed. Its tables may be on the
-    "meta" device: build it under `torch.device("meta")`, and a model of any size is estimated on
-    any machine.
+    `recsys.embeddings`, whatever budget these have. One that `accelerate` has taken must be
+    restored before. It is not changed. Its tables may be on the "meta" device: build it under
+    `torch.device("meta")`, and a model of any size is estimated on any machine.
 
     What cannot fit is refused. Host memory is compared with that of this machine, unless the tables
     are on the "meta" device, and are meant for another machine perhaps.
@@ -182,14 +182,16 @@ def estimate(
     of_budget = None if budgeted is None else budgeted[0]
     TableSettings(SGD(lr=0.0), budget=of_budget, cold_tier=cold_tier, cold_path=folder).require()
 
-    sizes = [group.size for group in groups]
+    sizes = [
+        SpaceSize.of(tables, {} if rule is None else rule.state_sizes(tables[0].shape[1]))
+        for tables, rule, _ in groups
+    ]
     everything = sum(size.resident_bytes for size in sizes)
     slots = [0] * len(groups)
     if budgeted is not None and (cold_tier == "file" or everything > budgeted[0]):
-        planned = [
-            [len(budgeted[1].get(table, ((),))[0]) for table in group.tables] for group in groups
-        ]
-        slots = divide_budget(budgeted[0], sizes, list(map(sum, planned)))
+        pinned = {table: len(rows) for table, (rows, _) in budgeted[1].items()}
+        planned = [sum(pinned.get(table, 0) for table in group.tables) for group in groups]
+        slots = divide_budget(budgeted[0], sizes, planned)
     costs = [size.slot_bytes for size in sizes]
     maps = map_bytes(sum(size.num_rows for size in sizes))
     rows = _rows_of_mini_batch(tables, batch_size * lookups_per_bag)
@@ -241,12 +243,6 @@ class _Group(NamedTuple):
     tables: Sequence[nn.Parameter]
     formula: RowOptimizer | None
     owner: int
-
-    @property
-    def size(self) -> SpaceSize:
-        """The size of the tables and their state."""
-        sizes = {} if self.formula is None else self.formula.state_sizes(self.tables[0].shape[1])
-        return SpaceSize.of(self.tables, sizes)
 
 
 def _groups_in(

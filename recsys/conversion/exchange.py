@@ -84,10 +84,12 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def find_recsys(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Find the modules of `recsys.embeddings`, with their names; a model may be one itself."""
+    """Find the user's modules of `recsys.embeddings`, with names; a model may be one itself."""
     if isinstance(model, TableModule):
         return {model: ["model"]}
-    return names_of(model, lambda module: isinstance(module, TableModule))
+    return names_of(
+        model, lambda module: isinstance(module, TableModule) and KEPT not in module.__dict__
+    )
 
 
 def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:

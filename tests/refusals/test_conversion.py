@@ -84,6 +84,7 @@ REFUSALS = [
     ("estimate, no files", lambda: estimate(cold_path="rows"), ConfigError, "cold_path"),
     ("estimate, a class", lambda: estimate(optimizer=torch.optim.SGD), TypeError, "optimizer"),
     ("estimate, a text", lambda: recsys.estimate("model"), TypeError, "model"),
+    ("estimate, accelerated", lambda: recsys.estimate(is_accelerated()), ValueError, "restore"),
     (
         "estimate, no tables",
         lambda: recsys.estimate(nn.Linear(2, 2)),
