@@ -7,10 +7,12 @@ Modules that plain PyTorch trains faster are left to it. The limits are measured
 with one linear layer after tables of 16 columns and 128 samples a step, which gain least. Ratios
 are those of a plain step to one of recsys.
 
-    SGD, sparse gradients         1 table 0.6, 8 tables 0.8, 20 tables 0.9 to 1.0, 26 tables 1.0
-    SGD, dense gradients          0.6 to 0.9 up to 640,000 numbers in all tables, 4 for 1,600,000
-    Adagrad, sparse gradients     1 table 0.9, 2 tables 1.0, 4 tables 1.2
-    Adagrad, dense gradients      0.6 to 0.7 up to 16,000 numbers in all tables, 1.6 for 160,000
+    SGD, sparse gradients         nn.EmbeddingBag: 1 table 0.8, 8 tables 0.9, 16 1.0, 26 1.1
+                                  nn.Embedding: 1 table 0.65, 26 tables 0.9
+    SGD, dense gradients          0.75 to 0.9 for 160,000 numbers in all tables, 1.0 to 1.2 for
+                                  500,000, 1.5 for 1,100,000
+    Adagrad, sparse gradients     1 table 0.9 to 1.0, 2 tables 1.0 to 1.1, 3 tables 1.1 to 1.3
+    Adagrad, dense gradients      0.9 to 1.0 for 32,000 numbers in all tables, 1.1 to 1.2 for 64,000
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
 __all__ = ["ChosenTables", "Updater", "choose_tables", "plan_of_model"]
 
 # From so many tables with sparse gradients, or numbers in those with dense ones, steps are shorter.
-_WITHOUT_STATE = 24, 1 << 20
-_WITH_STATE = 2, 1 << 17
+_WITHOUT_STATE = 24, 1 << 19
+_WITH_STATE = 2, 1 << 16
 _BY_LAUNCHES = (
     "on CUDA a launch for each module takes longer than in PyTorch; one collection looks up all "
     "tables at once"

@@ -237,7 +237,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
             self.embedding_dim,
             untrained_row=self.padding_idx,
         )
-        rows = rows.view(*input.shape, self.embedding_dim)
+        rows = rows if input.dim() == 1 else rows.view(*input.shape, self.embedding_dim)
         if 1 in input.shape[:-1]:
             # Otherwise torch may build the `grad` of a parameter on the memory of the gradient.
             rows = rows * 1

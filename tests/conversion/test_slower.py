@@ -47,11 +47,11 @@ def train(model, optimizer):
         ({"num_tables": 24}, sgd, False),
         ({"num_tables": 2, "sparse": False}, sgd, True),
         ({"num_tables": 30, "sparse": False}, sgd, True),
-        ({"num_tables": 2, "num_rows": 1 << 17, "sparse": False}, sgd, False),
+        ({"num_tables": 2, "num_rows": 1 << 16, "sparse": False}, sgd, False),
         ({"num_tables": 1}, adagrad, True),
         ({"num_tables": 2}, adagrad, False),
         ({"num_tables": 2, "sparse": False}, adagrad, True),
-        ({"num_tables": 1, "num_rows": 1 << 15, "sparse": False}, adagrad, False),
+        ({"num_tables": 1, "num_rows": 1 << 14, "sparse": False}, adagrad, False),
     ],
 )
 def test_what_pytorch_trains_faster_is_left_to_it(kind, model, optimizer, is_left):
@@ -71,7 +71,7 @@ def test_the_report_names_the_modules_the_limit_and_the_argument_that_takes_them
 
     assert str(result).splitlines() == [
         "left to PyTorch: tables.0, tables.1, because with SGD, steps are not shorter for fewer "
-        "than 24 tables with sparse=True, or 1,048,576 numbers in tables with sparse=False; "
+        "than 24 tables with sparse=True, or 524,288 numbers in tables with sparse=False; "
         "always=True takes them",
         "gradients are left to the caller's optimizer",
         "expect the same speed as before: recsys updates no rows here",
