@@ -36,14 +36,14 @@ def findings_of(store: Store) -> list[str]:
     - columns nearly all of whose values are unknown outside the training part;
     - a part in which most groups are new, where they are a feature, or none has both labels.
     """
+    parts = {part: samples for part, samples in store.splits.items() if samples}
     names = store.label_names or (store.meta.get("schema", {}).get("label") or "label",)
     labels_NK = store.labels.reshape(store.num_samples, len(names))
     findings = []
     for name, labels in zip(names, labels_NK.T, strict=True):
         counts = {
             part: np.count_nonzero(labels[samples.start : samples.stop])
-            for part, samples in store.splits.items()
-            if samples
+            for part, samples in parts.items()
         }
         few = [f"{part} {count}" for part, count in counts.items() if count < _FEW_POSITIVES]
         if few:
@@ -51,14 +51,12 @@ def findings_of(store: Store) -> list[str]:
                 f"label {name!r} has fewer than {_FEW_POSITIVES} positive samples in a part "
                 f"({', '.join(few)}); metrics of so few say little"
             )
-    has_train = bool(store.splits["train"])
-    if has_train:
+    judged = [part for part in parts if part != "train"]
+    if "train" in parts:
         findings += _of_training(store, labels_NK, names)
-    for part in ("test", "validation"):
-        if store.splits[part]:
-            findings += _of_unknown_values(store, part)
-            if has_train and store.groups is not None and not store.label_names:
-                findings += _of_groups(store, part)
+    findings += _of_unknown_values(store, judged)
+    if "train" in parts and store.groups is not None and not store.label_names:
+        findings += _of_groups(store, judged)
     return findings
 
 
@@ -99,41 +97,47 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
             )
 
 
-def _of_unknown_values(store: Store, part: str) -> Iterator[str]:
-    counts = store.meta.get("unknown", {}).get(part, {})
-    samples, columns = _some(store.splits[part]), []
+def _of_unknown_values(store: Store, parts: Sequence[str]) -> Iterator[str]:
     bags = {feature.name for feature in store.features if feature.is_bag}
-    for column, values in _columns(store, samples):
-        if not counts.get(column):
-            continue
-        num_known = np.count_nonzero(values > 0)
-        num_unknown = counts[column] * len(samples) / len(store.splits[part])
-        if column in bags:  # counts are of values, and a number here is of a bag
-            num_unknown = np.count_nonzero(values == 0)
-        if num_unknown >= _NEARLY_ALL * (num_unknown + num_known):
-            columns.append(column)
-    if columns:
+    found = []
+    for part in parts:
+        counts = store.meta.get("unknown", {}).get(part, {})
+        samples, columns = _some(store.splits[part]), []
+        for column, values in _columns(store, samples):
+            num_unknown = counts.get(column, 0) * len(samples) / len(store.splits[part])
+            if column in bags:  # counts are of values, and a number here is of a bag
+                num_unknown = np.count_nonzero(values == 0)
+            if num_unknown > (num_unknown + np.count_nonzero(values > 0)) * _NEARLY_ALL:
+                columns.append(column)
+        found += [f"in the {part} part of {', '.join(map(repr, columns))}"] if columns else []
+    if found:
         yield (
-            f"in the {part} part {_named(columns)} hardly a value that the training part has; a "
-            "model knows nothing of the others: leave the column out, or change [split]"
+            f"nearly all values are unknown {', '.join(found)}: the training part does not have "
+            "them, so a model knows nothing of them; leave the column out, or change [split]"
         )
 
 
-def _of_groups(store: Store, part: str) -> Iterator[str]:
-    schema, in_part = store.meta.get("schema", {}), _groups_in(store, part)
-    num_groups = np.count_nonzero(in_part)
-    num_new = np.count_nonzero(in_part & ~_groups_in(store, "train"))
+def _of_groups(store: Store, parts: Sequence[str]) -> Iterator[str]:
+    schema, in_train = store.meta.get("schema", {}), _groups_in(store, "train")
     wanted = {schema.get("split_by"), *map(str, schema.get("split", {}).values())}
     is_feature = schema.get("group") in store.feature_tables
-    if is_feature and 2 * num_new > num_groups and "group" not in wanted:
+    new, one_kind = [], []
+    for part in parts:
+        in_part = _groups_in(store, part)
+        num_groups, num_new = np.count_nonzero(in_part), np.count_nonzero(in_part & ~in_train)
+        if is_feature and 2 * num_new > num_groups and "group" not in wanted:
+            new.append(f"{num_new:,} of {num_groups:,} in the {part} part")
+        labels = store.labels[store.splits[part].start : store.splits[part].stop]
+        has_both = 0 < np.count_nonzero(labels) < len(labels)
+        if has_both and not num_groups_of_both_kinds(store, part):
+            one_kind.append(part)
+    if new:
         yield (
-            f"{num_new:,} of {num_groups:,} groups {schema['group']!r} of the {part} part have no "
-            "sample in the training part, and a model cannot know them; change [split]"
+            f"most groups {schema['group']!r} have no sample in the training part "
+            f"({', '.join(new)}), so a model cannot know them; change [split]"
         )
-    labels = store.labels[store.splits[part].start : store.splits[part].stop]
-    has_both = 0 < np.count_nonzero(labels) < len(labels)
-    if has_both and not num_groups_of_both_kinds(store, part):
-        yield f"no group of the {part} part has both labels, so it has no GAUC"
+    if one_kind:
+        yield f"no group has both labels in the part {', '.join(one_kind)}, which has no GAUC"
 
 
 def _groups_in(store: Store, part: str, label: int | None = None) -> NDArray[np.bool_]:

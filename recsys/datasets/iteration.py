@@ -52,22 +52,18 @@ class ResumableLoader(ABC, Generic[P]):
 
     @property
     def _position(self) -> P:
-        iterator = self._iterator()
-        return self._settled if iterator is None else iterator.position
-
-    def _iterator(self) -> BatchIterator[P] | None:
-        return None if self._running is None else self._running()
+        iterator = self._running and self._running()
+        return iterator.position if iterator else self._settled
 
     def _require_idle(self, action: str) -> None:
-        iterator = self._iterator()
-        if iterator is None:
-            return
-        if iterator.is_running:
+        iterator = self._running and self._running()
+        if iterator and iterator.is_running:
             raise RuntimeError(
                 f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
                 "still running; end that one first, or use a second loader"
             )
-        iterator.close()
+        if iterator:
+            iterator.close()
 
 
 class BatchIterator(Iterator["Batch"], Generic[P]):
@@ -81,6 +77,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         in_turn_because: See the attribute.
 
     Attributes:
+        loader: The loader that is read.
         num_waiting: How many of the last mini-batches handed out are not used yet. A caller that
             takes mini-batches before it uses them, as `TrainPipeline` does, sets it after each one
             taken and after each one used. The loader's position stays before these mini-batches,
@@ -99,7 +96,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
     def __init__(self, loader: ResumableLoader[P], in_turn_because: str) -> None:
         self._num_waiting = 0
         self.in_turn_because = in_turn_because
-        self._loader = loader
+        self.loader = loader
         self._batches: Generator[tuple[Batch, P]] | None = None
         # Before the first mini-batch that may wait, and after each of them.
         self._positions: deque[P] = deque()
@@ -117,7 +114,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
             assert self._batches is not None
         if self._process != os.getpid():  # the thread that reads exists only there
             raise RuntimeError(
-                f"this iteration of the loader of the {self._loader.split} split began in another "
+                f"this iteration of the loader of the {self.loader.split} split began in another "
                 "process, which forked this one; close it and iterate the loader again, or make "
                 "a loader here"
             )
@@ -142,7 +139,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         batches, self._batches = self._batches, None
         self.is_over = True
         if batches is not None:
-            self._loader._settled, self._loader._running = self.position, None
+            self.loader._settled, self.loader._running = self.position, None
             batches.close()
 
     def __del__(self) -> None:
@@ -165,15 +162,10 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self._num_waiting = value
 
     @property
-    def loader(self) -> ResumableLoader[P]:
-        """The loader that is read."""
-        return self._loader
-
-    @property
     def position(self) -> P:
         """The loader's position: before the first mini-batch that is not used."""
         if not self._positions:  # the iteration has not begun
-            return self._loader._position
+            return self.loader._position
         return self._positions[-1 - self._num_waiting]
 
     @property
@@ -187,13 +179,13 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         return self._batches is not None and not (self._has_failed and not self._num_waiting)
 
     def _begin(self) -> None:
-        self._loader._require_idle("iterated")
-        start = self._loader._position
+        self.loader._require_idle("iterated")
+        start = self.loader._position
         self._positions.append(start)
         self._process = os.getpid()
-        self._batches = self._loader._read(start)
-        self._loader._running = weakref.ref(self)
+        self._batches = self.loader._read(start)
+        self.loader._running = weakref.ref(self)
 
     def _end(self) -> None:
         self._batches, self.is_over = None, True
-        self._loader._settled, self._loader._running = self._loader._end_epoch(), None
+        self.loader._settled, self.loader._running = self.loader._end_epoch(), None

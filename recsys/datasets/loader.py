@@ -86,11 +86,14 @@ class BatchLoader(ResumableLoader[int]):
     ) -> None:
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
-        _require_integer("batch_size", batch_size, 1)
-        _require_integer("prefetch", prefetch, 1)
-        _require_integer("seed", seed, 0)
-        if permutation_seed is not None:
-            _require_integer("permutation_seed", permutation_seed, 0)
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("prefetch", prefetch, 1),
+            ("seed", seed, 0),
+            ("permutation_seed", permutation_seed or 0, 0),
+        ):
+            if not is_whole(value, least):
+                raise ConfigError(f"{name} must be an integer and at least {least}, got {value!r}")
         if not 0 <= rank < num_ranks:
             raise ConfigError(f"rank must lie in [0, num_ranks={num_ranks}), got {rank}")
         if not source.splits[split]:
@@ -126,12 +129,7 @@ class BatchLoader(ResumableLoader[int]):
     def _read(self, position: int) -> Generator[tuple[Batch, int]]:
         order = self._order()
         starts = range(position, self._num_used, self.batch_size)
-        parts = (
-            self._own(
-                self._permuted(order[start : min(start + self.batch_size, self._num_used)], start)
-            )
-            for start in starts
-        )
+        parts = (self._part(order[: self._num_used], start) for start in starts)
         with closing(self._reader.read(parts)) as batches:
             for start, batch in zip(starts, batches, strict=True):
                 yield batch, min(start + self.batch_size, self._num_used)
@@ -191,18 +189,11 @@ class BatchLoader(ResumableLoader[int]):
             np.random.Generator(np.random.PCG64([self.seed, self.epoch])).shuffle(order)
         return order
 
-    def _permuted(self, samples: NDArray[Any], start: int) -> NDArray[Any]:
-        if self.permutation_seed is None:
-            return samples
-        key = [self.seed, self.epoch, start, self.permutation_seed]
-        return np.random.Generator(np.random.PCG64(key)).permutation(samples)
-
-    def _own(self, samples: NDArray[Any]) -> NDArray[Any]:
-        """This rank's part of a batch."""
+    def _part(self, order: NDArray[Any], start: int) -> NDArray[Any]:
+        """This rank's samples of the batch that begins there."""
+        samples = order[start : start + self.batch_size]
+        if self.permutation_seed is not None:
+            key = [self.seed, self.epoch, start, self.permutation_seed]
+            samples = np.random.Generator(np.random.PCG64(key)).permutation(samples)
         begin, end = (len(samples) * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return samples[begin:end]
-
-
-def _require_integer(name: str, value: Any, least: int) -> None:
-    if not is_whole(value, least):
-        raise ConfigError(f"{name} must be an integer and at least {least}, got {value!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, SampleSource
+
+    _Read = tuple[list[Batch], Exception | None]
 
 __all__ = ["ReadAhead", "num_read_ahead", "one_ahead"]
 
@@ -106,21 +108,15 @@ class ReadAhead:
         wait([future for _, future in self._ahead])
 
     def _read_group(self, group: list[NDArray[np.integer]]) -> _Read:
-        read = _Read([], None)
+        """The mini-batches of a group, and the error that ended it early."""
+        batches: list[Batch] = []
         try:
             for samples in group:
                 batch = self._source.read(samples.astype(np.int64))
-                read.batches.append(batch.pin_memory() if self._pin_memory else batch)
+                batches.append(batch.pin_memory() if self._pin_memory else batch)
         except Exception as error:  # raised after the mini-batches before it are handed out
-            return read._replace(error=error)
-        return read
-
-
-class _Read(NamedTuple):
-    """The mini-batches of a group, and the error that ended it early."""
-
-    batches: list[Batch]
-    error: Exception | None
+            return batches, error
+        return batches, None
 
 
 def _grouped(parts: Iterable[NDArray[np.integer]]) -> Iterator[list[NDArray[np.integer]]]:

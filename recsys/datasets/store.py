@@ -124,17 +124,17 @@ class Store:
         self._columns_F = np.where(bags, -np.cumsum(bags), np.cumsum(np.logical_not(bags)) - 1)
         samples = (self.num_samples,)
         num_labels = (len(self.label_names),) if self.label_names else ()
-        self.labels = self._map("labels", samples + num_labels)
-        self.dense = self._map("dense", (*samples, self.num_dense))
-        self.sparse = self._map("sparse", (*samples, len(bags) - sum(bags)))
-        self.ids = self._map_optional("ids", (sum(self.table_sizes.values()),))
-        self.weights = self._map_optional("weights", samples)
-        self.groups = self._map_optional("groups", samples)
-        self.times = self._map_optional("times", samples)
-        self.bag_ends = self._map_optional("bag_ends", (*samples, sum(bags)))
+        self.labels: NDArray[np.int8] = self._map("labels", samples + num_labels)
+        self.dense: NDArray[Any] = self._map("dense", (*samples, self.num_dense))
+        self.sparse: NDArray[np.int32] = self._map("sparse", (*samples, len(bags) - sum(bags)))
+        self.ids: NDArray[np.uint32] | None = self._map("ids", (sum(self.table_sizes.values()),))
+        self.weights: NDArray[np.float32] | None = self._map("weights", samples)
+        self.groups: NDArray[np.int32] | None = self._map("groups", samples)
+        self.times: NDArray[np.int64] | None = self._map("times", samples)
+        self.bag_ends: NDArray[np.int64] | None = self._map("bag_ends", (*samples, sum(bags)))
         values = (0 if self.bag_ends is None else self._num_bag_values(self.bag_ends.reshape(-1)),)
-        self.bag_values = self._map_optional("bag_values", values)
-        self.bag_weights = self._map_optional("bag_weights", values)
+        self.bag_values: NDArray[np.int32] | None = self._map("bag_values", values)
+        self.bag_weights: NDArray[np.float32] | None = self._map("bag_weights", values)
         self.catalog = self._map_catalog() if "catalog" in meta["dtypes"] else None
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
@@ -250,7 +250,9 @@ class Store:
     def _map_catalog(self) -> NDArray[np.int32]:
         ranking, tables = self.meta["ranking"], self.feature_tables
         num_items = self.table_sizes[tables[ranking["item"]]]
-        catalog = self._map("catalog", (num_items, len(ranking["item_features"])))
+        catalog: NDArray[np.int32] = self._map(
+            "catalog", (num_items, len(ranking["item_features"]))
+        )
         for column, name in enumerate(ranking["item_features"]):
             size = self.table_sizes[tables[name]]
             if not 0 <= catalog[:, column].min() <= catalog[:, column].max() < size:
@@ -260,10 +262,10 @@ class Store:
                 )
         return catalog
 
-    def _map_optional(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
-        return self._map(name, shape) if name in self.meta["dtypes"] else None
-
-    def _map(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    def _map(self, name: str, shape: tuple[int, ...]) -> Any:
+        """An array of the store; None if the store does not have it."""
+        if name not in self.meta["dtypes"]:
+            return None
         file = self.path / f"{name}.bin"
         dtype = np.dtype(self.meta["dtypes"][name])
         expected = dtype.itemsize * prod(shape)

@@ -489,9 +489,10 @@ class StoreWriter:
             meta["features"] = [feature.as_dict() for feature in self._features]
         for file in self._files.values():
             file.close()
-        self._write_meta(meta)
+        file_of_meta = self.folder / "meta.json"
+        file_of_meta.write_text(json.dumps(meta, indent=2) + "\n")
         if found := findings(self.folder):
-            self._write_meta(meta | {"findings": found})
+            file_of_meta.write_text(json.dumps(meta | {"findings": found}, indent=2) + "\n")
         for path in (*self.folder.rglob("*"), self.folder):
             flush_to_disk(path)
         try:
@@ -505,9 +506,6 @@ class StoreWriter:
             raise
         flush_to_disk(self.path.parent)
         return self.path
-
-    def _write_meta(self, meta: dict[str, Any]) -> None:
-        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
     def __enter__(self) -> Self:
         return self

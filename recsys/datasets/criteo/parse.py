@@ -124,11 +124,9 @@ def _parse_kernel(
     while position < end:
         line_begin = position
         char = text[position]
-        is_good = bool(char in (_ZERO, _ONE))
-        if is_good:
-            labels[num_good] = char - _ZERO
-            position += 1
-            is_good = text[position] == _TAB
+        position += 1
+        is_good = bool(char in (_ZERO, _ONE) and text[position] == _TAB)
+        labels[num_good] = char - _ZERO
         if is_good:
             position, is_good = _parse_integers(text, position, integers, num_good)
         if is_good:
