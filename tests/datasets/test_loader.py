@@ -60,23 +60,32 @@ def epochs_of(loader, num_epochs):
     drop_last=st.booleans(),
     seed=st.integers(0, 2**32),
     prefetch=st.integers(1, 4),
+    permutation_seed=st.none() | st.integers(0, 9),
     data=st.data(),
 )
 def test_a_loader_stopped_anywhere_and_resumed_gives_the_batches_of_an_uninterrupted_one(
-    num_samples, batch_size, shuffle, drop_last, seed, prefetch, data
+    num_samples, batch_size, shuffle, drop_last, seed, prefetch, permutation_seed, data
 ):
+    drop_last &= batch_size <= num_samples - num_samples // 2
+
     def make():
         return BatchLoader(
             Numbered(num_samples),
             "train",
-            batch_size,
+            np.int64(batch_size),
             shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last and batch_size <= num_samples - num_samples // 2,
+            seed=np.int64(seed),
+            drop_last=drop_last,
             prefetch=prefetch,
+            permutation_seed=permutation_seed,
         )
 
-    expected = [batch for epoch in epochs_of(make(), 3) for batch in epoch]
+    epochs = epochs_of(make(), 3)
+    expected = [batch for epoch in epochs for batch in epoch]
+    assert [len(epoch) for epoch in epochs] == [len(make())] * 3
+    if not drop_last:
+        samples = sorted(sample for batch in epochs[0] for sample in batch)
+        assert samples == list(range(num_samples // 2, num_samples))
     num_before = data.draw(st.integers(0, len(expected)))
     stopped, seen = make(), []
     while len(seen) < num_before:
@@ -86,21 +95,10 @@ def test_a_loader_stopped_anywhere_and_resumed_gives_the_batches_of_an_uninterru
                 break
 
     resumed = make()
-    resumed.load_state_dict(stopped.state_dict())
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     seen += [batch for epoch in epochs_of(resumed, 3) for batch in epoch]
 
     assert seen == expected
-
-
-@given(st.integers(2, 100), st.integers(1, 30), st.booleans())
-def test_every_sample_comes_once_per_epoch(num_samples, batch_size, shuffle):
-    source = Numbered(num_samples)
-    loader = BatchLoader(source, "train", batch_size, shuffle=shuffle)
-
-    batches = [numbers(batch) for batch in loader]
-
-    assert len(batches) == len(loader)
-    assert sorted(functools.reduce(operator.iadd, batches, [])) == list(source.splits["train"])
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -113,15 +111,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert first != second
     assert first != other
     assert orders(0) == [first, second]
-
-
-def test_an_iteration_left_early_goes_on_where_it_stopped():
-    loader = BatchLoader(Numbered(40), "test", 5, shuffle=False)
-
-    first = numbers(next(iter(loader)))
-    rest = [numbers(batch) for batch in loader]
-
-    assert first + functools.reduce(operator.iadd, rest, []) == list(range(20))
 
 
 def test_batches_that_wait_to_be_used_are_not_counted():
@@ -181,23 +170,6 @@ def test_an_error_while_reading_ahead_comes_out_of_the_iteration():
     with pytest.raises(OSError, match="the disk is gone"):
         list(loader)
     assert loader.state_dict()["next_sample"] == 10
-
-
-def test_a_loader_with_numbers_of_numpy_has_the_state_of_one_without():
-    def make(number):
-        return BatchLoader(
-            Numbered(41),
-            "train",
-            number(5),
-            shuffle=True,
-            seed=number(3),
-            permutation_seed=number(2),
-        )
-
-    state = json.loads(json.dumps(make(np.int64).state_dict()))
-
-    assert state == make(int).state_dict()
-    make(np.int64).load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside the reading thread
@@ -325,18 +297,6 @@ def test_the_order_inside_of_mini_batches_can_be_drawn_anew():
     for epoch, permuted in zip(plain, other, strict=True):
         assert [sorted(batch) for batch in epoch] == [sorted(batch) for batch in permuted]
         assert all(a != b for a, b in zip(epoch, permuted, strict=True))
-
-
-def test_the_order_inside_of_mini_batches_goes_on_with_the_position():
-    def make():
-        return BatchLoader(Numbered(120), "train", 16, shuffle=True, permutation_seed=5)
-
-    expected = [numbers(batch) for batch in make()]
-    left, resumed = make(), make()
-    found = [numbers(next(iter(left)))]
-    resumed.load_state_dict(left.state_dict())
-
-    assert found + [numbers(batch) for batch in resumed] == expected
 
 
 @given(

@@ -1,5 +1,4 @@
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -97,19 +96,6 @@ def test_a_sample_is_the_same_in_any_batch_and_order(kaggle, samples):
     )
 
 
-def test_a_sample_is_the_same_in_any_thread(kaggle):
-    source, everything, _ = kaggle
-    blocks = np.array_split(np.arange(20_000), 40)
-
-    with ThreadPoolExecutor(4) as pool:
-        batches = list(pool.map(source.read, blocks))
-
-    labels = torch.cat([batch.labels for batch in batches])
-    dense = torch.cat([batch.dense_features for batch in batches])
-    assert torch.equal(labels, everything.labels[:20_000])
-    assert torch.equal(dense, everything.dense_features[:20_000])
-
-
 def test_a_sample_does_not_depend_on_how_many_there_are():
     few = SyntheticCriteo(num_samples=50, seed=3, table_sizes=ODD_SIZES)
     many = SyntheticCriteo(num_samples=50_000, seed=3, table_sizes=ODD_SIZES)
@@ -129,14 +115,6 @@ def test_sources_of_equal_settings_are_calibrated_once(monkeypatch, request):
     for num_samples in (40_000, 80_000):  # with drift, the scores are of samples of all times
         SyntheticCriteo(num_samples=num_samples, seed=71, table_sizes=[9, 5], drift=9.0)
     assert len(scores) == 5
-
-
-def test_strided_sample_numbers_are_read_as_contiguous_ones():
-    source = SyntheticCriteo(num_samples=50, table_sizes=ODD_SIZES)
-
-    batch = source.read(np.arange(50)[::-2])
-
-    assert_same_samples(batch, source.read(np.arange(49, 0, -2)))
 
 
 @pytest.mark.outside_ci

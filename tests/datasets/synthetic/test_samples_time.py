@@ -118,28 +118,6 @@ def test_drift_keeps_bringing_rows_never_seen_before():
     assert drifting > still + 0.02
 
 
-def test_no_drift_is_the_default():
-    plain = SyntheticCriteo(num_samples=1_000, table_sizes=[50, 60])
-
-    same = SyntheticCriteo(num_samples=1_000, table_sizes=[50, 60], drift=0)
-
-    batch, expected = same.read(np.arange(1_000)), plain.read(np.arange(1_000))
-    assert same.fingerprint == plain.fingerprint
-    assert torch.equal(batch.sparse_features.values(), expected.sparse_features.values())
-    assert torch.equal(batch.labels, expected.labels)
-
-
-def test_a_drifting_sample_is_the_same_in_any_order():
-    source = SyntheticCriteo(num_samples=500, table_sizes=[50, 60], drift=5_000.0)
-    order = np.random.default_rng(0).permutation(500)
-
-    shuffled, expected = source.read(order), source.read(np.arange(500))
-
-    ids_FB = expected.sparse_features.values().reshape(2, -1)
-    assert torch.equal(shuffled.sparse_features.values().reshape(2, -1), ids_FB[:, order])
-    assert torch.equal(shuffled.labels, expected.labels[order])
-
-
 @pytest.mark.parametrize("changed", SETTINGS)
 def test_every_setting_is_in_the_fingerprint_and_the_description(changed):
     plain = SyntheticCriteo(num_samples=1_000, table_sizes=[3])
