@@ -27,7 +27,7 @@ from recsys._support import jit
 from recsys.ablate import load_ablation
 from recsys.cli import main
 from recsys.config import load_config, to_toml
-from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
+from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.train.trainer import train
 from tests.compiling import compile_once
 from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401

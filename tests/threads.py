@@ -41,8 +41,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from recsys._support.machine import describe_environment
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.loader import BatchLoader
-from recsys.datasets.read_ahead import ReadAhead
+from recsys.datasets.loader import BatchLoader, ReadAhead
 from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.tiers.fetch import Fetcher
 from recsys.embeddings.tiers.host_store import Transfer

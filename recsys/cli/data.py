@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from recsys.datasets.criteo.prepare import PrepareReport
+    from recsys.datasets.criteo import PrepareReport
     from recsys.datasets.tabular.prepare import TableReport
 
 __all__ = ["add_data_options"]
@@ -83,7 +83,7 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 def _prepare_kaggle(options: argparse.Namespace) -> int:
     require_files("raw", map(Path, options.raw))
 
-    from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
+    from recsys.datasets.criteo import prepare_criteo_kaggle
 
     _print_report(prepare_criteo_kaggle(options.raw, options.out))
     return 0
@@ -92,7 +92,7 @@ def _prepare_kaggle(options: argparse.Namespace) -> int:
 def _prepare_1tb(options: argparse.Namespace) -> int:
     require_files("raw", map(Path, options.day))
 
-    from recsys.datasets.criteo.prepare import prepare_criteo_1tb
+    from recsys.datasets.criteo import prepare_criteo_1tb
 
     _print_report(prepare_criteo_1tb(options.day, options.out, max_ind_range=options.max_ind_range))
     return 0

@@ -6,7 +6,7 @@ from recsys._support.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from recsys.batch import SampleSource
-    from recsys.datasets.criteo.prepare import prepare_criteo_1tb, prepare_criteo_kaggle
+    from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
     from recsys.datasets.loader import BatchLoader
     from recsys.datasets.store import Store
     from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -35,8 +35,8 @@ if not TYPE_CHECKING:
             "Schema": "tabular.schema",
             "Store": "store",
             "SyntheticCriteo": "synthetic.samples",
-            "prepare_criteo_1tb": "criteo.prepare",
-            "prepare_criteo_kaggle": "criteo.prepare",
+            "prepare_criteo_1tb": "criteo",
+            "prepare_criteo_kaggle": "criteo",
             "prepare_table": "tabular.prepare",
             "write_store": "tabular.frames",
         },

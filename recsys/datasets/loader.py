@@ -2,31 +2,224 @@
 
 The order of samples in an epoch is a function of (seed, epoch), so a position is two numbers: the
 epoch and the next sample. Batches that are read ahead, or that a `TrainPipeline` has taken but not
-trained on, do not change the position.
+trained on, do not change the position: the pipeline writes their number to `num_waiting`.
+
+Small mini-batches are read in groups: handing one from thread to thread, which waits for the GIL,
+takes longer than reading it.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+import torch
 
+from recsys._support.machine import num_cores
 from recsys._support.states import SavedState
 from recsys._support.untrusted import is_whole
-from recsys.datasets.iteration import ResumableLoader
-from recsys.datasets.read_ahead import ReadAhead
 from recsys.datasets.splits import SPLITS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
+    from typing import Self
 
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, SampleSource
 
-__all__ = ["BatchLoader"]
+    _Read = tuple[list[Batch], Exception | None]
+
+__all__ = [
+    "BatchIterator",
+    "BatchLoader",
+    "ReadAhead",
+    "ResumableLoader",
+    "num_read_ahead",
+    "one_ahead",
+]
+
+P = TypeVar("P")
+_T = TypeVar("_T")
+
+_SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 2048, 16
+_CORES_PER_READER = 4  # the others train
+
+
+class ResumableLoader(ABC, Generic[P]):
+    """A loader with one position, which at most one running iterator changes.
+
+    Args:
+        split: The name of the split, for errors.
+        position: Where the first iteration begins.
+        in_turn_because: See `BatchIterator`.
+    """
+
+    def __init__(self, split: str, position: P, in_turn_because: str = "") -> None:
+        self.split = split
+        self._in_turn_because = in_turn_because
+        self._settled = position  # the position while no iterator runs
+        self._running: weakref.ref[BatchIterator[P]] | None = None
+
+    def __iter__(self) -> BatchIterator[P]:
+        return BatchIterator(self, self._in_turn_because)
+
+    @abstractmethod
+    def _read(self, position: P) -> Generator[tuple[Batch, P]]:
+        """Yield the rest of the epoch: each mini-batch with the position after it."""
+
+    @abstractmethod
+    def _end_epoch(self) -> P:
+        """Count an epoch that has ended, and return the position where the next one begins."""
+
+    @property
+    def _position(self) -> P:
+        iterator = self._running and self._running()
+        return iterator.position if iterator else self._settled
+
+    def _require_idle(self, action: str) -> None:
+        iterator = self._running and self._running()
+        if iterator and iterator.is_running:
+            raise RuntimeError(
+                f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
+                "still running; end that one first, or use a second loader"
+            )
+        if iterator:
+            iterator.close()
+
+
+class BatchIterator(Iterator["Batch"], Generic[P]):
+    """One pass over a loader: the rest of its epoch.
+
+    The iteration begins with the first `next`. It ends when `next` is called after the last
+    mini-batch was used, by `close`, or when the iterator is dropped.
+
+    Args:
+        loader: Is read.
+        in_turn_because: See the attribute.
+
+    Attributes:
+        loader: The loader that is read.
+        num_waiting: How many of the last mini-batches handed out are not used yet. A caller that
+            takes mini-batches before it uses them, as `TrainPipeline` does, sets it after each one
+            taken and after each one used. The loader's position stays before these mini-batches,
+            and the epoch does not end before they are used.
+        is_over: Whether the iteration has ended. Then mini-batches that wait must not be used: the
+            next iteration of the loader returns them again.
+        in_turn_because: The reason why each mini-batch must be used before the next one is taken;
+            empty if there is none.
+
+    Raises:
+        RuntimeError: another iteration of the loader is running, or this one began in a process
+            that forked this one.
+        ValueError: `num_waiting` is negative, or includes mini-batches that already count as used.
+    """
+
+    def __init__(self, loader: ResumableLoader[P], in_turn_because: str) -> None:
+        self._num_waiting = 0
+        self.in_turn_because = in_turn_because
+        self.loader = loader
+        self._batches: Generator[tuple[Batch, P]] | None = None
+        # Before the first mini-batch that may wait, and after each of them.
+        self._positions: deque[P] = deque()
+        self._process = 0
+        self.is_over = self._has_failed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.is_over:
+            raise StopIteration
+        if self._batches is None:
+            self._begin()
+            assert self._batches is not None
+        if self._process != os.getpid():  # the thread that reads exists only there
+            raise RuntimeError(
+                f"this iteration of the loader of the {self.loader.split} split began in another "
+                "process, which forked this one; close it and iterate the loader again, or make "
+                "a loader here"
+            )
+        while len(self._positions) > 1 + self._num_waiting:
+            self._positions.popleft()
+        try:
+            batch, position = next(self._batches)
+        except StopIteration:
+            if self._has_failed and not self._num_waiting:
+                self.close()
+            elif not self._num_waiting:
+                self._end()
+            raise
+        except BaseException:
+            self._has_failed = True
+            raise
+        self._positions.append(position)
+        return batch
+
+    def close(self) -> None:
+        """End the iteration. The loader's next one begins with the first unused mini-batch."""
+        batches, self._batches = self._batches, None
+        self.is_over = True
+        if batches is not None:
+            self.loader._settled, self.loader._running = self.position, None
+            batches.close()
+
+    def __del__(self) -> None:
+        """Close an iterator that was dropped."""
+        self.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """How many of the last mini-batches handed out are not used yet."""
+        return self._num_waiting
+
+    @num_waiting.setter
+    def num_waiting(self, value: int) -> None:
+        most = max(0, len(self._positions) - 1)
+        if not 0 <= value <= most:
+            raise ValueError(
+                f"num_waiting must lie in [0, {most}], got {value}: mini-batches that count as "
+                "used cannot wait; set it after each mini-batch taken and after each one used"
+            )
+        self._num_waiting = value
+
+    @property
+    def position(self) -> P:
+        """The loader's position: before the first mini-batch that is not used."""
+        if not self._positions:  # the iteration has not begun
+            return self.loader._position
+        return self._positions[-1 - self._num_waiting]
+
+    @property
+    def last_taken(self) -> tuple[P, P]:
+        """The positions before and after the last mini-batch handed out."""
+        return self._positions[-2], self._positions[-1]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more mini-batches may follow, or some that were handed out are not used yet."""
+        return self._batches is not None and not (self._has_failed and not self._num_waiting)
+
+    def _begin(self) -> None:
+        self.loader._require_idle("iterated")
+        start = self.loader._position
+        self._positions.append(start)
+        self._process = os.getpid()
+        self._batches = self.loader._read(start)
+        self.loader._running = weakref.ref(self)
+
+    def _end(self) -> None:
+        self._batches, self.is_over = None, True
+        self.loader._settled, self.loader._running = self.loader._end_epoch(), None
 
 
 class BatchLoader(ResumableLoader[int]):
@@ -197,3 +390,100 @@ class BatchLoader(ResumableLoader[int]):
             samples = np.random.Generator(np.random.PCG64(key)).permutation(samples)
         begin, end = (len(samples) * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return samples[begin:end]
+
+
+def num_read_ahead(prefetch: int, batch_size: int) -> int:
+    """How many mini-batches are read ahead: at least `prefetch`, more if they are small."""
+    return max(prefetch, min(_BATCHES_AT_ONCE, -(-_SAMPLES_AT_ONCE // batch_size)))
+
+
+def one_ahead(items: Iterator[_T], thread_name: str) -> Generator[_T]:
+    """The same items; a thread makes the next one while the caller uses one.
+
+    Close it where it may not come to its end: the thread ends then.
+    """
+    with ThreadPoolExecutor(1, thread_name) as reader:
+        upcoming = reader.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = reader.submit(next, items, None)
+            yield item
+
+
+class ReadAhead:
+    """Reads mini-batches of a source in order, some of them ahead.
+
+    As many of them are read at once as there are readers: one thread for every four cores. The
+    running iteration of `read` owns these threads, which end with the iteration.
+
+    Args:
+        source: Is read.
+        num_ahead: Mini-batches read ahead, at least; see `num_read_ahead`.
+        pin_memory: Return mini-batches in page-locked memory, from which CUDA copies without
+            waiting.
+
+    Raises:
+        ConfigError: `pin_memory` is set, and there is no CUDA device.
+    """
+
+    def __init__(self, source: SampleSource, num_ahead: int, *, pin_memory: bool = False) -> None:
+        if pin_memory and not torch.cuda.is_available():
+            raise ConfigError(
+                "pin_memory=True is for copies to a CUDA device, and there is none; leave it out"
+            )
+        self._source, self._num_ahead, self._pin_memory = source, num_ahead, pin_memory
+        self._ahead: deque[tuple[int, Future[_Read]]] = deque()  # sizes and results of groups
+
+    def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
+        """The samples of each part as a mini-batch; one iteration at a time."""
+        num_readers = min(self._num_ahead, max(1, num_cores() // _CORES_PER_READER))
+        begin = None
+        if self._pin_memory:  # a thread begins with device 0, and would take memory there
+            begin = partial(torch.cuda.set_device, torch.cuda.current_device())
+        readers = ThreadPoolExecutor(num_readers, "recsys-load", begin)
+        groups = _grouped(parts)
+        # Each iteration has its own queue: a Ctrl-C below leaves nothing for the next one.
+        ahead = self._ahead = deque()
+
+        def read_on() -> None:
+            while sum(num for num, _ in ahead) < self._num_ahead and (group := next(groups, None)):
+                ahead.append((len(group), readers.submit(self._read_group, group)))
+
+        try:
+            read_on()
+            while ahead:
+                _, future = ahead.popleft()
+                batches, error = future.result()
+                read_on()
+                yield from batches
+                if error is not None:
+                    raise error
+        finally:
+            self._ahead = deque()
+            readers.shutdown(cancel_futures=True)
+
+    def finish(self) -> None:
+        """Wait until all groups under way are read; no other is read before the next is taken."""
+        wait([future for _, future in self._ahead])
+
+    def _read_group(self, group: list[NDArray[np.integer]]) -> _Read:
+        """The mini-batches of a group, and the error that ended it early."""
+        batches: list[Batch] = []
+        try:
+            for samples in group:
+                batch = self._source.read(samples.astype(np.int64))
+                batches.append(batch.pin_memory() if self._pin_memory else batch)
+        except Exception as error:  # raised after the mini-batches before it are handed out
+            return batches, error
+        return batches, None
+
+
+def _grouped(parts: Iterable[NDArray[np.integer]]) -> Iterator[list[NDArray[np.integer]]]:
+    """Group mini-batches to be read in one go."""
+    group: list[NDArray[np.integer]] = []
+    for part in parts:
+        group.append(part)
+        if len(group) == _BATCHES_AT_ONCE or sum(map(len, group)) >= _SAMPLES_AT_ONCE:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets import read_ahead
-from recsys.datasets.loader import BatchLoader
-from recsys.datasets.read_ahead import num_read_ahead
+from recsys.datasets import loader as loader_module
+from recsys.datasets.loader import BatchLoader, num_read_ahead
 from recsys.errors import ConfigError
 
 
@@ -233,7 +232,7 @@ def test_a_ctrl_c_while_the_reader_is_waited_for_leaves_nothing_to_the_next_iter
 
     loader = BatchLoader(Numbered(100), "train", 1, shuffle=False)
     with monkeypatch.context() as patched:
-        patched.setattr(read_ahead, "ThreadPoolExecutor", Interrupted)
+        patched.setattr(loader_module, "ThreadPoolExecutor", Interrupted)
         batches = iter(loader)
         assert numbers(next(batches)) == [50]
         with pytest.raises(KeyboardInterrupt):
@@ -249,7 +248,7 @@ def test_with_many_cores_several_batches_are_read_at_once_and_come_in_order(monk
             return super().read(samples)
 
     everyone_reads = threading.Barrier(3, timeout=30)
-    monkeypatch.setattr(read_ahead, "num_cores", lambda: 12)
+    monkeypatch.setattr(loader_module, "num_cores", lambda: 12)
 
     loader = BatchLoader(AllAtOnce(36_000), "train", 3000, shuffle=False)
 

@@ -8,7 +8,7 @@ import pytest
 
 from recsys.config import load_config
 from recsys.datasets import Store, SyntheticCriteo, prepare_criteo_kaggle
-from recsys.datasets.criteo.prepare import prepare_criteo_1tb
+from recsys.datasets.criteo import prepare_criteo_1tb
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 from recsys.train.parts.build import open_source
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from recsys.config import ScheduleConfig
 from recsys.config_callbacks import EarlyStoppingConfig
-from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
+from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.errors import (
     AlreadyExists,
     CheckpointError,

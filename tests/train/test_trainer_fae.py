@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import load_config
-from recsys.datasets.criteo.prepare import prepare_criteo_kaggle
+from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.errors import BudgetTooSmall
 from recsys.pipeline import FAE as Constants  # noqa: N811  # its class
 from recsys.pipeline import HotColdLoader

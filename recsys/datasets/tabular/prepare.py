@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from recsys._support.files import describe_taken, is_taken
 from recsys.datasets.checks import findings_of
-from recsys.datasets.read_ahead import one_ahead
+from recsys.datasets.loader import one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.tabular.encode import PART, WEIGHT, RowEncoder, labels_of

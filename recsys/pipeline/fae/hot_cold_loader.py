@@ -18,8 +18,7 @@ import numpy as np
 
 from recsys._support.states import SavedState
 from recsys._support.untrusted import is_whole
-from recsys.datasets.iteration import ResumableLoader
-from recsys.datasets.read_ahead import ReadAhead
+from recsys.datasets.loader import ReadAhead, ResumableLoader
 from recsys.errors import ConfigError
 from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, SampleSource
-    from recsys.datasets.iteration import BatchIterator
+    from recsys.datasets.loader import BatchIterator
     from recsys.pipeline.fae.shuffle_scheduler import FAE
 
 __all__ = ["HotColdLoader"]

@@ -21,7 +21,7 @@ import torch
 
 from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
-from recsys.datasets.iteration import BatchIterator
+from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS, SampledInputs
 from recsys.embeddings.staleness.tracked_tables import groups_in, names_of
 from recsys.errors import ConfigError

@@ -28,7 +28,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from recsys.datasets.iteration import BatchIterator
+from recsys.datasets.loader import BatchIterator
 from recsys.pipeline.micro_batches import count_samples
 from recsys.pipeline.skip.chosen_samples import (
     EVERYTHING,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
-from recsys.datasets.iteration import BatchIterator
+from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.pipeline.skip.guard import QualityGuard

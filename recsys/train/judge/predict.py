@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from recsys._support.files import appearing_whole, require_new, require_place
-from recsys.datasets.read_ahead import ReadAhead, num_read_ahead, one_ahead
+from recsys.datasets.loader import ReadAhead, num_read_ahead, one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import is_store
 from recsys.datasets.tabular.encode import NO_LABEL

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.datasets.criteo.parse import explain, parse_lines
+from recsys.datasets.criteo import explain, parse_lines
 
 NUMBERS = ["0", "1", "-1", "-", "2147483647", "2147483648", "-2147483648", "-2147483649", "00"]
 OTHERS = ["12345678901", "1.5", "+1", " 1", "deadBEEF", "123456789", "g", "0x1", "", "\r", "7\r"]

@@ -7,8 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from recsys.datasets.criteo.parse import explain
-from recsys.datasets.criteo.prepare import prepare_criteo_1tb, prepare_criteo_kaggle
+from recsys.datasets.criteo import explain, prepare_criteo_1tb, prepare_criteo_kaggle
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
 from recsys.errors import DatasetFormatError
@@ -17,7 +16,7 @@ from recsys.errors import DatasetFormatError
 @pytest.fixture
 def days(raw_line, tmp_path, monkeypatch):
     """Three day files that take two blocks each; every day brings new ids and repeats old ones."""
-    monkeypatch.setattr("recsys.datasets.criteo.prepare.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("recsys.datasets.criteo.BLOCK_BYTES", 4000)
     rng = np.random.default_rng(0)
     paths = [tmp_path / f"day_{day}" for day in range(3)]
     for day, path in enumerate(paths):
@@ -203,7 +202,7 @@ def test_several_files_are_one_data_set_and_their_ends_are_line_ends(raw_line, t
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_blocks_and_threads_leave_no_trace(raw_line, tmp_path, monkeypatch, num_threads):
-    monkeypatch.setattr("recsys.datasets.criteo.prepare.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo.BLOCK_BYTES", 1000)
     text = "".join(
         raw_line(str(line % 2), [str(line)] * 13, [f"{line * line % 97:x}"] * 26) + "\n"
         for line in range(300)
@@ -217,7 +216,7 @@ def test_blocks_and_threads_leave_no_trace(raw_line, tmp_path, monkeypatch, num_
 
 
 def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.criteo.prepare.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo.BLOCK_BYTES", 1000)
     raw = tmp_path / "raw.txt"
     raw.write_bytes(b"0" * 10_000)
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.datasets.criteo.row_numbers import RowNumbers
+from recsys.datasets.criteo import RowNumbers
 
 IDS = st.integers(0, 2**32 - 1) | st.integers(0, 20) | st.integers(2**32 - 20, 2**32 - 1)
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.config import load_config
-from recsys.datasets.synthetic.kernel import drift_cycle, occupant
-from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.synthetic.samples import SyntheticCriteo, drift_cycle, occupant
 
 SETTINGS = [
     {"drift": 0.5},

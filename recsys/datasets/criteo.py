@@ -1,4 +1,4 @@
-"""Prepare raw Criteo files, of the Kaggle challenge or of days of the 1TB set, as a store.
+r"""Prepare raw Criteo files, of the Kaggle challenge or of days of the 1TB set, as a store.
 
 The convention is that of facebookresearch/dlrm, called `classic` in meta.json:
 
@@ -9,7 +9,17 @@ The convention is that of facebookresearch/dlrm, called `classic` in meta.json:
   several days, all but the last are for training. The first half of the last day (rounded up) is
   the test part, the second half the validation part.
 
-One difference: a line without a label is an error here.
+One difference: a line without a label is an error here. A line is a sample:
+
+    label \t int_0 ... int_12 \t cat_0 ... cat_25 \n
+
+- 40 fields separated by single tabs; the line ends at "\n", "\r\n" or the end of the file;
+- the label is 0 or 1;
+- an integer is empty (missing) or matches -?[0-9]{1,10} and fits 32 bits;
+- a category is empty (missing) or one to eight hexadecimal digits.
+
+A kernel only finds the first bad line. Python code then explains it, so good lines cost nothing
+extra.
 
     a thread            file -> decompressed blocks of complete lines; hashes the raw bytes
     pool (all cores)    parses parts of a block in parallel, then numbers its columns in parallel
@@ -33,24 +43,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from tqdm import tqdm
 
 from recsys._support.files import as_argument, listed_files, require_files
+from recsys._support.hashing import GOLDEN
+from recsys._support.jit import inlined_part, kernel
 from recsys._support.machine import num_cores
 from recsys._support.untrusted import is_whole
-from recsys.datasets.criteo.parse import (
-    NUM_CATEGORIES,
-    NUM_FIELDS,
-    NUM_INTEGERS,
-    ParsedLines,
-    explain,
-    parse_lines,
-)
-from recsys.datasets.criteo.row_numbers import RowNumbers
-from recsys.datasets.read_ahead import one_ahead
+from recsys.datasets.loader import one_ahead
 from recsys.datasets.splits import day_splits
 from recsys.datasets.store_writer import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
@@ -58,6 +61,8 @@ from recsys.errors import ConfigError, DatasetFormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
 __all__ = [
     "CATEGORY_NAMES",
@@ -67,11 +72,30 @@ __all__ = [
     "prepare_criteo_kaggle",
 ]
 
+NUM_INTEGERS = 13
+NUM_CATEGORIES = 26
+NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
+
+# A good line has at least this many bytes: a label, 39 tabs, an end.
+MIN_LINE_BYTES = NUM_FIELDS + 1
+
+_TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE, _NINE = (ord(char) for char in "\t\n\r-019")
+_INTEGER = rb"(-?[0-9]{1,10})?"
+_RULES = (
+    ("label", "0 or 1", rb"[01]"),
+    ("int_{}", "empty or an integer of 32 bits", _INTEGER),
+    ("cat_{}", "empty or 1 to 8 hexadecimal digits", rb"[0-9a-fA-F]{0,8}"),
+)
+_NOT_HEX = 16
+_HEX = np.full(256, _NOT_HEX, np.uint8)
+_HEX[[ord(char) for char in "0123456789abcdef"]] = range(16)
+_HEX[[ord(char) for char in "ABCDEF"]] = range(10, 16)
 INTEGER_NAMES = tuple(f"int_{column}" for column in range(NUM_INTEGERS))
 CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(NUM_CATEGORIES))
 # A block takes 50 ms to process, much longer than handing it from thread to thread. A few blocks
 # are small compared with the hash tables of ids. Longer lines are refused.
 BLOCK_BYTES = 16 * 2**20
+_MAX_LOAD = 0.7
 
 
 @dataclass(frozen=True)
@@ -335,3 +359,219 @@ def _not_criteo(file: Path) -> str:
         f"another table, such as a CSV file, take `recsys inspect {name} > schema.toml` and "
         f"`recsys prepare table {name} --schema schema.toml --out STORE`"
     )
+
+
+class RowNumbers:
+    """Numbers the distinct ids of a column 0, 1, 2, ... by first appearance. Not thread-safe.
+
+    A hash table with open addressing in one array of 64-bit entries, id << 32 | row + 1, or 0 where
+    it is free: a lookup that misses the caches waits for memory once. The table doubles when it is
+    70 % full, so it takes 11 to 23 bytes per id.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._entries = np.zeros(1 << 12, np.uint64)
+
+    def number(self, ids: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Replace ids by rows, in place; new ids get the next numbers, in order.
+
+        Shape:
+            ids (n,) contiguous; result: the same memory, as int32.
+        """
+        size = len(self._entries)
+        while size * _MAX_LOAD < self.num_rows + len(ids):
+            size *= 2
+        if size > len(self._entries):
+            old, self._entries = self._entries, np.zeros(size, np.uint64)
+            _rehash_kernel(old, self._entries)
+        rows = ids.view(np.int32)
+        self.num_rows = _number_kernel(ids, rows, self._entries, self.num_rows)
+        return rows
+
+    def ids_by_row(self) -> NDArray[np.uint32]:
+        """The id of every row, (num_rows,)."""
+        entries = self._entries[self._entries != 0]
+        ids = np.empty(self.num_rows, np.uint32)
+        ids[(entries & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1] = entries >> np.uint64(32)
+        return ids
+
+
+@kernel
+def _number_kernel(
+    ids: NDArray[np.uint32], rows: NDArray[np.int32], entries: NDArray[np.uint64], num_rows: int
+) -> int:
+    mask = np.uint64(len(entries) - 1)
+    for position in range(len(ids)):
+        key = np.uint64(ids[position])
+        slot = (key * GOLDEN) >> np.uint64(32) & mask  # Fibonacci hashing
+        entry = entries[slot]
+        while entry != 0 and (entry >> np.uint64(32)) != key:
+            slot = (slot + np.uint64(1)) & mask
+            entry = entries[slot]
+        if entry == 0:
+            num_rows += 1
+            entry = (key << np.uint64(32)) | np.uint64(num_rows)
+            entries[slot] = entry
+        rows[position] = np.int32(entry & np.uint64(0xFFFFFFFF)) - 1
+    return num_rows
+
+
+@kernel
+def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64]) -> None:
+    mask = np.uint64(len(entries) - 1)
+    for entry in old:
+        if entry != 0:
+            slot = ((entry >> np.uint64(32)) * GOLDEN) >> np.uint64(32) & mask
+            while entries[slot] != 0:
+                slot = (slot + np.uint64(1)) & mask
+            entries[slot] = entry
+
+
+class ParsedLines(NamedTuple):
+    """The samples of one part of the text, up to its first bad line.
+
+    Shape:
+        labels (n,) int8; integers (n, 13) int32; categories (26, n) uint32, column by column, so
+        that columns can be numbered in parallel; bad_line None if all lines are good.
+    """
+
+    labels: NDArray[np.int8]
+    integers: NDArray[np.int32]
+    categories: NDArray[np.uint32]
+    bad_line: bytes | None
+
+
+def parse_lines(text: NDArray[np.uint8], begin: int, end: int) -> ParsedLines:
+    """Parse the lines in `text[begin:end]`; stops at the first bad one.
+
+    Args:
+        text: Bytes; `text[end - 1]` is a newline.
+        begin: The first byte of the first line.
+        end: The byte after the last line's newline.
+    """
+    assert begin == end or text[end - 1] == _NEWLINE, "the last line must end in a newline"
+    max_good = (end - begin) // MIN_LINE_BYTES + 1
+    labels = np.empty(max_good, np.int8)
+    integers = np.empty((max_good, NUM_INTEGERS), np.int32)
+    categories = np.empty((NUM_CATEGORIES, max_good), np.uint32)
+    num_good, stop = _parse_kernel(text, begin, end, labels, integers, categories)
+    return ParsedLines(
+        labels[:num_good],
+        integers[:num_good],
+        categories[:, :num_good],
+        None if stop == end else text[stop:end].tobytes().partition(b"\n")[0],
+    )
+
+
+def explain(line: bytes) -> tuple[str, str] | None:
+    """The rule that a line breaks, and the value that breaks it; None for a good line.
+
+    Args:
+        line: One line, with or without its newline.
+    """
+    line = line.removesuffix(b"\n").removesuffix(b"\r")
+    num_fields = line.count(b"\t") + 1  # a line may be 16 MiB of tabs
+    if num_fields != NUM_FIELDS:
+        return f"expected {NUM_FIELDS} tab-separated fields", str(num_fields)
+    for number, field in enumerate(line.split(b"\t")):
+        kind = (number > 0) + (number > NUM_INTEGERS)
+        name, rule, pattern = _RULES[kind]
+        found = re.fullmatch(pattern, field)
+        if not found or (pattern == _INTEGER and not -(2**31) <= int(field or 0) < 2**31):
+            shown = repr(field[:40])[1:] + "..." * (len(field) > 40)
+            column = number - 1 - NUM_INTEGERS * (kind == 2)
+            return f"field {number + 1} ({name.format(column)}) must be {rule}", shown
+    return None
+
+
+@kernel
+def _parse_kernel(
+    text: NDArray[np.uint8],
+    position: int,
+    end: int,
+    labels: NDArray[np.int8],
+    integers: NDArray[np.int32],
+    categories: NDArray[np.uint32],
+) -> tuple[int, int]:
+    """Parse to `end`, or to the begin of a bad line; a newline ends every inner loop."""
+    num_good = 0
+    while position < end:
+        line_begin = position
+        char = text[position]
+        position += 1
+        is_good = bool(char in (_ZERO, _ONE) and text[position] == _TAB)
+        labels[num_good] = char - _ZERO
+        if is_good:
+            position, is_good = _parse_integers(text, position, integers, num_good)
+        if is_good:
+            position, is_good = _parse_categories(text, position, categories, num_good)
+        if not is_good:
+            return num_good, line_begin
+        num_good += 1
+        position += 1
+    return num_good, position
+
+
+@inlined_part
+def _parse_integers(
+    text: NDArray[np.uint8],
+    position: int,
+    integers: NDArray[np.int32],
+    sample: int,
+) -> tuple[int, bool]:
+    """Parse a line from the tab before its integers on; return the end, and if all are good."""
+    is_good, column = True, 0
+    while is_good and column < NUM_INTEGERS:
+        position += 1
+        char = text[position]
+        is_negative = char == _MINUS
+        if is_negative:
+            position += 1
+            char = text[position]
+        digits_begin = position
+        number = np.int64(0)
+        while _ZERO <= char <= _NINE:
+            number = number * 10 + np.int64(char - _ZERO)
+            position += 1
+            char = text[position]
+        num_digits = position - digits_begin
+        largest = 2147483648 if is_negative else 2147483647
+        is_good = bool(
+            char == _TAB
+            and num_digits <= 10
+            and number <= largest
+            and not (is_negative and num_digits == 0)
+        )
+        if is_negative:
+            number = np.int64(0)
+        integers[sample, column] = number
+        column += 1
+    return position, is_good
+
+
+@inlined_part
+def _parse_categories(
+    text: NDArray[np.uint8], position: int, categories: NDArray[np.uint32], sample: int
+) -> tuple[int, bool]:
+    """Parse a line from the tab before its categories on, as `_parse_integers` does."""
+    is_good, column = True, 0
+    while is_good and column < NUM_CATEGORIES:
+        position += 1
+        digits_begin = position
+        category = np.uint32(0)
+        digit = _HEX[text[position]]
+        while digit < _NOT_HEX:
+            category = np.uint32((category << np.uint32(4)) | np.uint32(digit))
+            position += 1
+            digit = _HEX[text[position]]
+        is_good = position - digits_begin <= 8
+        column += 1
+        if column < NUM_CATEGORIES:
+            is_good = is_good and text[position] == _TAB
+        else:
+            if text[position] == _RETURN:
+                position += 1
+            is_good = is_good and text[position] == _NEWLINE
+        categories[column - 1, sample] = category
+    return position, is_good

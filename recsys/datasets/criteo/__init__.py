@@ -1,1 +1,0 @@
-"""Raw files of Criteo Kaggle and Criteo 1TB."""
