@@ -91,9 +91,9 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
     for name, columns in telling.items():
         if columns:
             yield (
-                f"label {name!r} is told by {', '.join(map(repr, columns))} alone, by the value or "
-                f"by being empty (AUC of at least {_TELLS_LABEL} in the training part); if that is "
-                "known only after the label, leave it out of the schema"
+                f"label {name!r} follows from {', '.join(map(repr, columns))} alone, by the value "
+                f"or by its being empty (AUC of at least {_TELLS_LABEL} in the training part); if "
+                "that is known only after the label, leave it out of the schema"
             )
 
 
