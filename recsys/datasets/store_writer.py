@@ -73,10 +73,7 @@ class Feature(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """In JSON types; `is_weighted` only where it is true, as stores without weights lack it."""
-        found = self._asdict()
-        if not self.is_weighted:
-            del found["is_weighted"]
-        return found
+        return {key: value for key, value in self._asdict().items() if value is not False}
 
 
 def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
@@ -144,23 +141,24 @@ def _not_prepared(path: Path) -> StoreError:
 
 
 def _require_features(features: Sequence[Feature]) -> None:
-    names: set[str] = set()
+    names = [feature.name for feature in features]
     for name, table, kind, is_weighted in features:
-        if name in names:
-            raise ConfigError(f"feature {name!r}: names must be distinct, got it twice; rename one")
-        names.add(name)
-        if "." in table:
-            raise ConfigError(
-                f"feature {name!r}: the name of its table must not have a '.', got {table!r}; give "
-                f"the feature another table, such as {table.replace('.', '_')!r}"
-            )
-        if kind not in KINDS:
-            raise ConfigError(f"feature {name!r}: kind must be one of {KINDS}, got {kind!r}")
-        if is_weighted and kind == "one":
-            raise ConfigError(
-                f"feature {name!r}: only features of kind multi or sequence have weights, got kind "
-                f"{kind!r}; leave is_weighted out"
-            )
+        rules = (
+            (names.count(name) > 1, "names must be distinct, got it twice; rename one"),
+            (
+                "." in table,
+                f"the name of its table must not have a '.', got {table!r}; give the feature "
+                f"another table, such as {table.replace('.', '_')!r}",
+            ),
+            (kind not in KINDS, f"kind must be one of {KINDS}, got {kind!r}"),
+            (
+                is_weighted and kind == "one",
+                "only features of kind multi or sequence have weights; leave is_weighted out",
+            ),
+        )
+        for is_broken, rule in rules:
+            if is_broken:
+                raise ConfigError(f"feature {name!r}: {rule}")
 
 
 def _dtypes(dense_transform: str, features: Sequence[Feature], has: Collection[str]) -> Any:
