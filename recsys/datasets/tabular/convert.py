@@ -8,7 +8,8 @@
     group                   int64 or string         none
     column of the split     string                  none
     dense                   float64, finite         missing; none with missing "error"
-    categorical             int64 or string         missing; none with missing "error"
+    categorical             int64, string or a      missing; none with missing "error"
+                            dictionary of strings
     multi, sequence         list of these           a null list is an empty one; no null elements
     a condition on rows     int8, 0 or 1            none
 
@@ -46,11 +47,9 @@ from recsys.errors import DatasetFormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from numpy.typing import NDArray
-
     from recsys.datasets.tabular.schema import Schema
 
-__all__ = ["conform", "conform_label", "is_list", "plain"]
+__all__ = ["conform", "is_list", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
 _CORRECT = "correct it, or leave the row out"
@@ -92,24 +91,12 @@ def conform(
     for name in schema.own_columns:
         if name in found:
             with _explained(batch, name, place):
-                array = plain(batch.column(name))
+                array = batch.column(name)
                 arrays[name] = _convert(array, name, schema, may_be_null=name in optional)
     for condition, where in schema.conditions.items():
         holds = [_holds(batch, name, texts, place) for name, texts in where.items()]
         arrays[condition] = reduce(pc.and_, holds).cast(pa.int8())
     return pa.RecordBatch.from_pydict(arrays)
-
-
-def conform_label(array: pa.Array, rule: Rule | None) -> pa.Array:
-    """Labels as int8, 0 or 1; nulls stay.
-
-    Raises:
-        DatasetFormatError: a value is no label.
-    """
-    try:
-        return _label(plain(array), rule)
-    except _Fault as fault:
-        raise DatasetFormatError(f"{fault.rule}; {fault.hint}") from None
 
 
 class _Fault(Exception):
@@ -151,6 +138,13 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
     column: Any = schema.dense.get(name) or schema.value_columns.get(name)
     is_split = isinstance(schema.split, ColumnSplit) and schema.split.column == name
     must_be_known = name == schema.group or (is_split and not may_be_null)
+    must_be_known |= getattr(column, "missing", "") == "error"
+    is_text = isinstance(column, CategoricalColumn) and column.values == "string"
+    if is_text and types.is_dictionary(array.type) and not (must_be_known or is_split):
+        values = plain(array.dictionary)
+        if types.is_string(values.type) and 2 * len(values) < len(array):
+            return pa.DictionaryArray.from_arrays(array.indices, values)
+    array = plain(array)
     if column is None and types.is_nested(array.type):
         raise _Fault(None, "must hold one value in each row", "lists are for multi and sequence")
     if isinstance(column, DenseColumn):
@@ -171,9 +165,8 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         array = (_integers if is_number and not types.is_uint64(array.type) else _strings)(array)
     else:
         array = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
-    if must_be_known or getattr(column, "missing", "") == "error":
-        others = "" if must_be_known else ', or train on data prepared without missing = "error"'
-        _require_valid(array, _FILL_IN + others)
+    if must_be_known:
+        _require_valid(array, f'{_FILL_IN}, or set missing to something other than "error"')
     return array
 
 
@@ -291,60 +284,35 @@ def _strings(array: pa.Array) -> pa.Array:
 
 def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
     """Lists without missing elements, which split text may name; null lists stay."""
-    flat, ends = _elements(array, split, missing_values)
-    with _naming_rows(ends):
-        flat = _values(flat, values)
-    flat, ends = _kept(flat, flat, ends)
-    return _as_lists(flat, ends, array.is_null() if array.null_count else None)
-
-
-def _elements(
-    array: pa.Array, split: str, missing_values: tuple[str, ...]
-) -> tuple[pa.Array, NDArray[np.int64]]:
-    """The elements of all lists, null where one is missing, and where each list ends."""
     is_text = types.is_string(array.type)
     if is_text:
         if not split and array.null_count < len(array):
             raise _Fault(None, "must be lists", "set split to the character between the values")
         array = pc.split_pattern(array, pattern=split or "|")
     if not is_list(array.type):
-        hint = "make the column categorical"
-        if types.is_nested(array.type):
-            hint = "write its keys as lists in one column, and its values in another, as weights"
+        is_nested = types.is_nested(array.type)
+        hint = "write its keys as lists" if is_nested else "make the column categorical"
         raise _Fault(None, "must be text or lists", hint)
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths, dtype=np.int64)
     flat = plain(array.flatten())  # leaves out what null lists hold
     if is_text and missing_values:
         is_missing = pc.is_in(flat, value_set=pa.array(missing_values, pa.string()))
         flat = pc.if_else(is_missing, pa.scalar(None, flat.type), flat)
-    return flat, np.cumsum(lengths, dtype=np.int64)
-
-
-def _kept(
-    flat: pa.Array, values: pa.Array, ends: NDArray[np.int64]
-) -> tuple[pa.Array, NDArray[np.int64]]:
-    """The elements whose values are not null, and where each list ends among them."""
-    if not values.null_count:
-        return flat, ends
-    is_kept = values.is_valid()
-    num_kept = np.concatenate([[0], np.cumsum(is_kept.to_numpy(zero_copy_only=False))])
-    return flat.filter(is_kept), num_kept[ends]
-
-
-def _as_lists(flat: pa.Array, ends: NDArray[np.int64], is_null: pa.Array | None = None) -> pa.Array:
-    offsets = np.concatenate([[0], ends]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=is_null)
-
-
-@contextmanager
-def _naming_rows(ends: NDArray[np.int64]) -> Iterator[None]:
-    """Let a fault of an element name the row of its list."""
     try:
-        yield
+        flat = _values(flat, values)
     except _Fault as fault:
-        if fault.row is not None:
+        if fault.row is not None:  # of an element: name the row of its list
             fault.row = int(np.searchsorted(ends, fault.row, side="right"))
         raise
+    if flat.null_count:
+        num_kept = np.cumsum(flat.is_valid().to_numpy(zero_copy_only=False))
+        ends = np.concatenate([[0], num_kept])[ends]
+        flat = flat.drop_null()
+    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    return pa.ListArray.from_arrays(
+        offsets, flat, mask=array.is_null() if array.null_count else None
+    )
 
 
 def _compare(array: pa.Array, rule: Rule) -> pa.Array:

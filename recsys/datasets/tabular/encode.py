@@ -198,13 +198,20 @@ class RowEncoder:
         for name in table.columns:
             rules, column = self.schema.value_columns[name], batch.column(name)
             values = column.flatten() if isinstance(rules, MultiColumn) else column
-            found = (
-                numbers.number(values)
-                if isinstance(numbers, HashedRows)
-                else numbers.number(values, grow=self._grow)
-            )
+            found = self._number(values, numbers)
             encoded[name] = _bags(found, column, rules) if isinstance(rules, MultiColumn) else found
         return encoded
+
+    def _number(self, values: pa.Array, numbers: Numbers | HashedRows) -> NDArray[np.int32]:
+        import pyarrow as pa
+
+        if isinstance(values, pa.DictionaryArray):  # each text is numbered once
+            texts = pa.concat_arrays([values.dictionary, pa.nulls(1, pa.string())])
+            places: NDArray[Any] = values.indices.fill_null(len(texts) - 1).to_numpy()
+            return np.take(self._number(texts, numbers), places)
+        if isinstance(numbers, HashedRows):
+            return numbers.number(values)
+        return numbers.number(values, grow=self._grow)
 
     def _encode_dense(self, name: str, batch: pa.RecordBatch) -> Columns:
         values = batch.column(name).to_numpy(zero_copy_only=False)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
-import json
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from recsys.datasets.tabular.encoder import read_schema
 from recsys.datasets.tabular.prepare import columns_for_split, open_like, write_table
@@ -95,38 +92,39 @@ class _FrameBatches:
         self._frames: Iterable[Any] = [frames] if is_one else frames
         self._schema = schema
         self._names = [name for name in schema.columns if name not in ignored]
-        self._hash = _ValueHash()
-        self._frame_rows: list[int] = []
+        self._digest = hashlib.sha256()
+        self._starts: list[int] = []  # the first row of each frame
+        self._num_rows = 0
         self._first_types: dict[str, tuple[bool, str]] = {}  # are they integers, and from where on
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
+        from recsys.datasets.tabular.convert import conform, plain
+
+        arrow = import_pyarrow()
         for number, frame in enumerate(self._frames):
-            self._frame_rows.append(0)
-            for batch in self._batches_of(frame, number):
-                first = self._frame_rows[number]
-                self._frame_rows[number] += batch.num_rows
-                yield self._conformed(batch, f"frame {number}", first)
+            self._starts.append(self._num_rows)
+            for given in self._blocks_of(frame, number):
+                first = self._num_rows
+                batch = conform(given, self._schema, partial(self._later, first))
+                self._require_one_type(given, self.place(first))
+                values = [plain(column) for column in batch.columns]  # without dictionaries
+                whole = arrow.RecordBatch.from_arrays(values, batch.schema.names)
+                self._digest.update(whole.serialize())
+                self._num_rows += batch.num_rows
+                yield batch
+
+    def _later(self, first: int, row: int) -> str:
+        return self.place(first + row)
 
     def place(self, row: int) -> str:
         """Words for a row that was read, by its number from 0 among the rows of all frames."""
-        ends = list(itertools.accumulate(self._frame_rows))
-        number = bisect.bisect_right(ends, row)
-        start = ends[number] - self._frame_rows[number]
-        return f"frame {number}, row {row - start} (from 0)"
+        number = bisect.bisect_right(self._starts, row) - 1
+        return f"frame {number}, row {row - self._starts[number]} (from 0)"
 
     def describe(self) -> list[dict[str, Any]]:
-        """The entry `sources` of meta.json: the hash is that of the values, in any chunks."""
-        return [
-            {"name": "frames", "num_rows": sum(self._frame_rows), "sha256": self._hash.hexdigest()},
-        ]
-
-    def _conformed(self, batch: pa.RecordBatch, name: str, first: int) -> pa.RecordBatch:
-        from recsys.datasets.tabular.convert import conform
-
-        self._require_one_type(batch, f"{name}, row {first} (from 0)")
-        batch = conform(batch, self._schema, lambda row: f"{name}, row {first + row} (from 0)")
-        self._hash.add(batch)
-        return batch
+        """The entry `sources` of meta.json."""
+        digest = self._digest.hexdigest()
+        return [{"name": "frames", "num_rows": self._num_rows, "sha256": digest}]
 
     def _require_one_type(self, batch: pa.RecordBatch, place: str) -> None:
         """Refuse a column of text that has integers in some batches.
@@ -141,8 +139,6 @@ class _FrameBatches:
                 continue
             kind = values.type.value_type if types.is_dictionary(values.type) else values.type
             is_integer = types.is_integer(kind) or types.is_decimal(kind)
-            if not is_integer and (types.is_floating(kind) or types.is_boolean(kind)):
-                continue  # is refused
             was_integer, before = self._first_types.setdefault(column, (is_integer, place))
             if is_integer != was_integer:
                 mine, first = ("integers", "text") if is_integer else ("text", "integers")
@@ -152,10 +148,9 @@ class _FrameBatches:
                     f"read the column as text, such as by dtype={{{column!r}: str}} of pandas"
                 )
 
-    def _batches_of(self, frame: Any, number: int) -> Iterator[pa.RecordBatch]:
+    def _blocks_of(self, frame: Any, number: int) -> Iterator[pa.RecordBatch]:
         """The schema's columns of a frame, a block of rows at a time."""
         arrow = import_pyarrow()
-        names = self._names
         is_arrow = isinstance(frame, arrow.Table)
         if not (is_arrow or hasattr(frame, "iloc")):
             raise TypeError(
@@ -163,71 +158,26 @@ class _FrameBatches:
                 f"{type(frame).__name__}; pandas.DataFrame(rows) makes one"
             )
         found = frame.column_names if is_arrow else list(frame.columns)
-        missing = [name for name in names if found.count(name) != 1]
+        missing = [name for name in self._names if found.count(name) != 1]
         if missing:
             raise DatasetFormatError(
                 f"frame {number}: must have column {missing[0]!r} once, has columns {found[:30]}; "
                 "correct the schema or the frame"
             )
         if is_arrow:
-            yield from frame.select(names).to_batches(_BATCH_ROWS)
+            yield from frame.select(self._names).to_batches(_BATCH_ROWS)
             return
         for start in range(0, len(frame), _BATCH_ROWS):
-            block = frame.iloc[start : start + _BATCH_ROWS][names]
-            arrays = []
-            for name in names:
+            block = frame.iloc[start : start + _BATCH_ROWS][self._names]
+            arrays = {}
+            for name in self._names:
                 try:
                     array = arrow.array(block[name], from_pandas=True)
                 except (arrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
                     raise DatasetFormatError(
-                        f"frame {number}, rows {start} to {start + len(block) - 1}, column "
-                        f"{name!r}: must have values of one type that Arrow has, got "
-                        f"{str(error)[:200]}; convert the column"
+                        f"{self.place(self._num_rows)}, column {name!r}: from here on, must have "
+                        f"values of one type that Arrow has: {str(error)[:200]}; convert the column"
                     ) from error
                 is_chunked = isinstance(array, arrow.ChunkedArray)  # of a column of Arrow's
-                arrays.append(array.combine_chunks() if is_chunked else array)
-            yield arrow.RecordBatch.from_arrays(arrays, names=names)
-
-
-class _ValueHash:
-    """SHA-256 of rows: equal for equal rows, in batches of any sizes.
-
-    Each column has a hash of which values there are, one of the values, and, for texts and lists,
-    one of their lengths. The whole is a hash of these, with the names and types of the columns.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[tuple[str, ...], Any] = {}
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Add rows that `conform` made."""
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            self._add((name, str(column.type)), column)
-
-    def hexdigest(self) -> str:
-        """The hash of all rows so far, in hex."""
-        parts = [[*key, part.hexdigest()] for key, part in self._parts.items()]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def _add(self, key: tuple[str, ...], array: pa.Array) -> None:
-        arrow = import_pyarrow()
-        import pyarrow.compute as pc
-
-        self._update((*key, "valid"), array.is_valid())
-        if arrow.types.is_list(array.type):
-            self._update((*key, "lengths"), pc.list_value_length(array).fill_null(0))
-            self._add((*key, "elements"), array.flatten())
-        elif arrow.types.is_string(array.type):
-            texts = array.fill_null("")
-            self._update((*key, "lengths"), pc.binary_length(texts))
-            whole = arrow.ListArray.from_arrays(arrow.array([0, len(texts)], arrow.int32()), texts)
-            self._part((*key, "values")).update(pc.binary_join(whole, "")[0].as_buffer())
-        else:
-            self._update((*key, "values"), array.fill_null(0))
-
-    def _update(self, key: tuple[str, ...], array: pa.Array) -> None:
-        values = array.to_numpy(zero_copy_only=False)
-        self._part(key).update(np.ascontiguousarray(values).data)
-
-    def _part(self, key: tuple[str, ...]) -> Any:
-        return self._parts.setdefault(key, hashlib.sha256())
+                arrays[name] = array.combine_chunks() if is_chunked else array
+            yield arrow.RecordBatch.from_pydict(arrays)

@@ -17,9 +17,9 @@ import tomli_w
 from pyarrow import types
 
 from recsys._support.untrusted import is_text
-from recsys.datasets.tabular.convert import conform_label, is_list, plain
+from recsys.datasets.tabular.convert import conform, is_list, plain
 from recsys.datasets.tabular.read import TextFile, find_files, open_table
-from recsys.datasets.tabular.schema import Rule, Schema, check_delimiter
+from recsys.datasets.tabular.schema import Schema, check_delimiter
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ _SESSIONS = ("session",)
 _USERS = ("user", "visitor", "customer")
 _ITEMS = ("item", "product", "movie")
 _TIMES = ("timestamp", "time", "date", "hour")
+_EVENTS = ("event", "eventtype", "behavior", "behaviour", "action")
 _PARTS = ("train", "test", "validation")
 
 _KINDS = ("dense", "categorical", "multi", "sequence")
@@ -251,7 +252,8 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
     if len(counted) <= 10:
         pairs = sorted((pair["counts"], str(pair["values"])) for pair in counted.to_pylist())
         facts["counts"] = {value: count for count, value in pairs}
-    if types.is_temporal(kind) or (types.is_string(kind) and _are_iso_times(values)):
+    is_iso = types.is_string(kind) and "-" in values[0].as_py()
+    if types.is_temporal(kind) or (is_iso and _conformed(values, timestamp="x") is not None):
         return _Facts(kind="time", time_format="", **facts)
     if types.is_boolean(kind):
         return _Facts(kind="bool", has_integers=True, **facts)
@@ -264,7 +266,7 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
     return _Facts(
         kind="integer" if is_integer else "number",
         quantiles=tuple(quantiles),
-        time_format=_time_format(values, *quantiles),
+        time_format=_time_format(values, quantiles[0], quantiles[2]),
         has_integers=is_integer,
         **facts,
     )
@@ -287,26 +289,24 @@ def _as_integers(array: pa.Array) -> pa.Array:
     return array
 
 
-def _are_iso_times(texts: pa.Array) -> bool:
-    for unit in ("us", "ns"):
-        for zone in (None, "UTC"):
-            with suppress(pa.ArrowInvalid):
-                texts.cast(pa.timestamp(unit, zone))
-                return True
-    return False
+def _conformed(array: pa.Array, **keys: str) -> pa.Array | None:
+    """The array as a schema with these keys reads column "x"; None if it does not."""
+    schema = Schema.from_dict({"label": "y", "categorical": {"c": {}}, **keys})
+    batch = pa.RecordBatch.from_arrays([array], ["x"])
+    with suppress(DatasetFormatError):
+        return conform(batch, schema, "row {}".format, optional=["x"]).column("x")
+    return None
 
 
-def _time_format(array: pa.Array, least: float, _: float, most: float) -> str | None:
+def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
     for form, per_second in _UNITS.items():
         if _FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
             return form
-    width = len(str(int(most))) if least > 0 and len(str(int(least))) == len(str(int(most))) else 0
     for form in _FORMS:
-        if width == len(form) + 2 * form.count("Y") and types.is_integer(array.type):
-            read = pc.strptime(array.cast(pa.string()), form, "s", error_is_null=True)
-            if not read.null_count and pc.min(read.cast(pa.int64())).as_py() >= _FIRST_SECONDS:
-                return form
+        times = _conformed(array, timestamp="x", timestamp_format=form)
+        if times is not None and pc.min(times).as_py() >= _FIRST_SECONDS:
+            return form
     return None
 
 
@@ -340,6 +340,7 @@ class _Guess:
         key_reasons: Why, by the key.
         labels: 0, 1, or -1 for a missing one; None without a label.
         item: The column of items; empty for none.
+        event: The column of kinds of events, in data without a label; None for none.
     """
 
     facts: dict[str, _Facts]
@@ -349,6 +350,7 @@ class _Guess:
     key_reasons: dict[str, str] = field(default_factory=dict)
     labels: NDArray[np.int8] | None = None
     item: str = ""
+    event: _Facts | None = None
 
     def give_roles(self, label: str, group: str, item: str) -> None:
         """Find label, column of the split, weight, timestamp, group and item."""
@@ -363,9 +365,10 @@ class _Guess:
             if chosen.counts:
                 why += f"; values {', '.join(sorted(chosen.counts))}"
             self._take("label", chosen, why)
-            rule = self.tree.get("positive")
-            found = conform_label(chosen.array, Rule.parse(rule) if rule else None)
-            self.labels = found.fill_null(-1).to_numpy(zero_copy_only=False)
+            rule = {key: self.tree[key] for key in ("positive",) if key in self.tree}
+            labels = _conformed(chosen.array, label="x", **rule)
+            assert labels is not None
+            self.labels = labels.fill_null(-1).to_numpy(zero_copy_only=False)
         split = self._find(("split",), lambda facts: set() < {*facts.counts} <= {*_PARTS})
         if split is not None:
             self.reasons[split.name] = "by its name and values"
@@ -402,6 +405,9 @@ class _Guess:
                 _ITEMS, lambda facts: facts.kind in ("integer", "text")
             )
             self.item = items.name if items is not None else ""
+            self.event = self._find(_EVENTS, lambda facts: len(facts.counts) > 1)
+            if self.event is not None:
+                self.reasons[self.event.name] = "kinds of events"
 
     def give_kind(self, facts: _Facts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group or the item."""
@@ -449,6 +455,8 @@ class _Guess:
                     "by --group COLUMN, and that of items by --item COLUMN"
                 )
             self._draw_negatives()
+            if self.event is not None:
+                self._choose_event(self.event)
             split = {"by": "last_one_out"}
             why = (
                 f"the last row of each group, by {'time' if has_time else 'the order of the file'}"
@@ -459,8 +467,9 @@ class _Guess:
                     f"rows of a group are in order of {self.item!r}, so their order is not of time"
                 )
             elif has_time or "split" not in tree or self._is_of_sessions():
-                name = "recent_" if "recent" in self.reasons else "recent"
-                tree["history"] = {name: {"of": self.item}}
+                tree["history"] = {self._new_name("recent"): {"of": self.item}} | tree.get(
+                    "history", {}
+                )
                 self.key_reasons["history"] = "earlier items of the group"
         elif has_time:
             split, why = {"by": "timestamp", **shares}, "the latest rows, as in use"
@@ -495,6 +504,31 @@ class _Guess:
         self.key_reasons["negatives"] = "items that are not the group's" + (
             f"; {', '.join(others)} change with the item" if others else ""
         )
+
+    def _choose_event(self, event: _Facts) -> None:
+        """Predict the rarest kind of event that groups have often; histories list the others.
+
+        Often is three times: with less, no row of a group is held back for test.
+        """
+        kinds = event.array.cast(pa.string())
+        rows = pa.table({"kind": kinds, "group": self.facts[self.tree["group"]].array})
+        num_groups = rows.group_by("kind").aggregate([("group", "count_distinct")])
+        groups_of = dict(zip(*num_groups.to_pydict().values(), strict=True))
+        often = [kind for kind, count in event.counts.items() if count >= 3 * groups_of[kind]]
+        chosen = (often or list(event.counts)[-1:])[0]
+        self.tree["filter"] = {event.name: [chosen]}
+        shown = (f"{kind} {count / self.num_rows:.1%}" for kind, count in event.counts.items())
+        self.key_reasons["filter"] = f"what to predict, of {', '.join(shown)}"
+        self.tree["history"] = {
+            self._new_name(f"recent_{kind}"): {"of": self.item, "where": {event.name: [kind]}}
+            for kind in event.counts
+            if kind != chosen
+        }
+
+    def _new_name(self, name: str) -> str:
+        """A name for a history that no column has."""
+        name = re.sub(r"\W", "_", name)
+        return f"{name}_" if name in self.reasons else name
 
     def _tells_label(self, facts: _Facts, labels: NDArray[np.int8]) -> str:
         """Where a column tells the label, as a column that is filled afterwards does; else ""."""

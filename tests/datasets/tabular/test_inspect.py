@@ -296,6 +296,25 @@ def test_columns_of_the_item_change_with_it(tmp_path):
     assert not found.schema.dense
 
 
+def test_one_kind_of_event_is_predicted_and_histories_list_the_others(tmp_path):
+    draw = random.Random(2)
+    kinds = draw.choices(["view", "cart", "buy"], [0.9, 0.09, 0.01], k=2000)
+    columns = pairs(event=kinds, timestamp=[1_700_000_000 + row for row in range(2000)])
+
+    tree = draft(tmp_path, columns).schema.as_dict()
+    in_order = sorted(zip(*columns.values(), strict=True), key=lambda row: row[2])
+
+    assert tree["filter"] == {"event": ["cart"]}  # users buy too rarely
+    assert tree["history"] == {
+        "recent": {"of": "item"},
+        "recent_buy": {"of": "item", "where": {"event": ["buy"]}},
+        "recent_view": {"of": "item", "where": {"event": ["view"]}},
+    }
+    assert tree["split"] == {"by": "last_one_out"}
+    ordered = dict(zip(columns, zip(*in_order, strict=True), strict=True))
+    assert draft(tmp_path, ordered).schema.as_dict() == tree
+
+
 def test_sessions_have_no_table(tmp_path):
     columns = pairs(num_users=300)
     columns["session"] = sorted(columns.pop("user"))
