@@ -22,7 +22,6 @@ DOCUMENTS = (
     "docs/benchmarks.md",
     "docs/reliability.md",
     "docs/slipstream.md",
-    "docs/tables.md",
 )
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

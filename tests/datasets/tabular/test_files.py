@@ -203,12 +203,6 @@ def test_a_column_of_booleans_may_split_and_be_integers(tmp_path):
     assert rows == [("true", 1), ("false", None)]
 
 
-def test_a_quoted_line_break_at_the_end_is_a_value(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text('y,c\n1,"a\n"\n')
-    assert rows_of(path, simple()) == [{"c": "a\n", "y": 1}]
-
-
 def test_integers_become_the_nearest_floats_in_csv_and_parquet(tmp_path):
     path = write(tmp_path, "y,w,d", f"{2**60 + 1},{2**30 + 1},{2**60 + 1}")
     pq.write_table(

@@ -68,21 +68,6 @@ def test_a_field_that_takes_in_other_rows_is_refused(
         texts_of(path)
 
 
-def test_a_quote_that_is_not_closed_in_a_block_is_named_by_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "_BLOCK_BYTES", 64)
-    path = write(tmp_path, *["0,plain"] * 20, '1,"red', *["0,plain"] * 20_000)
-    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 22: "):
-        texts_of(path)
-
-
-@pytest.mark.parametrize("shift", range(8))
-def test_line_breaks_in_quotes_may_lie_on_the_border_of_blocks(tmp_path, monkeypatch, shift):
-    monkeypatch.setattr(read, "_BLOCK_BYTES", 32)
-    texts = ["a" * shift, *["b\r\nc", "\r\n\r\n", "d\r"] * 20]
-    path = write(tmp_path, *[f'0,"{text}"' for text in texts], end="\r\n")
-    assert texts_of(path) == [text or None for text in texts]
-
-
 def test_quotes_that_are_values_stay(tmp_path):
     lines = ['1,"a ""b"", c"', '0,5" pipe', '1,""', '"0","x"', '1,"two\nlines"', '0,"""q"""']
     expected = ['a "b", c', '5" pipe', None, "x", "two\nlines", '"q"']
