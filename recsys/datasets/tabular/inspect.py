@@ -353,7 +353,7 @@ class _Guess:
     event: _Facts | None = None
 
     def give_roles(self, label: str, group: str, item: str) -> None:
-        """Find label, column of the split, weight, timestamp, group and item."""
+        """Find label, column of the split, timestamp, group, item and kinds of events."""
         chosen = self.facts.get(label) or self._find(
             _LABELS, lambda facts: facts.is_binary or facts.kind in ("integer", "number")
         )
@@ -374,11 +374,6 @@ class _Guess:
             self.reasons[split.name] = "by its name and values"
             parts = {part: [part] for part in _PARTS if part in ("train", "test", *split.counts)}
             self.tree["split"] = {"by": "column", "column": split.name, **parts}
-        weight = self._find(
-            ("weight",), lambda facts: facts.kind == "number" and facts.quantiles[0] >= 0
-        )
-        if weight is not None:
-            self._take("weight", weight, "by its name")
         times = [
             facts
             for facts in self.facts.values()
