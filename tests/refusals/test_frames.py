@@ -72,13 +72,6 @@ def swap(store, first, second):
         name.write_bytes(content)
 
 
-def groups_of_two_kinds(folder):
-    FRAME.assign(user=1).to_csv(folder / "a.csv", index=False)
-    FRAME.assign(user=1).to_parquet(folder / "z.parquet")
-    files = [folder / "a.csv", folder / "z.parquet"]
-    prepare_table(files, folder / "store", Schema.from_dict(TREE | GROUPS))
-
-
 def write_later_rows(folder):
     """Rows that come after the moment of a split, to be trained on."""
     split = {"by": "timestamp", "test_from": 3}
@@ -134,10 +127,8 @@ REFUSALS = [
             ("site", {}, ["007", "b"], [7, 8], ""),
             ("site", {}, [7, 8], ["007", "b"], ""),
             ("site", {}, [7, 8], [True, False], ""),
-            ("user", GROUPS, [1, 2], ["1", "2"], " 0"),
         )
     ],
-    ("groups of two kinds of files", groups_of_two_kinds, DatasetFormatError, "z.parquet"),
     (
         "no row of training",
         lambda folder: write(
@@ -202,7 +193,7 @@ REFUSALS = [
                 ("0.arrow", lambda store: (store / "vocabulary" / "0.arrow").unlink()),
                 ("0.arrow", lambda store: (store / "vocabulary" / "0.arrow").write_bytes(b"x")),
                 ("values", lambda store: swap(store, "0", "1")),
-                ("'site'", lambda store: swap(store, "0", "2")),
+                ("0.arrow", lambda store: swap(store, "0", "2")),
                 ("dense_rules", lambda store: edit(store, dense_rules=[])),
                 ("schema", lambda store: edit(store, schema={"label": 3})),
                 ("schema", lambda store: edit(store, schema=None)),

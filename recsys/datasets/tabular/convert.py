@@ -76,7 +76,7 @@ def conform(
         batch: Columns that the schema names, in any order; columns it does not name are dropped.
         schema: What they mean.
         place: Names a row of the batch, by its number from 0, in messages, such as "a.csv, line 7".
-        optional: The label and the column of the split may have nulls if they are named here.
+        optional: Labels may have nulls if they are named here.
 
     Returns:
         The columns of the batch that the schema names, in the schema's order, and whether each of
@@ -136,11 +136,11 @@ def _holds(
 
 def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
     column: Any = schema.dense.get(name) or schema.value_columns.get(name)
-    is_split = isinstance(schema.split, ColumnSplit) and schema.split.column == name
-    must_be_known = name == schema.group or (is_split and not may_be_null)
+    is_split = name == getattr(schema.split, "column", None)
+    must_be_known = name == schema.group or is_split
     must_be_known |= getattr(column, "missing", "") == "error"
     is_text = isinstance(column, CategoricalColumn) and column.values == "string"
-    if is_text and types.is_dictionary(array.type) and not (must_be_known or is_split):
+    if is_text and types.is_dictionary(array.type) and not must_be_known:
         values = plain(array.dictionary)
         if types.is_string(values.type) and 2 * len(values) < len(array):
             return pa.DictionaryArray.from_arrays(array.indices, values)
@@ -167,6 +167,10 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
         array = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
     if must_be_known:
         _require_valid(array, f'{_FILL_IN}, or set missing to something other than "error"')
+    if isinstance(schema.split, ColumnSplit) and is_split:
+        known = [value for part in schema.split.parts for value in part]
+        is_right = pc.is_in(array.cast(pa.string()), value_set=pa.array(known, pa.string()))
+        _require(is_right, f"must be one of {known}", "list its value in [split]")
     return array
 
 
@@ -244,7 +248,8 @@ def _dense(array: pa.Array) -> pa.Array:
     if not types.is_float64(array.type):
         hint = "correct it, leave the value out, or make the column categorical"
         array = plain(_cast(array, pa.float64(), "must be a number", hint))
-    _require(pc.is_finite(array), "must be finite", "correct it, or leave the value out")
+    is_right = pc.is_finite(array.cast(pa.float32(), safe=False))
+    _require(is_right, "must be a finite number of float32", "correct it, or leave the value out")
     return array
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -27,15 +26,13 @@ from recsys._support.machine import num_cores
 from recsys.datasets.tabular.numbering import (
     MISSING,
     HashedRows,
-    IntegerNumbers,
     Numbers,
-    TextNumbers,
 )
-from recsys.datasets.tabular.schema import FLOAT_MAX, ColumnSplit, MultiColumn, SequenceColumn
+from recsys.datasets.tabular.schema import ColumnSplit, MultiColumn, SequenceColumn
 from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     import pyarrow as pa
     from numpy.typing import NDArray
@@ -66,12 +63,6 @@ WEIGHT, GROUP, TIME, PART = "/weight", "/group", "/time", "/part"
 # The label of a row whose label is missing, which only rows to predict may be.
 NO_LABEL: Final = -1
 
-_DTYPES: dict[str, Any] = {
-    WEIGHT: np.float32,
-    GROUP: np.int32,
-    TIME: np.int64,
-    PART: np.uint8,
-}
 _ROUNDING = 1e-13
 
 
@@ -128,11 +119,9 @@ class RowEncoder:
         grow: New values get new numbers; otherwise they are `UNKNOWN`.
         without: Columns that the batches need not have: of a label, weight, and so on.
         num_threads: Tables are numbered in parallel; by default on all cores.
-        place: Names a row in messages, by its number from 0 among all rows.
 
     Attributes:
         group_numbers: The numbering of the groups; None before the first batch.
-        num_rows: Rows encoded so far.
     """
 
     def __init__(
@@ -143,28 +132,15 @@ class RowEncoder:
         grow: bool = True,
         without: Collection[str] = (),
         num_threads: int | None = None,
-        place: Callable[[int], str] = "row {} of the table (from 0)".format,
     ) -> None:
         self.schema = schema
         self.group_numbers: Numbers | None = None
-        self.num_rows = 0
-        self._place = place
         self._numbers = dict(numbers)
         self._grow = grow
         self._roles = {
             role: column for role, column in roles_of(schema).items() if role not in without
         }
         self._pool = ThreadPoolExecutor(num_threads or num_cores(), "recsys-encode")
-
-    @property
-    def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """The dtype of each encoded column, or of the values in its bags."""
-        return {
-            **{role: np.dtype(_DTYPES.get(role, np.int8)) for role in self._roles},
-            **{name: np.dtype(np.bool_) for name in self.schema.conditions},
-            **{name: np.dtype(np.float64) for name in self.schema.dense},
-            **{name: np.dtype(np.int32) for name in self.schema.value_columns},
-        }
 
     def encode(self, batch: pa.RecordBatch) -> Columns:
         """Encode a block of rows.
@@ -176,21 +152,15 @@ class RowEncoder:
             An array for each column: (n,) float64 for dense columns, NaN where a value is missing;
             (n,) int32 numbers, `MISSING` or `UNKNOWN`, or bags of them; (n,) int8 labels,
             `NO_LABEL` where one is missing; (n,) bool for each condition of the schema.
-
-        Raises:
-            DatasetFormatError: a dense value is too large, or the value of the split's column is
-                not listed.
         """
-        work = [
-            *(partial(self._encode_table, table) for table in self.schema.tables),
-            *(partial(self._encode_role, role, name) for role, name in self._roles.items()),
-            *(partial(self._encode_dense, name) for name in self.schema.dense),
-            *(partial(_as_numpy, name) for name in self.schema.conditions),
-        ]
-        encoded: Columns = {}
-        for part in self._pool.map(lambda job: job(batch), work):
-            encoded |= part
-        self.num_rows += batch.num_rows
+        tables = self._pool.map(lambda table: self._encode_table(table, batch), self.schema.tables)
+        encoded: Columns = {role: self._role(role, batch) for role in self._roles}
+        for name in self.schema.dense:
+            encoded[name] = batch.column(name).to_numpy(zero_copy_only=False)
+        for name in self.schema.conditions:
+            encoded[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(np.bool_)
+        for columns in tables:
+            encoded |= columns
         return encoded
 
     def _encode_table(self, table: Table, batch: pa.RecordBatch) -> Columns:
@@ -213,38 +183,26 @@ class RowEncoder:
             return numbers.number(values)
         return numbers.number(values, grow=self._grow)
 
-    def _encode_dense(self, name: str, batch: pa.RecordBatch) -> Columns:
-        values = batch.column(name).to_numpy(zero_copy_only=False)
-        is_large = np.abs(values) > FLOAT_MAX
-        rule = "must be a number of float32", 'correct it, or leave the column out of "dense"'
-        self._refuse(is_large, values, name, rule)
-        return {name: values}
-
-    def _encode_role(self, role: str, name: str, batch: pa.RecordBatch) -> Columns:
-        column = batch.column(name)
+    def _role(self, role: str, batch: pa.RecordBatch) -> NDArray[Any]:
+        column = batch.column(self._roles[role])
         if role == GROUP:
-            return {role: self._group(column)}
+            return self._group(column)
         if role == PART:
-            return {role: self._part(column)}
-        if role not in _DTYPES:
+            return self._part(column)
+        if role.startswith("/label"):
             column = column.fill_null(NO_LABEL)
-        return {role: column.to_numpy(zero_copy_only=False)}
+        found: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return found
 
     def _group(self, column: pa.Array) -> NDArray[np.int32]:
         """Numbers of groups: of integers if the first batch has integers, else of texts."""
         import pyarrow as pa
 
-        is_integer = pa.types.is_integer(column.type)
         if self.group_numbers is None:
-            self.group_numbers = (IntegerNumbers if is_integer else TextNumbers)(self._roles[GROUP])
-        if is_integer != isinstance(self.group_numbers, IntegerNumbers):
-            mine, first = ("integers", "text") if is_integer else ("text", "integers")
-            raise DatasetFormatError(
-                f"{self._place(self.num_rows)}, column {self._roles[GROUP]!r}: groups must be of "
-                f"one type, got {mine} here and {first} in {self._place(0)}; use one kind of file, "
-                "or make the groups text in all of them (in CSV they are)"
-            )
-        return self.group_numbers.number(column)
+            is_integer = pa.types.is_integer(column.type)
+            self.group_numbers = Numbers(self._roles[GROUP], is_integer=is_integer)
+        kind = pa.int64() if self.group_numbers.is_integer else pa.string()
+        return self.group_numbers.number(column.cast(kind))
 
     def _part(self, column: pa.Array) -> NDArray[np.uint8]:
         """The code of the part of each row: the place of its list in `ColumnSplit`."""
@@ -253,36 +211,17 @@ class RowEncoder:
 
         split = self.schema.split
         assert isinstance(split, ColumnSplit)
-        parts = (split.train, split.test, split.validation)
-        values = column.cast(pa.string())
-        known = pa.array([value for part in parts for value in part], pa.string())
-        places = pc.fill_null(pc.index_in(values, known), -1).to_numpy(zero_copy_only=False)
-        rule = f"must be one of {known.to_pylist()}", "list its value in [split]"
-        self._refuse(places < 0, values, split.column, rule)
-        codes = np.repeat(np.arange(3, dtype=np.uint8), [len(part) for part in parts])
+        known = pa.array([value for part in split.parts for value in part], pa.string())
+        places = pc.index_in(column.cast(pa.string()), known).to_numpy(zero_copy_only=False)
+        codes = np.repeat(np.arange(3, dtype=np.uint8), [len(part) for part in split.parts])
         found: NDArray[np.uint8] = codes[places]
         return found
-
-    def _refuse(
-        self, is_bad: NDArray[np.bool_], values: Any, column: str, rule: tuple[str, str]
-    ) -> None:
-        """Refuse the first bad value; the rule says what it must be, and what to do."""
-        if is_bad.any():
-            row, (must, hint) = int(np.argmax(is_bad)), rule
-            raise DatasetFormatError(
-                f"{self._place(self.num_rows + row)}, column {column!r}: {must}, got "
-                f"{str(values[row])[:80]}; {hint}"
-            )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-
-def _as_numpy(name: str, batch: pa.RecordBatch) -> Columns:
-    return {name: batch.column(name).to_numpy(zero_copy_only=False)}
 
 
 def _bags(found: NDArray[np.int32], lists: pa.Array, rules: MultiColumn) -> Bags:
@@ -391,33 +330,24 @@ class StoreRows:
     Attributes:
         dense: Dense features, (n, I) float32.
         features: For each feature, in the order of the store: its rows (n,) int32, or bags.
-        labels: 0 or 1, (n,) int8, or (n, K) with several labels, and `NO_LABEL` for rows to
-            predict that have none; None if no row has one.
-        weights: Of each row, (n,) float32; None if the schema has none.
-        groups: Of each row, (n,) int32; None if the schema has none.
-        times: Seconds since 1970, (n,) int64; None if the schema has none.
+        others: Those that the rows have of "labels": 0 or 1, (n,) int8, or (n, K) with several
+            labels, and `NO_LABEL` for rows to predict that have none; "weights", (n,) float32;
+            "groups", (n,) int32; "times", seconds since 1970, (n,) int64.
     """
 
     dense: NDArray[np.float32]
     features: dict[str, NDArray[np.int32] | Bags]
-    labels: NDArray[np.int8] | None
-    weights: NDArray[np.float32] | None = None
-    groups: NDArray[np.int32] | None = None
-    times: NDArray[np.int64] | None = None
+    others: dict[str, NDArray[Any]]
 
     def take(self, rows: NDArray[np.int64]) -> StoreRows:
         """The given rows, in the given order; a row may be given several times."""
-
-        def taken(array: NDArray[Any] | None) -> NDArray[Any] | None:
-            return None if array is None else array[rows]
-
         return StoreRows(
             self.dense[rows],
             {
                 name: found.take(rows) if isinstance(found, Bags) else found[rows]
                 for name, found in self.features.items()
             },
-            *map(taken, (self.labels, self.weights, self.groups, self.times)),
+            {name: array[rows] for name, array in self.others.items()},
         )
 
     def as_arrays(self) -> dict[str, NDArray[Any]]:
@@ -427,14 +357,7 @@ class StoreRows:
         sparse = np.empty((len(self.dense), len(ones)), np.int32)
         for column, rows in enumerate(ones):
             sparse[:, column] = rows
-        arrays: dict[str, NDArray[Any] | None] = {
-            "labels": self.labels,
-            "dense": self.dense,
-            "sparse": sparse,
-            "weights": self.weights,
-            "groups": self.groups,
-            "times": self.times,
-        }
+        arrays = {"dense": self.dense, "sparse": sparse, **self.others}
         if bags:
             lengths = np.stack([bag.lengths for bag in bags], axis=1)
             starts = (np.cumsum(lengths, dtype=np.int64) - lengths.ravel()).reshape(lengths.shape)
@@ -442,7 +365,7 @@ class StoreRows:
             for column, bag in enumerate(bags):
                 _weave_kernel(bag.values, bag.lengths, starts[:, column].copy(), values)
             arrays |= {"bag_values": values, "bag_lengths": lengths}
-        return {name: array for name, array in arrays.items() if array is not None}
+        return arrays
 
     def as_batch(self) -> Batch:
         """A mini-batch with the features in the order of the store, and `NO_LABEL` for no label."""
@@ -459,12 +382,11 @@ class StoreRows:
         offsets = np.zeros(len(bags) * num_rows + 1, np.int64)
         np.cumsum(np.concatenate([bag.lengths for bag in bags]), out=offsets[1:])
         values = np.concatenate([bag.values for bag in bags]).astype(np.int64)
-        labels = np.full(num_rows, NO_LABEL, np.int8) if self.labels is None else self.labels
+        labels = self.others.get("labels", np.full(num_rows, NO_LABEL, np.int8))
         return Batch(
             torch.from_numpy(self.dense),
             JaggedIds(list(self.features), torch.from_numpy(values), torch.from_numpy(offsets)),
             torch.from_numpy(labels.astype(np.float32)),
-            None if self.weights is None else torch.from_numpy(self.weights),
         )
 
 
@@ -523,10 +445,14 @@ class RowMaker:
             assert histories is not None
             values, lengths = histories[feature.name]
             features[feature.name] = Bags(self.rows_of(values, history.of), lengths)
-        found = [columns[role] for role in labels_of(self.schema) if role in columns]
-        labels: Any = np.stack(found, axis=1) if self.schema.labels and found else (*found, None)[0]
-        others = (columns.get(role) for role in (WEIGHT, GROUP, TIME))
-        return StoreRows(dense, features, labels, *others)  # type: ignore[arg-type]
+        roles = {"weights": WEIGHT, "groups": GROUP, "times": TIME}
+        others: dict[str, Any] = {
+            name: columns[role] for name, role in roles.items() if role in columns
+        }
+        labels = [columns[role] for role in labels_of(self.schema) if role in columns]
+        if labels:
+            others["labels"] = np.stack(labels, axis=1) if self.schema.labels else labels[0]
+        return StoreRows(dense, features, others)
 
     def rows_of(self, numbers: NDArray[np.int32], column: str) -> NDArray[np.int32]:
         """The rows of the values of a column, without counting unknown ones; of the same shape."""

@@ -28,7 +28,7 @@ from recsys.datasets.tabular.schema import FractionSplit, Schema
 from recsys.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -57,7 +57,6 @@ class Encoder:
 
     Attributes:
         schema: The store's schema without group, times, weight, filter, split and negatives.
-        num_rows: Rows encoded so far.
         unknown: How many values of each numbered column had no row of their own so far; missing
             values are not among them.
 
@@ -83,9 +82,7 @@ class Encoder:
         defaults = {name: Schema.model_fields[name].default for name in unused}
         # Not checked again: rows to predict may have neither a label nor negatives.
         self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
-        self.num_rows = 0
         self._num_threads = num_threads
-        self._place: Callable[[int], str] = "row {} (from 0)".format
         self._encoder: RowEncoder | None = None
 
     @property
@@ -103,35 +100,27 @@ class Encoder:
         way_out = "the model has it as a feature; add it, or name other files"
         optional = self.schema.label_columns
         files = TableFiles(paths, self.schema, optional=optional, with_hash=False, way_out=way_out)
-        self._place = files.place
+        roles = roles_of(self.schema)
+        self._encoder = RowEncoder(
+            self.schema,
+            self._numbers,
+            grow=False,
+            without=[role for role, column in roles.items() if column not in files.columns],
+            num_threads=self._num_threads,
+        )
         return files
 
     def encode(self, batch: pa.RecordBatch) -> StoreRows:
         """Encode a block of rows.
 
-        Labels are None if the first batch lacks their column, and `NO_LABEL` where they are
-        missing. Weights, groups and times are None.
+        Labels are None if the files lack their column, and `NO_LABEL` where they are missing.
+        Weights, groups and times are None.
 
         Args:
-            batch: Columns that `conform` made by the schema, such as a batch of `open_files`.
-
-        Raises:
-            DatasetFormatError: a dense value is too large for float32.
+            batch: The next batch of the files that `open_files` opened.
         """
-        if self._encoder is None:
-            names = batch.schema.names
-            roles = roles_of(self.schema)
-            self._encoder = RowEncoder(
-                self.schema,
-                self._numbers,
-                grow=False,
-                without=[role for role, column in roles.items() if column not in names],
-                num_threads=self._num_threads,
-                place=self._place,
-            )
-        rows = self._maker.make(self._encoder.encode(batch))
-        self.num_rows += batch.num_rows
-        return rows
+        assert self._encoder is not None
+        return self._maker.make(self._encoder.encode(batch))
 
     def __enter__(self) -> Self:
         return self
@@ -176,11 +165,7 @@ def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]
         size, values = store.table_sizes[table.name], numbers[table.name]
         row_of = None
         if isinstance(values, Numbers):
-            file = vocabulary_file(store.path, number)
-            num_rows = read_vocabulary(file, values, table.first_row)
-            if num_rows != size:
-                fault = f"table {table.name!r} has {size} rows, its vocabulary {num_rows}"
-                raise _damaged(store, fault)
+            read_vocabulary(vocabulary_file(store.path, number), values, table.first_row, size)
             row_of = np.arange(table.first_row, size, dtype=np.int32)
         tables[table.name] = TableRows(size, row_of)
     try:

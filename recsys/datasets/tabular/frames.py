@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys.datasets.tabular.encoder import read_schema
-from recsys.datasets.tabular.prepare import columns_for_split, open_like, write_table
+from recsys.datasets.tabular.prepare import open_schema, write_table
 from recsys.datasets.tabular.read import import_pyarrow
 from recsys.datasets.tabular.schema import Schema, find_schema
 from recsys.errors import DatasetFormatError
@@ -60,26 +59,21 @@ def write_store(
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
     import_pyarrow()
-    known = open_like(schema, like, split=split)
-    if known is not None:
-        schema = read_schema(known)
-    elif isinstance(schema, str | Path):
+    if isinstance(schema, str | Path):
         schema = find_schema(str(schema))
-    if not isinstance(schema, Schema):
+    if schema is not None and not isinstance(schema, Schema):
         raise TypeError(
             f"schema must be a Schema, a name or a path, got {type(schema).__name__}; "
             "Schema.from_dict makes one of a dictionary"
         )
-    ignored = () if known is None or split else columns_for_split(schema)
-    batches = _FrameBatches(frames, schema, ignored)
+    schema, known = open_schema(schema, like, split=split)
+    batches = _FrameBatches(frames, schema)
     return write_table(
         iter(batches),
         schema,
         Path(out),
         sources=batches.describe,
-        place=batches.place,
         like=known,
-        split=split,
         num_threads=num_threads,
     )
 
@@ -87,11 +81,11 @@ def write_store(
 class _FrameBatches:
     """The rows of frames as batches that `conform` made."""
 
-    def __init__(self, frames: Any, schema: Schema, ignored: Collection[str]) -> None:
+    def __init__(self, frames: Any, schema: Schema) -> None:
         is_one = hasattr(frames, "columns") or not isinstance(frames, Iterable)
         self._frames: Iterable[Any] = [frames] if is_one else frames
         self._schema = schema
-        self._names = [name for name in schema.columns if name not in ignored]
+        self._names = list(schema.columns)
         self._digest = hashlib.sha256()
         self._starts: list[int] = []  # the first row of each frame
         self._num_rows = 0

@@ -22,7 +22,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -43,11 +42,8 @@ __all__ = [
     "MISSING",
     "UNKNOWN",
     "HashedRows",
-    "IntegerNumbers",
     "Numbers",
-    "TextNumbers",
     "ValueCounts",
-    "choose_values",
     "new_numbers",
     "read_vocabulary",
     "vocabulary_file",
@@ -67,22 +63,28 @@ _NO_BYTES = np.empty(0, np.uint8)
 _NO_BYTES.flags.writeable = False  # as arrays over Arrow's buffers: one compiled loop for both
 
 
-class Numbers(ABC):
+class Numbers:
     """The number of every distinct value seen so far. Not thread-safe.
 
     Args:
         name: Of the vocabulary, for messages.
+        is_integer: Whether the values are int64; else they are texts, which are told apart by
+            their UTF-8 bytes.
 
     Attributes:
         num_values: Distinct values so far; their numbers are 0 to num_values - 1.
+        is_integer: As given.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_integer: bool = False) -> None:
         self.num_values = 0
+        self.is_integer = is_integer
         self._name = name
         self._slots = np.zeros(1 << 12, np.uint64)
+        self._integers = np.empty(1 << 11 if is_integer else 0, np.int64)
+        self._ends = np.zeros(1 << 11, np.int64)  # of texts in their bytes
+        self._bytes = np.empty(1 << 14, np.uint8)
 
-    @abstractmethod
     def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:
         """The number of each value; `MISSING` for null.
 
@@ -96,95 +98,47 @@ class Numbers(ABC):
         Raises:
             ConfigError: there are more than 2**31 - 2 distinct values.
         """
+        numbers, nulls = np.empty(len(values), np.int32), _nulls_of(values)
+        most = self.num_values + len(values)
+        if grow:
+            self._reserve_slots(most)
+        if self.is_integer:
+            self._integers = _with_room(self._integers, most if grow else 0)
+            integers = _integers_of(values), nulls, self._slots, self._integers
+            self.num_values = _number_integers_kernel(*integers, self.num_values, grow, numbers)
+            return numbers
+        offsets, data = _texts_of(values)
+        if grow:
+            self._ends = _with_room(self._ends, most + 1)
+            num_bytes = int(self._ends[self.num_values] + offsets[-1] - offsets[0])
+            self._bytes = _with_room(self._bytes, num_bytes)
+        texts = offsets, data, nulls, self._slots, self._ends, self._bytes
+        self.num_values = _number_texts_kernel(*texts, self.num_values, grow, numbers)
+        return numbers
 
-    @abstractmethod
     def values(self) -> pa.Array:
         """All values, by number: int64 or large text. The array shares this object's memory."""
+        import pyarrow as pa
 
-    def _reserve_slots(self, num_new: int) -> None:
-        num_values = self.num_values + num_new
+        if self.is_integer:
+            return pa.array(self._integers[: self.num_values])
+        ends = self._ends[: self.num_values + 1]
+        return pa.LargeStringArray.from_buffers(
+            self.num_values, pa.py_buffer(ends), pa.py_buffer(self._bytes[: ends[-1]])
+        )
+
+    def _reserve_slots(self, num_values: int) -> None:
+        if num_values > _MAX_VALUES:
+            raise ConfigError(
+                f"vocabulary {self._name!r} must have at most {_MAX_VALUES} values; "
+                'set numbering = "hash" for its columns'
+            )
         size = len(self._slots)
         while size * _MAX_LOAD < num_values:
             size *= 2
         if size > len(self._slots):
             old, self._slots = self._slots, np.zeros(size, np.uint64)
             _rehash_kernel(old, self._slots)
-
-    def _require_numbers(self, num_new: int) -> None:
-        if self.num_values + num_new > _MAX_VALUES:
-            raise ConfigError(
-                f"vocabulary {self._name!r} must have at most {_MAX_VALUES} values; "
-                'set numbering = "hash" for its columns'
-            )
-
-
-class IntegerNumbers(Numbers):
-    """Numbers int64 values."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._values = np.empty(1 << 11, np.int64)
-
-    def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:  # noqa: D102
-        if grow:
-            self._require_numbers(len(values))
-            self._reserve_slots(len(values))
-            self._values = _with_room(self._values, self.num_values, len(values))
-        numbers = np.empty(len(values), np.int32)
-        self.num_values = _number_integers_kernel(
-            _integers_of(values),
-            _nulls_of(values),
-            self._slots,
-            self._values,
-            self.num_values,
-            grow,
-            numbers,
-        )
-        return numbers
-
-    def values(self) -> pa.Array:  # noqa: D102
-        import pyarrow as pa
-
-        return pa.array(self._values[: self.num_values])
-
-
-class TextNumbers(Numbers):
-    """Numbers texts by their UTF-8 bytes."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._ends = np.zeros(1 << 11, np.int64)
-        self._bytes = np.empty(1 << 14, np.uint8)
-
-    def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:  # noqa: D102
-        offsets, data = _texts_of(values)
-        if grow:
-            self._require_numbers(len(values))
-            self._reserve_slots(len(values))
-            self._ends = _with_room(self._ends, self.num_values + 1, len(values))
-            num_bytes = int(offsets[-1] - offsets[0])
-            self._bytes = _with_room(self._bytes, int(self._ends[self.num_values]), num_bytes)
-        numbers = np.empty(len(values), np.int32)
-        self.num_values = _number_texts_kernel(
-            offsets,
-            data,
-            _nulls_of(values),
-            self._slots,
-            self._ends,
-            self._bytes,
-            self.num_values,
-            grow,
-            numbers,
-        )
-        return numbers
-
-    def values(self) -> pa.Array:  # noqa: D102
-        import pyarrow as pa
-
-        ends = self._ends[: self.num_values + 1]
-        return pa.LargeStringArray.from_buffers(
-            self.num_values, pa.py_buffer(ends), pa.py_buffer(self._bytes[: ends[-1]])
-        )
 
 
 class HashedRows:
@@ -215,7 +169,7 @@ def new_numbers(table: Table) -> Numbers | HashedRows:
     """An empty numbering for a table."""
     if table.rules.numbering == "hash":
         return HashedRows(table.rules.num_rows)
-    return (IntegerNumbers if table.rules.values == "integer" else TextNumbers)(table.name)
+    return Numbers(table.name, is_integer=table.rules.values == "integer")
 
 
 class ValueCounts:
@@ -223,45 +177,33 @@ class ValueCounts:
 
     Args:
         num_values: Values are numbered from 0 to num_values - 1.
-
-    Attributes:
-        counts: Appearances of each value, (num_values,) int64.
     """
 
     def __init__(self, num_values: int) -> None:
-        self.counts = np.zeros(num_values, np.int64)
-        self._order = np.empty(num_values, np.int32)
+        self._counts = np.zeros(num_values, np.int64)
+        self._order = np.empty(num_values, np.int32)  # by first appearance
         self._num_seen = 0
 
     def add(self, numbers: NDArray[np.int32]) -> None:
         """Count values, in the order of their appearance; negative numbers are left out."""
-        self._num_seen = _count_kernel(numbers, self.counts, self._order, self._num_seen)
+        self._num_seen = _count_kernel(numbers, self._counts, self._order, self._num_seen)
 
-    @property
-    def by_first_appearance(self) -> NDArray[np.int32]:
-        """The numbers that appeared, in the order of their first appearance, (num_seen,)."""
-        return self._order[: self._num_seen]
+    def chosen(self, min_count: int, max_rows: int, first_row: int) -> NDArray[np.int32]:
+        """The values that get rows of their own, in the order of their rows.
 
-
-def choose_values(
-    seen: ValueCounts, *, min_count: int, max_rows: int, first_row: int
-) -> NDArray[np.int32]:
-    """The values that get rows of their own, in the order of their rows, from `first_row` on.
-
-    Args:
-        seen: The values of the training part.
-        min_count: Rarer values get no row.
-        max_rows: The most rows that the table has, the first rows included; 0: no limit. The most
-            frequent values are kept; of equally frequent ones, those that were seen first.
-        first_row: Rows before it are for no single value.
-    """
-    order = seen.by_first_appearance
-    order = order[seen.counts[order] >= min_count]
-    limit = max(max_rows - first_row, 0) if max_rows else len(order)
-    if limit < len(order):
-        most_frequent = np.argsort(-seen.counts[order], kind="stable")[:limit]
-        order = order[np.sort(most_frequent)]
-    return order
+        Args:
+            min_count: Rarer values get no row.
+            max_rows: The most rows that the table has, the first rows included; 0: no limit. The
+                most frequent values are kept; of equally frequent ones, those that were seen first.
+            first_row: Rows before it are for no single value.
+        """
+        order = self._order[: self._num_seen]
+        order = order[self._counts[order] >= min_count]
+        limit = max(max_rows - first_row, 0) if max_rows else len(order)
+        if limit < len(order):
+            most_frequent = np.argsort(-self._counts[order], kind="stable")[:limit]
+            order = order[np.sort(most_frequent)]
+        return order
 
 
 def vocabulary_file(store: Path, number: int) -> Path:
@@ -290,46 +232,41 @@ def write_vocabulary(
             writer.write_batch(pa.record_batch([block], schema=schema))
 
 
-def read_vocabulary(file: Path, numbers: Numbers, first_row: int) -> int:
+def read_vocabulary(file: Path, numbers: Numbers, first_row: int, num_rows: int) -> None:
     """Number the values of a vocabulary: the value of row r gets number r - first_row.
 
     Args:
         file: A file that `write_vocabulary` made.
         numbers: An empty numbering.
         first_row: The first row that belongs to a value.
-
-    Returns:
-        The rows of the table.
+        num_rows: Rows of the table.
 
     Raises:
-        StoreError: the file cannot be read, is of another kind of values, or is damaged.
+        StoreError: the file cannot be read, is of another kind of values or of another number of
+            rows, or is damaged.
     """
     import pyarrow as pa
 
-    again, kind = "prepare the store again", numbers.values().type
-    num_rows = 0
-    if not file.is_file():  # a pipe would block
-        raise StoreError(f"{file} must be a file, found none; {again}")
+    kind, place = numbers.values().type, 0
     try:
+        if not file.is_file():  # a pipe would block
+            raise pa.ArrowInvalid("it is no file")
         with pa.OSFile(str(file), "rb") as source, pa.ipc.open_file(source) as reader:
             for index in range(reader.num_record_batches):
                 values = reader.get_batch(index).column(0)
                 if values.type != kind:
-                    raise StoreError(f"{file}: values must be {kind}, got {values.type}; {again}")
+                    raise pa.ArrowInvalid(f"values must be {kind}, got {values.type}")
                 # The kernels trust offsets. Parquet may hold text that is not UTF-8: bytes are
                 # bytes.
                 is_text = values.type == pa.large_string()
                 (values.view(pa.large_binary()) if is_text else values).validate(full=True)
-                numbers.number(values.slice(max(first_row - num_rows, 0)))
-                num_rows += len(values)
+                numbers.number(values.slice(max(first_row - place, 0)))
+                place += len(values)
+        if not place == num_rows == first_row + numbers.num_values:
+            found = f"{place} with {numbers.num_values} distinct values"
+            raise pa.ArrowInvalid(f"the table has {num_rows} rows, its vocabulary {found}")
     except (pa.ArrowException, OSError, IndexError, UnicodeDecodeError) as error:
-        raise StoreError(f"{file} cannot be read ({error}); {again}") from error
-    if numbers.num_values != num_rows - first_row:
-        raise StoreError(
-            f"{file}: rows from {first_row} on must have distinct values, got {num_rows} rows with "
-            f"{numbers.num_values} values; {again}"
-        )
-    return num_rows
+        raise StoreError(f"{file} is damaged ({error}); prepare the store again") from error
 
 
 def _nulls_of(values: pa.Array) -> NDArray[np.bool_]:
@@ -362,15 +299,12 @@ def _texts_of(values: pa.Array) -> tuple[NDArray[Any], NDArray[np.uint8]]:
     return begins, np.frombuffer(data, np.uint8) if data is not None and data.size else _NO_BYTES
 
 
-def _with_room(array: NDArray[Any], num_used: int, num_new: int) -> NDArray[Any]:
-    """The array, or a larger copy if it has no room for so many more elements."""
-    size = len(array)
-    if num_used + num_new <= size:
+def _with_room(array: NDArray[Any], size: int) -> NDArray[Any]:
+    """The array, or a copy at least twice as large if it has fewer elements than `size`."""
+    if size <= len(array):
         return array
-    while size < num_used + num_new:
-        size *= 2
-    larger = np.empty(size, array.dtype)
-    larger[:num_used] = array[:num_used]
+    larger = np.empty(max(size, 2 * len(array)), array.dtype)
+    larger[: len(array)] = array
     return larger
 
 

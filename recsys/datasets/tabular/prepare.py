@@ -25,14 +25,32 @@ from tqdm import tqdm
 from recsys._support.files import describe_taken, is_taken
 from recsys.datasets.checks import findings_of
 from recsys.datasets.loader import one_ahead
+from recsys.datasets.splits import SPLITS
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import StoreWriter
-from recsys.datasets.tabular.encode import PART, WEIGHT, RowEncoder, labels_of
+from recsys.datasets.tabular.encode import (
+    PART,
+    TIME,
+    Bags,
+    DenseRule,
+    Moments,
+    RowEncoder,
+    RowMaker,
+    TableRows,
+    labels_of,
+)
 from recsys.datasets.tabular.encoder import encoding_of, read_rules, read_schema
-from recsys.datasets.tabular.numbering import new_numbers
-from recsys.datasets.tabular.parts import PartWriter, learn_rows
+from recsys.datasets.tabular.history import Histories
+from recsys.datasets.tabular.negatives import NO_ITEM, Sampler, belongs_to_items, numbers_of
+from recsys.datasets.tabular.numbering import (
+    Numbers,
+    ValueCounts,
+    new_numbers,
+    vocabulary_file,
+    write_vocabulary,
+)
 from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schema import ColumnSplit
+from recsys.datasets.tabular.schema import ALL_FOR_TEST
 from recsys.datasets.tabular.split import TRAIN, SpooledRows
 from recsys.datasets.tabular.spool import Spool
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
@@ -41,11 +59,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     import pyarrow as pa
+    from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.encode import RowMaker
-    from recsys.datasets.tabular.schema import Schema
+    from recsys.datasets.tabular.encode import Columns, StoreRows
+    from recsys.datasets.tabular.numbering import HashedRows
+    from recsys.datasets.tabular.schema import Schema, Table
+    from recsys.datasets.tabular.spool import Block
 
-__all__ = ["TableReport", "columns_for_split", "open_like", "prepare_table", "write_table"]
+__all__ = ["TableReport", "open_schema", "prepare_table", "write_table"]
 
 
 @dataclass(frozen=True)
@@ -116,53 +137,45 @@ def prepare_table(
         MissingDependency: pyarrow is not installed.
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
-    known = open_like(schema, like, split=split)
-    schema = schema if known is None else read_schema(known)
-    assert schema is not None
+    schema, known = open_schema(schema, like, split=split)
     if known is None:
         table = TableFiles(files, schema)
     else:
         way_out = f"store {known.path} was made of files with it; add it, or name other files"
-        optional = () if split else columns_for_split(schema)
-        table = TableFiles(files, schema, optional=optional, way_out=way_out)
+        table = TableFiles(files, schema, way_out=way_out)
     with closing(_counted(table.batches(), show_progress)) as batches:
         return write_table(
             batches,
             schema,
             Path(store),
             sources=lambda: table.sources,
-            place=table.place,
             like=known,
-            split=split,
             num_threads=num_threads,
         )
 
 
-def open_like(schema: object, like: str | Path | None, *, split: bool) -> Store | None:
-    """Open the store that a new one is like; None if the new one has a schema.
+def open_schema(
+    schema: Schema | None, like: str | Path | None, *, split: bool
+) -> tuple[Schema, Store | None]:
+    """The schema of a new store, and the store that it is like, if it is like one.
 
     Raises:
         ConfigError: not exactly one of `schema` and `like` is given, or `split` without `like`.
-        StoreError: `like` is no store.
+        StoreError: `like` is no store that was made from a table.
     """
     if (schema is None) == (like is None):
         raise ConfigError("a store needs either a schema or a store to be like; give one")
-    if like is not None:
-        return Store(like)
-    if split:
-        raise ConfigError(
-            "split divides the rows of a store that is like another; a schema says by itself how "
-            "rows are divided: leave it out"
-        )
-    return None
-
-
-def columns_for_split(schema: Schema) -> tuple[str, ...]:
-    """The column that only the split needs, which rows like those of a store may lack."""
-    split = schema.split
-    if not isinstance(split, ColumnSplit) or split.column in schema.value_columns:
-        return ()
-    return () if split.column == schema.group else (split.column,)
+    if schema is not None:
+        if split:
+            raise ConfigError(
+                "split divides the rows of a store that is like another; a schema says by itself "
+                "how rows are divided: leave it out"
+            )
+        return schema, None
+    assert like is not None
+    known = Store(like)
+    schema = read_schema(known)
+    return schema if split else schema.model_copy(update={"split": ALL_FOR_TEST}), known
 
 
 def write_table(
@@ -171,27 +184,23 @@ def write_table(
     store: Path,
     *,
     sources: Callable[[], Sequence[Mapping[str, Any]]],
-    place: Callable[[int], str],
     like: Store | None = None,
-    split: bool = False,
     num_threads: int | None = None,
 ) -> TableReport:
     """Write a store from batches of rows.
 
     Args:
         batches: Columns that `conform` made.
-        schema: What they mean.
+        schema: What they mean, and how rows are divided.
         store: The store's folder, which must not exist.
         sources: The entry `sources` of meta.json; called after the last batch.
-        place: Names a row in messages, by its number from 0 among all rows.
-        like: A store whose vocabularies and dense rules are used. `schema` is its schema.
-        split: With `like`: divide the rows by the schema; else all are for test.
+        like: A store whose vocabularies and dense rules are used. `schema` is its schema, but for
+            the split.
         num_threads: Threads that encode columns; by default one per core.
 
     Raises:
         AlreadyExists: `store` exists.
-        ConfigError: the schema has no categorical, multi or sequence column, or more columns than
-            the process may open files.
+        ConfigError: the schema has no categorical, multi or sequence column.
         DatasetFormatError: the rows break the schema, or there is no row, or none for training.
         StoreError: `like` is damaged.
     """
@@ -213,15 +222,11 @@ def write_table(
         if like is None
         else read_rules(like)
     )
-    are_for_test = like is not None and not split
-    without = (PART,) if are_for_test else ()
     encoder = RowEncoder(
         schema,
         numbers,
         grow=like is None,
-        without=without,
         num_threads=num_threads,
-        place=place,
     )
     with (
         encoder,
@@ -234,17 +239,17 @@ def write_table(
             has_times=bool(schema.timestamp),
             label_names=schema.labels,
         ) as writer,
-        Spool(writer.folder, encoder.dtypes, [*schema.multi, *schema.sequence]) as spool,
+        Spool(writer.folder) as spool,
     ):
         _fill(spool, encoder, batches)
         if not spool.num_rows:
             raise DatasetFormatError("a table must have at least one row, got none")
         groups = encoder.group_numbers.values() if encoder.group_numbers else None
-        rows = SpooledRows(spool, schema, groups, are_for_test=are_for_test)
-        if not are_for_test:
+        rows = SpooledRows(spool, schema, groups)
+        if schema.split is not ALL_FOR_TEST:
             _check_training_part(rows, like)
         if maker is None:
-            maker = learn_rows(rows, numbers, writer.folder)
+            maker = _learn_rows(rows, numbers, writer.folder)
         else:
             assert like is not None
             shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
@@ -270,11 +275,10 @@ def _fill(spool: Spool, encoder: RowEncoder, batches: Iterator[pa.RecordBatch]) 
     with closing(one_ahead(batches, "recsys-read")) as ready:
         for batch in ready:
             spool.append(batch.num_rows, encoder.encode(batch))
-    spool.flush()
 
 
 def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
-    """Refuse a training part without rows; warn if it has one label, or weights of 0 alone.
+    """Refuse a training part without rows; warn if it has one label.
 
     Raises:
         DatasetFormatError: it has none.
@@ -299,12 +303,208 @@ def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
                 "split",
                 stacklevel=2,
             )
-    if schema.weight and not spool.column(WEIGHT)[is_train].any():
-        warnings.warn(
-            f"weight {schema.weight!r} is 0 in all rows of the training part, and rows with a "
-            "weight of 0 train nothing; check the column, or leave out the key weight",
-            stacklevel=2,
+
+
+def _learn_rows(
+    rows: SpooledRows, numbers: Mapping[str, Numbers | HashedRows], folder: Path
+) -> RowMaker:
+    """Count the training part, give values rows, and write the vocabularies.
+
+    Args:
+        rows: All rows.
+        numbers: The numbering of each table.
+        folder: The store's folder.
+
+    Raises:
+        DatasetFormatError: the mean of a dense column is needed, and it has no value.
+    """
+    schema = rows.schema
+    counts = {
+        table.name: ValueCounts(found.num_values)
+        for table in schema.tables
+        if isinstance(found := numbers[table.name], Numbers)
+    }
+    moments = {name: Moments() for name in schema.dense}
+    counted = [table for table in schema.tables if table.name in counts]
+    names = [*moments, *(column for table in counted for column in table.columns)]
+    for block in rows.blocks(TRAIN, names):
+        for name, column in moments.items():
+            column.add(np.asarray(block.columns[name]))
+        for table in counted:
+            counts[table.name].add(_values_in_order(block.columns, table))
+    for name, history in schema.history.items():
+        table_name = schema.categorical[history.of].table or history.of
+        if history.where and table_name in counts:  # it may list rows that are no samples
+            is_listed = rows.listed(name) & (rows.codes == TRAIN) & ~rows.is_sample
+            counts[table_name].add(rows.spool.column(history.of)[is_listed])
+    (folder / "vocabulary").mkdir()
+    tables = {}
+    for number, table in enumerate(schema.tables):
+        values, rules = numbers[table.name], table.rules
+        if not isinstance(values, Numbers):
+            tables[table.name] = TableRows(rules.num_rows, None)
+            continue
+        chosen = counts.pop(table.name).chosen(rules.min_count, rules.max_rows, table.first_row)
+        write_vocabulary(vocabulary_file(folder, number), values.values(), chosen, table.first_row)
+        num_rows = table.first_row + len(chosen)
+        row_of = np.zeros(values.num_values, np.int32)
+        row_of[chosen] = np.arange(table.first_row, num_rows, dtype=np.int32)
+        tables[table.name] = TableRows(num_rows, row_of)
+    dense = {
+        name: DenseRule.of(name, column.transform, column.missing, moments[name])
+        for name, column in schema.dense.items()
+    }
+    return RowMaker(schema, tables, dense)
+
+
+class _PartWriter:
+    """Writes rows to a store, part by part, with their histories and negatives.
+
+    Warns if a column has one value for each item, and would tell the negatives.
+
+    Args:
+        rows: All rows, spooled.
+        maker: Makes rows of the store.
+        writer: The store.
+
+    Attributes:
+        catalog: What the item_columns of each item of the training part look up, (E, C); 0 for
+            other items; None without negatives, or without such a part.
+        num_lacking: Negatives that could not be drawn: each item of the training part would be a
+            positive.
+        unknown: For each part, how many values of each column have no row of their own.
+    """
+
+    def __init__(self, rows: SpooledRows, maker: RowMaker, writer: StoreWriter) -> None:
+        self.catalog: NDArray[np.int32] | None = None
+        self.num_lacking = 0
+        self.unknown: dict[str, dict[str, int]] = {}
+        self._rows, self._maker, self._writer = rows, maker, writer
+        self._schema = rows.schema
+        columns = {history.of for history in self._schema.history.values()}
+        self._history_values = {column: rows.spool.column(column) for column in columns}
+        self._sampler: Sampler | None = None
+        if self._schema.negatives is not None and self._schema.split is not ALL_FOR_TEST:
+            self._sampler = self._new_sampler()
+
+    def write(self) -> dict[str, range]:
+        """Write all parts; returns their sample numbers."""
+        rows, splits = self._rows, {}
+        left_out = {PART, *self._schema.conditions}
+        names = [name for name in rows.spool.names if name not in left_out]
+        for part in ("train", "validation", "test"):  # in order of time
+            code, start = SPLITS.index(part), self._writer.num_samples
+            self._maker.unknown = self.unknown[part] = {}
+            histories = self._histories(code)
+            for block in rows.blocks(code, names):
+                made = self._make(block, histories)
+                if code == TRAIN and self._sampler is not None:
+                    made = self._with_negatives(made, block, self._sampler)
+                self._writer.append(**made.as_arrays())
+            splits[part] = range(start, self._writer.num_samples)
+        return {part: splits[part] for part in SPLITS}
+
+    def _histories(self, code: int) -> dict[str, Histories]:
+        """Each history, for the rows of a part; those of training rows list training rows alone."""
+        rows, schema = self._rows, self._schema
+        has_both = schema.label_columns and schema.timestamp
+        times = rows.spool.column(TIME) if has_both else None
+        found: dict[str, Histories] = {}
+        for name in schema.history:
+            is_listed = rows.listed(name)
+            if code == TRAIN:
+                is_listed = is_listed & (rows.codes == TRAIN)
+            found[name] = Histories(rows.in_group_order, rows.groups, is_listed, times)
+        return found
+
+    def _make(self, block: Block, histories: Mapping[str, Histories]) -> StoreRows:
+        bags: dict[str, Bags] = {}
+        for name, history in self._schema.history.items():
+            values = self._history_values[history.of]
+            bags[name] = histories[name].of_rows(block.rows, values, history.max_length)
+        made = self._maker.make(block.columns, bags)
+        made.others.setdefault("labels", np.ones(len(block.rows), np.int8))
+        return made
+
+    def _new_sampler(self) -> Sampler:
+        """What draws negatives; warns of columns with one value for each item."""
+        rows, schema, maker, negatives = (
+            self._rows,
+            self._schema,
+            self._maker,
+            self._schema.negatives,
         )
+        assert negatives is not None
+        is_train = rows.in_part(TRAIN)
+
+        def train_rows(name: str) -> NDArray[np.int32]:
+            return maker.rows_of(rows.spool.column(name)[is_train], name)
+
+        items = train_rows(negatives.item)
+        table = next(table for table in schema.tables if negatives.item in table.columns)
+        size = maker.tables[table.name].num_rows, len(negatives.item_columns)
+        self.catalog = np.zeros(size, np.int32)
+        for place, name in enumerate(negatives.item_columns):
+            self.catalog[items, place] = train_rows(name)  # of several rows of an item, the last
+        is_item, found = items >= table.first_row, []
+        for name in (*schema.dense, *schema.categorical, *schema.multi):
+            if name not in (negatives.item, *negatives.item_columns, schema.group):
+                blocks = rows.blocks(TRAIN, [name])
+                numbers = np.concatenate([numbers_of(block.columns[name]) for block in blocks])
+                if belongs_to_items(items[is_item], numbers[is_item]):
+                    found.append(name)
+        if found:
+            _warn_of_item_columns(negatives.item, found)
+        # Where items come again, the positive's own item is the only one that is not drawn.
+        owners = items if schema.has_repeats else rows.groups[is_train]
+        return Sampler(items, owners, negatives, table.first_row)
+
+    def _with_negatives(self, made: StoreRows, block: Block, sampler: Sampler) -> StoreRows:
+        """Each row, followed by its negatives."""
+        negatives = self._schema.negatives
+        assert negatives is not None
+        assert self.catalog is not None
+        positives = np.asarray(made.features[negatives.item])
+        drawn = sampler.draw(
+            block.rows, positives if self._schema.has_repeats else made.others["groups"]
+        )
+        is_negative = np.zeros((len(drawn), 1 + drawn.shape[1]), np.bool_)
+        is_negative[:, 1:] = True
+        is_kept = np.ones_like(is_negative)
+        is_kept[:, 1:] = drawn != NO_ITEM
+        copies = np.nonzero(is_kept)[0]
+        is_negative, items = is_negative[is_kept], drawn[drawn != NO_ITEM]
+        self.num_lacking += drawn.size - len(items)
+        result = made.take(copies)
+        for place, name in enumerate([negatives.item, *negatives.item_columns]):
+            rows = items if not place else self.catalog[items, place - 1]
+            np.asarray(result.features[name])[is_negative] = rows
+        result.others["labels"] = np.where(is_negative, np.int8(0), np.int8(1))
+        return result
+
+
+def _warn_of_item_columns(item: str, found: list[str]) -> None:
+    is_one = len(found) == 1
+    warnings.warn(
+        f"negatives: column{'' if is_one else 's'} {', '.join(map(repr, found))} "
+        f"{'has' if is_one else 'have'} one value for each {item!r}; a negative would keep that of "
+        "its positive, which tells them apart; name a categorical column in item_columns, leave a "
+        "dense or multi column out of the schema",
+        stacklevel=2,
+    )
+
+
+def _values_in_order(columns: Columns, table: Table) -> NDArray[np.int32]:
+    """The values of the columns of a table: row by row, in a row column by column."""
+    if len(table.columns) == 1:
+        column = columns[table.columns[0]]
+        return column.values if isinstance(column, Bags) else column
+    bags = [
+        column if isinstance(column, Bags) else Bags(column, np.ones(len(column), np.int32))
+        for column in (columns[name] for name in table.columns)
+    ]
+    rows = np.concatenate([np.repeat(np.arange(len(bag.lengths)), bag.lengths) for bag in bags])
+    return np.concatenate([bag.values for bag in bags])[np.argsort(rows, kind="stable")]
 
 
 def _write(
@@ -315,12 +515,12 @@ def _write(
     like: Store | None,
 ) -> TableReport:
     """Write all parts, and what meta.json says about them."""
-    schema, parts = rows.schema, PartWriter(rows, maker, writer)
+    schema, parts = rows.schema, _PartWriter(rows, maker, writer)
     splits = parts.write()
     about: dict[str, Any] = {
         "convention": "table",
         "sources": list(sources),
-        "schema": schema.as_dict(),
+        "schema": schema.as_dict() if like is None else like.meta["schema"],
         "dense_rules": [asdict(rule) for rule in maker.dense.values()],
         "encoding": encoding_of(schema, maker.dense, writer.folder),
         "unknown": parts.unknown,
@@ -334,7 +534,7 @@ def _write(
             "repeats": schema.has_repeats,
         }
         if others:
-            catalog = like.catalog if like is not None else parts.catalog_rows
+            catalog = like.catalog if like is not None else parts.catalog
     rows.spool.remove()  # it lies in the folder that becomes the store
     path = writer.finish(
         dense_names=list(schema.dense),

@@ -136,8 +136,7 @@ class TableFiles:
         paths: As for `find_files`.
         schema: What the columns mean.
         optional: Columns of the schema that the files may lack, such as the label of rows to
-            predict. All files have such a column, or none. A label and the column of the split may
-            have missing values then.
+            predict. All files have such a column, or none. Labels may be missing then.
         with_hash: Whether to compute the hash of each file in `sources`.
         way_out: What to do about a column that a file lacks, for the message.
 

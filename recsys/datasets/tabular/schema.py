@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from fractions import Fraction
@@ -25,6 +25,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     ValidationError,
     model_validator,
 )
@@ -34,7 +36,7 @@ from recsys.datasets.store_writer import Feature
 from recsys.errors import ConfigError
 
 __all__ = [
-    "FLOAT_MAX",
+    "ALL_FOR_TEST",
     "TIME_UNITS",
     "CategoricalColumn",
     "ColumnSplit",
@@ -59,7 +61,6 @@ __all__ = [
     "rule_of",
 ]
 
-FLOAT_MAX = (2 - 2**-23) * 2.0**127  # of float32
 TIME_UNITS = {"ms": 10**3, "us": 10**6, "ns": 10**9}  # ticks of a second
 _RULE = re.compile(r"\s*(==|>=|<=|>|<)\s*(\S.*?)\s*")
 _NAMED = Path(__file__).with_name("named")
@@ -68,8 +69,8 @@ _KINDS = ("dense", "categorical", "multi", "sequence", "history")
 _SHARED = {"categorical", "group", "split.column", "filter"}
 # Keys that ended, and what to do instead.
 _ENDED = {
-    "weights": "values in bags have no weights; leave it out, or train on a column of the best",
-    "validation_from": "the part before test_from is divided by validation, a share of the rows",
+    "weights": "the values of a bag have no weights; leave the key out",
+    "validation_from": "set validation, the share of the rows before test_from that are for it",
 }
 
 
@@ -85,7 +86,7 @@ def _check_name(name: str) -> str:
 
 
 def _check_missing(value: Any) -> Any:
-    is_number = is_finite_number(value) and abs(value) <= FLOAT_MAX
+    is_number = is_finite_number(value) and abs(value) < 2.0**128  # of float32
     is_good = value in ("mean", "error") if isinstance(value, str) else is_number
     if not is_good:
         raise ValueError(f'must be a number of float32, "mean" or "error"; got {value!r}')
@@ -101,11 +102,6 @@ def _parse_share(value: Any) -> Fraction:
     if not 0 <= share < 1:
         raise ValueError(f'must be in [0, 1): a number, or text such as "1/14"; got {value!r}')
     return share
-
-
-def _check_share(value: Any) -> Any:
-    _parse_share(value)
-    return value
 
 
 def _as_texts(value: Any) -> Any:
@@ -146,8 +142,9 @@ def _as_seconds(value: Any) -> Any:
 
 _Column = Annotated[str, AfterValidator(_check_name)]
 _Role = Annotated[str, AfterValidator(lambda name: name and _check_name(name))]
-_Share = Annotated[Any, AfterValidator(_check_share)]
+_Share = Annotated[Fraction, PlainValidator(_parse_share), PlainSerializer(str)]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+_Columns = Annotated[tuple[_Column, ...], BeforeValidator(_as_list)]
 _Conditions = dict[
     _Column, Annotated[tuple[str, ...], BeforeValidator(_as_condition), Field(min_length=1)]
 ]
@@ -203,7 +200,8 @@ def rule_of(texts: tuple[str, ...]) -> Rule | None:
 
 
 def _check_rule(text: str) -> str:
-    Rule.parse(text)
+    if text:
+        Rule.parse(text)
     return text
 
 
@@ -328,32 +326,26 @@ class SharesSplit(_Keys):
         validation: Also.
     """
 
-    test: _Share = "1/14"
-    validation: _Share = "1/14"
+    test: _Share = Fraction(1, 14)
+    validation: _Share = Fraction(1, 14)
 
     @model_validator(mode="after")
     def _check_sum(self) -> SharesSplit:
-        if self.test_share + self.validation_share >= 1:
+        if self.test + self.validation >= 1:
             raise ValueError(
                 f"test + validation must be below 1, got {self.test} + {self.validation}"
             )
         return self
-
-    @property
-    def test_share(self) -> Fraction:
-        """`test` as an exact fraction of the rows."""
-        return _parse_share(self.test)
-
-    @property
-    def validation_share(self) -> Fraction:
-        """`validation` as an exact fraction of the rows."""
-        return _parse_share(self.validation)
 
 
 class FractionSplit(SharesSplit):
     """In file order: first train, then validation, then test."""
 
     by: Literal["fraction"] = "fraction"
+
+
+# Of rows like those of another store; no schema says so.
+ALL_FOR_TEST = FractionSplit.model_construct(test=Fraction(1), validation=Fraction(0))
 
 
 class RandomSplit(SharesSplit):
@@ -398,11 +390,16 @@ class ColumnSplit(_Keys):
 
     @model_validator(mode="after")
     def _check_values(self) -> ColumnSplit:
-        values = [*self.train, *self.test, *self.validation]
+        values = [value for part in self.parts for value in part]
         for value in values:
             if values.count(value) > 1:
                 raise ValueError(f"a value must be listed once, got {value!r} again")
         return self
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The values of each part, in the order of `SPLITS`."""
+        return self.train, self.test, self.validation
 
 
 class LastOneOutSplit(_Keys):
@@ -436,7 +433,7 @@ class Negatives(_Keys):
     """
 
     item: _Column
-    item_columns: _Texts = ()
+    item_columns: _Columns = ()
     per_positive: Annotated[int, Field(ge=1, le=1000)] = 4
     by: Literal["uniform", "popularity"] = "uniform"
     seed: _Seed = 0
@@ -498,7 +495,7 @@ class Schema(_Keys):
     """
 
     label: _Role = ""
-    labels: _Texts = ()
+    labels: _Columns = ()
     positive: Annotated[str, AfterValidator(_check_rule)] = ""
     group: _Role = ""
     timestamp: _Role = ""
@@ -523,9 +520,7 @@ class Schema(_Keys):
     def _check(self) -> Schema:
         check_delimiter(self.delimiter, self.quote)
         _check_meanings(self)
-        for is_broken, fault in (*_faults_of_labels(self), *_faults_of_groups(self)):
-            if is_broken:
-                raise ValueError(fault)
+        _check_rules(self)
         _check_tables(self)
         return self
 
@@ -705,68 +700,58 @@ def _check_meanings(schema: Schema) -> None:
         seen.setdefault(name, place)
 
 
-def _faults_of_labels(schema: Schema) -> Iterator[tuple[bool, str]]:
-    """Rules on labels, negatives and times, and whether the schema breaks them."""
+def _check_rules(schema: Schema) -> None:
+    """Check what keys need of each other."""
     label, negatives, form = schema.label_columns, schema.negatives, schema.timestamp_format
-    yield bool(schema.label and schema.labels), "label and labels: take one of the two"
-    yield bool(schema.positive and not label), "positive needs the key label"
-    yield (
-        not label and negatives is None,
-        "a schema needs a label, or negatives (without a label every row is a positive); set "
-        "label, or add a table [negatives]",
-    )
-    if negatives is not None:
-        items = (negatives.item, *negatives.item_columns)
-        yield bool(label), "negatives are for data without a label; take one of the two out"
-        yield len(set(items)) < len(items), f"negatives: each column once, got {list(items)}"
-        for column in items:
-            rules = schema.categorical.get(column)
-            yield (
-                rules is None or column == schema.group,
-                f"negatives: {column!r} must be a categorical column that is not the group",
-            )
-            yield (
-                rules is not None and column == negatives.item and rules.numbering == "hash",
-                f"negatives.item: {column!r} must have numbering 'first', got 'hash'",
-            )
-    yield bool(form and not schema.timestamp), "timestamp_format needs the key timestamp"
-    yield (
-        bool(form) and form not in TIME_UNITS and "%" not in form,
-        f"timestamp_format must be one of {', '.join(TIME_UNITS)}, or a form such as "
-        f'"%Y%m%d"; got {form!r}',
-    )
-    yield (
-        ("%I" in form) != ("%p" in form) or re.search("%[UWVGg]", form) is not None,
-        "timestamp_format must have %I (an hour up to 12) and %p (AM or PM) together, or %H, and "
-        f"days in place of weeks; got {form!r}",
-    )
-
-
-def _faults_of_groups(schema: Schema) -> Iterator[tuple[bool, str]]:
-    """Rules on what needs groups and times, and whether the schema breaks them."""
-    by = schema.split.by
-    needing = [f"history.{name}" for name in schema.history]
-    needing += ["negatives"] * (schema.negatives is not None)
-    needing += [f"split by {by!r}"] * (by in ("group", "last_one_out"))
-    yield (
-        bool(needing and not schema.group),
-        f"{needing[:1]} needs the key group, a column of groups",
-    )
-    yield (
-        by == "timestamp" and not schema.timestamp,
-        "split by 'timestamp' needs the key timestamp, a column of times",
-    )
-    yield (
-        by == "last_one_out" and bool(schema.label_columns),
-        "split by 'last_one_out' tests on positives alone, which no metric can judge in data with "
-        "a label; take another split, or keep the positive rows alone by [filter], leave out label "
-        "and add [negatives]",
-    )
-    for name, history in schema.history.items():
-        yield (
-            history.of not in schema.categorical,
-            f"history.{name}.of must be a categorical column of the schema, got {history.of!r}",
-        )
+    by, items = schema.split.by, [] if negatives is None else [negatives.item]
+    items += [] if negatives is None else negatives.item_columns
+    grouped = [f"history.{name}" for name in schema.history] + ["negatives"] * bool(items)
+    grouped += [f"split by {by!r}"] * (by in ("group", "last_one_out"))
+    categorical = [(f"history.{name}.of", keys.of) for name, keys in schema.history.items()]
+    categorical += [("negatives", name) for name in items]
+    unknown = [pair for pair in categorical if pair[1] not in schema.categorical]
+    rules = [
+        (schema.label and schema.labels, "label and labels: take one of the two"),
+        (schema.positive and not label, "positive needs the key label"),
+        (
+            not label and not items,
+            "a schema needs a label, or negatives (without a label every row is a positive); set "
+            "label, or add a table [negatives]",
+        ),
+        (label and items, "negatives are for data without a label; take one of the two out"),
+        (grouped and not schema.group, f"{grouped[:1]} needs the key group, a column of groups"),
+        (unknown, f"{unknown[:1]} must be a categorical column of the schema"),
+        (schema.group in items, "negatives: the group is never redrawn"),
+        (len(set(items)) < len(items), f"negatives: name each column once, got {items}"),
+        (
+            any(schema.categorical[name].numbering == "hash" for name in items[:1] if not unknown),
+            f"negatives.item: {items[:1]} must have numbering 'first', got 'hash'",
+        ),
+        (form and not schema.timestamp, "timestamp_format needs the key timestamp"),
+        (
+            form and form not in TIME_UNITS and "%" not in form,
+            f"timestamp_format must be one of {', '.join(TIME_UNITS)}, or a form such as "
+            f'"%Y%m%d"; got {form!r}',
+        ),
+        (
+            ("%I" in form) != ("%p" in form) or re.search("%[UWVGg]", form),
+            "timestamp_format must have %I (an hour up to 12) and %p (AM or PM) together, or %H, "
+            f"and days in place of weeks; got {form!r}",
+        ),
+        (
+            by == "timestamp" and not schema.timestamp,
+            "split by 'timestamp' needs the key timestamp, a column of times",
+        ),
+        (
+            by == "last_one_out" and label,
+            "split by 'last_one_out' tests on positives alone, which no metric can judge in data "
+            "with a label; take another split, or keep the positive rows alone by [filter], leave "
+            "out label and add [negatives]",
+        ),
+    ]
+    for is_broken, fault in rules:
+        if is_broken:
+            raise ValueError(fault)
 
 
 def _check_tables(schema: Schema) -> None:

@@ -53,34 +53,27 @@ class SpooledRows:
         spool: The rows; nothing is appended any more.
         schema: What its columns mean.
         groups: The value of each group, by number; None without groups.
-        are_for_test: Whether all rows are for test; else `schema.split` divides them.
 
     Attributes:
-        are_for_test: As given.
         is_sample: Whether the filter keeps each row, (N,).
         codes: The part of each row: its place in `SPLITS`, (N,) uint8.
     """
 
-    def __init__(
-        self, spool: Spool, schema: Schema, groups: pa.Array = None, *, are_for_test: bool = False
-    ) -> None:
+    def __init__(self, spool: Spool, schema: Schema, groups: pa.Array = None) -> None:
         self.spool = spool
         self.schema = schema
-        self.are_for_test = are_for_test
         self.is_sample = np.ones(spool.num_rows, np.bool_)
         if schema.filter:
             self.is_sample = spool.column("/filter")
-        if are_for_test:
-            self.codes = np.full(spool.num_rows, TEST, np.uint8)
-        else:
-            self.codes = self._split(groups)
+        self.codes = self._split(groups)
 
-    @cached_property
-    def is_positive(self) -> NDArray[np.bool_]:
-        """Whether a label of each row is 1, (N,); True for all without a label."""
-        found = np.full(self.spool.num_rows, not self.schema.label_columns)
-        for name in labels_of(self.schema):
-            found |= self.spool.column(name) != 0
+    def listed(self, name: str) -> NDArray[np.bool_]:
+        """Whether each row may be in a history of later rows, (N,)."""
+        if self.schema.history[name].where:
+            return self.spool.column(f"/where/{name}")
+        found = self.is_sample.copy()
+        if labels := labels_of(self.schema):
+            found &= np.any([self.spool.column(label) for label in labels], axis=0)
         return found
 
     @cached_property
@@ -125,7 +118,7 @@ class SpooledRows:
             order = np.argsort(times, kind="stable")
             if split.test_from is not None:
                 num_test = int(np.count_nonzero(self.is_sample & (times >= split.test_from)))
-                num_validation = floor(num_samples * split.validation_share)
+                num_validation = floor(num_samples * split.validation)
         return split_in_order(self.is_sample, num_validation, num_test, order)
 
 
@@ -135,7 +128,7 @@ def _sizes(num_samples: int, split: SharesSplit) -> tuple[int, int]:
     Both together are a whole number of rows, rounded down; of these, the number for test is rounded
     up. With 1/14 each these are the sizes of `classic_splits`.
     """
-    test, both = split.test_share, split.test_share + split.validation_share
+    test, both = split.test, split.test + split.validation
     num_held = floor(num_samples * both)
     num_test = ceil(num_held * test / both) if both else 0
     return num_held - num_test, num_test
@@ -177,7 +170,7 @@ def split_at_random(
 
     u is the upper 53 bits of `mix64(number * GOLDEN + mix64(seed))`, divided by 2**53.
     """
-    test, validation = shares.test_share, shares.validation_share
+    test, validation = shares.test, shares.validation
     codes = np.full(len(numbers), TRAIN, np.uint8)
     offset = mix64(np.array([seed], np.uint64))
     for start in range(0, len(numbers), _NUM_ROWS):

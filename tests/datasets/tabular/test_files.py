@@ -222,7 +222,7 @@ RECORDS = st.fixed_dictionaries(
         "y": st.sampled_from([0, 1]),
         "text": st.none() | TEXT,
         "number": st.none() | WHOLE,
-        "dense": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        "dense": st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32),
         "bag": st.none() | st.lists(TEXT.filter(lambda text: "|" not in text), max_size=3),
         "last": st.none() | TEXT,
     }

@@ -1,20 +1,14 @@
 import numpy as np
 
-from recsys.datasets.tabular.negatives import (
-    NO_ITEM,
-    ItemCatalog,
-    KnownPositives,
-    Sampler,
-)
+from recsys.datasets.tabular.encode import Bags
+from recsys.datasets.tabular.negatives import NO_ITEM, Sampler, belongs_to_items, numbers_of
+from recsys.datasets.tabular.schema import Negatives
 
 
-def sampler_of(groups, items, *, num_rows, by="uniform", per_positive=4, seed=0, first_row=1):
+def sampler_of(groups, items, **keys):
     """All rows are for training."""
-    items = np.array(items, np.int32)
-    catalog = ItemCatalog(num_rows, 0)
-    catalog.add(items, np.empty((len(items), 0), np.int32))
-    known = KnownPositives(np.array(groups, np.int32), items)
-    return Sampler(catalog, known, by=by, per_positive=per_positive, seed=seed, first_row=first_row)
+    keys = Negatives(item="item", **keys)
+    return Sampler(np.array(items, np.int32), np.array(groups, np.int32), keys, first_row=1)
 
 
 def draw(sampler, groups, first=0):
@@ -25,7 +19,7 @@ def draw(sampler, groups, first=0):
 def test_negatives_are_items_that_the_group_lacks():
     rng = np.random.default_rng(0)
     groups, items = rng.integers(0, 5, 200), rng.integers(0, 60, 200)
-    drawn = draw(sampler_of(groups, items, num_rows=60), groups)
+    drawn = draw(sampler_of(groups, items), groups)
     known = set(zip(groups.tolist(), items.tolist(), strict=True))
     for group, negatives in zip(groups.tolist(), drawn.tolist(), strict=True):
         for item in negatives:
@@ -35,34 +29,34 @@ def test_negatives_are_items_that_the_group_lacks():
 
 
 def test_a_group_with_all_items_gets_none():
-    sampler = sampler_of([0, 0, 1], [1, 2, 1], num_rows=3)
+    sampler = sampler_of([0, 0, 1], [1, 2, 1])
     assert draw(sampler, [0, 1]).tolist() == [[NO_ITEM] * 4, [2] * 4]
 
 
 def test_a_rare_item_that_is_the_only_choice_is_found():
     """Popularity draws it about once in 3,000 times."""
     items = [1] * 50_000 + [2]
-    sampler = sampler_of([0] * 50_000 + [1], items, num_rows=3, by="popularity")
+    sampler = sampler_of([0] * 50_000 + [1], items, by="popularity")
     assert draw(sampler, [0] * 20).tolist() == [[2] * 4] * 20
 
 
 def test_draws_depend_on_the_seed_and_the_row_alone():
     groups, items = [0] * 20, list(range(1, 21))
     others = [*groups, *([1] * 50)], [*items, *range(21, 71)]
-    first = draw(sampler_of(*others, num_rows=80), groups)
-    again = draw(sampler_of(*others, num_rows=80), groups[10:], first=10)
+    first = draw(sampler_of(*others), groups)
+    again = draw(sampler_of(*others), groups[10:], first=10)
     assert first[10:].tolist() == again.tolist()
-    assert first.tolist() != draw(sampler_of(*others, num_rows=80, seed=1), groups).tolist()
+    assert first.tolist() != draw(sampler_of(*others, seed=1), groups).tolist()
     assert len({tuple(row) for row in first.tolist()}) > 15
 
 
 def test_an_owner_may_be_the_item_itself():
     """Then all items are drawn but the positive's own."""
     groups, items = [0] * 6, [1, 2, 3, 1, 2, 3]
-    sampler = sampler_of(items, items, num_rows=4, per_positive=40)
+    sampler = sampler_of(items, items, per_positive=40)
     for item, negatives in zip(items, draw(sampler, items).tolist(), strict=True):
         assert set(negatives) == {1, 2, 3} - {item}
-    assert draw(sampler_of(groups, items, num_rows=4), groups).max() == NO_ITEM
+    assert draw(sampler_of(groups, items), groups).max() == NO_ITEM
 
 
 def test_draws_are_those_of_the_formula():
@@ -83,27 +77,41 @@ def test_draws_are_those_of_the_formula():
         return None
 
     items = list(range(1, 101))
-    sampler = sampler_of([0 if item == 7 else 1 for item in items], items, num_rows=101, seed=3)
+    sampler = sampler_of([0 if item == 7 else 1 for item in items], items, seed=3)
     drawn = draw(sampler, [0] * 50, first=20).tolist()
     assert drawn == [[negative(3, row, number) for number in range(4)] for row in range(20, 70)]
     assert drawn[:2] == [[87, 1, 55, 19], [51, 4, 88, 86]]
 
 
 def test_chances_are_equal_or_by_popularity():
-    items = [1] * 16 + [2] * 81 + [3]
+    items = [1] * 16 + [2] * 81 + [3, 0]
     groups = [0] * len(items)
+    groups[items.index(0)] = 1  # has no item that is drawn
     rows = np.arange(20_000)
     for by, chances in (("uniform", [1, 1, 1]), ("popularity", [8, 27, 1])):
-        sampler = sampler_of(groups, items, num_rows=4, by=by)
-        sampler._known = KnownPositives(np.array([1], np.int32), np.array([0], np.int32))
-        drawn = sampler.draw(rows, np.zeros(len(rows), np.int32))
+        sampler = sampler_of(groups, items, by=by)
+        drawn = sampler.draw(rows, np.ones(len(rows), np.int32))
         shares = np.bincount(drawn.ravel(), minlength=4)[1:] / drawn.size
         np.testing.assert_allclose(shares, np.array(chances) / sum(chances), atol=0.01)
 
 
-def test_the_catalog_keeps_what_was_seen_last():
-    catalog = ItemCatalog(3, 2)
-    catalog.add(np.array([1, 2], np.int32), np.array([[4, 5], [6, 7]], np.int32))
-    catalog.add(np.array([1], np.int32), np.array([[8, 9]], np.int32))
-    assert catalog.rows.tolist() == [[0, 0], [8, 9], [6, 7]]
-    assert catalog.counts.tolist() == [0, 2, 1]
+def belong(items, values):
+    return belongs_to_items(np.array(items), numbers_of(values))
+
+
+def test_columns_with_one_value_for_each_item_are_found():
+    items, nan = [1, 2, 1, 2, 4], float("nan")
+    assert belong(items, np.array([7, 8, 7, 8, 9]))
+    assert belong(items, np.array([1.5, nan, 1.5, nan, 0.0]))
+    assert not belong(items, np.array([3, 3, 3, 3, 3]))
+    assert not belong(items, np.array([1, 2, 2, 2, 2]))
+    assert not belong([1, 2], np.array([7, 8]))  # no item comes again
+
+
+def test_bags_are_compared_whole():
+    def bags(*lists):
+        flat = np.array([value for bag in lists for value in bag], np.int32)
+        return Bags(flat, np.array([len(bag) for bag in lists], np.int32))
+
+    assert belong([1, 2, 1, 3], bags([0], [], [0], [0, 1]))
+    assert not belong([1, 2, 1, 3], bags([0], [], [0, 0], [1]))

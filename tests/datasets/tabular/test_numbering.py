@@ -1,19 +1,13 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.tabular.numbering import (
-    MISSING,
-    UNKNOWN,
-    HashedRows,
-    IntegerNumbers,
-    TextNumbers,
-)
+from recsys.datasets.tabular.numbering import MISSING, UNKNOWN, HashedRows, Numbers
 
 pa = pytest.importorskip("pyarrow")
 
 
 def test_texts_are_numbered_by_first_appearance():
-    numbers = TextNumbers("site")
+    numbers = Numbers("site")
     assert numbers.number(pa.array(["b", "a", None, "b", "", "é"])).tolist() == [
         0,
         1,
@@ -27,7 +21,7 @@ def test_texts_are_numbered_by_first_appearance():
 
 
 def test_integers_are_numbered_by_first_appearance():
-    numbers = IntegerNumbers("item")
+    numbers = Numbers("item", is_integer=True)
     assert numbers.number(pa.array([7, -(2**63), None, 7])).tolist() == [0, 1, MISSING, 0]
     assert numbers.number(pa.array([1, 2**63 - 1, 7]).slice(1)).tolist() == [2, 0]
     assert numbers.values().to_pylist() == [7, -(2**63), 2**63 - 1]
@@ -35,7 +29,7 @@ def test_integers_are_numbered_by_first_appearance():
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.int64()])
 def test_a_numbering_that_does_not_grow_knows_only_its_values(kind):
-    numbers = (IntegerNumbers if kind == pa.int64() else TextNumbers)("x")
+    numbers = Numbers("x", is_integer=kind == pa.int64())
     one, two = pa.array([1, 2]).cast(kind).to_pylist()
     numbers.number(pa.array([one], kind))
     assert numbers.number(pa.array([two, None, one], kind), grow=False).tolist() == [
@@ -48,7 +42,7 @@ def test_a_numbering_that_does_not_grow_knows_only_its_values(kind):
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.int64()])
 def test_empty_blocks_and_blocks_of_nulls(kind):
-    numbers = (IntegerNumbers if kind == pa.int64() else TextNumbers)("x")
+    numbers = Numbers("x", is_integer=kind == pa.int64())
     assert numbers.number(pa.array([], kind)).tolist() == []
     assert numbers.number(pa.nulls(2, kind)).tolist() == [MISSING, MISSING]
     assert numbers.values().to_pylist() == []
@@ -57,7 +51,7 @@ def test_empty_blocks_and_blocks_of_nulls(kind):
 def test_many_values_keep_their_numbers_while_the_table_grows():
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, 30_000, 60_000)
-    texts, integers = TextNumbers("x"), IntegerNumbers("x")
+    texts, integers = Numbers("x"), Numbers("x", is_integer=True)
     for start in range(0, len(drawn), 7_000):
         block = drawn[start : start + 7_000]
         found = texts.number(pa.array(block.astype(str)))

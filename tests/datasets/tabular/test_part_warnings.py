@@ -19,22 +19,6 @@ def test_a_label_with_one_value_is_told_once(tmp_path):
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("weights", [[0] * 15 + [1] * 5, [0] * 14 + [1] + [0] * 5])
-def test_a_training_part_without_a_weight_above_0_is_told(tmp_path, weights):
-    lines = [f"{row % 2},a{row % 3},{weight}" for row, weight in enumerate(weights)]
-    (tmp_path / "a.csv").write_text("\n".join(["click,ad,weight", *lines]) + "\n")
-    split = {"by": "fraction", "test": "1/8", "validation": "1/8"}  # the last 5 rows of 20
-    tree = {"label": "click", "weight": "weight", "categorical": {"ad": {}}, "split": split}
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        prepare_table([tmp_path / "a.csv"], tmp_path / "store", Schema.from_dict(tree))
-
-    message = "weight 'weight' is 0 in all rows of the training part, and rows with a weight of 0"
-    found = [str(each.message).startswith(message) for each in told]
-    assert found == ([True] if not any(weights[:15]) else [])
-
-
 def test_no_progress_bar_is_drawn_where_a_warning_is_printed(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("click,ad\n1,a\n1,b\n")
     (tmp_path / ".store.12345678").mkdir()  # as a killed preparation leaves it

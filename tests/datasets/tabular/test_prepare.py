@@ -351,8 +351,7 @@ def test_an_encoder_needs_no_label_and_counts_unknown_values(tmp_path, files):
         (batch,) = encoder.open_files(files(new)).batches()
         encoded = encoder.encode(batch)
         encoder.encode(batch)
-    assert encoded.labels is None
-    assert encoder.num_rows == 8
+    assert encoded.others == {}
     assert encoder.unknown["site"] == 2
 
 
@@ -367,8 +366,9 @@ def test_an_encoder_reads_features_and_labels_alone(tmp_path, files):
         encoded = encoder.encode(batch)
     assert table.columns == ("price", "site", "size", "tags", "click")
     assert encoded.features["size"].tolist() == [1] * 30  # the row of missing values
-    assert encoded.labels.tolist() == [1, -1] * 15
-    assert (encoded.weights, encoded.groups, encoded.times) == (None, None, None)
+    assert {name: values.tolist() for name, values in encoded.others.items()} == {
+        "labels": [1, -1] * 15
+    }
 
 
 def test_vocabularies_of_a_store_to_be_like_are_read_once(tmp_path, files, monkeypatch):

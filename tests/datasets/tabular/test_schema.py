@@ -172,7 +172,7 @@ REFUSED = [
         ({**SMALL, "split": {"test": share}}, "split.test")
         for share in (1, "1/0", "1e999999999", float("nan"), "x")
     ],
-    ({**SMALL, "split": {"test": 0.5, "validation": "1/2"}}, "split.*0.5"),
+    ({**SMALL, "split": {"test": 0.5, "validation": "1/2"}}, "split.*1/2"),
     ({**SMALL, "split": {"seed": 1}}, "split.seed"),
     ({**SMALL, "split": {"by": "random", "seed": -1}}, "split.seed.*-1"),
     ({**SMALL, "split": {"by": "column", "train": ["a"], "test": ["b"]}}, "split.column"),

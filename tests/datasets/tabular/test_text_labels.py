@@ -56,7 +56,7 @@ def test_rows_to_predict_may_lack_text_labels(tmp_path, kind, bought, expected):
     file = write_file(rows(bought=bought), tmp_path / f"new.{kind}")
     with Encoder(tmp_path / "store") as encoder:
         (batch,) = encoder.open_files([file]).batches()
-        assert encoder.encode(batch).labels.tolist() == expected
+        assert encoder.encode(batch).others["labels"].tolist() == expected
 
 
 @pytest.mark.parametrize(("positive", "label"), [("== yse", 0), ("== no", 1)])
