@@ -5,7 +5,7 @@ Two passes, in bounded memory:
     1. rows -> numbers, float64 and such -> `Spool`      values are numbered as they appear
     2. the training part is counted; values get rows; each part of the spool is written to the store
 
-What grows with the data: the vocabularies, one byte a row for the split, and, for histories,
+What grows with the data: the vocabularies, two bytes a row for the split, and, for histories,
 last-one-out, negatives and splits by time, the groups, times and labels of all rows.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import ceil, floor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -153,11 +153,13 @@ def split_in_order(
     Shape:
         is_sample, order, result (N,).
     """
-    places = np.flatnonzero(is_sample if order is None else is_sample[order])
     codes = np.full(len(is_sample), TRAIN, np.uint8)
+    places: Any = range(len(codes))  # of the samples, in order
+    if not is_sample.all():
+        places = np.flatnonzero(is_sample if order is None else is_sample[order])
     for code, num_last in ((VALIDATION, num_validation + num_test), (TEST, num_test)):
-        begin = places[max(len(places) - num_last, 0)] if num_last and len(places) else len(codes)
-        codes[begin:] = code
+        if num_last and len(places):
+            codes[places[max(len(places) - num_last, 0)] :] = code
     if order is not None:
         codes[order] = codes.copy()
     return codes
