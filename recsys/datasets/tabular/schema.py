@@ -131,7 +131,12 @@ def _as_list(value: Any) -> Any:
 def _as_seconds(value: Any) -> Any:
     """Seconds since 1970 of a moment: seconds, ISO text or a date; UTC where it names no zone."""
     if isinstance(value, str):
-        value = datetime.fromisoformat(value)
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            raise ValueError(
+                f'must be seconds or ISO text as "2014-10-29"; got {value!r}'
+            ) from None
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, time())
     if isinstance(value, datetime):
@@ -709,7 +714,7 @@ def _check_rules(schema: Schema) -> None:
     grouped += [f"split by {by!r}"] * (by in ("group", "last_one_out"))
     categorical = [(f"history.{name}.of", keys.of) for name, keys in schema.history.items()]
     categorical += [("negatives", name) for name in items]
-    unknown = [pair for pair in categorical if pair[1] not in schema.categorical]
+    unknown = [f"{key} {name!r}" for key, name in categorical if name not in schema.categorical]
     rules = [
         (schema.label and schema.labels, "label and labels: take one of the two"),
         (schema.positive and not label, "positive needs the key label"),
@@ -719,13 +724,16 @@ def _check_rules(schema: Schema) -> None:
             "label, or add a table [negatives]",
         ),
         (label and items, "negatives are for data without a label; take one of the two out"),
-        (grouped and not schema.group, f"{grouped[:1]} needs the key group, a column of groups"),
-        (unknown, f"{unknown[:1]} must be a categorical column of the schema"),
+        (
+            grouped and not schema.group,
+            f"{', '.join(grouped)}: set the key group, a column of groups",
+        ),
+        (unknown, f"{', '.join(unknown)} must be a categorical column of the schema"),
         (schema.group in items, "negatives: the group is never redrawn"),
         (len(set(items)) < len(items), f"negatives: name each column once, got {items}"),
         (
             any(schema.categorical[name].numbering == "hash" for name in items[:1] if not unknown),
-            f"negatives.item: {items[:1]} must have numbering 'first', got 'hash'",
+            f"negatives.item {items[:1]} must have numbering 'first', got 'hash'",
         ),
         (form and not schema.timestamp, "timestamp_format needs the key timestamp"),
         (
@@ -780,14 +788,14 @@ def _explain(error: ValidationError) -> str:
     path = [str(part) for part in fault["loc"] if part != "[key]"]
     if path[:1] == ["split"]:
         del path[1:2]  # the kind of the split
-    key, kind, value = ".".join(path), fault["type"], repr(str(fault["input"])[:40])
+    key, kind, value = ".".join(path), fault["type"], repr(fault["input"])[:40]
     if kind == "value_error":
         return f"{key}: {fault['ctx']['error']}" if key else str(fault["ctx"]["error"])
     if kind == "missing":
         return f"{key} is required; set it"
     if kind == "extra_forbidden":
         models = _MODELS[:1] if len(path) == 1 else _MODELS[1:]
-        known = {name for model in models for name in model.model_fields}
+        known = {name for model in models for name in model.model_fields} - {path[-1]}
         close = difflib.get_close_matches(path[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "docs/tables.md lists the keys"
         return f"unknown key {key}; {_ENDED.get(path[-1], hint)}"
@@ -797,7 +805,8 @@ def _explain(error: ValidationError) -> str:
         return (
             f"split.by must be one of {fault['ctx']['expected_tags']}; got {fault['ctx']['tag']!r}"
         )
-    return f"{key} {fault['msg'].replace('Input should', 'must')}, got {value}"
+    rule = re.sub("^(Input|Value) should", "must", fault["msg"])
+    return f"{key} {rule}, got {value}"
 
 
 _MODELS: tuple[type[_Keys], ...] = (
