@@ -537,11 +537,11 @@ class _Guess:
             texts = map(repr, found.dictionary.to_pylist())
             where |= {f"it is {text}": codes == code for code, text in enumerate(texts)}
             num_sure += 2 * (len(facts.counts) == 2)
-        elif facts.kind in ("integer", "number") and 0 < share < 1:
+        elif facts.kind in ("integer", "number") and (has_value & (labels == 0)).any():
             numbers = facts.array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-            least, most = np.nanmin(numbers[labels == 0]), np.nanmax(numbers[labels == 0])
-            where |= {f"it is below {least:g}": numbers < least}
-            where |= {f"it is above {most:g}": numbers > most}
+            others = numbers[has_value & (labels == 0)]
+            where |= {f"it is below {others.min():g}": numbers < others.min()}
+            where |= {f"it is above {others.max():g}": numbers > others.max()}
         for place, (words, rows) in enumerate(where.items()):
             known = labels[rows & (labels >= 0)]
             for label, chance in ((1, share), (0, 1 - share if place < num_sure else 1.0)):

@@ -472,15 +472,14 @@ class ParquetFile:
         Raises:
             DatasetFormatError: a row group is damaged.
         """
-        # Columns that take less than 4 bytes a value: text in dictionaries, fastest read so.
-        short = [
-            chunk.path_in_schema
-            for group in self._groups[:1]
-            for chunk in map(group.column, range(group.num_columns))
-            if chunk.physical_type == "BYTE_ARRAY"
-            and chunk.total_uncompressed_size < 4 * chunk.num_values
+        texts = [name for name in columns if str(self.schema.field(name).type) == "string"]
+        with self._open() as file:
+            first = next(file.iter_batches(_BATCH_ROWS, columns=texts), None) if texts else None
+        # Texts that repeat are read as dictionaries, which are numbered fastest.
+        texts = [
+            name for name in texts if first and 8 * len(first[name].unique()) < len(first[name])
         ]
-        with self._open(read_dictionary=short) as file:
+        with self._open(read_dictionary=texts) as file:
             for group in range(file.num_row_groups):
                 yield from file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(columns))
 
@@ -520,7 +519,7 @@ class ParquetFile:
                 parquet.ParquetFile(source, coerce_int96_timestamp_unit="us", **options) as file,
             ):
                 yield file
-        except (arrow.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             if getattr(error, "errno", None):
                 raise
             raise DatasetFormatError(

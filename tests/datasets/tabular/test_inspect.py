@@ -353,6 +353,7 @@ def test_rows_that_stand_together_are_divided_at_random(tmp_path, order):
         lambda click, row: row % 2 if click else 0,
         lambda click, row: None if click else "no",
         lambda click, row: row * 0.5 if click else 0.0,  # seconds on the page
+        lambda click, row: row * 0.5 if click else None,
         lambda click, row: f"200{row % 10}-01-01" if click and row % 2 else None,
         lambda click, row: ["bought", "left"][click],
     ],
