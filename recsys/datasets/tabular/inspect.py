@@ -102,8 +102,11 @@ class Draft:
                 tables += ["", *([f"# {why}"] if why else []), _dump({key: value})]
             else:
                 lines.append(_dump({key: value}) + (f"  # {why}" if why else ""))
-        read = self.schema.columns
-        ignored = [f"#   {name!r}: {why}" for name, why in self.reasons.items() if name not in read]
+        ignored = [
+            f"#   {name!r}: {why}"
+            for name, why in self.reasons.items()
+            if name not in self.schema.columns
+        ]
         lines += ["", "# Not read:", *ignored] if ignored else []
         return "\n".join([*lines, *tables]) + "\n"
 
@@ -371,7 +374,7 @@ class _Guess:
             self.labels = labels.fill_null(-1).to_numpy(zero_copy_only=False)
         split = self._find(("split",), lambda facts: set() < {*facts.counts} <= {*_PARTS})
         if split is not None:
-            self.reasons[split.name] = "by its name and values"
+            self.reasons[split.name] = self.key_reasons["split"] = "by its name and values"
             parts = {part: [part] for part in _PARTS if part in ("train", "test", *split.counts)}
             self.tree["split"] = {"by": "column", "column": split.name, **parts}
         times = [
@@ -461,14 +464,14 @@ class _Guess:
                 why = (
                     f"rows of a group are in order of {self.item!r}, so their order is not of time"
                 )
-            elif has_time or "split" not in tree or self._is_of_sessions():
+            elif has_time or "split" not in tree or self.facts[tree["group"]].stem in _SESSIONS:
                 tree["history"] = {self._new_name("recent"): {"of": self.item}} | tree.get(
                     "history", {}
                 )
                 self.key_reasons["history"] = "earlier items of the group"
         elif has_time:
             split, why = {"by": "timestamp", **shares}, "the latest rows, as in use"
-        elif column := self._sorted_by():
+        elif column := self._sorted_by(self.labels):
             split = {"by": "random", **shares}
             why = f"rows with the same {column!r} stand together, so parts of the file differ"
         else:
@@ -505,10 +508,10 @@ class _Guess:
 
         Often is three times: with less, no row of a group is held back for test.
         """
-        kinds = event.array.cast(pa.string())
-        rows = pa.table({"kind": kinds, "group": self.facts[self.tree["group"]].array})
-        num_groups = rows.group_by("kind").aggregate([("group", "count_distinct")])
-        groups_of = dict(zip(*num_groups.to_pydict().values(), strict=True))
+        kinds, groups = event.array.cast(pa.string()), self.facts[self.tree["group"]].array
+        rows = pa.table({"kind": kinds, "group": groups}).group_by("kind")
+        found = rows.aggregate([("group", "count_distinct")]).to_pydict().values()
+        groups_of = dict(zip(*found, strict=True))
         often = [kind for kind, count in event.counts.items() if count >= 3 * groups_of[kind]]
         chosen = (often or list(event.counts)[-1:])[0]
         self.tree["filter"] = {event.name: [chosen]}
@@ -521,7 +524,6 @@ class _Guess:
         }
 
     def _new_name(self, name: str) -> str:
-        """A name for a history that no column has."""
         name = re.sub(r"\W", "_", name)
         return f"{name}_" if name in self.reasons else name
 
@@ -534,8 +536,8 @@ class _Guess:
         if facts.counts:
             found = facts.array.dictionary_encode()
             codes = found.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-            texts = map(repr, found.dictionary.to_pylist())
-            where |= {f"it is {text}": codes == code for code, text in enumerate(texts)}
+            for code, value in enumerate(found.dictionary.to_pylist()):
+                where[f"it is {value!r}"] = codes == code
             num_sure += 2 * (len(facts.counts) == 2)
         elif facts.kind in ("integer", "number") and (has_value & (labels == 0)).any():
             numbers = facts.array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -556,10 +558,8 @@ class _Guess:
         is_later = pc.greater_equal(items[1:], items[:-1]).filter(is_same)
         return len(is_later) > 100 and pc.mean(is_later).as_py() > 0.95
 
-    def _sorted_by(self) -> str:
+    def _sorted_by(self, labels: NDArray[np.int8]) -> str:
         """The label or the group, if rows with one value of it stand together; else ""."""
-        labels = self.labels
-        assert labels is not None
         share = float(np.mean(labels == 1))
         changes = np.mean(labels[1:] != labels[:-1]) if self.num_rows > 1 else 1.0
         if 0 < changes < share * (1 - share) / 2:
@@ -567,8 +567,8 @@ class _Guess:
         group = self.facts.get(self.tree.get("group", ""))
         if group is None or 2 * group.num_distinct > self.num_rows:
             return ""
-        changed = pc.sum(pc.not_equal(group.array[1:], group.array[:-1])).as_py() or 0
-        return group.name if changed < 1.1 * group.num_distinct else ""
+        changed = pc.not_equal(group.array[1:], group.array[:-1])
+        return group.name if changed.true_count < 1.1 * group.num_distinct else ""
 
     def _find(self, names: Sequence[str], fits: Callable[[_Facts], bool]) -> _Facts | None:
         """The column without a meaning whose name is the earliest of `names`, and that fits."""
@@ -580,9 +580,6 @@ class _Guess:
     def _take(self, role: str, facts: _Facts, why: str) -> None:
         self.tree[role] = facts.name
         self.reasons[facts.name] = self.key_reasons[role] = why
-
-    def _is_of_sessions(self) -> bool:
-        return self.facts[self.tree["group"]].stem in _SESSIONS
 
     def _add(self, kind: str, facts: _Facts, keys: dict[str, Any], why: str) -> None:
         if kind != "dense" and "." in facts.name:  # which names of tables do not have

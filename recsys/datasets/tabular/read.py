@@ -86,7 +86,9 @@ def find_files(paths: Sequence[str | Path]) -> list[str]:
             found = [
                 str(file)
                 for file in sorted(Path(path).rglob("*"))
-                if _kind_of(str(file)) and file.is_file() and not _is_hidden(file.relative_to(path))
+                if _kind_of(str(file))
+                and file.is_file()
+                and not any(part[0] in "._" for part in file.relative_to(path).parts)
             ]
         else:
             is_pattern = re.search(r"[*?[]", path) and not os.path.lexists(path)
@@ -645,10 +647,6 @@ def _kind_of(path: str) -> str:
     elif last in _PARQUET:
         return "parquet"
     return "text" if last in _TEXT else ""
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _suffixes(path: str) -> list[str]:
