@@ -102,7 +102,11 @@ REFUSALS = [
     ("a short line", lines("1,x", "1"), "a.csv, line 3"),
     ("a label", lines("1,x", "", '0,"a\nb"', "7,x"), "a.csv, line 6, column 'y'"),
     ("no label", lines("1,x", ",x"), "a.csv, line 3, column 'y'"),
-    ("after a very long field", lines(f"1,{'x' * 200_000}", "7,x"), "row 1 (from 0), column 'y'"),
+    (
+        "after a very long field",
+        lines("1,x", "1,x", f"1,{'x' * 200_000}", "7,x"),
+        "row 3 (from 0), column 'y'",
+    ),
     ("a group", lines("1,x", "0,", keys={**ANY, "group": "c"}), "line 3, column 'c'"),
     ("a split", lines("1,x", "0,", keys=SPLIT), "line 3, column 'c'"),
     ("a quote in the last column", lines("1,a", '1,"a', "1,a"), "line 3: a"),

@@ -260,12 +260,12 @@ class TextFile:
 
         The row's number takes the place of the line if Python's reader of CSV cannot count so far.
         """
-        line, row = 1, row + (not self._names)
+        line, num_before = 1, row + (not self._names)
         try:
             with self._records() as records:
                 for record in records:
-                    row -= bool(record)  # an empty line is no record
-                    if row < 0:
+                    num_before -= bool(record)  # an empty line is no record
+                    if num_before < 0:
                         break
                     line = records.line_num + 1
         except (csv.Error, OSError):
