@@ -456,18 +456,15 @@ class _Guess:
             if self.event is not None:
                 self._choose_event(self.event)
             split = {"by": "last_one_out"}
-            why = (
-                f"the last row of each group, by {'time' if has_time else 'the order of the file'}"
-            )
+            why = f"the last row of each group by {'time' if has_time else 'order in the file'}"
             if not has_time and self._is_in_item_order():
                 split = {"by": "random", **shares}
-                why = (
-                    f"rows of a group are in order of {self.item!r}, so their order is not of time"
-                )
+                why = f"rows of a group are in order of {self.item!r}, not of time"
             elif has_time or "split" not in tree or self.facts[tree["group"]].stem in _SESSIONS:
-                tree["history"] = {self._new_name("recent"): {"of": self.item}} | tree.get(
-                    "history", {}
-                )
+                tree["history"] = {
+                    self._new_name("recent"): {"of": self.item},
+                    **tree.get("history", {}),
+                }
                 self.key_reasons["history"] = "earlier items of the group"
         elif has_time:
             split, why = {"by": "timestamp", **shares}, "the latest rows, as in use"
@@ -475,10 +472,7 @@ class _Guess:
             split = {"by": "random", **shares}
             why = f"rows with the same {column!r} stand together, so parts of the file differ"
         else:
-            split, why = (
-                {"by": "fraction", **shares},
-                "the order of the file, taken for that of time",
-            )
+            split, why = {"by": "fraction", **shares}, "order in the file, taken for that of time"
         if "split" not in tree:
             tree["split"], self.key_reasons["split"] = split, why
 
