@@ -15,8 +15,8 @@ pipeline itself.
 A turn's untimed steps fill the schedule's window, and use up the lead that the rest after the last
 turn gave it: there are four for each mini-batch of look-ahead depth.
 
-With --against, tables have at most 200,000 rows, B is 1024, and the cases are two budgets under two
-schedules, Hotline, everything resident, and files.
+With --against, tables have at most 200,000 rows unless --max-rows says more, and the cases are two
+budgets under two schedules, Hotline, everything resident, and files.
 """
 
 from __future__ import annotations
@@ -338,31 +338,31 @@ class _MappedBags(nn.Module):
 class _Case(NamedTuple):
     """A case of --against."""
 
+    run: _Run
     share: float
     schedule: str
-    cold_tier: str = "host"
 
     def __str__(self) -> str:
-        return f"cold_tier={self.cold_tier},share={self.share:g},schedule={self.schedule}"
+        return f"{self.run},share={self.share:g},schedule={self.schedule}"
 
 
 _CASES = (
-    _Case(0.05, "sequential"),
-    _Case(0.05, "lookahead-2"),
-    _Case(0.2, "sequential"),
-    _Case(0.2, "lookahead-2"),
-    _Case(0.2, "hotline"),
-    _Case(1, "sequential"),
-    _Case(0.2, "lookahead-2", "file"),
+    (0.05, "sequential", "host"),
+    (0.05, "lookahead-2", "host"),
+    (0.2, "sequential", "host"),
+    (0.2, "lookahead-2", "host"),
+    (0.2, "hotline", "host"),
+    (1, "sequential", "host"),
+    (0.2, "lookahead-2", "file"),
 )
-_NUM_FILL_STEPS, _NUM_STEPS = 60, 400
+_NUM_FILL_STEPS, _NUM_STEPS, _MAX_ROWS = 60, 400, 200_000
 
 
 def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
     """A turn of --against."""
-    most, batch_size = (20_000, 128) if is_tiny else (200_000, 1024)
-    run = _Run(kaggle_sizes(most), 64, batch_size, "rowwise_adagrad", case.cold_tier, 0, 8, 8)
-    run = run._replace(num_fill_steps=4 if is_tiny else _NUM_FILL_STEPS)
+    run = case.run
+    if is_tiny:
+        run = run._replace(table_sizes=kaggle_sizes(20_000), batch_size=128, num_fill_steps=4)
     budget = None if case.share == 1 else int(case.share * run.bytes_of_everything)
     folder = tempfile.TemporaryDirectory(prefix="recsys-bench-")
     trainer = _Trainer(run, _NUM_STEPS, "recsys", budget, case.schedule, Path(folder.name))
@@ -387,10 +387,13 @@ def main() -> None:
     parser.add_argument(
         "--cold-path", type=Path, help="measure tables in files, in this folder, with sgd"
     )
-    parser.add_argument("--max-rows", type=int, default=1 << 31, help="of a table")
+    parser.add_argument("--max-rows", type=int, help="of a table")
     options = parser.parse_args()
     if options.against is not None:
-        show_rows(compare_checkouts("tiers", make_turn, _CASES, options), options)
+        sizes, settings = kaggle_sizes(options.max_rows or _MAX_ROWS), (options.optimizer, "host")
+        run = _Run(sizes, options.dim, options.batch_size, *settings, _NUM_FILL_STEPS, 8, 8)
+        cases = [_Case(run._replace(cold_tier=tier), *case) for *case, tier in _CASES]
+        show_rows(compare_checkouts("tiers", make_turn, cases, options), options)
         return
     depth = max(getattr(_SCHEDULES[name], "depth", 0) for name in options.schedules)
     num_timed = max(
@@ -398,7 +401,7 @@ def main() -> None:
         _TIMED_STEPS_PER_DEPTH * depth,
     )
     run = _Run(
-        table_sizes=(20_000,) * 26 if options.quick else kaggle_sizes(options.max_rows),
+        table_sizes=(20_000,) * 26 if options.quick else kaggle_sizes(options.max_rows or 1 << 31),
         dim=options.dim,
         batch_size=128 if options.quick else options.batch_size,
         optimizer="sgd" if options.cold_path else options.optimizer,
