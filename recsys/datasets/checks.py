@@ -85,8 +85,8 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
                 telling[name].append(column)
     if constant and len(samples) > 1:
         yield (
-            f"in the training part {_named(constant)} one value, or none ({len(samples):,} samples "
-            "were looked at); a model learns nothing from that"
+            f"columns with one value, or none, in the training part: {', '.join(constant)} "
+            f"({len(samples):,} samples were looked at); a model learns nothing from them"
         )
     for name, columns in telling.items():
         if columns:
@@ -199,9 +199,3 @@ def _auc_alone(values: NDArray[Any], labels: NDArray[np.int8]) -> float | None:
     rates = np.bincount(ones, minlength=size) + mean
     rates /= np.bincount(known, minlength=size) + 1
     return auc(rates[values[~is_known]], labels[~is_known])
-
-
-def _named(columns: Sequence[str]) -> str:
-    """The columns, with the verb that goes with their number."""
-    names = ", ".join(map(repr, columns))
-    return f"column {names} has" if len(columns) == 1 else f"columns {names} have"

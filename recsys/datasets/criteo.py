@@ -383,8 +383,9 @@ class RowNumbers:
         while size * _MAX_LOAD < self.num_rows + len(ids):
             size *= 2
         if size > len(self._entries):
-            old, self._entries = self._entries, np.zeros(size, np.uint64)
-            _rehash_kernel(old, self._entries)
+            known = self.ids_by_row()
+            self._entries = np.zeros(size, np.uint64)
+            _number_kernel(known, known.view(np.int32), self._entries, 0)
         rows = ids.view(np.int32)
         self.num_rows = _number_kernel(ids, rows, self._entries, self.num_rows)
         return rows
@@ -415,17 +416,6 @@ def _number_kernel(
             entries[slot] = entry
         rows[position] = np.int32(entry & np.uint64(0xFFFFFFFF)) - 1
     return num_rows
-
-
-@kernel
-def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64]) -> None:
-    mask = np.uint64(len(entries) - 1)
-    for entry in old:
-        if entry != 0:
-            slot = ((entry >> np.uint64(32)) * GOLDEN) >> np.uint64(32) & mask
-            while entries[slot] != 0:
-                slot = (slot + np.uint64(1)) & mask
-            entries[slot] = entry
 
 
 class ParsedLines(NamedTuple):

@@ -181,10 +181,7 @@ class Store:
     @property
     def histories(self) -> dict[str, str]:
         """For each sequence that shares its table: the first feature of kind one that does so."""
-        ones: dict[str, str] = {}
-        for feature in self.features:
-            if not feature.is_bag:
-                ones.setdefault(feature.table, feature.name)
+        ones = {one.table: one.name for one in reversed(self.features) if not one.is_bag}
         return {
             feature.name: ones[feature.table]
             for feature in self.features
