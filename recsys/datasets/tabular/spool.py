@@ -57,6 +57,7 @@ class Spool:
         self.num_rows = 0
         self.names: list[str] = []
         self._dtypes: dict[str, np.dtype[Any]] = {}
+        self._bags: set[str] = set()
         self._folder = Path(mkdtemp(prefix="spool-", dir=parent))
 
     def append(self, num_rows: int, columns: Columns) -> None:
@@ -66,6 +67,7 @@ class Spool:
             values = column
             if isinstance(column, Bags):
                 values = column.values
+                self._bags.add(name)
                 self._write(name, column.lengths, ".lengths")
             self._dtypes[name] = np.asarray(values).dtype
             self._write(name, np.asarray(values))
@@ -92,7 +94,7 @@ class Spool:
             columns: Columns = {}
             for name in names:
                 lengths, num_values = None, size
-                if self._path(name, ".lengths").exists():
+                if name in self._bags:
                     lengths = self._read(name, np.dtype(np.int32), start, size, ".lengths")
                     num_values = int(lengths.sum(dtype=np.int64))
                 if len(rows):
