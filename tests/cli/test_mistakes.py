@@ -57,7 +57,7 @@ MISTAKES = {
     "profile nosuch --out profile.npz": "nosuch does not exist",
     "plan nosuch.npz --budget 1GiB --out plan.npz": "name one that `recsys profile`",
     "inspect nosuch.csv": "must be a file, found nothing there; create it, or name another\n",
-    "inspect full": "folder full must hold CSV, TSV or Parquet files, found none; name another\n",
+    "inspect full": "full must lead to CSV, TSV or Parquet files, found none; name another\n",
     "prepare table nosuch.csv --schema avazu --out store": "nosuch.csv must be a file",
     "prepare table clicks.csv --schema nosuch --out store": "nosuch",
     "prepare table clicks.csv --like nosuch --out store": "nosuch does not exist",

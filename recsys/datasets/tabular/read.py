@@ -16,7 +16,7 @@ import os
 import re
 from collections import deque
 from contextlib import closing, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from recsys._support.files import listed_files, require_files
-from recsys._support.jit import kernel
 from recsys.errors import ConfigError, DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
@@ -611,7 +610,7 @@ class _Quotes:
         quote, delimiter = self._file.quote.encode(), self._file.delimiter.encode()
         if quote in text or self._state == _CLOSED:
             codes = np.frombuffer(text, np.uint8)
-            self._state = _follow_kernel(codes, self._state, ord(delimiter), ord(quote))
+            self._state = _follow_kernel()(codes, self._state, ord(delimiter), ord(quote))
             if self._state == _MISPLACED:
                 raise self._file.misplaced_quote()
         elif text and self._state != _QUOTED:
@@ -622,8 +621,15 @@ class _Quotes:
 _START, _PLAIN, _QUOTED, _CLOSED, _MISPLACED = range(5)
 
 
-@kernel
-def _follow_kernel(text: NDArray[np.uint8], state: int, delimiter: int, quote: int) -> int:
+@cache
+def _follow_kernel() -> Any:
+    """`_follow`, compiled: a command checks its paths before numba and PyTorch are imported."""
+    from recsys._support.jit import kernel
+
+    return kernel(_follow)
+
+
+def _follow(text: NDArray[np.uint8], state: int, delimiter: int, quote: int) -> int:
     """Follow quotes through a block of text; returns the state after it."""
     for byte in text:
         if byte == quote and state != _PLAIN:
