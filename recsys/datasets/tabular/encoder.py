@@ -78,16 +78,13 @@ class Encoder:
                 f"prepare table FILES --like {as_argument(store.path)} --out STORE`{others}"
             )
         self._numbers, self._maker = read_rules(store)
+        self.unknown = self._maker.unknown
         unused = ("group", "timestamp", "timestamp_format", "weight", "filter", "negatives")
         defaults = {name: Schema.model_fields[name].default for name in unused}
         # Not checked again: rows to predict may have neither a label nor negatives.
         self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
         self._num_threads = num_threads
         self._encoder: RowEncoder | None = None
-
-    @property
-    def unknown(self) -> dict[str, int]:  # noqa: D102
-        return self._maker.unknown
 
     def open_files(self, paths: Sequence[str | Path]) -> TableFiles:
         """Open files for `encode`, which takes their rows from the first one on and names them.

@@ -130,8 +130,7 @@ def numbers_of(column: NDArray[Any] | Bags) -> NDArray[np.float64]:
         ends = np.cumsum(column.lengths, dtype=np.int64)
         of_bags: NDArray[np.uint64] = sums[ends] - sums[ends - column.lengths]
         return of_bags.astype(np.float64)
-    numbers = column.astype(np.float64)
-    return np.where(np.isnan(numbers), np.inf, numbers)  # nan would differ from itself
+    return np.nan_to_num(column.astype(np.float64), nan=np.inf)  # nan would differ from itself
 
 
 _mix64: Any = kernel(mix64)  # of one number

@@ -661,13 +661,12 @@ def find_schema(name_or_file: str) -> Schema:
         ConfigError: it is neither, or the file holds no valid schema.
     """
     known = named_schemas()
-    if name_or_file in known:
-        return Schema.from_toml(_NAMED / f"{name_or_file}.toml")
-    if not Path(name_or_file).exists():
+    file = _NAMED / f"{name_or_file}.toml" if name_or_file in known else Path(name_or_file)
+    if not file.exists():
         raise ConfigError(
             f"schema {name_or_file} does not exist; name a TOML file, or one of {', '.join(known)}"
         )
-    return Schema.from_toml(name_or_file)
+    return Schema.from_toml(file)
 
 
 def named_schemas() -> list[str]:
