@@ -44,8 +44,8 @@ from recsys.batch import Batch, JaggedIds
 from recsys.datasets.loader import BatchLoader, ReadAhead
 from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.tiers.fetch import Fetcher
-from recsys.embeddings.tiers.host_store import Transfer
 from recsys.embeddings.tiers.queue import TransferQueue
+from recsys.embeddings.tiers.transfer import Transfer
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.window import Window
 from recsys.train.run_files.run_folder import write_json

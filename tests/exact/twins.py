@@ -42,7 +42,7 @@ from recsys.embeddings import (
     TableConfig,
 )
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
-from recsys.embeddings.tiers.host_store import Transfer
+from recsys.embeddings.tiers.transfer import Transfer
 from recsys.errors import IdOutOfRange, TrainingDiverged
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 from tests.exact.oracle import Oracle

@@ -14,7 +14,7 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.cpu.claim import FETCHED
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
-from recsys.embeddings.tiers.host_store import Transfer
+from recsys.embeddings.tiers.transfer import Transfer
 
 
 @dataclass

@@ -42,7 +42,7 @@ class Call(NamedTuple):
         num_samples: B.
         num_bounds: Bags of all features; 0 if bag i is id i.
         weights: A copy of the ids' factors; None for 1.
-        num_ahead: Transfers put in the background before the lookup; see `Fetcher.before_update`.
+        num_ahead: Transfers put in the background before the lookup; see `Fetcher.begin_update`.
     """
 
     number: int

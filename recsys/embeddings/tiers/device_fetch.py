@@ -102,7 +102,7 @@ class DeviceFetcher(Fetcher):
         if not self._has_warned and int(self._seen[LEFT]):
             self._warn_of_left()
 
-    def before_update(self, entries: Sequence[Entry]) -> None:
+    def begin_update(self, entries: Sequence[Entry]) -> None:
         """As there."""
         self._versions = None
         self.settle()

@@ -47,10 +47,10 @@ from recsys.embeddings.kernels.cpu.claim import (
 from recsys.embeddings.kernels.cpu.places import ARRIVING, EMPTY
 from recsys.embeddings.rows.bags import Bags, Lookups, addresses
 from recsys.embeddings.rows.grads import bind_table, group_of
-from recsys.embeddings.tiers.host_store import Transfer
 from recsys.embeddings.tiers.queue import TransferQueue
 from recsys.embeddings.tiers.row_map import make_marks
 from recsys.embeddings.tiers.table_access import TieredParameter
+from recsys.embeddings.tiers.transfer import Transfer
 from recsys.embeddings.tiers.write_back import write_back
 from recsys.errors import ConflictingWrite, TiersFailed
 
@@ -155,6 +155,7 @@ class Fetcher:
         self.sums: Any = np.zeros(NUM_COUNTS, np.int64)
         self.marks, self.queue = self._make(int(group.first_rows[-1]), num_slots)
         self.num_ahead, self.waited = 0, 0.0
+        # Generations: the oldest one that is not over, and the last one that was claimed ahead.
         self._needed = self._last = 1
         self._views: list[Tensor] = []  # of `weight.data`, whose versions are others
         self._versions: list[int] | None = None  # None: what is found next is accepted
@@ -236,7 +237,7 @@ class Fetcher:
         if counts[LEFT] and not self._has_warned:
             self._warn_of_left()
 
-    def before_update(self, entries: Sequence[Entry]) -> None:
+    def begin_update(self, entries: Sequence[Entry]) -> None:
         """Let no transfer touch these rows; writes are our own until `accept_writes`."""
         if self.queue and any(entry.call.num_ahead != self.num_ahead for entry in entries):
             self.settle()
@@ -294,7 +295,8 @@ class Fetcher:
         """Empty all slots.
 
         Args:
-            is_written_back: Whether changed rows are written back; else cold memory is newer.
+            is_written_back: Whether changed rows are written back first. If not, they are dropped,
+                because cold memory is newer.
         """
         with self.lock:
             if is_written_back:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from recsys.embeddings.tiers.host_store import Transfer
+    from recsys.embeddings.tiers.transfer import Transfer
 
 __all__ = ["TransferQueue"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recsys.embeddings.kernels.cpu.claim import WRITTEN, list_dirty
-from recsys.embeddings.tiers.host_store import Transfer
+from recsys.embeddings.tiers.transfer import Transfer
 
 if TYPE_CHECKING:
     from recsys.embeddings.rows.tables import TableGroup
@@ -36,6 +36,7 @@ def write_back(group: TableGroup, *, is_checked: bool = True) -> None:
         marks = fetcher.marks
         if not marks.is_dirty.any():  # no kernel may be compiled while numba collects garbage
             return
+        # Of generation 0, which is older than all others: until it is done no slot is taken.
         transfer = Transfer(group, group.num_slots, 0)
         fetcher.queue.add(transfer)  # before it is filled; see `TransferQueue`
         list_dirty(marks.row_of_slot, marks.is_dirty, transfer.moves_4M, transfer.counts)

@@ -200,7 +200,7 @@ class TableUpdate:
         """
         group, (entries, updated, formula, rates_T2, keys_T, steps) = self.group, prepared
         if group.fetcher is not None:
-            group.fetcher.before_update(entries)
+            group.fetcher.begin_update(entries)
         if group.before_update is not None:
             entries = group.before_update(entries)
         filled = [entry for entry in entries if entry.call.num_samples]

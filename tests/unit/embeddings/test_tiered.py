@@ -22,8 +22,8 @@ from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, 
 from recsys.embeddings.tiers.budget import give_slots
 from recsys.embeddings.tiers.fetch import Fetcher
 from recsys.embeddings.tiers.file_store import ColdFiles
-from recsys.embeddings.tiers.host_store import Transfer
 from recsys.embeddings.tiers.queue import TransferQueue
+from recsys.embeddings.tiers.transfer import Transfer
 from recsys.errors import (
     BudgetTooSmall,
     ColdTierError,
@@ -696,10 +696,10 @@ def test_a_write_beside_rows_that_are_written_back_is_noticed():
     ("guard", "race"),
     [
         (
-            (Fetcher, "before_update"),
+            (Fetcher, "begin_update"),
             "an_update_waits_for_a_write_back_that_began_after_its_lookup",
         ),
-        ((Fetcher, "before_update"), "an_update_waits_for_a_fetch_that_began_after_its_lookup"),
+        ((Fetcher, "begin_update"), "an_update_waits_for_a_fetch_that_began_after_its_lookup"),
         (
             (TransferQueue, "oldest_generation"),
             "the_slot_of_a_dropped_claim_is_not_taken_before_its_row_has_arrived",

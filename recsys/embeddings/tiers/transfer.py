@@ -1,6 +1,7 @@
-"""The cold store in host memory: the tables themselves, and the optimizer's state.
+"""`Transfer`: moves rows between slots and cold memory, as a claim has listed them.
 
-Tables in files are mapped into memory, so their rows are moved in the same way.
+Cold memory is the tables themselves and the optimizer's state. Tables in files are mapped into
+memory, so their rows are moved in the same way.
 """
 
 from __future__ import annotations
