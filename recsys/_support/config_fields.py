@@ -304,14 +304,13 @@ def walk_keys(kind: type, prefix: str = "", group: str = "run") -> Iterator[Key]
         )
 
 
-def format_keys(kind: type, width: int = 0) -> str:
+def format_keys(kind: type) -> str:
     """Every key with its meaning, type, range and default, in groups, as `--help` prints them.
 
     Args:
         kind: The configuration dataclass.
-        width: Characters per line; 0: those of the terminal.
     """
-    width = width or max(80, shutil.get_terminal_size().columns)
+    width = max(80, shutil.get_terminal_size().columns)
     lines = ["configuration keys, for --set and for the TOML file"]
     for group, keys in groupby(walk_keys(kind), lambda each: each.group):
         lines += ["", group]

@@ -86,11 +86,11 @@ def set_num_threads(num_threads: int) -> Threads:
     return chosen
 
 
-def _busy_cores(seconds: float = 0.25) -> float:
+def _busy_cores() -> float:
     """Cores among those of this process that other processes keep busy."""
     before, own_before = _busy_ticks(), time.process_time()
     begin = time.perf_counter()
-    time.sleep(seconds)
+    time.sleep(0.25)
     after, own = _busy_ticks(), time.process_time() - own_before
     busy = (after - before) / os.sysconf("SC_CLK_TCK")
     return max(0.0, busy - own) / (time.perf_counter() - begin)

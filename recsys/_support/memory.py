@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["advise_huge_pages", "advise_random", "empty_rows", "lasting_tensors"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_NORMAL, _MADV_RANDOM, _MADV_HUGEPAGE = 0, 1, 14  # from linux/mman.h
+_MADV_RANDOM, _MADV_HUGEPAGE = 1, 14  # from linux/mman.h
 
 
 def empty_rows(
@@ -62,21 +62,19 @@ def advise_huge_pages(tensor: Tensor) -> bool:
     return _madvise(first, end - first, _MADV_HUGEPAGE)
 
 
-def advise_random(tensor: Tensor, *, is_random: bool = True) -> bool:
+def advise_random(tensor: Tensor) -> bool:
     """Tell the system that rows of a tensor mapped from a file are read in random order.
 
     The system then reads only the requested pages, without read-ahead.
 
     Args:
         tensor: Its whole storage is advised.
-        is_random: Whether reads are random; False restores the system's default.
 
     Returns:
         Whether the system accepted the advice.
     """
     storage = tensor.untyped_storage()
-    advice = _MADV_RANDOM if is_random else _MADV_NORMAL
-    return _madvise(storage.data_ptr(), storage.nbytes(), advice)
+    return _madvise(storage.data_ptr(), storage.nbytes(), _MADV_RANDOM)
 
 
 @contextmanager

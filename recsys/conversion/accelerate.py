@@ -212,9 +212,12 @@ def accelerate(
         cold_tier: Cold store: "host" in memory, or "file" in a folder on disk. "file" moves tables
             and state to files there and frees their memory.
         cold_path: Folder of the cold tier "file", as for `HotColdEmbeddingBag`.
-        always: Whether modules are replaced that PyTorch trains faster. Without a budget, these are
-            left to it and to their torch optimizer: few tables, small tables with dense gradients,
-            and separate modules on CUDA. The report names them and the limits.
+        always: Whether modules are replaced that PyTorch trains faster. Without a budget and a
+            plan, these are left to it and to their torch optimizer. With SGD they are fewer than 24
+            tables with sparse gradients, and less than 2^19 numbers in tables with dense ones. With
+            an optimizer that has state, they are one table, and less than 2^16 numbers. On CUDA
+            they are separate modules, too. A formula and `lazy_adam` take all modules. The report
+            names what is left.
 
     Returns:
         What was replaced, what was not and why, and what speed to expect; print it.

@@ -141,7 +141,7 @@ def estimate(
     `torch.device("meta")`, and a model of any size is estimated on any machine.
 
     What cannot fit is refused. Host memory is compared with that of this machine, unless the tables
-    are on the "meta" device, and are meant for another machine perhaps.
+    are on the "meta" device.
 
     Args:
         model: The model.

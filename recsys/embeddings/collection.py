@@ -78,11 +78,8 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         bfloat16.
 
     Raises:
-        BudgetTooSmall: the budget has no room for the row map and a row.
-        ColdTierError: the folder cannot be used, or the disk is full.
-        ConfigError: budget, cold_tier and cold_path contradict each other.
-        ProfileError: the plan is for other tables.
-        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
+        BudgetTooSmall, ColdTierError, ConfigError, ProfileError, TypeError: as for
+            `HotColdEmbeddingBag`.
         ValueError: names are not distinct, a pooling or data type is unknown, or a recsys optimizer
             does not support the device.
     """
@@ -166,10 +163,6 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
             Table(name, f"embedding_bags.{name}.weight", f"{name}.", bag, bag.sparse)
             for name, bag in bags.items()
         ]
-
-    def table_weights(self) -> list[nn.Parameter]:
-        """The rows of every table, (E, D)."""
-        return [table.weight for table in self.tables()]
 
     def is_weighted(self) -> bool:
         """Whether every lookup has a weight."""
@@ -312,11 +305,8 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        BudgetTooSmall: the budget has no room for the row map and a row.
-        ColdTierError: the folder cannot be used, or the disk is full.
-        ConfigError: budget, cold_tier and cold_path contradict each other.
-        ProfileError: the plan is for other tables.
-        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
+        BudgetTooSmall, ColdTierError, ConfigError, ProfileError, TypeError: as for
+            `HotColdEmbeddingBag`.
         ValueError: names are not distinct, dims differ, a data type is unknown, or a recsys
             optimizer does not support the device.
     """
@@ -404,10 +394,6 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             Table(name, f"embeddings.{name}.weight", f"{name}.", holder, holder.sparse)
             for name, holder in held.items()
         ]
-
-    def table_weights(self) -> list[nn.Parameter]:
-        """The rows of every table, (E, D)."""
-        return [table.weight for table in self.tables()]
 
     def attach(self, places: Sequence[Place], nodes: Nodes) -> None:
         """Pass gradients to an optimizer of recsys; see `TableModule.attach`."""

@@ -56,14 +56,8 @@ class HotColdEmbedding(OneTable, nn.Embedding):
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
-        BudgetTooSmall: the budget has no room for the row map and a row.
-        ColdTierError: the folder cannot be used, or the disk is full.
-        ConfigError: budget, cold_tier and cold_path contradict each other.
-        ProfileError: the plan is for other tables.
-        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
-        ValueError: a recsys optimizer does not support the device or dtype of the rows, or a
-            setting.
+        AssertionError, BudgetTooSmall, ColdTierError, ConfigError, ProfileError, TypeError,
+            ValueError: as for `HotColdEmbeddingBag`.
     """
 
     mode = "sum"  # the pooling of bags of one id

@@ -172,7 +172,7 @@ class TableSettings(NamedTuple):
     def allocate(
         self,
         tables: Mapping[str, tuple[tuple[int, int], torch.dtype]],
-        device: torch.device | str | None = None,
+        device: torch.device | str | None,
     ) -> tuple[list[Tensor], ColdFiles | None]:
         """Memory for tables, undefined.
 
@@ -301,6 +301,10 @@ class TableModule(nn.Module):
         """Its tables, in order."""
         raise NotImplementedError
 
+    def table_weights(self) -> list[nn.Parameter]:
+        """The rows of every table, (E, D), in order."""
+        return [table.weight for table in self.tables()]
+
     def lookups(self, *arguments: Any) -> list[tuple[Part, Bags]]:
         """What `forward` of the same arguments looks up.
 
@@ -363,7 +367,7 @@ class TableModule(nn.Module):
 
     @property
     def hit_rates(self) -> HitRates | None:
-        """How often rows were in fast memory, of all tables of the optimizer; None if all are."""
+        """How often rows of the optimizer's tables were in fast memory; None without slots."""
         groups = [update.group for update in self.updates()]
         fetchers = [group.fetcher for group in groups if group.fetcher is not None]
         return HitRates.of(fetchers) if fetchers else None

@@ -63,8 +63,9 @@ class TrainPipeline:
     not count them: it names the next sample to be trained on.
 
     Everything runs in the calling thread, except that each table group has a background thread that
-    moves rows in the order of the requests. `progress` waits for the rows of a mini-batch in that
-    mini-batch's forward. After a transfer has failed, every `progress` raises `TiersFailed`.
+    moves rows in the order of the requests. `progress` waits for the rows of a mini-batch before
+    its forward; if `Hotline` splits it, in the forward of the other samples. After a transfer has
+    failed, every `progress` raises `TiersFailed`.
 
     Args:
         model: Maps a mini-batch to (loss, output), as TorchRec's train models do.
@@ -149,7 +150,7 @@ class TrainPipeline:
 
     @property
     def mean_depth(self) -> float:
-        """Mini-batches ahead whose rows had slots, on average over steps of this schedule."""
+        """Mini-batches ahead that were claimed, on average over steps of this schedule."""
         return self._num_ahead / max(1, self._num_steps)
 
     @property

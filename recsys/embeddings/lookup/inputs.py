@@ -104,7 +104,7 @@ def read_bag_call(
     include_last_offset: bool,
     mode: str,
     dtype: torch.dtype,
-    device: torch.device = CPU,
+    device: torch.device,
 ) -> Bags:
     """The arguments of `nn.EmbeddingBag.forward` as the bags of one feature.
 
@@ -166,7 +166,7 @@ def read_bag_call(
     return read_bags(ids, offsets, weights, num_bags, num_bags, compute_dtype(dtype), (), device)
 
 
-def read_ids(ids: Tensor, dtype: torch.dtype, device: torch.device = CPU) -> Bags:
+def read_ids(ids: Tensor, dtype: torch.dtype, device: torch.device) -> Bags:
     """The argument of `nn.Embedding.forward`, of any shape, as bags of one id.
 
     Raises:

@@ -42,9 +42,7 @@ def look_up_for_torch(
         The pooled rows, (B, W).
 
     Raises:
-        IdOutOfRange: an id is not a row of its table.
-        MalformedBags: offsets do not ascend from 0 to N.
-        ValueError: tables or weights have other compute dtypes.
+        IdOutOfRange, MalformedBags, ValueError: as for `lookup.look_up`.
     """
     if not is_grad_enabled():
         return _pool(parts, bags, width)

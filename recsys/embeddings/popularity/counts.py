@@ -288,8 +288,8 @@ class PopularityProfile:
         self,
         levels: NDArray[np.uint8],
         num_levels: int,
-        on: SampleSource | Iterable[Batch | Features] | None = None,
-        samples: range | None = None,
+        on: SampleSource | Iterable[Batch | Features] | None,
+        samples: range | None,
     ) -> list[Coverage]:
         """`coverage` for any nested sets of rows.
 

@@ -4,9 +4,9 @@
            + shared slots                           for rows that are fetched and evicted
            + pinned slots                           one for each pinned row
 
-A slot holds a row, the row's optimizer state, and 11 bytes of bookkeeping. The row map and the
-shared slots are the floor: with less, no mini-batch could run. Tables of one dim and data type
-share slots.
+A slot holds a row, the row's optimizer state, and 11 bytes of marks. The row map and the shared
+slots are the floor of a plan: with less, rows that are not pinned would be used in cold memory.
+Tables of one dim and data type share slots.
 
 Rows are pinned in this order:
 

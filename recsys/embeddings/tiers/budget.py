@@ -111,9 +111,7 @@ class SpaceSize(NamedTuple):
         return max(1, min(self.num_rows, num_pinned + max(1, shares)))
 
 
-def divide_budget(
-    budget: int, spaces: Sequence[SpaceSize], num_pinned: Sequence[int] | None = None
-) -> list[int]:
+def divide_budget(budget: int, spaces: Sequence[SpaceSize], num_pinned: Sequence[int]) -> list[int]:
     """The number of slots of each group.
 
     Args:
@@ -132,7 +130,7 @@ def divide_budget(
             f"budget must be at least {budget - left + sum(costs)} bytes, for the row maps and a "
             f"slot of each dim and dtype, got {budget}"
         )
-    beside = list(num_pinned or [0] * len(spaces))
+    beside = list(num_pinned)
 
     def slots_at(level: int) -> list[int]:
         return [space.slots_at(level, pins) for space, pins in zip(spaces, beside, strict=True)]

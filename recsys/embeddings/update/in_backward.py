@@ -71,9 +71,7 @@ class InBackward:
                 table.__dict__.pop(name, None)
 
 
-def read_marks(
-    tables: Sequence[tuple[str, nn.Parameter]], optimizer: object = None
-) -> InBackward | None:
+def read_marks(tables: Sequence[tuple[str, nn.Parameter]], optimizer: object) -> InBackward | None:
     """Read what `apply_optimizer_in_backward` set on tables; None if it was called on none.
 
     Args:

@@ -41,9 +41,7 @@ def hot_samples(
         result (N,), one value for each sample.
 
     Raises:
-        ConfigError: the source has no such samples.
-        ProfileError: the source lacks a feature.
-        IdOutOfRange: an id is no row of its table.
+        ConfigError, IdOutOfRange, ProfileError: as for `HotPlan.find_hot_samples`.
     """
     if folder is None:
         return plan.find_hot_samples(source, samples)

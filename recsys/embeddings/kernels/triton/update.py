@@ -93,10 +93,9 @@ def update_rows(
 
     Args:
         memories: The tables and their state, in the order of the optimizer's `state_sizes`.
-        optimizer: The formula.
-        rates_T2: The optimizer's `rate_and_eps` for each table.
-        keys_T: `table_key` of each table, uint64, to round 16-bit rows stochastically; or
-            `TO_NEAREST`.
+        optimizer: As for `kernels.cpu.update`, like the next two.
+        rates_T2: Rates and eps.
+        keys_T: Keys of stochastic rounding.
         entries: The ledger, in the order of lookups.
         changed: Receives 1 for each row of the ledger, and for no row, (R + 1,) uint8.
     """
