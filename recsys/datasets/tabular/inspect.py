@@ -52,7 +52,7 @@ _LABELS = ("label", "click", "clicked", "target", "rating")
 _SESSIONS = ("session",)
 _USERS = ("user", "visitor", "customer")
 _ITEMS = ("item", "product", "movie")
-_TIMES = ("timestamp", "time", "date", "hour")
+_TIMES = ("timestamp", "ts", "time", "eventtime", "datetime", "createdat", "date", "hour")
 _EVENTS = ("event", "eventtype", "behavior", "behaviour", "action")
 _PARTS = ("train", "test", "validation")
 

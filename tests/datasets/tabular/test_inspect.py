@@ -153,6 +153,11 @@ def test_forms_of_times(tmp_path, value, form, seconds):
     assert next(TableFiles([path], schema).batches())["hour"][0].as_py() == seconds
 
 
+@pytest.mark.parametrize("name", ["ts", "event_time", "created_at", "Timestamp"])
+def test_seconds_are_times_by_the_name_of_their_column(tmp_path, name):
+    assert draft(tmp_path, clicks(**{name: SECONDS})).schema.timestamp == name
+
+
 @pytest.mark.parametrize("text", ["03.04.2025 10:00", "01/15/2025", "15 Jan 2025", "10:00"])
 def test_text_that_looks_like_times_is_left_to_the_user(tmp_path, text):
     found = draft(tmp_path, clicks(seen=[text, text.replace("1", "2")] * 100))
