@@ -69,12 +69,6 @@ def test_digits_that_have_lost_a_zero_are_refused(tmp_path, form, good, short):
         times_of(bad, timestamp_format=form)
 
 
-def test_hours_and_minutes_that_touch_need_no_leading_zero(tmp_path):
-    path = write_times(tmp_path / "a.csv", ["15.1.2025 0930", "15.1.2025 930"])
-
-    assert times_of(path, timestamp_format="%d.%m.%Y %H%M") == [1736933400] * 2
-
-
 @pytest.mark.parametrize("zone", ["", "Z", "+00:00"])
 def test_iso_text_may_have_nanoseconds(tmp_path, zone):
     times = [f"2025-01-15T10:00:00.123456789{zone}", f"2025-01-15T10:00:01{zone}"]
