@@ -355,7 +355,7 @@ _CASES = (
     (1, "sequential", "host"),
     (0.2, "lookahead-2", "file"),
 )
-_NUM_FILL_STEPS, _NUM_STEPS, _MAX_ROWS = 60, 400, 200_000
+_FILL_SAMPLES, _NUM_STEPS, _MAX_ROWS = 60 * 1024, 400, 200_000
 
 
 def make_turn(case: _Case, is_tiny: bool) -> Callable[[], float]:
@@ -391,8 +391,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.against is not None:
         sizes, settings = kaggle_sizes(options.max_rows or _MAX_ROWS), (options.optimizer, "host")
-        run = _Run(sizes, options.dim, options.batch_size, *settings, _NUM_FILL_STEPS, 8, 8)
-        cases = [_Case(run._replace(cold_tier=tier), *case) for *case, tier in _CASES]
+        num_fill = max(8, min(60, _FILL_SAMPLES // options.batch_size))
+        run = _Run(sizes, options.dim, options.batch_size, *settings, num_fill, 8, 8)
+        cases = [
+            _Case(run._replace(cold_tier=tier), share, schedule) for share, schedule, tier in _CASES
+        ]
         show_rows(compare_checkouts("tiers", make_turn, cases, options), options)
         return
     depth = max(getattr(_SCHEDULES[name], "depth", 0) for name in options.schedules)
