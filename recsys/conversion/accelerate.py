@@ -96,7 +96,7 @@ class Accelerated:
         notes: How these updates differ from those before, and why; usually empty.
         row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
             None if an optimizer of the user's updates the rows.
-        tiers: A sentence that says where the rows are, and what speed to expect.
+        expected: A sentence that says where the rows are, and what speed to expect.
     """
 
     replacements: tuple[Replacement, ...]
@@ -104,7 +104,7 @@ class Accelerated:
     updated_by: tuple[str, ...]
     notes: tuple[str, ...]
     row_optimizer: FusedOptimizer | None = None
-    tiers: str = ""
+    expected: str = ""
 
     def __repr__(self) -> str:
         lines = []
@@ -117,7 +117,7 @@ class Accelerated:
         for reason in dict.fromkeys(left.reason for left in self.left_alone):
             names = [left.names[0] for left in self.left_alone if left.reason == reason]
             lines.append(f"left to PyTorch: {_shortened(names)}, because {reason}")
-        return "\n".join([*lines, *self.updated_by, *self.notes, *filter(None, [self.tiers])])
+        return "\n".join([*lines, *self.updated_by, *self.notes, *filter(None, [self.expected])])
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -291,7 +291,7 @@ def accelerate(
         or (_LEFT_TO_CALLER,),
         notes,
         None if len(made) != 1 else made[0].row_optimizer,
-        _describe_tiers(made),
+        _describe_speed(made),
     )
 
 
@@ -418,7 +418,7 @@ def _describe(
     return tuple(replacements)
 
 
-def _describe_tiers(made: Sequence[Attachment]) -> str:
+def _describe_speed(made: Sequence[Attachment]) -> str:
     """Say where the rows are; `made` is everything in recsys that updates rows."""
     updates = [update for attachment in made for update in attachment.updates]
     if not updates:
