@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from tests.programs import run_program
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* were used in cold memory")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* were used in cold memory"),
+    pytest.mark.filterwarnings("ignore:.* its gradient has all rows"),
+]
 
 NUM_PROGRAMS = {"stress": 1500, "ci": 12}
 num_programs = NUM_PROGRAMS.get(settings.get_current_profile_name(), 20)
