@@ -29,7 +29,7 @@ class LookAhead:
     """Fetches the rows of the next mini-batches while the current one computes.
 
     The order of samples does not change, and losses and rows equal those of `Sequential` to the
-    last bit. A mini-batch whose rows do not all get a slot ahead gets them in its step.
+    last bit. Rows that get no slot ahead get one in their step, or are used in cold memory.
 
     Args:
         depth: Mini-batches ahead.
@@ -52,10 +52,10 @@ class LookAhead:
 class Hotline:
     """Splits a mini-batch: computes on popular samples while rows are fetched for the others.
 
-    A sample is popular if all its rows are pinned in fast memory. The gradients of
-    both parts are added, and every parameter and row is updated once. So a step equals that of the
-    whole mini-batch up to the order in which floats are summed, and to the last bit if one part is
-    empty. Nothing is fetched ahead.
+    A sample is popular if all its rows are pinned in fast memory. The gradients of both parts are
+    added, and every parameter and row is updated once. So a step equals that of the whole
+    mini-batch up to the order in which floats are summed, and to the last bit if one part is empty.
+    Nothing is fetched ahead.
 
     The loss must be a mean or a sum over samples. The pipeline measures which of them it is on the
     first mini-batch that it splits: the model computes the loss of the mini-batch and of its parts
