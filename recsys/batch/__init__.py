@@ -30,7 +30,6 @@ from recsys.batch.feature_tables import (
     feature_tables,
     features_by_table,
     has_bags,
-    has_weighted_bags,
     histories_of,
 )
 from recsys.batch.jagged_ids import JaggedIds
@@ -48,7 +47,6 @@ __all__ = [
     "feature_tables",
     "features_by_table",
     "has_bags",
-    "has_weighted_bags",
     "histories_of",
     "places_of_samples",
     "require_all_in_bags",

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from recsys.batch.protocols import SampleSource
 
-__all__ = ["feature_tables", "features_by_table", "has_bags", "has_weighted_bags", "histories_of"]
+__all__ = ["feature_tables", "features_by_table", "has_bags", "histories_of"]
 
 
 def feature_tables(source: SampleSource) -> dict[str, str]:
@@ -41,8 +41,3 @@ def histories_of(source: SampleSource) -> dict[str, str]:
 def has_bags(source: SampleSource) -> bool:
     """Whether samples may look up any number of rows of a feature; reads one sample."""
     return not source.read(np.arange(1)).sparse_features.is_known_one_hot()
-
-
-def has_weighted_bags(source: SampleSource) -> bool:
-    """Whether each lookup of a sample has a weight; reads one sample."""
-    return source.read(np.arange(1)).sparse_features.weights_or_none() is not None

@@ -13,7 +13,6 @@ These exist only where meta.json names them among the dtypes:
 
           bag_values.bin  (V,)     int32, rows of the other features
           bag_ends.bin    (N, F2)  int64, where each bag ends in bag_values
-          bag_weights.bin (V,)     float32, a weight for each of bag_values
           weights.bin     (N,)     float32, factor of each sample's loss
           groups.bin      (N,)     int32, the group of each sample, such as a user
           times.bin       (N,)     int64, seconds since 1970
@@ -28,8 +27,7 @@ Bags of two features, as an example:
     tags      [4, 9]     []         [7, 0]
     history   [9]        [2]        []
 
-A bag begins where the one before it ends. `bag_weights`, if a store has them, are numbers for the
-`bag_values`.
+A bag begins where the one before it ends.
 
 `features` in meta.json lists the features in the order of a batch. Without it, every table has one
 feature with its name. Stores made from tables have a hash, `encoding`: where it is equal, features
@@ -67,7 +65,7 @@ _IDS_END = 2**32
 _CHECKED_AT_ONCE = 1 << 20
 # Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
 _DECIDING = ("features", "schema", "ranking", "encoding", "labels")
-_DECIDING_ARRAYS = ("bag_values", "bag_weights", "weights", "groups", "times", "catalog")
+_DECIDING_ARRAYS = ("bag_values", "weights", "groups", "times", "catalog")
 _DESCRIBED = (
     "convention",
     "max_ind_range",
@@ -94,8 +92,8 @@ class Store:
         label_names: The names of K labels; empty if samples have one label.
         labels, dense, sparse: The arrays, as on disk: (N,) or (N, K), (N, I), and (N, F1) with a
             column for each feature of kind "one".
-        bag_values, bag_ends, bag_weights: The bags of all other features, as on disk: (V,),
-            (N, F2) and (V,); None if there are none.
+        bag_values, bag_ends: The bags of all other features, as on disk: (V,) and (N, F2); None if
+            there are none.
         ids: The raw id of every row, table after table; None if the store has no raw ids.
         weights: Factor of each sample's loss, (N,); None for 1.
         groups: The group of each sample, (N,) int32; None if samples have no group.
@@ -134,7 +132,6 @@ class Store:
         self.bag_ends: NDArray[np.int64] | None = self._map("bag_ends", (*samples, sum(bags)))
         values = (0 if self.bag_ends is None else self._num_bag_values(self.bag_ends.reshape(-1)),)
         self.bag_values: NDArray[np.int32] | None = self._map("bag_values", values)
-        self.bag_weights: NDArray[np.float32] | None = self._map("bag_weights", values)
         self.catalog = self._map_catalog() if "catalog" in meta["dtypes"] else None
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
@@ -210,7 +207,7 @@ class Store:
         kept = {key: self.meta[key] for key in _DESCRIBED if key in self.meta}
         found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
         if "features" in self.meta:
-            found["features"] = [feature.as_dict() for feature in self.features]
+            found["features"] = [feature._asdict() for feature in self.features]
         return found
 
     def _read_ids(self, samples: NDArray[np.int64], rows_FB: NDArray[np.int64]) -> JaggedIds:
@@ -222,16 +219,9 @@ class Store:
         _lengths_kernel(self.bag_ends, samples, self._columns_F, offsets[1:])
         np.cumsum(offsets, out=offsets)
         rows = np.empty(offsets[-1], np.int64)
-        weights = np.ones(0 if self.bag_weights is None else offsets[-1], np.float32)
-        bag_weights = np.empty(0, np.float32) if self.bag_weights is None else self.bag_weights
-        bags = self.bag_ends, self.bag_values, bag_weights
-        _bags_kernel(self.sparse, *bags, samples, self._columns_F, offsets, rows, weights)
-        return JaggedIds(
-            names,
-            torch.from_numpy(rows),
-            torch.from_numpy(offsets),
-            None if self.bag_weights is None else torch.from_numpy(weights),
-        )
+        bags = self.bag_ends, self.bag_values
+        _bags_kernel(self.sparse, *bags, samples, self._columns_F, offsets, rows)
+        return JaggedIds(names, torch.from_numpy(rows), torch.from_numpy(offsets))
 
     def _num_bag_values(self, ends: NDArray[np.int64]) -> int:
         """The end of the last bag; all bags must end at or after their begin."""
@@ -330,14 +320,12 @@ def _bags_kernel(
     sparse: NDArray[np.int32],
     ends: NDArray[np.int64],
     bag_values: NDArray[np.int32],
-    bag_weights: NDArray[np.float32],
     samples: NDArray[np.int64],
     columns_F: NDArray[np.int64],
     offsets: NDArray[np.int64],
     rows: NDArray[np.int64],
-    weights: NDArray[np.float32],
 ) -> None:
-    """Write the rows of each feature and sample, and weights where there are any."""
+    """Write the rows of each feature and sample."""
     for feature, column in enumerate(columns_F):
         for position, sample in enumerate(samples):
             bag = feature * len(samples) + position
@@ -348,5 +336,3 @@ def _bags_kernel(
             moved = ends[sample, -1 - column] - end
             for place in range(begin, end):
                 rows[place] = bag_values[place + moved]
-                if len(weights):
-                    weights[place] = bag_weights[place + moved]

@@ -39,7 +39,6 @@ _DTYPES = {
     "sparse": "<i4",
     "bag_values": "<i4",
     "bag_ends": "<i8",
-    "bag_weights": "<f4",
     "weights": "<f4",
     "groups": "<i4",
     "times": "<i8",
@@ -58,22 +57,16 @@ class Feature(NamedTuple):
         table: The table that it looks up, without a ".": the names of a model's parameters have
             one. Several features may share a table.
         kind: "one", "multi" or "sequence".
-        is_weighted: Whether the rows of its bags have weights; not for kind "one".
     """
 
     name: str
     table: str
     kind: str = "one"
-    is_weighted: bool = False
 
     @property
     def is_bag(self) -> bool:
         """Whether a sample may look up any number of rows."""
         return self.kind != "one"
-
-    def as_dict(self) -> dict[str, Any]:
-        """In JSON types; `is_weighted` only where it is true, as stores without weights lack it."""
-        return {key: value for key, value in self._asdict().items() if value is not False}
 
 
 def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
@@ -142,7 +135,7 @@ def _not_prepared(path: Path) -> StoreError:
 
 def _require_features(features: Sequence[Feature]) -> None:
     names = [feature.name for feature in features]
-    for name, table, kind, is_weighted in features:
+    for name, table, kind in features:
         rules = (
             (names.count(name) > 1, "names must be distinct, got it twice; rename one"),
             (
@@ -151,10 +144,6 @@ def _require_features(features: Sequence[Feature]) -> None:
                 f"another table, such as {table.replace('.', '_')!r}",
             ),
             (kind not in KINDS, f"kind must be one of {KINDS}, got {kind!r}"),
-            (
-                is_weighted and kind == "one",
-                "only features of kind multi or sequence have weights; leave is_weighted out",
-            ),
         )
         for is_broken, rule in rules:
             if is_broken:
@@ -169,11 +158,9 @@ def _dtypes(dense_transform: str, features: Sequence[Feature], has: Collection[s
         features: The features.
         has: Names of the arrays that the store has for other reasons. Other names are ignored.
     """
-    wanted = {"labels", "dense", "sparse", *has} - {"bag_values", "bag_ends", "bag_weights"}
+    wanted = {"labels", "dense", "sparse", *has} - {"bag_values", "bag_ends"}
     if any(feature.is_bag for feature in features):
         wanted |= {"bag_values", "bag_ends"}
-    if any(feature.is_weighted for feature in features):
-        wanted.add("bag_weights")
     kept = {name: dtype for name, dtype in _DTYPES.items() if name in wanted}
     return kept | {"dense": _DENSE_DTYPES[dense_transform]}
 
@@ -190,7 +177,7 @@ def _are_features(meta: Mapping[str, Any]) -> bool:
     found = features_of(meta)
     _require_features(found)
     return {feature.table for feature in found} == meta["num_embeddings"].keys() and all(
-        is_text(feature.name) and isinstance(feature.is_weighted, bool) for feature in found
+        is_text(feature.name) for feature in found
     )
 
 
@@ -256,14 +243,12 @@ _RULES: dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
         ),
     ),
     "features": (
-        f"a list of distinct names, each with a table of num_embeddings, a kind of "
-        f"{', '.join(KINDS)}, and perhaps is_weighted, true only with a kind other than one, and "
-        "each table with a feature and without a '.' in its name",
+        f"a list of distinct names, each with a table of num_embeddings and a kind of "
+        f"{', '.join(KINDS)}, and each table with a feature and without a '.' in its name",
         _are_features,
     ),
     "dtypes": (
-        "those of this version, with bag_values and bag_ends if and only if a feature has bags, "
-        "and bag_weights if and only if one is weighted",
+        "those of this version, with bag_values and bag_ends if and only if a feature has bags",
         lambda meta: bool(
             meta["dtypes"] == _dtypes(meta["dense_transform"], features_of(meta), meta["dtypes"])
         ),
@@ -324,7 +309,7 @@ class StoreWriter:
 
     Raises:
         AlreadyExists: `path` exists.
-        ConfigError: a name of a feature occurs twice, or its table, kind or weights are not valid.
+        ConfigError: a name of a feature occurs twice, or its table or kind is not valid.
     """
 
     def __init__(
@@ -363,7 +348,6 @@ class StoreWriter:
         *,
         bag_values: NDArray[np.int32] | None = None,
         bag_lengths: NDArray[Any] | None = None,
-        bag_weights: NDArray[np.float32] | None = None,
         weights: NDArray[np.float32] | None = None,
         groups: NDArray[np.int32] | None = None,
         times: NDArray[np.int64] | None = None,
@@ -379,22 +363,21 @@ class StoreWriter:
             bag_values: Rows of all other features: sample by sample, in a sample feature by
                 feature.
             bag_lengths: How many of these rows each bag has.
-            bag_weights: A weight for each of these rows, finite; 1 for features without weights.
             weights: Factor of each sample's loss; finite and not negative.
             groups: The number of each sample's group, from 0 up.
             times: Seconds since 1970.
 
         Shape:
             labels (n,), or (n, K) with `label_names`; weights, groups, times (n,); dense (n, I);
-            sparse (n, F1); bag_values and bag_weights (v,); bag_lengths (n, F2), with sum v.
+            sparse (n, F1); bag_values (v,); bag_lengths (n, F2), with sum v.
 
         Raises:
             ValueError: an optional array is missing or was not declared, the labels are of another
-                shape, or the lengths or the weights do not fit the values.
+                shape, or the lengths do not fit the values.
         """
         arrays: dict[str, NDArray[Any]] = {"labels": labels, "dense": dense, "sparse": sparse}
         optional = {"weights": weights, "groups": groups, "times": times}
-        optional |= {"bag_values": bag_values, "bag_ends": bag_lengths, "bag_weights": bag_weights}
+        optional |= {"bag_values": bag_values, "bag_ends": bag_lengths}
         arrays |= {name: array for name, array in optional.items() if array is not None}
         if arrays.keys() != self._dtypes.keys():
             raise ValueError(
@@ -410,11 +393,6 @@ class StoreWriter:
             )
         if bag_values is not None and bag_lengths is not None:
             arrays["bag_ends"] = self._ends(len(labels), bag_values, bag_lengths)
-            if bag_weights is not None and bag_weights.shape != bag_values.shape:
-                raise ValueError(
-                    f"StoreWriter.append: bag_weights must be {bag_values.shape}, as bag_values "
-                    f"is, got {bag_weights.shape}"
-                )
             self._num_bag_values += len(bag_values)
         for name, array in arrays.items():
             self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
@@ -484,7 +462,7 @@ class StoreWriter:
         if self._label_names:
             meta["labels"] = self._label_names
         if self._features is not None:
-            meta["features"] = [feature.as_dict() for feature in self._features]
+            meta["features"] = [feature._asdict() for feature in self._features]
         for file in self._files.values():
             file.close()
         file_of_meta = self.folder / "meta.json"

@@ -15,7 +15,7 @@ from recsys.errors import StoreError
 
 FEATURES = (
     Feature("user", "user"),
-    Feature("tags", "tag", "multi", is_weighted=True),
+    Feature("tags", "tag", "multi"),
     Feature("item", "item"),
     Feature("history", "item", "sequence"),
 )
@@ -23,12 +23,7 @@ TABLES = {"user": 7, "tag": 4, "item": 9}
 NUM_SAMPLES = 30
 
 
-KEYS = [feature.as_dict() for feature in FEATURES]
-
-
-def weight(name, row):
-    """The weight of a lookup; 1 in features without weights."""
-    return row / 4 - 1 if name == "tags" else 1.0
+KEYS = [feature._asdict() for feature in FEATURES]
 
 
 class Expected:
@@ -62,9 +57,6 @@ class Expected:
             np.array([[of[name][0] for name in ones] for of in rows], np.int32),
             bag_values=np.array(
                 [row for of in rows for name in bags for row in of[name]], np.int32
-            ),
-            bag_weights=np.array(
-                [weight(name, row) for of in rows for name in bags for row in of[name]], np.float32
             ),
             bag_lengths=np.array([len(of[name]) for of in rows for name in bags]).reshape(-1, 2),
             weights=self.weights[chosen],
@@ -123,12 +115,9 @@ def test_batches_hold_all_features_in_their_order(store, expected):
     assert ids.keys() == ["user", "tags", "item", "history"]
     ends = ids.offsets().numpy()[1:-1]
     bags = iter(np.split(ids.values().numpy(), ends))
-    weights = iter(np.split(ids.weights_or_none().numpy(), ends))
     for name in (each.name for each in FEATURES):
         for sample in samples:
-            rows = expected.rows[sample][name]
-            assert next(bags).tolist() == rows
-            assert next(weights).tolist() == [weight(name, row) for row in rows]
+            assert next(bags).tolist() == expected.rows[sample][name]
     np.testing.assert_array_equal(batch.labels, expected.labels[samples])
     np.testing.assert_array_equal(batch.dense_features, expected.dense[samples])
     np.testing.assert_array_equal(batch.weights, expected.weights[samples])
@@ -156,7 +145,6 @@ def test_arrays_beside_the_batch_are_as_they_were_written(store, expected):
     }
     assert store.table_sizes == TABLES
     assert store.describe()["features"] == KEYS
-    assert KEYS[1] == {"name": "tags", "table": "tag", "kind": "multi", "is_weighted": True}
     assert KEYS[3] == {"name": "history", "table": "item", "kind": "sequence"}
 
 
@@ -263,10 +251,8 @@ NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
             "features",
             [{"name": each, "table": each, "kind": "one"} for each in (*TABLES, "city")],
         ),
-        ("features", [KEYS[0] | {"is_weighted": True}, *KEYS[1:]]),
-        ("features", [KEYS[0], KEYS[1] | {"is_weighted": 1}, *KEYS[2:]]),
+        ("features", [KEYS[0], KEYS[1] | {"is_weighted": True}, *KEYS[2:]]),
         ("dtypes", NO_BAGS),
-        ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i8"}),
         ("dtypes", NO_BAGS | {"bag_values": "<i4"}),
         ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i4"}),
         ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i8", "more": "<i8"}),
@@ -312,10 +298,7 @@ def test_a_description_that_would_be_read_wrongly_is_refused_by_name(store, key,
     [
         *[
             (name, None, None)
-            for name in (
-                *("bag_values", "bag_ends", "bag_weights"),
-                *("weights", "groups", "times", "catalog"),
-            )
+            for name in (*("bag_values", "bag_ends", "weights", "groups", "times", "catalog"),)
         ],
         *[("bag_ends", *at) for at in ((0, -1), (18, 2**62), (17, 2**40), (18, -(2**63)))],
         ("bag_ends", -1, -4),

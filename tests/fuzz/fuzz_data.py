@@ -103,7 +103,7 @@ def make_table_store(folder):
     rng, n = np.random.default_rng(0), NUM_SAMPLES
     features = [
         Feature("item", "item"),
-        Feature("tags", "tag", "multi", is_weighted=True),
+        Feature("tags", "tag", "multi"),
         Feature("genre", "genre"),
         Feature("history", "item", "sequence"),
     ]
@@ -122,7 +122,6 @@ def make_table_store(folder):
             rng.integers(0, 3, (n, 2)),
             bag_values=rng.integers(0, 5, lengths.sum()),
             bag_lengths=lengths,
-            bag_weights=rng.random(lengths.sum()),
             weights=rng.random(n),
             groups=rng.integers(0, 9, n),
             times=rng.integers(0, 2**31, n),

@@ -9,7 +9,6 @@ from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 
 TAGS = Feature("tags", "tag", "multi")
-SCORED = Feature("tags", "tag", "multi", is_weighted=True)
 
 
 def write(folder, features, table="tag", sparse=0, **arrays):
@@ -35,8 +34,8 @@ def write_one_bag(folder, features=(TAGS,), lengths=((1,),), **arrays):
     return write(folder, features, bag_values=[1], bag_lengths=lengths, **arrays)
 
 
-def cut_weights(folder):
-    file = write_one_bag(folder, [SCORED], bag_weights=[1.0]) / "bag_weights.bin"
+def cut_values(folder):
+    file = write_one_bag(folder) / "bag_values.bin"
     file.write_bytes(file.read_bytes()[:-1])
     Store(folder / "store")
 
@@ -58,13 +57,6 @@ REFUSALS = [
     ("too long", lambda folder: write_one_bag(folder, lengths=[[2]]), ValueError, "bag_lengths"),
     ("flat lengths", lambda folder: write_one_bag(folder, lengths=[1]), ValueError, "bag_lengths"),
     ("below 0", lambda folder: write_one_bag(folder, lengths=[[-1]]), ValueError, "bag_lengths"),
-    ("no weights", lambda folder: write_one_bag(folder, [SCORED]), ValueError, "bag_weights"),
-    (
-        "too many weights",
-        lambda folder: write_one_bag(folder, [SCORED], bag_weights=np.ones(3)),
-        ValueError,
-        "bag_weights",
-    ),
     *[
         (
             f"feature {feature}",
@@ -76,7 +68,6 @@ REFUSALS = [
             Feature("geo.city", "geo.city"),
             Feature("bag", "tag", "bag"),
             Feature("tags", "other"),
-            Feature("item", "item", is_weighted=True),
         )
     ],
     (
@@ -85,7 +76,7 @@ REFUSALS = [
         StoreError,
         "features",
     ),
-    ("a truncated array of weights", cut_weights, StoreError, "bag_weights.bin"),
+    ("a truncated array", cut_values, StoreError, "bag_values.bin"),
     ("a folder that is no store", Store, StoreError, "meta.json"),
     ("a folder that is there", StoreWriter, AlreadyExists, "exists"),
 ]

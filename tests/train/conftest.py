@@ -35,11 +35,6 @@ def table_store(tmp_path):
         logits = sum(effects[each.table][rows] for each, rows in zip(ones, sparse.T, strict=True))
         labels = (rng.random(num_samples) < 1 / (1 + np.exp(-logits))).astype(np.int8)
         weights = rng.random(num_samples).astype(np.float32) + 0.5
-        bag_weights = None
-        if any(each.is_weighted for each in features):
-            is_weighted = np.tile([each.is_weighted for each in bags], num_samples)
-            drawn = np.random.default_rng(2).normal(size=len(highs))
-            bag_weights = np.where(np.repeat(is_weighted, lengths.flat), drawn, 1)
         path = tmp_path / name
         with StoreWriter(
             path, dense_transform="none", features=features, has_weights=has_weights
@@ -50,7 +45,6 @@ def table_store(tmp_path):
                 sparse.astype(np.int32),
                 bag_values=values if bags else None,
                 bag_lengths=lengths if bags else None,
-                bag_weights=bag_weights,
                 weights=weights if has_weights else None,
             )
             writer.finish(

@@ -9,7 +9,6 @@ from tests.forks import Fork
 from tests.train.compiled_kernels import print_needed
 from tests.train.test_table_stores import RUNS
 from tests.train.test_table_stores import SETTINGS as STORE_SETTINGS
-from tests.train.test_weighted_bags import FEATURES as WEIGHTED_FEATURES
 
 SETTINGS = ("synthetic.table_sizes=[9, 7, 1, 12]", "batch_size=32", "optimizer.name=adagrad")
 POLICIES = {
@@ -29,25 +28,19 @@ CASES = {
         f"skip.policy={policy}": (*SETTINGS, "epochs=2", f"skip.policy={policy}", *more)
         for policy, more in POLICIES.items()
     },
-    **{
-        f"{bags}, {case}": (*STORE_SETTINGS, *RUNS[case])
-        for bags in ("bags", "weighted bags")
-        for case in ("resident", "freeze_rows")
-    },
+    **{f"bags, {case}": (*STORE_SETTINGS, *RUNS[case]) for case in ("resident", "freeze_rows")},
     **{precision: (*SETTINGS, f"precision={precision}") for precision in ("fp32", "bf16")},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.in_ci("skip.policy=importance", "weighted bags, freeze_rows", "bf16")
+@pytest.mark.in_ci("skip.policy=importance", "bags, freeze_rows", "bf16")
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_step_compiles_no_kernel(small_settings, table_store, tmp_path, case):
     settings = [*small_settings[1::2], *CASES[case]]
     if "bags" in case:
-        is_weighted = case.startswith("weighted")
-        store = table_store(**({"features": WEIGHTED_FEATURES} if is_weighted else {}))
-        settings.append(f'data="{store}"')
+        settings.append(f'data="{table_store()}"')
 
     fork = Fork(print_needed, str(tmp_path / "run"), *settings)
     printed, said = fork.end()

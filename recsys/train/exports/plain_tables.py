@@ -101,31 +101,23 @@ class TableRows(nn.Module):
             return rows
         return dequantize(rows, self.scale.index_select(0, ids))
 
-    def pool(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
+    def pool(self, ids: Tensor, lengths: Tensor, pooling: str) -> Tensor:
         """Gather and pool the rows of bags; an empty bag gives zeros.
 
         Args:
             ids: The rows, bag after bag.
             lengths: Number of rows of each bag.
-            weights: A factor for each row; None for 1.
             pooling: "sum" or "mean".
 
         Shape:
-            ids (N,); lengths (B,), dtype of ids; weights (N,) float32; result (B, D) float32.
+            ids (N,); lengths (B,), dtype of ids; result (B, D) float32.
         """
         offsets = functional.pad(lengths.cumsum(0), (1, 0))
         table: Tensor = self.weight
         if self.scale is not None:  # pool gathered rows by their places
             table = self(ids)
             ids = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
-        if weights is None:
-            return functional.embedding_bag(
-                ids, table, offsets, mode=pooling, include_last_offset=True
-            )
-        pooled = functional.embedding_bag(
-            ids, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
-        )
-        return pooled / lengths.clamp(min=1).unsqueeze(1) if pooling == "mean" else pooled
+        return functional.embedding_bag(ids, table, offsets, mode=pooling, include_last_offset=True)
 
 
 class PlainEmbeddingBagCollection(nn.Module):
@@ -160,9 +152,9 @@ class PlainEmbeddingBagCollection(nn.Module):
         for table in self._tables:
             rows = cast("TableRows", self.embedding_bags[table.name])
             for feature in table.feature_names:
-                ids, lengths, weights = bags[feature]
+                ids, lengths = bags[feature]
                 pooled.append(
-                    rows(ids) if is_one_hot else rows.pool(ids, lengths, weights, pooling_of(table))
+                    rows(ids) if is_one_hot else rows.pool(ids, lengths, pooling_of(table))
                 )
         dims = [table.embedding_dim for table in self._tables for _ in table.feature_names]
         return PooledEmbeddings(self.output_keys(), dims, torch.cat(pooled, dim=1))
@@ -196,7 +188,7 @@ class PlainEmbeddingCollection(nn.Module):
         found: dict[str, JaggedEmbeddings] = {}
         for table in self._tables:
             for feature in table.feature_names:
-                ids, lengths, _ = bags[feature]
+                ids, lengths = bags[feature]
                 rows = self.embeddings[table.name](ids)
                 found[next(names)] = JaggedEmbeddings(rows, lengths)
         return found
@@ -317,21 +309,14 @@ def _modules_of(tables: Sequence[TableConfig], rows: Mapping[str, Tensor]) -> nn
     return nn.ModuleDict({table.name: TableRows(rows[table.name]) for table in tables})
 
 
-def _bags_by_feature(features: JaggedIds) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
-    """The ids of each feature, (N,), the number of ids of each sample, (B,), and weights, (N,)."""
+def _bags_by_feature(features: JaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
+    """The ids of each feature, (N,), and the number of ids of each sample, (B,)."""
     keys = features.keys()
     if features.is_known_one_hot():
         rows_of_features = features.values().view(len(keys), -1)
         ones = torch.ones_like(rows_of_features[0])
-        return {key: (rows_of_features[number], ones, None) for number, key in enumerate(keys)}
+        return {key: (rows_of_features[number], ones) for number, key in enumerate(keys)}
     lengths_of_bags = features.lengths().view(len(keys), -1)
     # Not slices: torch.export traces sizes that depend on values only for a split.
-    sizes, weights = lengths_of_bags.sum(1).tolist(), features.weights_or_none()
-    ids = torch.split(features.values(), sizes)
-    of_ids: Sequence[Tensor | None] = [None] * len(keys)
-    if weights is not None:
-        of_ids = torch.split(weights, sizes)
-    return {
-        key: (ids[number], lengths_of_bags[number], of_ids[number])
-        for number, key in enumerate(keys)
-    }
+    ids = torch.split(features.values(), lengths_of_bags.sum(1).tolist())
+    return dict(zip(keys, zip(ids, lengths_of_bags, strict=True), strict=True))

@@ -23,7 +23,7 @@ import torch
 from recsys._support.files import appearing_whole, require_new
 from recsys._support.machine import set_num_threads
 from recsys._version import __version__
-from recsys.batch import feature_tables, has_bags, has_weighted_bags, histories_of
+from recsys.batch import feature_tables, has_bags, histories_of
 from recsys.errors import ConfigError
 from recsys.train.exports import QUANTIZATIONS
 from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
@@ -86,13 +86,8 @@ def export_program(run_dir: str | Path, file: str | Path, quantize: str | None =
     model.eval().requires_grad_(False)
     if quantize is not None:
         quantize_tables(model)
-    program = trace(
-        model,
-        list(feature_tables(source)),
-        source.num_dense,
-        has_bags=has_bags(source),
-        is_weighted=has_weighted_bags(source),
-    )
+    features = list(feature_tables(source))
+    program = trace(model, features, source.num_dense, has_bags=has_bags(source))
     about = _describe(source, record)
     about |= {"rows": quantize or "float32", "table_bytes": table_bytes(model)}
     # Through a stream: torch expects the name of a path to end in .pt2.
@@ -110,8 +105,6 @@ def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]
         if has_bags(source)
         else [("ids", ["B", len(tables)], "int64")]
     )
-    if has_weighted_bags(source):
-        sparse.append(("weights", ["N"], "float32"))
     inputs = [("dense_features", ["B", source.num_dense], "float32"), *sparse]
     return {
         "format": "recsys program",

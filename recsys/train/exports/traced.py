@@ -38,7 +38,6 @@ def trace(
     num_dense: int,
     *,
     has_bags: bool,
-    is_weighted: bool = False,
 ) -> ExportedProgram:
     """Trace a model that serves.
 
@@ -49,7 +48,6 @@ def trace(
         features: The features, in the order of a batch.
         num_dense: I.
         has_bags: Whether a sample may look up any number of rows of a feature.
-        is_weighted: Whether the rows of bags have weights; needs `has_bags`.
 
     Returns:
         The program. It holds the tensors of the model, not copies.
@@ -71,9 +69,6 @@ def trace(
             "values": {0: lookups},
             "offsets": {0: len(features) * batch + 1},
         }
-        if is_weighted:
-            inputs = *inputs, torch.ones(2 * num_bags)
-            shapes["weights"] = {0: lookups}
     else:
         program = _OfIds(model, features)
         inputs = dense, torch.zeros(_TRACED_SAMPLES, len(features), dtype=torch.int64)
@@ -115,9 +110,7 @@ class _OfIds(_Scores):
 
 
 class _OfBags(_Scores):
-    def forward(
-        self, dense_features: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, dense_features: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
         num_features, batch_size = len(self._features), dense_features.shape[0]
         # The comparison also tells torch.export how the two sizes depend on each other.
         if offsets.shape[0] != num_features * batch_size + 1:
@@ -126,5 +119,5 @@ class _OfBags(_Scores):
                 f"{batch_size}, got {offsets.shape[0]}"
             )
         # The constructor of JaggedIds reads offsets, which have no values while they are traced.
-        sparse = JaggedIds._unchecked(self._features, values, offsets, weights)
+        sparse = JaggedIds._unchecked(self._features, values, offsets, None)
         return self.score(dense_features, sparse)

@@ -152,7 +152,6 @@ class _Items:
         ones = [each.name for each in store.features if not each.is_bag]
         self._column = store.sparse[:, ones.index(item)]
         self._catalog = store.catalog
-        self._is_weighted = any(each.is_weighted for each in store.features)
         self._features = [each.name for each in store.features]
 
     def of_samples(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -167,11 +166,7 @@ class _Items:
         if self._catalog is not None:
             places = [self._features.index(name) for name in self.names[1:]]
             ids[places] = self._catalog[rows].T
-        found = JaggedIds.from_one_hot(self._features, torch.from_numpy(ids))
-        if not self._is_weighted:
-            return found
-        ones = torch.ones(ids.size)
-        return JaggedIds(self._features, found.values(), found.offsets(), ones)
+        return JaggedIds.from_one_hot(self._features, torch.from_numpy(ids))
 
     def put_into(self, features: JaggedIds, rows: torch.Tensor) -> JaggedIds:
         """The same samples with other items.
@@ -192,7 +187,7 @@ class _Items:
             values[begin : begin + size] = own
         if features.is_known_one_hot():
             return JaggedIds.from_one_hot(features.keys(), values.view(-1, size))
-        return JaggedIds(features.keys(), values, features.offsets(), features.weights_or_none())
+        return JaggedIds(features.keys(), values, features.offsets())
 
 
 def _has_row_for_missing(store: Store, table: str) -> bool:
@@ -281,15 +276,12 @@ def _known(store: Store, items: _Items, samples: NDArray[np.int64]) -> Iterator[
     batch = store.read(samples)
     features = batch.sparse_features
     values, offsets = features.values().numpy(), features.offsets().tolist()
-    weights = features.weights_or_none()
-    parts = [values] if weights is None else [values, weights.numpy()]
     others = [number for number, key in enumerate(features.keys()) if key not in items.names]
     firsts = [number * len(samples) for number in others]
     for place, dense in enumerate(batch.dense_features.numpy()):
         bags = [
-            part[offsets[first + place] : offsets[first + place + 1]].tobytes()
+            values[offsets[first + place] : offsets[first + place + 1]].tobytes()
             for first in firsts
-            for part in parts
         ]
         yield (dense.tobytes(), *bags)
 

@@ -13,7 +13,7 @@ import torch
 
 from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys.batch import features_by_table, has_bags, has_weighted_bags
+from recsys.batch import features_by_table, has_bags
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
@@ -131,8 +131,7 @@ def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None
         source: The data.
 
     Raises:
-        ConfigError: features, their tables, the order of tables, which features have weights, or
-            the entry `encoding` differ.
+        ConfigError: features, their tables, the order of tables, or the entry `encoding` differ.
     """
     found, data = features_by_table(source), record["data"]
     known: dict[str, list[str]] = {table: [] for table in data["table_sizes"]}
@@ -149,14 +148,7 @@ def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None
 
 
 def _require_encoding_of(data: Mapping[str, Any], store: Store) -> None:
-    """Check that a store has weights where the data of a run had, and encodes values alike."""
-    weighted = {each["name"] for each in data.get("features", ()) if each.get("is_weighted")}
-    own = {each.name for each in store.features if each.is_weighted}
-    if own != weighted:
-        raise ConfigError(
-            f"store {store.path}: the features with weights must be those of the run, "
-            f"{sorted(weighted)}, got {sorted(own)}; prepare it as the data of the run was prepared"
-        )
+    """Check that a store encodes values as the data of a run did."""
     encodings = data.get("encoding"), store.meta.get("encoding")
     if None in encodings or encodings[0] == encodings[1]:
         return
@@ -389,8 +381,7 @@ def build_model(
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,
         has_bags=has_bags(source),
-        is_pooled=not needs_rows(config.model, source),
-        is_weighted=has_weighted_bags(source),
+        is_pooled=not needs_rows(config.model),
     )
     model = build_network(config.model, source, embeddings, device)
     tables = set(embeddings.parameters())

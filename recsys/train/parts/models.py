@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from recsys._support.user_classes import current_folder_last, import_class
-from recsys.batch import has_weighted_bags, histories_of
+from recsys.batch import histories_of
 from recsys.errors import ConfigError
 from recsys.models import (
     DIN,
@@ -55,25 +55,18 @@ def is_unpooled(config: ModelConfig) -> bool:
     return config.name in ("din", "tbsm")
 
 
-def needs_rows(config: ModelConfig, source: SampleSource) -> bool:
-    """The same as `is_unpooled`, for data that the model must fit.
+def needs_rows(config: ModelConfig) -> bool:
+    """The same as `is_unpooled`, for a configuration that is checked.
 
     Raises:
         ConfigError: the class of the user's cannot be imported; or rows are not pooled, and
-            `table_dims` or `pooling` are set, or the data has weights for the values of bags, which
-            pooling applies.
+            `table_dims` or `pooling` are set.
     """
     takes_rows = is_unpooled(config)
     if takes_rows and (config.table_dims or config.pooling):
         raise ConfigError(
             "model.table_dims and model.pooling are for models that pool their bags in the lookup, "
             f"and {config.name!r} does not; drop them"
-        )
-    if takes_rows and has_weighted_bags(source):
-        raise ConfigError(
-            f"model.name {config.name!r} looks rows up without pooling, and so cannot apply the "
-            f"weights of values that {source.describe()['name']} has; choose a model that pools, "
-            "such as 'dlrm', or prepare the data without the key weights"
         )
     return takes_rows
 
@@ -86,7 +79,7 @@ def build_network(
     Args:
         config: Names the model.
         source: The data: its number of dense features, and its histories.
-        embeddings: A collection: pooled, or of rows if `needs_rows(config, source)`.
+        embeddings: A collection: pooled, or of rows if `needs_rows(config)`.
         device: Device of the dense part.
 
     Returns:

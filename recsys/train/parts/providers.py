@@ -43,7 +43,6 @@ def build_embeddings(
     cold_path: str = "",
     has_bags: bool = False,
     is_pooled: bool = True,
-    is_weighted: bool = False,
 ) -> tuple[AbstractEmbeddingBags | TableModule, torch.optim.Optimizer]:
     """A provider's embedding module and the optimizer of its rows.
 
@@ -61,7 +60,6 @@ def build_embeddings(
         cold_path: Folder of the cold tier "file".
         has_bags: Whether mini-batches have features with any number of rows per sample.
         is_pooled: Whether the rows of a bag are pooled; only "recsys" has another module.
-        is_weighted: Whether pooling applies the weights of mini-batches; needs `is_pooled`.
 
     Returns:
         The module and the optimizer.
@@ -87,7 +85,6 @@ def build_embeddings(
                 has_bags=has_bags,
                 kind=kind,
             )
-        weighted: dict[str, Any] = {"is_weighted": True} if is_weighted else {}
         collection = kind(
             tables,
             device=device,
@@ -97,7 +94,6 @@ def build_embeddings(
             plan=plan,
             cold_tier=cold_tier,
             cold_path=cold_path or None,
-            **weighted,
         )
         assert collection.row_optimizer is not None
         return collection, collection.row_optimizer

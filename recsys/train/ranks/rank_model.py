@@ -42,7 +42,6 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import NoWait, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
-from recsys.batch import has_weighted_bags
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.distributed.placement import TableCost, place_tables
 from recsys.embeddings.table import output_names
@@ -112,7 +111,6 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
     torch.manual_seed(config.seed)
     collection = EmbeddingBagCollection(
         [_torchrec_table(table, number, rank, config.seed) for number, table in enumerate(tables)],
-        is_weighted=has_weighted_bags(source),
         device=torch.device("meta"),
     )
     settings = {"lr": config.optimizer.lr}
@@ -323,7 +321,6 @@ def _keyed(ids: JaggedIds) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         ids.keys(),
         ids.values(),
-        weights=ids.weights_or_none(),
         lengths=ids.lengths(),
         offsets=ids.offsets(),
     )

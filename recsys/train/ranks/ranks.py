@@ -359,7 +359,7 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
                 f"{key} must be {wanted} on {num_ranks} processes, got {value!r}; change it, or "
                 "train on one process"
             )
-    if needs_rows(config.model, source):
+    if needs_rows(config.model):
         raise ConfigError(
             f"model.name {config.model.name!r} looks rows up without pooling, which {num_ranks} "
             "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
