@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ParquetFile", "TableFiles", "TextFile", "find_files", "import_pyarrow", "open_table"]
 
-_TEXT = (".csv", ".tsv", ".txt")
-_PARQUET = (".parquet", ".pq")
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIONS = {"gz": "gzip", "zst": "zstd"}
 _BLOCK_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20
 _BATCH_ROWS = 65_536
@@ -80,7 +78,11 @@ def find_files(paths: Sequence[str | Path]) -> list[str]:
     files: list[str] = []
     for path in map(str, paths):
         if "://" in path:
-            found = [path] if _kind_of(path) and "*" not in path else _files_at(path)
+            found = [path]
+            if "*" in path or not _kind_of(path):
+                system, name = _system_of(path)
+                names = sorted(system.glob(name) if "*" in name else system.find(name))
+                found = [system.unstrip_protocol(file) for file in names if _kind_of(file)]
         elif Path(path).is_dir():
             found = [
                 str(file)
@@ -101,7 +103,7 @@ def find_files(paths: Sequence[str | Path]) -> list[str]:
     seen: dict[Path, str] = {}
     for file in files:
         plain = Path(file).absolute()
-        plain = plain.with_suffix("") if _suffixes(file)[-1] in _COMPRESSIONS else plain
+        plain = plain.with_suffix("") if "." in _kind_of(file) else plain
         if seen.setdefault(plain, file) is not file:
             raise ConfigError(
                 f"{file} and {seen[plain]} must be two tables, but one is named like a compressed "
@@ -171,7 +173,13 @@ class TableFiles:
             name for name in schema.columns if name not in optional or name in first
         )
         for file in self._files:
-            _check_columns(file, self.columns, way_out)
+            for name in (name for name in self.columns if name not in file.column_names):
+                close = difflib.get_close_matches(name, file.column_names, n=1, cutoff=0.8)
+                hint = f"did you mean {close[0]!r}?" if close else way_out
+                shown = ", ".join(map(repr, file.column_names[:30]))
+                raise DatasetFormatError(
+                    f"{file.path} must have column {name!r}, has {shown}; {hint}"
+                )
             if late := {*optional} & {*file.column_names} - {*first}:
                 raise DatasetFormatError(
                     f"{file.path} has column {late.pop()!r}, which {self._files[0].path} lacks; "
@@ -202,9 +210,13 @@ class TableFiles:
             with closing(_open(file.path)) as raw:
                 stream = raw if digest is None else _Tap(raw, digest.update)
                 for batch in file.batches(self.columns, self.schema, stream):
-                    place = partial(_later, file.place, num_rows)
-                    num_rows += batch.num_rows
-                    yield conform(batch, self.schema, place, optional=self._optional)
+                    first, num_rows = num_rows, num_rows + batch.num_rows
+                    yield conform(
+                        batch,
+                        self.schema,
+                        lambda row, file=file, first=first: file.place(first + row),
+                        optional=self._optional,
+                    )
                 while digest is not None and stream.read(_CHUNK_BYTES):
                     pass  # Parquet is read by another way, so all of it is hashed here
                 self.sources.append(
@@ -235,7 +247,7 @@ class TextFile:
         self, path: str, delimiter: str = "", quote: str = '"', names: Sequence[str] = ()
     ) -> None:
         self.path, self.quote, self._names = path, quote, tuple(names)
-        self.delimiter = delimiter or ("\t" if ".tsv" in _suffixes(path)[-2:] else ",")
+        self.delimiter = delimiter or ("\t" if _kind_of(path).startswith("tsv") else ",")
         try:
             with self._records() as records:
                 first = next(filter(None, records), None)  # empty lines are left out
@@ -415,11 +427,11 @@ class TextFile:
         return DatasetFormatError(f"{place}: {reason}; {_QUOTES_HINT}")
 
     def _decompressed(self, raw: Any) -> Any:
-        compression = _COMPRESSIONS.get(_suffixes(self.path)[-1])
-        if compression is None:
+        compression, arrow = _kind_of(self.path).partition(".")[2], import_pyarrow()
+        if not compression:
             return raw
-        arrow = import_pyarrow()
-        return arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), compression)
+        raw = arrow.PythonFile(raw, mode="r")
+        return arrow.CompressedInputStream(raw, _COMPRESSIONS[compression])
 
     @contextmanager
     def _records(self, *, strict: bool = False) -> Iterator[Any]:
@@ -556,8 +568,8 @@ def open_table(
             ".parquet or .pq; rename or convert it; what pandas reads, such as JSON and "
             "spreadsheets, recsys.datasets.write_store takes as frames"
         )
-    is_text = kind == "text"
-    file = TextFile(path, delimiter, quote, names) if is_text else ParquetFile(path)
+    is_parquet = kind in ("parquet", "pq")
+    file = ParquetFile(path) if is_parquet else TextFile(path, delimiter, quote, names)
     for name in file.column_names if check_names else ():
         if file.column_names.count(name) > 1:
             raise DatasetFormatError(
@@ -646,19 +658,10 @@ def _follow(text: NDArray[np.uint8], state: int, delimiter: int, quote: int) -> 
 
 
 def _kind_of(path: str) -> str:
-    """The kind of a table's file: "parquet", "text", or empty for a name that says none."""
-    *others, last = _suffixes(path)
-    if last in _COMPRESSIONS:
-        last = others[-1] if others else ""
-    elif last in _PARQUET:
-        return "parquet"
-    return "text" if last in _TEXT else ""
-
-
-def _suffixes(path: str) -> list[str]:
-    """The suffixes of a file's name, at least one, in small letters; without the query of a URL."""
+    """The suffixes that say the kind of a file, such as "tsv.gz", in small letters; or nothing."""
     name = path.partition("?")[0] if "://" in path else path
-    return [suffix.lower() for suffix in Path(name).suffixes] or [""]
+    found = re.search(r"\.(parquet|pq|(csv|tsv|txt)(\.(gz|zst))?)$", name.lower())
+    return found[1] if found else ""
 
 
 def _open(path: str) -> BinaryIO:
@@ -666,15 +669,7 @@ def _open(path: str) -> BinaryIO:
     if "://" not in path:
         return Path(path).open("rb")
     system, name = _system_of(path)
-    opened: BinaryIO = system.open(name)
-    return opened
-
-
-def _files_at(url: str) -> list[str]:
-    """The tables of a folder or a pattern that fsspec lists."""
-    system, name = _system_of(url)
-    found = system.glob(name) if "*" in name else system.find(name)
-    return [system.unstrip_protocol(file) for file in sorted(found) if _kind_of(file)]
+    return cast("BinaryIO", system.open(name))
 
 
 def _system_of(url: str) -> tuple[Any, str]:
@@ -688,19 +683,6 @@ def _system_of(url: str) -> tuple[Any, str]:
             f"s3fs or aiohttp: {error}; install it, or fetch the file"
         ) from error
     return system, name
-
-
-def _later(place: Callable[[int], str], first: int, row: int) -> str:
-    return place(first + row)
-
-
-def _check_columns(file: TextFile | ParquetFile, columns: Sequence[str], way_out: str) -> None:
-    for name in columns:
-        if name not in file.column_names:
-            close = difflib.get_close_matches(name, file.column_names, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]!r}?" if close else way_out
-            shown = ", ".join(map(repr, file.column_names[:30]))
-            raise DatasetFormatError(f"{file.path} must have column {name!r}, has {shown}; {hint}")
 
 
 def _arrow_type(name: str, schema: Schema) -> Any:
