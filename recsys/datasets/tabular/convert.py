@@ -166,7 +166,8 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
     else:
         array = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
     if must_be_known:
-        _require_valid(array, f'{_FILL_IN}, or set missing to something other than "error"')
+        hint = f'{_FILL_IN}, or set missing to something other than "error"'
+        _require(array.is_valid(), "must have a value", hint)
     if isinstance(schema.split, ColumnSplit) and is_split:
         known = [value for part in schema.split.parts for value in part]
         is_right = pc.is_in(array.cast(pa.string()), value_set=pa.array(known, pa.string()))
@@ -209,11 +210,6 @@ def is_list(kind: pa.DataType) -> bool:
             types.is_large_list_view,
         )
     )
-
-
-def _require_valid(array: pa.Array, hint: str) -> None:
-    if array.null_count:
-        _require(array.is_valid(), "must have a value", hint)
 
 
 def _require(is_right: pa.Array, rule: str, hint: str) -> None:
@@ -346,7 +342,7 @@ def _label(array: pa.Array, rule: Rule | None) -> pa.Array:
 
 
 def _weight(array: pa.Array) -> pa.Array:
-    _require_valid(array, _FILL_IN)
+    _require(array.is_valid(), "must have a value", _FILL_IN)
     array = _cast(array, pa.float32(), "must be a number", _CORRECT)
     is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
     _require(is_right, "a weight must be finite and at least 0", _CORRECT)
@@ -354,7 +350,7 @@ def _weight(array: pa.Array) -> pa.Array:
 
 
 def _seconds(array: pa.Array, form: str) -> pa.Array:
-    _require_valid(array, _FILL_IN)
+    _require(array.is_valid(), "must have a value", _FILL_IN)
     if "%" in form:
         return _parse_form(_strings(array), form)
     if types.is_string(array.type):

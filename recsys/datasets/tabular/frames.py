@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +84,6 @@ class _FrameBatches:
         is_one = hasattr(frames, "columns") or not isinstance(frames, Iterable)
         self._frames: Iterable[Any] = [frames] if is_one else frames
         self._schema = schema
-        self._names = list(schema.columns)
         self._digest = hashlib.sha256()
         self._starts: list[int] = []  # the first row of each frame
         self._num_rows = 0
@@ -99,16 +97,15 @@ class _FrameBatches:
             self._starts.append(self._num_rows)
             for given in self._blocks_of(frame, number):
                 first = self._num_rows
-                batch = conform(given, self._schema, partial(self._later, first))
+                batch = conform(
+                    given, self._schema, lambda row, first=first: self.place(first + row)
+                )
                 self._require_one_type(given, self.place(first))
                 values = [plain(column) for column in batch.columns]  # without dictionaries
                 whole = arrow.RecordBatch.from_arrays(values, batch.schema.names)
                 self._digest.update(whole.serialize())
                 self._num_rows += batch.num_rows
                 yield batch
-
-    def _later(self, first: int, row: int) -> str:
-        return self.place(first + row)
 
     def place(self, row: int) -> str:
         """Words for a row that was read, by its number from 0 among the rows of all frames."""
@@ -152,19 +149,19 @@ class _FrameBatches:
                 f"{type(frame).__name__}; pandas.DataFrame(rows) makes one"
             )
         found = frame.column_names if is_arrow else list(frame.columns)
-        missing = [name for name in self._names if found.count(name) != 1]
+        missing = [name for name in self._schema.columns if found.count(name) != 1]
         if missing:
             raise DatasetFormatError(
                 f"frame {number}: must have column {missing[0]!r} once, has columns {found[:30]}; "
                 "correct the schema or the frame"
             )
         if is_arrow:
-            yield from frame.select(self._names).to_batches(_BATCH_ROWS)
+            yield from frame.select(list(self._schema.columns)).to_batches(_BATCH_ROWS)
             return
         for start in range(0, len(frame), _BATCH_ROWS):
-            block = frame.iloc[start : start + _BATCH_ROWS][self._names]
+            block = frame.iloc[start : start + _BATCH_ROWS][list(self._schema.columns)]
             arrays = {}
-            for name in self._names:
+            for name in self._schema.columns:
                 try:
                     array = arrow.array(block[name], from_pandas=True)
                 except (arrow.ArrowException, OverflowError, UnicodeEncodeError) as error:

@@ -19,7 +19,7 @@ from pyarrow import types
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.convert import conform, is_list, plain
 from recsys.datasets.tabular.read import TextFile, find_files, open_table
-from recsys.datasets.tabular.schema import Schema, check_delimiter
+from recsys.datasets.tabular.schema import TIME_UNITS, Schema, check_delimiter
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -57,19 +57,27 @@ _EVENTS = ("event", "eventtype", "behavior", "behaviour", "action")
 _PARTS = ("train", "test", "validation")
 
 _KINDS = ("dense", "categorical", "multi", "sequence")
-_DELIMITERS = "\t;|,"
-_SEPARATORS = "|;, "
+_DELIMITERS = "\t;|,"  # of text files
+_SEPARATORS = "|;, "  # of values in one field; a space last, as it is also in what others split
+# A field of a first line that is data: 7, -1 or 0.25. Names of columns are not such.
 _NUMBER = r"-?[0-9]+(\.[0-9]+)?"
+# A list that Python or JSON wrote: ['a', 'b'], (1, 2) or {"a": 1}.
 _IN_BRACKETS = r"^\s*(\[.*\]|\(.*\)|\{.*\})\s*$"
+# Text that begins with a date (2025-01-15, 2025 Jan 15; 15.01.2025, 1/15/25) or a clock (10:00).
+# After it there is no digit or dot: 10.0.0.1 and 1.2.3 are none.
 _DATE_OR_CLOCK = (
     r"^\s*([0-9]{4}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ][0-9]{1,2}"
     r"|[0-9]{1,2}[-/. ]([0-9]{1,2}|[A-Za-z]{3,9})[-/. ]([0-9]{4}|[0-9]{2})"
     r"|[0-9]{1,2}:[0-9]{2})([^0-9.]|$)"
 )
-_UNITS = {"": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_FORMS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M%S")
-_FIRST_SECONDS, _LAST_SECONDS = 631_152_000, 1_990_010_100  # 1990 to 2033
-_CHANCE = 1e-9  # that many labels are equal by luck
+# A name of ids: id, user_id, userId or visitorid; not paid_ or Idea.
+_ID_NAME = "(^|_|[a-z])(id|Id|ID)$"
+# Numbers that are names: 007 and 0123, whose zeros would be lost; integers of 20 digits and more.
+_DIGITS_OF_A_NAME = "^-?(0[0-9]+|[0-9]{20,})$"
+_FORMS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M%S")  # of times in digits
+# Seconds of 1990 to 2033: no date in digits, such as 20250115 or 2025011500, is among them.
+_FIRST_SECONDS, _LAST_SECONDS = 631_152_000, 1_990_010_100
+_CHANCE = 1e-9  # that labels are equal by luck; among a million places, that is one in a thousand
 
 
 @dataclass(frozen=True)
@@ -141,19 +149,15 @@ def inspect_table(
     check_delimiter("", quote)
     file, delimiter = _open(find_files(paths)[0], quote, names)
     shown = ", ".join(map(repr, file.column_names[:30]))
-    if unknown := sorted({*ignore} - {*file.column_names}):
-        raise ConfigError(f"{file.path} has no column {unknown[0]!r}; its columns are {shown}")
     read = [
         name
         for name in file.column_names
         if name not in ignore and name and is_text(name) and name[0] != "/"
     ]
-    for role, name in (("label", label), ("group", group), ("item", item)):
-        if name and name not in read:
-            raise ConfigError(
-                f"{file.path}: no column that can be read is named {name!r}, as the {role} should "
-                f"be; its columns are {shown}"
-            )
+    for name in (*{*ignore} - {*file.column_names}, *{label, group, item} - {"", *read}):
+        raise ConfigError(
+            f"{file.path}: no column that can be read is named {name!r}; its columns are {shown}"
+        )
     table = file.sample()
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
@@ -234,7 +238,7 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
     """Measure one column of at least one row; it is text in text files."""
     given = plain(pa.concat_arrays(column.chunks))
     array = _as_numbers(given) if types.is_string(given.type) else given
-    if types.is_floating(array.type) and re.search("(^|_|[a-z])(id|Id|ID)$", name):
+    if types.is_floating(array.type) and re.search(_ID_NAME, name):
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
         array = given if types.is_string(given.type) else _as_integers(array)
     kind, values = array.type, array.drop_null()
@@ -277,8 +281,7 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
 
 def _as_numbers(array: pa.Array) -> pa.Array:
     """Text that is integers or numbers throughout, as these; else the text."""
-    # Numbers with leading zeros, and integers beyond 64 bits, are names rather than amounts.
-    if not pc.any(pc.match_substring_regex(array, "^-?(0[0-9]+|[0-9]{20,})$")).as_py():
+    if not pc.any(pc.match_substring_regex(array, _DIGITS_OF_A_NAME)).as_py():
         for kind in (pa.int64(), pa.float64()):
             with suppress(pa.ArrowInvalid):
                 return plain(array.cast(kind))
@@ -303,7 +306,7 @@ def _conformed(array: pa.Array, **keys: str) -> pa.Array | None:
 
 def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
-    for form, per_second in _UNITS.items():
+    for form, per_second in {"": 1, **TIME_UNITS}.items():
         if _FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
             return form
     for form in _FORMS:
@@ -365,8 +368,6 @@ class _Guess:
             if not chosen.is_binary:
                 self.tree["positive"] = _positive(chosen)
                 why += "; the rule is a guess"
-            if chosen.counts:
-                why += f"; values {', '.join(sorted(chosen.counts))}"
             self._take("label", chosen, why)
             rule = {key: self.tree[key] for key in ("positive",) if key in self.tree}
             labels = _conformed(chosen.array, label="x", **rule)
@@ -462,7 +463,7 @@ class _Guess:
                 why = f"rows of a group are in order of {self.item!r}, not of time"
             elif has_time or "split" not in tree or self.facts[tree["group"]].stem in _SESSIONS:
                 tree["history"] = {
-                    self._new_name("recent"): {"of": self.item},
+                    "recent": {"of": self.item},
                     **tree.get("history", {}),
                 }
                 self.key_reasons["history"] = "earlier items of the group"
@@ -475,6 +476,23 @@ class _Guess:
             split, why = {"by": "fraction", **shares}, "order in the file, taken for that of time"
         if "split" not in tree:
             tree["split"], self.key_reasons["split"] = split, why
+        elif self.labels is None:
+            self._compare_parts(self.facts[tree["split"]["column"]], self.facts[tree["group"]])
+
+    def _compare_parts(self, parts: _Facts, groups: _Facts) -> None:
+        """Say so if groups of one part have far more rows than those of another."""
+        rows = pa.table({"part": parts.array, "group": groups.array})
+        sizes = rows.group_by(["part", "group"]).aggregate([([], "count_all")])
+        medians = {
+            part: pc.quantile(sizes.filter(pc.field("part") == part)["count_all"])[0].as_py()
+            for part in parts.counts
+        }
+        if max(medians.values()) > 2 * min(medians.values()):
+            shown = ", ".join(f"{part} {median:g}" for part, median in medians.items())
+            self.key_reasons["split"] += (
+                f"; rows of a group, by the median: {shown}: the groups of the parts are unlike, "
+                'so compare with by = "last_one_out"'
+            )
 
     def _draw_negatives(self) -> None:
         """Add negatives; columns that belong to the item change with it, or are left out."""
@@ -512,14 +530,10 @@ class _Guess:
         shown = (f"{kind} {count / self.num_rows:.1%}" for kind, count in event.counts.items())
         self.key_reasons["filter"] = f"what to predict, of {', '.join(shown)}"
         self.tree["history"] = {
-            self._new_name(f"recent_{kind}"): {"of": self.item, "where": {event.name: [kind]}}
+            f"recent_{kind}": {"of": self.item, "where": {event.name: [kind]}}
             for kind in event.counts
             if kind != chosen
         }
-
-    def _new_name(self, name: str) -> str:
-        name = re.sub(r"\W", "_", name)
-        return f"{name}_" if name in self.reasons else name
 
     def _tells_label(self, facts: _Facts, labels: NDArray[np.int8]) -> str:
         """Where a column tells the label, as a column that is filled afterwards does; else ""."""

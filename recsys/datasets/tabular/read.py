@@ -42,6 +42,7 @@ _CHUNK_BYTES = 4 << 20
 _BATCH_ROWS = 65_536
 _SAMPLE_BYTES = 32 << 20  # of text; a larger file is sampled in blocks
 _SAMPLE_BLOCKS = 32
+_SAMPLE_ROWS = 8192  # of Parquet; rows of each such block are in a sample
 _LARGE_GROUP_BYTES = 256 << 20
 _UTF8_HINT = "convert the file to UTF-8, as by `iconv -f latin1 (or utf-16) -t utf-8 OLD > NEW`"
 _QUOTES_HINT = (
@@ -510,7 +511,7 @@ class ParquetFile:
         with self._open() as file:
             found = [
                 batch.slice(0, int(batch.num_rows * share) + 1)
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(groups))
+                for batch in file.iter_batches(_SAMPLE_ROWS, row_groups=list(groups))
             ]
         return arrow.Table.from_batches(found, schema=self.schema)
 

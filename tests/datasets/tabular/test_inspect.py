@@ -330,6 +330,17 @@ def test_sessions_have_no_table(tmp_path):
     assert (tree["split"], tree["history"]) == ({"by": "last_one_out"}, RECENT)
 
 
+@pytest.mark.parametrize("length", [4, 20])
+def test_parts_whose_groups_have_other_lengths_are_told(tmp_path, length):
+    sessions = [row // 4 for row in range(1600)] + [1000 + row // length for row in range(400)]
+    columns = {"session": sessions, "item": pairs()["item"]}
+    columns["split"] = ["train"] * 1600 + ["test"] * 400
+
+    found = draft(tmp_path, columns)
+
+    assert ("last_one_out" in found.key_reasons["split"]) == (length == 20)
+
+
 def test_data_without_a_label_needs_a_group_and_an_item(tmp_path):
     columns = pairs()
     columns = {"who": columns["user"], "what": columns["item"]}
