@@ -158,7 +158,11 @@ def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -
     elif name == schema.timestamp:
         return _seconds(array, schema.timestamp_format)
     elif name == schema.weight:
-        return _weight(array)
+        _require(array.is_valid(), "must have a value", _FILL_IN)
+        array = _cast(array, pa.float32(), "must be a number", _CORRECT)
+        is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
+        _require(is_right, "a weight must be finite and at least 0", _CORRECT)
+        return array
     elif name == schema.group:
         # Unsigned integers, such as hashes, may be too large for `_integers`.
         is_number = types.is_integer(array.type) or types.is_floating(array.type)
@@ -339,14 +343,6 @@ def _label(array: pa.Array, rule: Rule | None) -> pa.Array:
     hint = 'correct it, or set positive to a rule, such as ">= 4" for numbers or "== yes" for text'
     _require(pc.greater_equal(label, 0), "a label must be 0, 1, true or false", hint)
     return label
-
-
-def _weight(array: pa.Array) -> pa.Array:
-    _require(array.is_valid(), "must have a value", _FILL_IN)
-    array = _cast(array, pa.float32(), "must be a number", _CORRECT)
-    is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
-    _require(is_right, "a weight must be finite and at least 0", _CORRECT)
-    return array
 
 
 def _seconds(array: pa.Array, form: str) -> pa.Array:

@@ -96,11 +96,8 @@ class _FrameBatches:
         for number, frame in enumerate(self._frames):
             self._starts.append(self._num_rows)
             for given in self._blocks_of(frame, number):
-                first = self._num_rows
-                batch = conform(
-                    given, self._schema, lambda row, first=first: self.place(first + row)
-                )
-                self._require_one_type(given, self.place(first))
+                batch = conform(given, self._schema, lambda row: self.place(self._num_rows + row))
+                self._require_one_type(given, self.place(self._num_rows))
                 values = [plain(column) for column in batch.columns]  # without dictionaries
                 whole = arrow.RecordBatch.from_arrays(values, batch.schema.names)
                 self._digest.update(whole.serialize())

@@ -369,7 +369,7 @@ class _Guess:
                 self.tree["positive"] = _positive(chosen)
                 why += "; the rule is a guess"
             self._take("label", chosen, why)
-            rule = {key: self.tree[key] for key in ("positive",) if key in self.tree}
+            rule = {} if chosen.is_binary else {"positive": self.tree["positive"]}
             labels = _conformed(chosen.array, label="x", **rule)
             assert labels is not None
             self.labels = labels.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -522,8 +522,8 @@ class _Guess:
         """
         kinds, groups = event.array.cast(pa.string()), self.facts[self.tree["group"]].array
         rows = pa.table({"kind": kinds, "group": groups}).group_by("kind")
-        found = rows.aggregate([("group", "count_distinct")]).to_pydict().values()
-        groups_of = dict(zip(*found, strict=True))
+        counted = rows.aggregate([("group", "count_distinct")]).to_pylist()
+        groups_of = {row["kind"]: row["group_count_distinct"] for row in counted}
         often = [kind for kind, count in event.counts.items() if count >= 3 * groups_of[kind]]
         chosen = (often or list(event.counts)[-1:])[0]
         self.tree["filter"] = {event.name: [chosen]}

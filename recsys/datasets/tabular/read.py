@@ -205,26 +205,26 @@ class TableFiles:
         """
         from recsys.datasets.tabular.convert import conform
 
-        self.sources = []
+        self.sources, self._num_read = [], 0
         for file in self._files:
-            digest, num_rows = hashlib.sha256() if self._with_hash else None, 0
+            digest, before = hashlib.sha256() if self._with_hash else None, self._num_read
             with closing(_open(file.path)) as raw:
                 stream = raw if digest is None else _Tap(raw, digest.update)
                 for batch in file.batches(self.columns, self.schema, stream):
-                    first, num_rows = num_rows, num_rows + batch.num_rows
                     yield conform(
                         batch,
                         self.schema,
-                        lambda row, file=file, first=first: file.place(first + row),
+                        lambda row: self.place(self._num_read + row),
                         optional=self._optional,
                     )
+                    self._num_read += batch.num_rows
                 while digest is not None and stream.read(_CHUNK_BYTES):
                     pass  # Parquet is read by another way, so all of it is hashed here
                 self.sources.append(
                     {
                         "name": Path(file.path).name,
                         "num_bytes": raw.seek(0, os.SEEK_END),
-                        "num_rows": num_rows,
+                        "num_rows": self._num_read - before,
                         "sha256": "" if digest is None else digest.hexdigest(),
                     }
                 )
