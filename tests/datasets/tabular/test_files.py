@@ -171,16 +171,14 @@ def test_files_are_read_in_order_and_hashed(tmp_path):
 
 def test_a_rule_makes_labels_of_numbers(tmp_path):
     path = write(tmp_path, "y,c", "4,a", "3.5,b")
-    found = rows_of(path, simple(positive=">= 4"))
-    assert [row["y"] for row in found] == [1, 0]
+    assert [row["y"] for row in rows_of(path, simple(positive=">= 4"))] == [1, 0]
 
 
 def test_text_that_means_missing_is_named_in_the_schema(tmp_path):
     path = write(tmp_path, "y,c,d", "1,NA,NA", "1,x,2")
     found = rows_of(path, simple(dense={"d": {}}, missing_values=["NA"]))
     assert [(row["c"], row["d"]) for row in found] == [(None, None), ("x", 2.0)]
-    found = rows_of(path, simple())
-    assert [row["c"] for row in found] == ["NA", "x"]
+    assert [row["c"] for row in rows_of(path, simple())] == ["NA", "x"]
 
 
 def test_text_that_means_missing_is_missing_in_a_bag(tmp_path):

@@ -207,9 +207,7 @@ def test_known_names_may_be_written_in_other_ways(tmp_path, name):
     ],
 )
 def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
-    columns = {"bought": values * 50, "ad": ADS}
-
-    found = draft(tmp_path, columns, label="bought")
+    found = draft(tmp_path, {"bought": values * 50, "ad": ADS}, label="bought")
 
     assert found.schema.positive == rule
     batches = TableFiles([tmp_path / "a.csv"], found.schema).batches()
@@ -294,11 +292,10 @@ def test_columns_of_the_item_change_with_it(tmp_path):
     prices = [item / 4 for item in columns["item"]]
     ages = [user % 3 for user in columns["user"]]
 
-    found = draft(tmp_path, columns | {"genre": genres, "price": prices, "age": ages})
+    schema = draft(tmp_path, columns | {"genre": genres, "price": prices, "age": ages}).schema
 
-    assert found.schema.negatives.item_columns == ("genre",)
-    assert list(found.schema.categorical) == ["user", "item", "genre", "age"]
-    assert not found.schema.dense
+    assert schema.negatives.item_columns == ("genre",)
+    assert list(schema.columns) == ["user", "item", "genre", "age"]
 
 
 def test_one_kind_of_event_is_predicted_and_histories_list_the_others(tmp_path):
@@ -333,10 +330,9 @@ def test_sessions_have_no_table(tmp_path):
 @pytest.mark.parametrize("length", [4, 20])
 def test_parts_whose_groups_have_other_lengths_are_told(tmp_path, length):
     sessions = [row // 4 for row in range(1600)] + [1000 + row // length for row in range(400)]
-    columns = {"session": sessions, "item": pairs()["item"]}
-    columns["split"] = ["train"] * 1600 + ["test"] * 400
+    parts = ["train"] * 1600 + ["test"] * 400
 
-    found = draft(tmp_path, columns)
+    found = draft(tmp_path, {"session": sessions, "item": pairs()["item"], "split": parts})
 
     assert ("last_one_out" in found.key_reasons["split"]) == (length == 20)
 
@@ -380,11 +376,9 @@ def test_a_column_that_tells_the_label_is_left_out(tmp_path, values):
     told = [values(label, 1 + row) for row, label in enumerate(labels)]
     others = {"ad": ADS * 10, "price": [draw.random() for _ in labels]}
 
-    found = draft(tmp_path, {"click": labels, "told": told, **others})
+    schema = draft(tmp_path, {"click": labels, "told": told, **others}).schema
 
-    assert list(found.schema.columns) == ["price", "ad", "click"]
-    if "times" not in found.reasons["told"]:
-        assert found.reasons["told"].startswith("tells the label")
+    assert list(schema.columns) == ["price", "ad", "click"]
 
 
 def test_all_parts_of_a_large_file_are_looked_at(tmp_path, monkeypatch):
