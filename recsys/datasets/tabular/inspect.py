@@ -480,14 +480,15 @@ class _Guess:
             self._compare_parts(self.facts[tree["split"]["column"]], self.facts[tree["group"]])
 
     def _compare_parts(self, parts: _Facts, groups: _Facts) -> None:
-        """Say so if groups of one part have far more rows than those of another."""
+        """Say so if each part has groups of its own, and those of one have far more rows."""
         rows = pa.table({"part": parts.array, "group": groups.array})
         sizes = rows.group_by(["part", "group"]).aggregate([([], "count_all")])
         medians = {
             part: pc.quantile(sizes.filter(pc.field("part") == part)["count_all"])[0].as_py()
             for part in parts.counts
         }
-        if max(medians.values()) > 2 * min(medians.values()):
+        is_apart = sizes.num_rows == groups.num_distinct
+        if is_apart and max(medians.values()) > 2 * min(medians.values()):
             shown = ", ".join(f"{part} {median:g}" for part, median in medians.items())
             self.key_reasons["split"] += (
                 f"; rows of a group, by the median: {shown}: the groups of the parts are unlike, "

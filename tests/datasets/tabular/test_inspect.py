@@ -327,14 +327,16 @@ def test_sessions_have_no_table(tmp_path):
     assert (tree["split"], tree["history"]) == ({"by": "last_one_out"}, RECENT)
 
 
-@pytest.mark.parametrize("length", [4, 20])
-def test_parts_whose_groups_have_other_lengths_are_told(tmp_path, length):
-    sessions = [row // 4 for row in range(1600)] + [1000 + row // length for row in range(400)]
+@pytest.mark.parametrize(
+    ("length", "first", "is_told"), [(4, 1000, False), (20, 1000, True), (20, 0, False)]
+)
+def test_parts_whose_new_groups_have_other_lengths_are_told(tmp_path, length, first, is_told):
+    sessions = [row // 4 for row in range(1600)] + [first + row // length for row in range(400)]
     parts = ["train"] * 1600 + ["test"] * 400
 
     found = draft(tmp_path, {"session": sessions, "item": pairs()["item"], "split": parts})
 
-    assert ("last_one_out" in found.key_reasons["split"]) == (length == 20)
+    assert ("last_one_out" in found.key_reasons["split"]) == is_told
 
 
 def test_data_without_a_label_needs_a_group_and_an_item(tmp_path):
