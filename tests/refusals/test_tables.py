@@ -67,14 +67,6 @@ def named_twice(folder):
     TableFiles([folder / "a.csv"] * 2, Schema.from_dict({"label": "y", **ANY}))
 
 
-def two_files(folder):
-    """The second has a column that the first lacks."""
-    (folder / "a.csv").write_text("c\nx\n")
-    (folder / "b.csv").write_text("c,y\nx,1\n")
-    files = [folder / "a.csv", folder / "b.csv"]
-    TableFiles(files, Schema.from_dict({"label": "y", **ANY}), optional=["y"])
-
-
 def no_mean():
     DenseRule.of("x", "none", "mean", Moments())
 
@@ -125,7 +117,6 @@ REFUSALS = [
     ("names of Parquet", damaged_names, "a.parquet"),
     ("another column", lines("1,x", header="y,cc"), "column 'c'"),
     ("equal names", lines("1,x,x", header="y,c,c"), "'c' 2 times"),
-    ("a column of a later file", two_files, "b.csv has column 'y'"),
     ("no delimiter", lines("1,a", keys={"multi": {"c": {}}}), "set split"),
     ("a mean of nothing", lambda _: no_mean(), "column 'x'"),
     ("truth", functools.partial(parquet, y=[1, 0], c=[True, None]), "bool"),

@@ -240,14 +240,13 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
     array = _as_numbers(given) if types.is_string(given.type) else given
     if types.is_floating(array.type) and re.search(_ID_NAME, name):
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
-        array = given if types.is_string(given.type) else _as_integers(array)
+        array = given if types.is_string(given.type) else _as_numbers(given)
     kind, values = array.type, array.drop_null()
     facts: dict[str, Any] = {"name": name, "array": array}
     if not len(values):
         return _Facts(kind="empty", **facts)
     if is_list(kind):
-        parts = plain(values.flatten()).drop_null()
-        parts = _as_numbers(parts) if types.is_string(parts.type) else _as_integers(parts)
+        parts = _as_numbers(plain(values.flatten()).drop_null())
         is_feature = types.is_integer(parts.type) or types.is_string(parts.type)
         facts["has_integers"] = types.is_integer(parts.type)
         return _Facts(kind="list" if is_feature else "other", **facts)
@@ -280,18 +279,12 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
 
 
 def _as_numbers(array: pa.Array) -> pa.Array:
-    """Text that is integers or numbers throughout, as these; else the text."""
-    if not pc.any(pc.match_substring_regex(array, _DIGITS_OF_A_NAME)).as_py():
-        for kind in (pa.int64(), pa.float64()):
-            with suppress(pa.ArrowInvalid):
-                return plain(array.cast(kind))
-    return array
-
-
-def _as_integers(array: pa.Array) -> pa.Array:
-    """Floats that are whole, and held exactly, as integers; else the array."""
-    with suppress(pa.ArrowInvalid):
-        return array.cast(pa.int64()) if types.is_floating(array.type) else array
+    """Text or floats that are integers throughout, as these; text of numbers, as floats."""
+    is_text, is_float = types.is_string(array.type), types.is_floating(array.type)
+    is_name = is_text and pc.any(pc.match_substring_regex(array, _DIGITS_OF_A_NAME)).as_py()
+    for kind in (pa.int64(), pa.float64()) if is_float or (is_text and not is_name) else ():
+        with suppress(pa.ArrowInvalid):
+            return plain(array.cast(kind))
     return array
 
 

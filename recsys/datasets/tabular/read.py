@@ -140,7 +140,7 @@ class TableFiles:
         paths: As for `find_files`.
         schema: What the columns mean.
         optional: Columns of the schema that the files may lack, such as the label of rows to
-            predict. All files have such a column, or none. Labels may be missing then.
+            predict. They are read if the first file has them; then all must. Labels may be missing.
         with_hash: Whether to compute the hash of each file in `sources`.
         way_out: What to do about a column that a file lacks, for the message.
 
@@ -180,11 +180,6 @@ class TableFiles:
                 shown = ", ".join(map(repr, file.column_names[:30]))
                 raise DatasetFormatError(
                     f"{file.path} must have column {name!r}, has {shown}; {hint}"
-                )
-            if late := {*optional} & {*file.column_names} - {*first}:
-                raise DatasetFormatError(
-                    f"{file.path} has column {late.pop()!r}, which {self._files[0].path} lacks; "
-                    "leave one file out"
                 )
 
     def place(self, row: int) -> str:
@@ -469,11 +464,9 @@ class ParquetFile:
 
     def place(self, row: int) -> str:
         """Words for a row, by its number from 0: file, row group, and row in the group, from 0."""
-        group = 0
-        while row >= self._groups[group].num_rows:
-            row -= self._groups[group].num_rows
-            group += 1
-        return f"{self.path}, row group {group}, row {row}"
+        starts = np.cumsum([0, *(group.num_rows for group in self._groups)])
+        group = np.searchsorted(starts, row, side="right") - 1
+        return f"{self.path}, row group {group}, row {row - starts[group]}"
 
     def batches(self, columns: Sequence[str], schema: Schema, raw: Any) -> Iterator[pa.RecordBatch]:
         """Read columns with the types that they have in the file.
