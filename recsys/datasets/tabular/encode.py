@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from recsys._support.jit import kernel
 from recsys._support.machine import num_cores
 from recsys.datasets.tabular.numbering import (
     MISSING,
@@ -32,7 +31,7 @@ from recsys.datasets.tabular.schema import ColumnSplit, MultiColumn, SequenceCol
 from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     import pyarrow as pa
     from numpy.typing import NDArray
@@ -55,7 +54,9 @@ __all__ = [
     "StoreRows",
     "TableRows",
     "labels_of",
+    "places_of",
     "roles_of",
+    "woven",
 ]
 
 # Spooled columns that are no features; a feature's column has the feature's name.
@@ -80,17 +81,40 @@ class Bags(NamedTuple):
     values: NDArray[np.int32]
     lengths: NDArray[np.int32]
 
+    @classmethod
+    def of(cls, column: NDArray[Any] | Bags) -> Bags:
+        """The bags of a column; one of one value each has (n,) values."""
+        return column if isinstance(column, Bags) else cls(column, np.ones(len(column), np.int32))
+
     def take(self, rows: NDArray[np.int64]) -> Bags:
         """The bags of the given rows, in the given order."""
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        lengths = self.lengths[rows]
-        starts = ends[rows] - lengths
-        first = np.cumsum(lengths, dtype=np.int64) - lengths
-        places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first, lengths)
-        return Bags(self.values[places], lengths)
+        begins, lengths = np.cumsum(self.lengths, dtype=np.int64) - self.lengths, self.lengths[rows]
+        return Bags(self.values[places_of(begins[rows], lengths)], lengths)
 
 
 Columns = dict[str, "NDArray[Any] | Bags"]
+
+
+def places_of(begins: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The places of all values of bags: of each from its begin on, bag after bag.
+
+    Shape:
+        begins, lengths (n,); result (v,), v the sum of the lengths.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(
+        begins - ends + lengths, lengths
+    )
+
+
+def woven(bags: Sequence[Bags]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The values of F columns, row by row, in a row column by column, and the lengths, (n, F)."""
+    lengths = np.stack([bag.lengths for bag in bags], axis=1)
+    begins = (np.cumsum(lengths, dtype=np.int64) - lengths.ravel()).reshape(lengths.shape)
+    values = np.empty(int(lengths.sum()), np.int32)
+    for column, bag in enumerate(bags):
+        values[places_of(begins[:, column], bag.lengths)] = bag.values
+    return values, lengths
 
 
 def labels_of(schema: Schema) -> list[str]:
@@ -230,12 +254,12 @@ def _bags(found: NDArray[np.int32], lists: pa.Array, rules: MultiColumn) -> Bags
 
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(False)
     lengths = lengths.astype(np.int32, copy=False)
-    if not rules.max_length or not len(lengths) or lengths.max() <= rules.max_length:
+    if not rules.max_length:
         return Bags(found, lengths)
-    kept = np.empty_like(found)
-    keep_last = isinstance(rules, SequenceColumn)
-    num_kept = _trim_kernel(found, lengths, rules.max_length, keep_last, kept)
-    return Bags(kept[:num_kept], np.minimum(lengths, np.int32(rules.max_length)))
+    kept = np.minimum(lengths, np.int32(rules.max_length))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = ends - (kept if isinstance(rules, SequenceColumn) else lengths)
+    return Bags(found[places_of(begins, kept)], kept)
 
 
 @dataclass
@@ -359,12 +383,7 @@ class StoreRows:
             sparse[:, column] = rows
         arrays = {"dense": self.dense, "sparse": sparse, **self.others}
         if bags:
-            lengths = np.stack([bag.lengths for bag in bags], axis=1)
-            starts = (np.cumsum(lengths, dtype=np.int64) - lengths.ravel()).reshape(lengths.shape)
-            values = np.empty(int(lengths.sum()), np.int32)
-            for column, bag in enumerate(bags):
-                _weave_kernel(bag.values, bag.lengths, starts[:, column].copy(), values)
-            arrays |= {"bag_values": values, "bag_lengths": lengths}
+            arrays["bag_values"], arrays["bag_lengths"] = woven(bags)
         return arrays
 
     def as_batch(self) -> Batch:
@@ -374,11 +393,7 @@ class StoreRows:
         from recsys.batch import Batch, JaggedIds
 
         num_rows = len(self.dense)
-        ones = np.ones(num_rows, np.int32)
-        bags = [
-            found if isinstance(found, Bags) else Bags(found, ones)
-            for found in self.features.values()
-        ]
+        bags = [Bags.of(found) for found in self.features.values()]
         offsets = np.zeros(len(bags) * num_rows + 1, np.int64)
         np.cumsum(np.concatenate([bag.lengths for bag in bags]), out=offsets[1:])
         values = np.concatenate([bag.values for bag in bags]).astype(np.int64)
@@ -395,8 +410,8 @@ class TableRows(NamedTuple):
 
     Attributes:
         num_rows: How many.
-        row_of: The row of each number, 0 for rare values, (num_values,); None for a hashed table,
-            whose numbers are rows.
+        row_of: The row of each number, 0 for rare values, and 0 for `UNKNOWN` and `MISSING` at the
+            end, (num_values + 2,); None for a hashed table, whose numbers are rows.
     """
 
     num_rows: int
@@ -431,8 +446,7 @@ class RowMaker:
             columns: Encoded columns.
             histories: The encoded bag of each history.
         """
-        first = next(iter(columns.values()))
-        num_rows = len(first.lengths if isinstance(first, Bags) else first)
+        num_rows = len(Bags.of(next(iter(columns.values()))).lengths)
         dense = np.empty((num_rows, len(self.dense)), np.float32)
         for column, (name, rule) in enumerate(self.dense.items()):
             dense[:, column] = rule.apply(np.asarray(columns[name]))
@@ -466,64 +480,10 @@ class RowMaker:
         if row_of is None:
             return numbers
         flat = numbers.values if isinstance(numbers, Bags) else numbers
-        rows = np.empty(len(flat), np.int32)
-        num_unknown = _rows_kernel(flat, row_of, int(rules.has_missing_row), rows)
+        rows, is_missing = row_of[flat], flat == MISSING
         if count:
+            num_unknown = int(np.count_nonzero((rows == 0) & ~is_missing))
             self.unknown[column] = self.unknown.get(column, 0) + num_unknown
+        if rules.has_missing_row:
+            rows[is_missing] = 1
         return Bags(rows, numbers.lengths) if isinstance(numbers, Bags) else rows
-
-
-@kernel
-def _trim_kernel(
-    values: NDArray[Any],
-    lengths: NDArray[np.int32],
-    max_length: int,
-    keep_last: bool,
-    kept: NDArray[Any],
-) -> int:
-    """Keep the first or the last values of each bag; returns how many are kept."""
-    begin, num_kept = 0, 0
-    for length in lengths:
-        num_new = min(length, max_length)
-        start = begin + length - num_new if keep_last else begin
-        for place in range(start, start + num_new):
-            kept[num_kept] = values[place]
-            num_kept += 1
-        begin += length
-    return num_kept
-
-
-@kernel
-def _rows_kernel(
-    numbers: NDArray[np.int32],
-    row_of: NDArray[np.int32],
-    missing_row: int,
-    rows: NDArray[np.int32],
-) -> int:
-    """Replace numbers by rows; returns how many values that are not missing have row 0."""
-    num_unknown = 0
-    for position, number in enumerate(numbers):
-        row = np.int32(0)
-        if number >= 0:
-            row = row_of[number]
-        elif number == MISSING:
-            rows[position] = missing_row
-            continue
-        num_unknown += row == 0
-        rows[position] = row
-    return num_unknown
-
-
-@kernel
-def _weave_kernel(
-    values: NDArray[Any],
-    lengths: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    woven: NDArray[Any],
-) -> None:
-    """Copy the bag of each row to its start."""
-    begin = 0
-    for row in range(len(lengths)):
-        for place in range(lengths[row]):
-            woven[starts[row] + place] = values[begin + place]
-        begin += lengths[row]

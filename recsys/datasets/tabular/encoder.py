@@ -163,7 +163,8 @@ def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]
         row_of = None
         if isinstance(values, Numbers):
             read_vocabulary(vocabulary_file(store.path, number), values, table.first_row, size)
-            row_of = np.arange(table.first_row, size, dtype=np.int32)
+            row_of = np.zeros(values.num_values + 2, np.int32)
+            row_of[:-2] = np.arange(table.first_row, size)
         tables[table.name] = TableRows(size, row_of)
     try:
         rules = TypeAdapter(list[DenseRule]).validate_python(store.meta["dense_rules"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.jit import kernel
-from recsys.datasets.tabular.encode import Bags
+from recsys.datasets.tabular.encode import Bags, places_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,9 +80,8 @@ class Histories:
             max_length: The most values of a history.
         """
         lengths = np.minimum(self._lengths[rows], np.int32(max_length))
-        history = np.empty(int(lengths.sum()), np.int32)
-        _gather_kernel(self._listed, self._ends[rows], lengths, values, history)
-        return Bags(history, lengths)
+        places = places_of(self._ends[rows] - lengths, lengths)
+        return Bags(values[self._listed[places]], lengths)
 
 
 @kernel
@@ -110,18 +109,3 @@ def _history_kernel(
         if is_listed[row]:
             listed[num_listed] = row
             num_listed += 1
-
-
-@kernel
-def _gather_kernel(
-    listed: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    lengths: NDArray[np.int32],
-    values: NDArray[np.int32],
-    history: NDArray[np.int32],
-) -> None:
-    place = 0
-    for row in range(len(ends)):
-        for earlier in listed[ends[row] - lengths[row] : ends[row]]:
-            history[place] = values[earlier]
-            place += 1

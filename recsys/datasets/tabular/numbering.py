@@ -155,13 +155,15 @@ class HashedRows:
         """The row of each value, (len(values),); values are int64 or texts."""
         import pyarrow as pa
 
-        rows = np.empty(len(values), np.int32)
         nulls, num_rows = _nulls_of(values), np.uint64(self.num_rows)
         if pa.types.is_integer(values.type):
-            _hash_integers_kernel(_integers_of(values), nulls, num_rows, rows)
-        else:
-            offsets, data = _texts_of(values)
-            _hash_texts_kernel(offsets, data, nulls, num_rows, rows)
+            bits = _integers_of(values).astype(np.uint64)
+            if len(nulls):
+                bits[nulls] = _FNV_BASIS
+            return (mix64(bits + GOLDEN) % num_rows).astype(np.int32)
+        rows = np.empty(len(values), np.int32)
+        offsets, data = _texts_of(values)
+        _hash_texts_kernel(offsets, data, nulls, num_rows, rows)
         return rows
 
 
@@ -417,21 +419,6 @@ def _rehash_kernel(old: NDArray[np.uint64], slots: NDArray[np.uint64]) -> None:
             while slots[slot] != 0:
                 slot = (slot + np.uint64(1)) & mask
             slots[slot] = entry
-
-
-@kernel
-def _hash_integers_kernel(
-    integers: NDArray[np.int64],
-    nulls: NDArray[np.bool_],
-    num_rows: np.uint64,
-    rows: NDArray[np.int32],
-) -> None:
-    for position in range(len(rows)):
-        if len(nulls) and nulls[position]:
-            bits = _split_mix(_FNV_BASIS)
-        else:
-            bits = _split_mix(np.uint64(integers[position]))
-        rows[position] = np.int32(bits % num_rows)
 
 
 @kernel

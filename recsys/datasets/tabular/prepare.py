@@ -38,6 +38,7 @@ from recsys.datasets.tabular.encode import (
     RowMaker,
     TableRows,
     labels_of,
+    woven,
 )
 from recsys.datasets.tabular.encoder import encoding_of, read_rules, read_schema
 from recsys.datasets.tabular.history import Histories
@@ -347,7 +348,7 @@ def _learn_rows(
         chosen = counts.pop(table.name).chosen(rules.min_count, rules.max_rows, table.first_row)
         write_vocabulary(vocabulary_file(folder, number), values.values(), chosen, table.first_row)
         num_rows = table.first_row + len(chosen)
-        row_of = np.zeros(values.num_values, np.int32)
+        row_of = np.zeros(values.num_values + 2, np.int32)
         row_of[chosen] = np.arange(table.first_row, num_rows, dtype=np.int32)
         tables[table.name] = TableRows(num_rows, row_of)
     dense = {
@@ -496,15 +497,8 @@ def _warn_of_item_columns(item: str, found: list[str]) -> None:
 
 def _values_in_order(columns: Columns, table: Table) -> NDArray[np.int32]:
     """The values of the columns of a table: row by row, in a row column by column."""
-    if len(table.columns) == 1:
-        column = columns[table.columns[0]]
-        return column.values if isinstance(column, Bags) else column
-    bags = [
-        column if isinstance(column, Bags) else Bags(column, np.ones(len(column), np.int32))
-        for column in (columns[name] for name in table.columns)
-    ]
-    rows = np.concatenate([np.repeat(np.arange(len(bag.lengths)), bag.lengths) for bag in bags])
-    return np.concatenate([bag.values for bag in bags])[np.argsort(rows, kind="stable")]
+    bags = [Bags.of(columns[name]) for name in table.columns]
+    return bags[0].values if len(bags) == 1 else woven(bags)[0]
 
 
 def _write(
