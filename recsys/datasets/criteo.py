@@ -191,10 +191,6 @@ def _prepare(
     modulus: int | None = None,
 ) -> PrepareReport:
     require_files("raw", paths)
-    if num_threads is not None and not is_whole(num_threads, 0):
-        raise ConfigError(
-            f"num_threads must be an integer and at least 0, for one per core, got {num_threads!r}"
-        )
     num_threads = num_threads or num_cores()
     columns = [RowNumbers() for _ in range(NUM_CATEGORIES)]
     progress: tqdm[None] = tqdm(

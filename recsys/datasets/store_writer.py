@@ -20,7 +20,7 @@ import numpy as np
 from recsys._support.files import as_argument, describe_taken, flush_to_disk, is_taken
 from recsys._support.untrusted import is_int, is_text, parse_json
 from recsys.datasets.splits import SPLITS
-from recsys.errors import AlreadyExists, ConfigError, StoreError
+from recsys.errors import AlreadyExists, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -106,7 +106,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     for key, (rule, holds) in _RULES.items():
         try:
             is_good = holds(meta)
-        except (KeyError, TypeError, AttributeError, ValueError, ConfigError):
+        except (KeyError, TypeError, AttributeError, ValueError):
             is_good = False
         if not is_good:
             shown = repr(meta.get(key))[:200]
@@ -131,23 +131,6 @@ def _not_prepared(path: Path) -> StoreError:
         f"{path} is {kind}, and data must be a store, the folder that `recsys prepare` makes; "
         f"make it by {hint}"
     )
-
-
-def _require_features(features: Sequence[Feature]) -> None:
-    names = [feature.name for feature in features]
-    for name, table, kind in features:
-        rules = (
-            (names.count(name) > 1, "names must be distinct, got it twice; rename one"),
-            (
-                "." in table,
-                f"the name of its table must not have a '.', got {table!r}; give the feature "
-                f"another table, such as {table.replace('.', '_')!r}",
-            ),
-            (kind not in KINDS, f"kind must be one of {KINDS}, got {kind!r}"),
-        )
-        for is_broken, rule in rules:
-            if is_broken:
-                raise ConfigError(f"feature {name!r}: {rule}")
 
 
 def _dtypes(dense_transform: str, features: Sequence[Feature], has: Collection[str]) -> Any:
@@ -175,9 +158,10 @@ def _are_splits(meta: Mapping[str, Any]) -> bool:
 
 def _are_features(meta: Mapping[str, Any]) -> bool:
     found = features_of(meta)
-    _require_features(found)
-    return {feature.table for feature in found} == meta["num_embeddings"].keys() and all(
-        is_text(feature.name) for feature in found
+    return (
+        {feature.table for feature in found} == meta["num_embeddings"].keys()
+        and len({feature.name for feature in found}) == len(found)
+        and all(is_text(name) and "." not in table and kind in KINDS for name, table, kind in found)
     )
 
 
@@ -309,7 +293,6 @@ class StoreWriter:
 
     Raises:
         AlreadyExists: `path` exists.
-        ConfigError: a name of a feature occurs twice, or its table or kind is not valid.
     """
 
     def __init__(
@@ -323,11 +306,9 @@ class StoreWriter:
         has_groups: bool = False,
         has_times: bool = False,
     ) -> None:
-        _require_features(features or ())
         self.path = Path(path)
         self._dense_transform, self._label_names = dense_transform, list(label_names)
         self._features = features
-        self._num_bags = sum(feature.is_bag for feature in features or ())
         flags = {"weights": has_weights, "groups": has_groups, "times": has_times}
         has = [name for name, is_there in flags.items() if is_there]
         self._dtypes = _dtypes(dense_transform, features or (), has)
@@ -370,47 +351,18 @@ class StoreWriter:
         Shape:
             labels (n,), or (n, K) with `label_names`; weights, groups, times (n,); dense (n, I);
             sparse (n, F1); bag_values (v,); bag_lengths (n, F2), with sum v.
-
-        Raises:
-            ValueError: an optional array is missing or was not declared, the labels are of another
-                shape, or the lengths do not fit the values.
         """
         arrays: dict[str, NDArray[Any]] = {"labels": labels, "dense": dense, "sparse": sparse}
         optional = {"weights": weights, "groups": groups, "times": times}
         optional |= {"bag_values": bag_values, "bag_ends": bag_lengths}
         arrays |= {name: array for name, array in optional.items() if array is not None}
-        if arrays.keys() != self._dtypes.keys():
-            raise ValueError(
-                f"StoreWriter.append: a store declared with {list(self._dtypes)} needs these "
-                f"arrays, got {list(arrays)} (bag_ends stands for bag_lengths); declare what is "
-                "appended"
-            )
-        shape = (len(sparse), len(self._label_names))[: 2 if self._label_names else 1]
-        if labels.shape != shape:
-            raise ValueError(
-                f"StoreWriter.append: labels must be {shape}, as sparse and label_names are, got "
-                f"{labels.shape}"
-            )
+        assert arrays.keys() == self._dtypes.keys(), "these are not the arrays that were declared"
         if bag_values is not None and bag_lengths is not None:
-            arrays["bag_ends"] = self._ends(len(labels), bag_values, bag_lengths)
+            arrays["bag_ends"] = np.cumsum(bag_lengths, dtype=np.int64) + self._num_bag_values
             self._num_bag_values += len(bag_values)
         for name, array in arrays.items():
             self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
         self.num_samples += len(labels)
-
-    def _ends(
-        self, num_samples: int, bag_values: NDArray[np.int32], bag_lengths: NDArray[Any]
-    ) -> NDArray[np.int64]:
-        """Where bags end among the values of the whole store."""
-        ends: NDArray[np.int64] = np.cumsum(bag_lengths, dtype=np.int64)
-        is_shaped = bag_lengths.shape == (num_samples, self._num_bags)
-        if not is_shaped or bag_lengths.min(initial=0) < 0 or bag_lengths.sum() != len(bag_values):
-            raise ValueError(
-                f"StoreWriter.append: bag_lengths must be {(num_samples, self._num_bags)}, not "
-                f"negative, with sum {len(bag_values)} as bag_values has, got "
-                f"{bag_lengths.shape} with sum {bag_lengths.sum()}"
-            )
-        return ends + self._num_bag_values
 
     def finish(
         self,

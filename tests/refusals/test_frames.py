@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from recsys.datasets import prepare_table, write_store
+from recsys.datasets import Store, prepare_table, write_store
 from recsys.datasets.tabular.encoder import Encoder
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
@@ -177,7 +177,9 @@ REFUSALS = [
     ("a split alone", lambda folder: prepare(folder, {}, split=True), ConfigError, "split"),
     (
         "histories of an encoder",
-        lambda folder: Encoder(write(folder, FRAME.assign(user=1, ts=2), **GROUPS, **HISTORY)),
+        lambda folder: Encoder(
+            Store(write(folder, FRAME.assign(user=1, ts=2), **GROUPS, **HISTORY)), []
+        ),
         ConfigError,
         "--like",
     ),

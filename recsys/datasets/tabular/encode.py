@@ -435,11 +435,7 @@ class RowMaker:
     dense: Mapping[str, DenseRule]
     unknown: dict[str, int] = field(default_factory=dict)
 
-    def make(
-        self,
-        columns: Columns,
-        histories: Mapping[str, Bags] | None = None,
-    ) -> StoreRows:
+    def make(self, columns: Columns, histories: Mapping[str, Bags]) -> StoreRows:
         """The rows of a store.
 
         Args:
@@ -456,7 +452,6 @@ class RowMaker:
             if history is None:
                 features[feature.name] = self._rows(columns[feature.name], feature.name)
                 continue
-            assert histories is not None
             values, lengths = histories[feature.name]
             features[feature.name] = Bags(self.rows_of(values, history.of), lengths)
         roles = {"weights": WEIGHT, "groups": GROUP, "times": TIME}

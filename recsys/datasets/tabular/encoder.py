@@ -15,7 +15,6 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from recsys._support.files import as_argument
-from recsys.datasets.store import Store
 from recsys.datasets.tabular.encode import DenseRule, RowEncoder, RowMaker, TableRows, roles_of
 from recsys.datasets.tabular.numbering import (
     Numbers,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from recsys.datasets.store import Store
     from recsys.datasets.tabular.encode import StoreRows
     from recsys.datasets.tabular.numbering import HashedRows
 
@@ -44,18 +44,20 @@ _VALUE_KINDS = ("categorical", "multi", "sequence", "history")
 class Encoder:
     """Encodes raw rows as a store encoded its own, to predict them; use it as a context manager.
 
-        with Encoder(store) as encoder:
-            for batch in encoder.open_files(paths).batches():
+        with Encoder(store, paths) as encoder:
+            for batch in encoder.files.batches():
                 scores = model(encoder.encode(batch).as_batch())
 
     Features are read, and labels where the files have them. Groups, times, weights, the column of
-    the split and those of the filter are not.
+    the split and those of the filter are not. The files may lack the label, and labels may be
+    missing.
 
     Args:
-        store: A store that `recsys prepare table` made, or its folder.
-        num_threads: Threads that number columns; by default one per core.
+        store: A store that `recsys prepare table` made.
+        paths: The files.
 
     Attributes:
+        files: The files; `encode` takes their rows from the first one on.
         schema: The store's schema without group, times, weight, filter, split and negatives.
         unknown: How many values of each numbered column had no row of their own so far; missing
             values are not among them.
@@ -63,10 +65,10 @@ class Encoder:
     Raises:
         StoreError: the store has no schema, or its vocabularies are damaged.
         ConfigError: the schema has histories, which are made from the rows before.
+        ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
     """
 
-    def __init__(self, store: Store | str | Path, *, num_threads: int | None = None) -> None:
-        store = store if isinstance(store, Store) else Store(store)
+    def __init__(self, store: Store, paths: Sequence[str | Path]) -> None:
         schema = read_schema(store)
         if schema.history:
             labelled, others = "", ""
@@ -77,35 +79,20 @@ class Encoder:
                 f"with histories predicts stores alone; make one of {labelled}rows with `recsys "
                 f"prepare table FILES --like {as_argument(store.path)} --out STORE`{others}"
             )
-        self._numbers, self._maker = read_rules(store)
+        numbers, self._maker = read_rules(store)
         self.unknown = self._maker.unknown
         unused = ("group", "timestamp", "timestamp_format", "weight", "filter", "negatives")
         defaults = {name: Schema.model_fields[name].default for name in unused}
         # Not checked again: rows to predict may have neither a label nor negatives.
         self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
-        self._num_threads = num_threads
-        self._encoder: RowEncoder | None = None
-
-    def open_files(self, paths: Sequence[str | Path]) -> TableFiles:
-        """Open files for `encode`, which takes their rows from the first one on and names them.
-
-        The files may lack the label, and labels may be missing.
-
-        Raises:
-            ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
-        """
         way_out = "the model has it as a feature; add it, or name other files"
         optional = self.schema.label_columns
-        files = TableFiles(paths, self.schema, optional=optional, with_hash=False, way_out=way_out)
-        roles = roles_of(self.schema)
-        self._encoder = RowEncoder(
-            self.schema,
-            self._numbers,
-            grow=False,
-            without=[role for role, column in roles.items() if column not in files.columns],
-            num_threads=self._num_threads,
+        self.files = TableFiles(
+            paths, self.schema, optional=optional, with_hash=False, way_out=way_out
         )
-        return files
+        roles = roles_of(self.schema)
+        without = [role for role, column in roles.items() if column not in self.files.columns]
+        self._encoder = RowEncoder(self.schema, numbers, grow=False, without=without)
 
     def encode(self, batch: pa.RecordBatch) -> StoreRows:
         """Encode a block of rows.
@@ -114,17 +101,15 @@ class Encoder:
         Weights, groups and times are None.
 
         Args:
-            batch: The next batch of the files that `open_files` opened.
+            batch: The next batch of the files.
         """
-        assert self._encoder is not None
-        return self._maker.make(self._encoder.encode(batch))
+        return self._maker.make(self._encoder.encode(batch), {})
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._encoder is not None:
-            self._encoder.__exit__(*error)
+        self._encoder.__exit__(*error)
 
 
 def read_schema(store: Store) -> Schema:

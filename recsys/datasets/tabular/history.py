@@ -21,34 +21,25 @@ from recsys.datasets.tabular.encode import Bags, places_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Histories", "in_group_order"]
+__all__ = ["Histories"]
 
 _NO_TIMES = np.empty(0, np.int64)
-
-
-def in_group_order(groups: NDArray[np.int32], times: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """All rows, group by group, in a group by time.
-
-    Shape:
-        groups, times, result (N,).
-    """
-    if times is None:
-        return np.argsort(groups, kind="stable")
-    return np.lexsort((times, groups))
 
 
 class Histories:
     """The histories of all rows, as places in one array; 16 bytes a row beside `groups` and such.
 
     Args:
-        order: All rows, by `in_group_order`.
+        order: All rows, group by group, in a group by time.
         groups: The group of each row.
         is_listed: Whether a row is in the histories of later rows.
         times: The time of each row, by which `order` is sorted: a history ends before the first
             row of its group with an equal time. None: it ends before the row itself.
+        values: The value of each row.
+        max_length: The most values of a history.
 
     Shape:
-        order, groups, is_listed, times (N,).
+        order, groups, is_listed, times, values (N,).
     """
 
     def __init__(
@@ -56,8 +47,11 @@ class Histories:
         order: NDArray[np.int64],
         groups: NDArray[np.int32],
         is_listed: NDArray[np.bool_],
-        times: NDArray[np.int64] | None = None,
+        times: NDArray[np.int64] | None,
+        values: NDArray[np.int32],
+        max_length: int,
     ) -> None:
+        self._values, self._max_length = values, np.int32(max_length)
         self._listed = np.empty(int(np.count_nonzero(is_listed)), np.int64)
         self._ends = np.empty(len(order), np.int64)
         self._lengths = np.empty(len(order), np.int32)
@@ -71,17 +65,11 @@ class Histories:
             self._lengths,
         )
 
-    def of_rows(self, rows: NDArray[np.int64], values: NDArray[np.int32], max_length: int) -> Bags:
-        """The histories of some rows: the newest `max_length` values, oldest first.
-
-        Args:
-            rows: Row numbers.
-            values: The value of every row, (N,).
-            max_length: The most values of a history.
-        """
-        lengths = np.minimum(self._lengths[rows], np.int32(max_length))
+    def of_rows(self, rows: NDArray[np.int64]) -> Bags:
+        """The histories of some rows, by their numbers: the newest values, oldest first."""
+        lengths = np.minimum(self._lengths[rows], self._max_length)
         places = places_of(self._ends[rows] - lengths, lengths)
-        return Bags(values[self._listed[places]], lengths)
+        return Bags(self._values[self._listed[places]], lengths)
 
 
 @kernel

@@ -104,7 +104,7 @@ class Numbers:
             self._reserve_slots(most)
         if self.is_integer:
             self._integers = _with_room(self._integers, most if grow else 0)
-            integers = _integers_of(values), nulls, self._slots, self._integers
+            integers = values.fill_null(0).to_numpy(), nulls, self._slots, self._integers
             self.num_values = _number_integers_kernel(*integers, self.num_values, grow, numbers)
             return numbers
         offsets, data = _texts_of(values)
@@ -155,15 +155,13 @@ class HashedRows:
         """The row of each value, (len(values),); values are int64 or texts."""
         import pyarrow as pa
 
-        nulls, num_rows = _nulls_of(values), np.uint64(self.num_rows)
+        num_rows = np.uint64(self.num_rows)
         if pa.types.is_integer(values.type):
-            bits = _integers_of(values).astype(np.uint64)
-            if len(nulls):
-                bits[nulls] = _FNV_BASIS
+            bits = values.view(pa.uint64()).fill_null(int(_FNV_BASIS)).to_numpy()
             return (mix64(bits + GOLDEN) % num_rows).astype(np.int32)
         rows = np.empty(len(values), np.int32)
         offsets, data = _texts_of(values)
-        _hash_texts_kernel(offsets, data, nulls, num_rows, rows)
+        _hash_texts_kernel(offsets, data, _nulls_of(values), num_rows, rows)
         return rows
 
 
@@ -251,8 +249,6 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int, num_rows: int)
 
     kind, place = numbers.values().type, 0
     try:
-        if not file.is_file():  # a pipe would block
-            raise pa.ArrowInvalid("it is no file")
         with pa.OSFile(str(file), "rb") as source, pa.ipc.open_file(source) as reader:
             for index in range(reader.num_record_batches):
                 values = reader.get_batch(index).column(0)
@@ -273,18 +269,7 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int, num_rows: int)
 
 def _nulls_of(values: pa.Array) -> NDArray[np.bool_]:
     """Which values are null, (n,); (0,) if none is."""
-    if not values.null_count:
-        return _NO_NULLS
-    nulls: NDArray[np.bool_] = values.is_null().to_numpy(zero_copy_only=False)
-    return nulls
-
-
-def _integers_of(values: pa.Array) -> NDArray[np.int64]:
-    """The values, without a copy; arbitrary where they are null."""
-    data = values.buffers()[1]
-    if not len(values) or data is None:
-        return _NO_BYTES.view(np.int64)
-    return np.frombuffer(data, np.int64, len(values), 8 * values.offset)
+    return values.is_null().to_numpy(zero_copy_only=False) if values.null_count else _NO_NULLS
 
 
 def _texts_of(values: pa.Array) -> tuple[NDArray[Any], NDArray[np.uint8]]:

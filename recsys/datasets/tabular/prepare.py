@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.tabular.encode import Columns, StoreRows
     from recsys.datasets.tabular.numbering import HashedRows
-    from recsys.datasets.tabular.schema import Schema, Table
+    from recsys.datasets.tabular.schema import Negatives, Schema, Table
     from recsys.datasets.tabular.spool import Block
 
 __all__ = ["TableReport", "open_schema", "prepare_table", "write_table"]
@@ -218,19 +218,13 @@ def write_table(
             f"name the files of store {like.path} too, before the new ones",
             stacklevel=2,
         )
-    numbers, maker = (
-        ({table.name: new_numbers(table) for table in schema.tables}, None)
-        if like is None
-        else read_rules(like)
-    )
-    encoder = RowEncoder(
-        schema,
-        numbers,
-        grow=like is None,
-        num_threads=num_threads,
-    )
+    maker = None
+    if like is None:
+        numbers = {table.name: new_numbers(table) for table in schema.tables}
+    else:
+        numbers, maker = read_rules(like)
     with (
-        encoder,
+        RowEncoder(schema, numbers, grow=like is None, num_threads=num_threads) as encoder,
         StoreWriter(
             store,
             dense_transform="none",
@@ -242,18 +236,18 @@ def write_table(
         ) as writer,
         Spool(writer.folder) as spool,
     ):
-        _fill(spool, encoder, batches)
+        with closing(one_ahead(batches, "recsys-read")) as ready:
+            for batch in ready:
+                spool.append(batch.num_rows, encoder.encode(batch))
         if not spool.num_rows:
             raise DatasetFormatError("a table must have at least one row, got none")
         groups = encoder.group_numbers.values() if encoder.group_numbers else None
         rows = SpooledRows(spool, schema, groups)
         if schema.split is not ALL_FOR_TEST:
             _check_training_part(rows, like)
-        if maker is None:
-            maker = _learn_rows(rows, numbers, writer.folder)
-        else:
-            assert like is not None
+        if like is not None:
             shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
+        maker = maker or _learn_rows(rows, numbers, writer.folder)
         return _write(rows, maker, writer, sources(), like)
 
 
@@ -269,13 +263,6 @@ def _counted(batches: Iterator[pa.RecordBatch], show: bool) -> Generator[pa.Reco
         for batch in batches:
             yield batch
             progress.update(batch.num_rows)
-
-
-def _fill(spool: Spool, encoder: RowEncoder, batches: Iterator[pa.RecordBatch]) -> None:
-    """Encode all batches; a thread reads the next one meanwhile."""
-    with closing(one_ahead(batches, "recsys-read")) as ready:
-        for batch in ready:
-            spool.append(batch.num_rows, encoder.encode(batch))
 
 
 def _check_training_part(rows: SpooledRows, like: Store | None) -> None:
@@ -382,11 +369,9 @@ class _PartWriter:
         self.unknown: dict[str, dict[str, int]] = {}
         self._rows, self._maker, self._writer = rows, maker, writer
         self._schema = rows.schema
-        columns = {history.of for history in self._schema.history.values()}
-        self._history_values = {column: rows.spool.column(column) for column in columns}
         self._sampler: Sampler | None = None
         if self._schema.negatives is not None and self._schema.split is not ALL_FOR_TEST:
-            self._sampler = self._new_sampler()
+            self._sampler = self._new_sampler(self._schema.negatives)
 
     def write(self) -> dict[str, range]:
         """Write all parts; returns their sample numbers."""
@@ -398,7 +383,9 @@ class _PartWriter:
             self._maker.unknown = self.unknown[part] = {}
             histories = self._histories(code)
             for block in rows.blocks(code, names):
-                made = self._make(block, histories)
+                bags = {name: found.of_rows(block.rows) for name, found in histories.items()}
+                made = self._maker.make(block.columns, bags)
+                made.others.setdefault("labels", np.ones(len(block.rows), np.int8))
                 if code == TRAIN and self._sampler is not None:
                     made = self._with_negatives(made, block, self._sampler)
                 self._writer.append(**made.as_arrays())
@@ -411,31 +398,19 @@ class _PartWriter:
         has_both = schema.label_columns and schema.timestamp
         times = rows.spool.column(TIME) if has_both else None
         found: dict[str, Histories] = {}
-        for name in schema.history:
+        for name, history in schema.history.items():
             is_listed = rows.listed(name)
             if code == TRAIN:
                 is_listed = is_listed & (rows.codes == TRAIN)
-            found[name] = Histories(rows.in_group_order, rows.groups, is_listed, times)
+            values = rows.spool.column(history.of)
+            found[name] = Histories(
+                rows.in_group_order, rows.groups, is_listed, times, values, history.max_length
+            )
         return found
 
-    def _make(self, block: Block, histories: Mapping[str, Histories]) -> StoreRows:
-        bags: dict[str, Bags] = {}
-        for name, history in self._schema.history.items():
-            values = self._history_values[history.of]
-            bags[name] = histories[name].of_rows(block.rows, values, history.max_length)
-        made = self._maker.make(block.columns, bags)
-        made.others.setdefault("labels", np.ones(len(block.rows), np.int8))
-        return made
-
-    def _new_sampler(self) -> Sampler:
+    def _new_sampler(self, negatives: Negatives) -> Sampler:
         """What draws negatives; warns of columns with one value for each item."""
-        rows, schema, maker, negatives = (
-            self._rows,
-            self._schema,
-            self._maker,
-            self._schema.negatives,
-        )
-        assert negatives is not None
+        rows, schema, maker = self._rows, self._schema, self._maker
         is_train = rows.in_part(TRAIN)
 
         def train_rows(name: str) -> NDArray[np.int32]:

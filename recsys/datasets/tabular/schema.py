@@ -67,11 +67,6 @@ _NAMED = Path(__file__).with_name("named")
 _KINDS = ("dense", "categorical", "multi", "sequence", "history")
 # A column may be named in several of these places. In all others it has that one meaning.
 _SHARED = {"categorical", "group", "split.column", "filter"}
-# Keys that ended, and what to do instead.
-_ENDED = {
-    "weights": "the values of a bag have no weights; leave the key out",
-    "validation_from": "set validation, the share of the rows before test_from that are for it",
-}
 
 
 def _check_name(name: str) -> str:
@@ -540,8 +535,6 @@ class Schema(_Keys):
             ConfigError: the file cannot be read or is not TOML, a key is unknown, or a value is
                 not what the key accepts. The message begins with the file.
         """
-        if Path(path).exists() and not Path(path).is_file():  # a pipe would block, a device not end
-            raise ConfigError(f"schema {path} must be a file; name another")
         try:
             tree = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
@@ -797,7 +790,7 @@ def _explain(error: ValidationError) -> str:
         known = {name for model in models for name in model.model_fields} - {path[-1]}
         close = difflib.get_close_matches(path[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "docs/tables.md lists the keys"
-        return f"unknown key {key}; {_ENDED.get(path[-1], hint)}"
+        return f"unknown key {key}; {hint}"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return f"{key or 'a schema'} must be a table of keys, got {value}"
     if kind == "union_tag_invalid":

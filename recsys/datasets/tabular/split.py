@@ -15,7 +15,6 @@ import numpy as np
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.datasets.splits import SPLITS
 from recsys.datasets.tabular.encode import GROUP, PART, TIME, labels_of
-from recsys.datasets.tabular.history import in_group_order
 from recsys.datasets.tabular.numbering import HashedRows
 from recsys.datasets.tabular.schema import (
     ColumnSplit,
@@ -84,8 +83,9 @@ class SpooledRows:
     @cached_property
     def in_group_order(self) -> NDArray[np.int64]:
         """All rows, group by group, in a group by time, (N,)."""
-        times = self.spool.column(TIME) if self.schema.timestamp else None
-        return in_group_order(self.groups, times)
+        if self.schema.timestamp:
+            return np.lexsort((self.spool.column(TIME), self.groups))
+        return np.argsort(self.groups, kind="stable")
 
     def in_part(self, code: int) -> NDArray[np.bool_]:
         """Whether each row is a sample of a part, (N,)."""
@@ -192,7 +192,7 @@ def split_last_one_out(
     Groups with fewer than three samples are for training, with all their rows.
 
     Args:
-        order: All rows, by `in_group_order`.
+        order: All rows, group by group, in a group by time.
         groups: The group of each row.
         is_sample: Whether each row is a sample; others are for training.
 

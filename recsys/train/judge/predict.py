@@ -120,8 +120,8 @@ def predict_run(
             assert isinstance(saved.source, Store)
             samples = _StoreSamples(saved.source, batch_size)
         else:
-            encoder = Encoder(_store_of_run(run_dir, saved))
-            samples = _FileSamples(stack.enter_context(encoder), data, batch_size)
+            encoder = Encoder(_store_of_run(run_dir, saved), data)
+            samples = _FileSamples(stack.enter_context(encoder), batch_size)
         file = stack.enter_context(appearing_whole(out))
         num_samples = _write(saved, samples, file)
     return PredictReport(
@@ -199,8 +199,7 @@ class _FileSamples:
     """The rows of files, encoded as a store encoded its own.
 
     Args:
-        encoder: Encodes rows.
-        paths: The files.
+        encoder: Reads the files and encodes their rows.
         batch_size: B.
 
     Attributes:
@@ -208,9 +207,8 @@ class _FileSamples:
         dense_names: The dense features.
     """
 
-    def __init__(self, encoder: Encoder, paths: Sequence[str | Path], batch_size: int) -> None:
-        self._encoder, self._batch_size = encoder, batch_size
-        self._files = encoder.open_files(paths)
+    def __init__(self, encoder: Encoder, batch_size: int) -> None:
+        self._encoder, self._batch_size, self._files = encoder, batch_size, encoder.files
         self.has_labels = encoder.schema.label in self._files.columns
         self.dense_names = list(encoder.schema.dense)
 

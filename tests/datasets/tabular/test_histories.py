@@ -1,6 +1,6 @@
 import numpy as np
 
-from recsys.datasets.tabular.history import Histories, in_group_order
+from recsys.datasets.tabular.history import Histories
 
 
 def histories_of(groups, is_listed, times=None, *, ends_at_equal_times=False, max_length=9):
@@ -8,13 +8,14 @@ def histories_of(groups, is_listed, times=None, *, ends_at_equal_times=False, ma
     groups = np.array(groups, np.int32)
     times = None if times is None else np.array(times, np.int64)
     histories = Histories(
-        in_group_order(groups, times),
+        np.argsort(groups, kind="stable") if times is None else np.lexsort((times, groups)),
         groups,
         np.array(is_listed, np.bool_),
         times if ends_at_equal_times else None,
+        np.arange(len(groups), dtype=np.int32),
+        max_length,
     )
-    rows = np.arange(len(groups))
-    found = histories.of_rows(rows, rows.astype(np.int32), max_length)
+    found = histories.of_rows(np.arange(len(groups)))
     return [each.tolist() for each in np.split(found.values, np.cumsum(found.lengths)[:-1])]
 
 

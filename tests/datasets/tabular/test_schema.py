@@ -188,7 +188,7 @@ REFUSED = [
         ({**SMALL, "timestamp": "t", "split": {"by": "timestamp", **keys}}, name)
         for keys, name in (
             ({"test_from": "soon"}, "split.test_from.*soon"),
-            ({"test_from": 5, "validation_from": 4}, "split.validation_from.*validation"),
+            ({"test_from": 5, "validation_from": 4}, "unknown key split.validation_from"),
         )
     ],
     ({**SMALL, "negatives": {"item": "c"}}, "negatives.*label"),

@@ -9,6 +9,7 @@ import pytest
 from recsys.datasets import write_store
 from recsys.datasets.tabular import prepare
 from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.split import SpooledRows
 from recsys.datasets.tabular.spool import Spool
 
 
@@ -29,17 +30,17 @@ def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_preparation_leaves_is_named_by_the_next_one(tmp_path, monkeypatch):
-    stores, left, fill = tmp_path / "stores", tmp_path / "left", prepare._fill
+    stores, left = tmp_path / "stores", tmp_path / "left"
     frame = pd.DataFrame({"click": [0, 1] * 10, "ad": ["x", "y", "z", "x"] * 5})
     schema = Schema.from_dict({"label": "click", "categorical": {"ad": {}}})
 
-    def fill_and_look(*arguments):
-        fill(*arguments)
+    def look(*arguments):
         shutil.copytree(stores, left)
+        return SpooledRows(*arguments)
 
-    monkeypatch.setattr(prepare, "_fill", fill_and_look)
-    write_store(frame, schema, stores / "store")
-    monkeypatch.setattr(prepare, "_fill", fill)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "SpooledRows", look)
+        write_store(frame, schema, stores / "store")
     shutil.rmtree(stores)
     left.rename(stores)
     (folder,) = stores.iterdir()

@@ -54,8 +54,8 @@ def test_a_store_like_one_with_text_labels(tmp_path, kind):
 def test_rows_to_predict_may_lack_text_labels(tmp_path, kind, bought, expected):
     write_store(rows(), SCHEMA, tmp_path / "store")
     file = write_file(rows(bought=bought), tmp_path / f"new.{kind}")
-    with Encoder(tmp_path / "store") as encoder:
-        (batch,) = encoder.open_files([file]).batches()
+    with Encoder(Store(tmp_path / "store"), [file]) as encoder:
+        (batch,) = encoder.files.batches()
         assert encoder.encode(batch).others["labels"].tolist() == expected
 
 
