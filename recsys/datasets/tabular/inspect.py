@@ -451,7 +451,11 @@ class _Guess:
                 self._choose_event(self.event)
             split = {"by": "last_one_out"}
             why = f"the last row of each group by {'time' if has_time else 'order in the file'}"
-            if not has_time and self._is_in_item_order():
+            groups, items = (self.facts[name].array for name in (tree["group"], self.item))
+            is_same = pc.equal(groups[1:], groups[:-1])
+            is_later = pc.greater_equal(items[1:], items[:-1]).filter(is_same)
+            is_in_order = len(is_later) > 100 and pc.mean(is_later).as_py() > 0.95
+            if not has_time and is_in_order:
                 split = {"by": "random", **shares}
                 why = f"rows of a group are in order of {self.item!r}, not of time"
             elif has_time or "split" not in tree or self.facts[tree["group"]].stem in _SESSIONS:
@@ -553,13 +557,6 @@ class _Guess:
                     return f"where {words}, {self.tree['label']!r} is always {label}"
         return ""
 
-    def _is_in_item_order(self) -> bool:
-        """Whether the rows of a group stand together, by their item."""
-        groups, items = (self.facts[name].array for name in (self.tree["group"], self.item))
-        is_same = pc.equal(groups[1:], groups[:-1])
-        is_later = pc.greater_equal(items[1:], items[:-1]).filter(is_same)
-        return len(is_later) > 100 and pc.mean(is_later).as_py() > 0.95
-
     def _sorted_by(self, labels: NDArray[np.int8]) -> str:
         """The label or the group, if rows with one value of it stand together; else ""."""
         share = float(np.mean(labels == 1))
@@ -576,8 +573,9 @@ class _Guess:
         """The column without a meaning whose name is the earliest of `names`, and that fits."""
         free = [facts for facts in self.facts.values() if not self.reasons[facts.name]]
         by_name = {facts.stem: facts for facts in reversed(free)}
-        found = (by_name[name] for name in names if name in by_name)
-        return next(filter(fits, found), None)
+        return next(
+            (by_name[name] for name in names if name in by_name and fits(by_name[name])), None
+        )
 
     def _take(self, role: str, facts: _Facts, why: str) -> None:
         self.tree[role] = facts.name

@@ -659,7 +659,6 @@ def _kind_of(path: str) -> str:
 
 
 def _open(path: str) -> BinaryIO:
-    """Open a file, or a URL by fsspec."""
     if "://" not in path:
         return Path(path).open("rb")
     system, name = _system_of(path)
