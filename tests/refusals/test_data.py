@@ -102,12 +102,6 @@ REFUSALS = [
     ("no file", lambda _: prepare_criteo_kaggle([], "store"), ConfigError, "raw_files"),
     ("no list", lambda _: prepare_criteo_kaggle("train.txt", "store"), ConfigError, "raw_files"),
     (
-        "threads below 0",
-        lambda folder: prepare(folder, "train.txt", GOOD, num_threads=-1),
-        ConfigError,
-        "num_threads",
-    ),
-    (
         "a file named twice",
         lambda folder: prepare_twice(folder, prepare_criteo_kaggle, "train.txt"),
         ConfigError,

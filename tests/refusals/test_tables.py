@@ -2,7 +2,6 @@
 
 import functools
 import gzip
-import os
 
 import pytest
 
@@ -50,11 +49,6 @@ def damaged_names(folder):
     file = folder / "a.parquet"
     pq.write_table(pa.table({"y": [1], "cafe": ["x"]}), file, store_schema=False)
     read_bytes(folder, file.read_bytes().replace(b"cafe", b"caf\xff"), name="a.parquet")
-
-
-def pipe_of_a_schema(folder):
-    os.mkfifo(folder / "a.toml")
-    Schema.from_toml(folder / "a.toml")
 
 
 def schema_of(folder, data):
@@ -161,7 +155,6 @@ SETTINGS = [
     ("no list", lambda _: TableFiles("a.csv", Schema.from_dict({"label": "y", **ANY})), "files"),
     ("no schema", lambda folder: Schema.from_toml(folder / "a.toml"), "a.toml"),
     ("a folder as a schema", Schema.from_toml, "file"),
-    ("a pipe as a schema", pipe_of_a_schema, "a.toml"),
     *[
         (f"a schema of {data}", functools.partial(schema_of, data=data), "a.toml")
         for data in (b"label = ", b'label = "y"', b"label = '\xff'")

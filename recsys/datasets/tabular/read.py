@@ -595,7 +595,7 @@ class _Tap:
         return data
 
     def close(self) -> None:
-        """Do nothing: whoever opened the stream closes it."""
+        """Do nothing: the code that opened the stream closes it."""
 
 
 class _Quotes:
