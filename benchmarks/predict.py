@@ -139,7 +139,7 @@ def _train(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def _predict(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
-    from recsys.train.judge.predict import predict_run
+    from recsys.train.predict import predict_run
 
     prepare_process()  # as `recsys predict` does, and as training does
     out = run_dir.parent / f"scores-{time.monotonic_ns()}.parquet"

@@ -23,7 +23,7 @@ from torch.nn import functional
 import recsys
 from recsys._support.machine import describe_environment
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
-from recsys.train.metrics.metrics import evaluate_logits
+from recsys.train.metrics import evaluate_logits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,14 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CALLBACKS", "IS_HIGHER_BETTER", "EarlyStoppingConfig", "check_callbacks"]
+__all__ = [
+    "CALLBACKS",
+    "IS_HIGHER_BETTER",
+    "KEPT",
+    "RANKING_METRICS",
+    "EarlyStoppingConfig",
+    "check_callbacks",
+]
 
 CALLBACKS = ("tensorboard", "mlflow", "wandb")
 # The metrics of an evaluation during training that say how good predictions are.
@@ -22,7 +29,11 @@ IS_HIGHER_BETTER = {
     "accuracy": True,
     "logloss": False,
     "normalized_entropy": False,
+    "recall_at_k": True,
+    "ndcg_at_k": True,
 }
+RANKING_METRICS = ("recall_at_k", "ndcg_at_k")
+KEPT = ("best", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,8 @@ class EarlyStoppingConfig:
     min_delta: float = key(
         0.0, "an evaluation that is better by more than this is an improvement", least=0
     )
+
+    keep: str = key("best", "weights that the run saves and evaluates at its end", choices=KEPT)
 
     def __post_init__(self) -> None:
         check_fields(self)

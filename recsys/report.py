@@ -63,6 +63,7 @@ _METRICS_OF_RUNS = (
     "calibration",
     "accuracy",
     "num_samples",
+    "num_positives",
     "gauc",
     "num_groups",
     "num_groups_left_out",
@@ -90,7 +91,7 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     rows = {
         name.replace("at_k", f"at {k}").replace("_", " "): values
         for name, values in found.items()
-        if name == "auc" or set(values) != {None}
+        if set(values) != {None}
     }
     width = max(20, *(len(title) + 2 for title in rows))
     lines = [
@@ -135,6 +136,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     num_bytes = sum(4 * size * dims[table] for table, size in sizes.items())
     rate, peak = throughput["samples_per_second"], record["peak_memory_bytes"]
     processes, skipped = record.get("processes"), record.get("skipped")
+    environment = record["environment"]
     lines = [*_outcome(record, run_dir), format_metrics(record["metrics"])]
     if ((record["metrics"]["test"] or {}).get("normalized_entropy") or 0) > _LEARNED_LITTLE:
         lines.append(
@@ -156,9 +158,12 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         "samples/s": "-" if rate is None else f"{rate:,.0f}",
         "training": f"{throughput['num_samples']:,} samples in {throughput['train_seconds']:.1f} "
         f"s; evaluation took {record['stalls']['evaluate_seconds']:.1f} s more",
+        "stages": format_stalls(record["stalls"]),
         **_tiers(record["tiers"], config["budget"]),
         **_skipping(skipped),
         "peak memory": "-" if peak is None else format_bytes(peak),
+        "machine": f"{record['started']}; {environment['gpu'] or environment['cpu']}, "
+        f"{environment['num_cores']} cores, torch {environment['torch']}",
         "saved": f"{run_dir}/: {', '.join(sorted(file.name for file in run_dir.iterdir()))}",
     }
     if processes is not None:
@@ -166,7 +171,6 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
             f"{processes['num_ranks']}; tiers, stages and memory are those of the first process"
         )
     lines += ["", *(f"{name:<20}{text}" for name, text in facts.items())]
-    lines += ["", format_stalls(record["stalls"])]
     return "\n".join(lines)
 
 
@@ -186,10 +190,11 @@ def _outcome(record: Mapping[str, Any], run_dir: Path) -> list[str]:
         if stopped.get("metric") is not None:
             reason = (
                 f"the best {stopped['metric']} on the {stopped['split']} split was "
-                f"{stopped['best']:.4f} at step {stopped['best_step']:,}; the model is that of the "
-                "last step"
+                f"{stopped['best']:.4f} at step {stopped['best_step']:,}"
             )
         lines.append(f"stopped early at step {stopped['step']:,}: {reason}")
+    if record["model_step"] not in (None, record["throughput"]["num_steps"]):
+        lines.append(f"the model is that of the best evaluation, at step {record['model_step']:,}")
     return lines
 
 
@@ -252,6 +257,7 @@ METRICS = {
     "seconds_to_target_auc": ("seconds to {target_split} AUC {target_auc}", "{:.2f}"),
 }
 _ALWAYS = ("auc", "logloss", "throughput")
+_TIMES = ("train_seconds", "throughput", "seconds_to_target_auc")
 _WITH_RATIOS = ("train_seconds", "throughput", "num_trained", "seconds_to_target_auc")
 
 
@@ -466,11 +472,37 @@ def _cell(row: Mapping[str, Any]) -> str:
     return text
 
 
+def _verdict(record: Mapping[str, Any]) -> str:
+    """Which variation won, by the interval of its difference from the baseline; "" without one."""
+    config, found = record["config"], list[Any]()
+    for metric in ("auc", "recall_at_k"):
+        found = found or [
+            entry
+            for entry in record.get("differences", ())
+            if entry["metric"] == metric and entry["mean"] is not None
+        ]
+    if not found:
+        return ""
+    best = max(found, key=lambda entry: entry["mean"])
+    title, baseline = column_title(best["metric"], config), config["baseline"]
+    if best["low"] is None:
+        return f"No variation won: with one seed each, nothing tells {title} from chance."
+    if best["low"] > 0:
+        return f"{best['variation']} won: its {title} is above {baseline}'s by {_difference(best)}."
+    if best["high"] < 0:
+        return f"{baseline} won: its {title} is above that of every other variation."
+    return f"No variation won: none has a {title} whose interval lies above {baseline}'s."
+
+
 def _difference(entry: Mapping[str, Any]) -> str:
     mean, low, high = (
         format_number(entry["metric"], entry[key], entry["kind"]) for key in ("mean", "low", "high")
     )
-    return mean if entry["low"] is None else f"{mean} ({low} to {high})"
+    # Two times say nothing of others: the machine, too, changes between them.
+    has_interval = entry["low"] is not None and not (
+        entry["metric"] in _TIMES and entry["num_pairs"] < 3
+    )
+    return f"{mean} ({low} to {high})" if has_interval else mean
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:
@@ -499,7 +531,7 @@ def format_ablation(record: Mapping[str, Any]) -> str:
         # A name may hold what Markdown reads as its own.
         texts = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
         parts += [note, "\n".join(f"| {' | '.join(row)} |" for row in texts)]
-    return "\n\n".join([*parts, *_notes(record)])
+    return "\n\n".join(filter(None, [_verdict(record), *parts, *_notes(record)]))
 
 
 # Pages
@@ -554,6 +586,7 @@ def _ablation_files(folder: Path) -> dict[str, str]:
         record,
         config["base"],
         draw_variations([(cell["variation"], cell["curve"]) for cell in record["cells"]]),
+        summary=_verdict(record),
         tables=_tables(record),
         notes=_notes(record),
         variations=[(name, _text(keys)) for name, keys in config["variations"].items()],

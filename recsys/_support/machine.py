@@ -32,7 +32,6 @@ __all__ = [
     "peak_memory_bytes",
     "quotas_of_groups",
     "return_freed_memory",
-    "seconds_without_core",
     "set_num_threads",
     "tune_allocator",
 ]
@@ -104,18 +103,6 @@ def _busy_ticks() -> int:
             if name in names:  # user, nice, system, idle, waiting for disks, ...
                 ticks += sum(map(int, columns[:8])) - int(columns[3]) - int(columns[4])
     return ticks
-
-
-def seconds_without_core() -> float | None:
-    """Seconds for which threads of this process could run and had no core; None if not known.
-
-    Those of threads that have ended are not counted.
-    """
-    files, waited = [*Path("/proc/self/task").glob("*/schedstat")], 0
-    for file in files:
-        with suppress(OSError, IndexError, ValueError):  # the thread has ended
-            waited += int(file.read_text().split()[1])
-    return waited / 1e9 if files else None
 
 
 def tune_allocator() -> bool:

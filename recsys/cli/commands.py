@@ -293,7 +293,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         require_data(options.data)
 
     from recsys.report import format_metrics, format_unknown
-    from recsys.train.judge.evaluation import evaluate_run, unknown_values
+    from recsys.train.evaluate import evaluate_run, unknown_values
 
     metrics = {
         split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
@@ -312,7 +312,7 @@ def _predict(options: argparse.Namespace) -> int:
 
     from recsys._support.machine import tune_allocator
     from recsys.report import format_unknown
-    from recsys.train.judge.predict import predict_run
+    from recsys.train.predict import predict_run
 
     tune_allocator()
     report = predict_run(

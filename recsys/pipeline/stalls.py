@@ -138,21 +138,14 @@ def describe_stalls(clock: StageClock) -> dict[str, Any]:
 
 
 def format_stalls(stalls: Mapping[str, Any]) -> str:
-    """Format the stages of training as a table, with the longest one.
+    """The stages of training in one line, each with its share of the time.
 
     Args:
-        stalls: As returned by `describe_stalls`; evaluation is left out.
+        stalls: As returned by `describe_stalls`; evaluation, and stages below 1 %, are left out.
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
-    if not training.get("skip"):
-        training.pop("skip", None)  # nothing is skipped
     total = sum(training.values())
-    if not total:
-        return "no step was made"
-    lines = [f"{'stage':<20}{'seconds':>10}{'share':>8}"]
-    lines += [
-        f"{stage_title(stage):<20}{spent:>10.2f}{spent / total:>8.1%}"
-        for stage, spent in training.items()
-    ]
-    return "\n".join([*lines, f"{stage_title(stalls['binding'])} takes the most time"])
+    shares = {stage_title(stage): spent / total for stage, spent in training.items() if total}
+    found = [f"{title} {share:.0%}" for title, share in shares.items() if share >= 0.01]
+    return ", ".join(found) or "no step was made"

@@ -14,7 +14,7 @@ from recsys._support.sizes import round_up_as_written
 from recsys.batch import features_by_table
 from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
 from recsys.errors import ConfigError
-from recsys.train.callbacks.run_callbacks import callbacks_of
+from recsys.train.callbacks import callbacks_of, require_metric
 from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch
 from recsys.train.parts.build import (
     INIT_FROM_NEEDS,
@@ -84,9 +84,10 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
             "a dry run builds tables without memory, which embeddings 'fbgemm' cannot; leave out "
             "--dry-run, or size embeddings 'torch', whose rows take the same"
         )
-    callbacks = callbacks_of(config)
+    callbacks_of(config)
     source = open_source(config)
-    callbacks.require(config, source)
+    if config.early_stopping.patience:
+        require_metric(config, source)
     first_model = open_first_model(config, source)
     RunFolder.require_place(run_dir)
     tables, model = _size_tables(config, source, cold_folder(config, run_dir))

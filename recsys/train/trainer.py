@@ -1,38 +1,43 @@
 """One training run, from a configuration to a folder of results.
 
-`_prepare` builds the parts of a run, and `_train` trains, evaluates and saves the results.
+Read it from top to bottom: `train` finds the run to continue, `_build` makes the parts of the run,
+and `Trainer.train` trains, evaluates, saves and writes the record. A step ends in
+`Trainer._after_step`.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm.auto import tqdm  # in a notebook, its own bar
 
 from recsys._support.config_fields import flat
 from recsys._support.files import alone_in, make_folders
 from recsys._support.machine import (
     describe_environment,
     return_freed_memory,
-    seconds_without_core,
     set_num_threads,
     tune_allocator,
 )
 from recsys.config import TrainConfig, describe_config
-from recsys.errors import TrainingDiverged
+from recsys.config_callbacks import RANKING_METRICS
+from recsys.errors import ConfigError, TrainingDiverged
+from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
-from recsys.train.callbacks.run_callbacks import RunCallbacks, callbacks_of
+from recsys.train.callbacks import RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint.contents import errors_of_state
-from recsys.train.judge.evaluation import evaluate_split, with_ranking
+from recsys.train.evaluate import evaluate_split, with_ranking
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
-from recsys.train.loop.progress import Progress
+from recsys.train.loop.progress import LOWER_LR, Progress
 from recsys.train.loop.settings_warnings import (
     warn_of_no_effect,
     warn_of_other_rates,
@@ -55,18 +60,28 @@ from recsys.train.parts.build import (
 from recsys.train.ranks.launched import processes_of
 from recsys.train.run_files.curves import plot_curves
 from recsys.train.run_files.run_folder import RunFolder
-from recsys.train.training_loop import Run, build_schedulers, continue_at, fit, num_seen_by
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from recsys._support.machine import Threads
     from recsys.batch import SampleSource
-    from recsys.train.callbacks.callback import Callback
+    from recsys.config import LearningRateConfig
+    from recsys.datasets.loader import BatchLoader
+    from recsys.pipeline import TrainPipeline
+    from recsys.train.callbacks import Callback
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
-    from recsys.train.ranks.processes import Processes
+    from recsys.train.loop.run_checkpoints import RunCheckpoints
+    from recsys.train.metrics import Metrics
+    from recsys.train.ranks.processes import BuiltModel, Processes
 
 __all__ = ["train"]
+
+_REPORTS_PER_RUN = 100
 
 
 def train(
@@ -131,7 +146,7 @@ def train(
             return earlier.record
         show = show_progress and not processes.rank
         # In no variable here: the model is gone when contexts end, before its files are deleted.
-        return _train(_prepare(config, processes, earlier, stack, callbacks, show), stack)
+        return _build(config, processes, earlier, stack, callbacks, show).train(stack)
 
 
 def _free_memory() -> None:
@@ -140,91 +155,14 @@ def _free_memory() -> None:
     return_freed_memory()
 
 
-def _train(run: Run, stack: ExitStack) -> dict[str, Any]:
-    """Train, save and evaluate the model of a run, and write its record; `stack` ends after it."""
-    callbacks, checkpoints, progress = run.callbacks, run.checkpoints, run.progress
-    split = run.config.eval.split
-    metrics: dict[str, Any] = {"test": None, "validation": None}
-    record: dict[str, Any] = {
-        "status": "failed",
-        "config": describe_config(run.config),
-        "environment": describe_environment(),
-        "data": describe_source(run.loader.source),
-        "metrics": metrics,
-        "throughput": progress.throughput(),
-        "resumed": run.resumed,
-    }
-    stack.push(lambda _, error, __: callbacks.end(record, error))
-    try:
-        with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
-            callbacks.start(run.folder.path, record)
-            begin = time.perf_counter(), seconds_without_core()
-            with progress:
-                fit(run, interrupted)
-            record["threads"] = _threads(run, *begin)
-            metrics[split] = progress.last_evaluation
-            is_finished = _save_and_evaluate(run, metrics, interrupted)
-            record["status"] = "finished" if is_finished else "interrupted"
-    except KeyboardInterrupt:
-        metrics[split] = metrics[split] or progress.last_evaluation
-        record["status"] = "interrupted"
-        if checkpoints is not None:
-            checkpoints.give_up()
-        raise
-    except TrainingDiverged:
-        metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged
-        record["status"] = "diverged"
-        raise
-    finally:
-        _write_record(run, record)
-    plot_curves(run.folder)
-    return record
-
-
-def _save_and_evaluate(run: Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
-    """Save the model, and evaluate it if it was trained to the end; whether the run is finished.
-
-    Arguments are as for `_evaluate_at_end`.
-    """
-    checkpoints, callbacks, clock = run.checkpoints, run.callbacks, run.pipeline.clock
-    is_whole = run.progress.num_samples == run.num_samples or callbacks.stopped is not None
-    if checkpoints is not None and not is_whole:
-        checkpoints.wait()
-    if run.config.save_model:
-        run.processes.save_model(run.folder, run.built)
-    else:
-        run.folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
-    is_finished = False
-    if is_whole:
-        clock.start()
-        is_finished = _evaluate_at_end(run, metrics, interrupted)
-        clock.mark("evaluate")
-    if is_finished:
-        run.folder.append_history({**run.progress.position(), **metrics})
-    if checkpoints is not None:
-        checkpoints.end()
-        callbacks.checkpoints(checkpoints.newly_complete())
-    return is_finished
-
-
-def _write_record(run: Run, record: dict[str, Any]) -> None:
-    """Write the record of a run that has ended in any way."""
-    try:
-        if run.checkpoints is not None and record["status"] in ("failed", "diverged"):
-            run.checkpoints.close()
-    finally:
-        record |= _measured(run)
-        run.folder.write_record(record)
-
-
-def _prepare(
+def _build(
     config: TrainConfig,
     processes: Processes,
     earlier: Reopened | None,
     stack: ExitStack,
     given: Sequence[Callback],
     show_progress: bool,
-) -> Run:
+) -> Trainer:
     """Build the parts of a run, make its folder, and restore the run to continue.
 
     Args:
@@ -252,7 +190,6 @@ def _prepare(
     with processes.warnings_once():
         warn_of_threads(config.num_threads)
         warn_of_no_effect(config, full_steps)
-        callbacks.warn_of_no_effect(full_steps.num_evaluations(config.eval.every_steps))
         pipeline = build_pipeline(
             built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
         )
@@ -266,26 +203,47 @@ def _prepare(
         skips=pipeline.skipping is not None,
         callbacks=callbacks,
     )
-    run = Run(
+    run = Trainer(
         config=config,
         processes=processes,
         folder=folder,
         loader=loader,
         built=built,
         pipeline=pipeline,
-        schedulers=build_schedulers(config.lr_schedule, built.optimizers, full_steps.num_steps),
+        schedulers=_build_schedulers(config.lr_schedule, built.optimizers, full_steps.num_steps),
         full_steps=full_steps,
         num_samples=num_samples,
         progress=progress,
         callbacks=callbacks,
         threads=threads,
+        shows_progress=show_progress,
     )
     if earlier is not None:
-        _continue(run, earlier)
+        run.resume(earlier)
     if show_progress:
         tqdm.write(run.threads.describe(), file=sys.stderr)
+        for last in run.resumed[-1:]:
+            number, step = last["checkpoint"], last["step"]
+            tqdm.write(f"continues at step {step:,}, from checkpoint {number}", file=sys.stderr)
     run.checkpoints = processes.checkpoints(config, folder, built, earlier)
     return run
+
+
+def _build_schedulers(
+    config: LearningRateConfig, optimizers: Sequence[Optimizer], num_steps: int
+) -> list[LambdaLR]:
+    """Schedulers that are stepped after every training step; none if rates are constant.
+
+    Args:
+        config: The schedule, the same for the dense part and the rows.
+        optimizers: New optimizers, whose rates are the full ones.
+        num_steps: Steps of the run.
+    """
+    if config.is_constant:
+        return []
+    return [
+        LambdaLR(optimizer, lambda step: config.factor(step, num_steps)) for optimizer in optimizers
+    ]
 
 
 def _checked(
@@ -300,10 +258,16 @@ def _checked(
     )
     source = open_source(config)
     is_new = earlier is None or earlier.saved is None
+    if callbacks.keeps_best is not None and processes.num_ranks > 1:
+        raise ConfigError(
+            f"early_stopping.keep must be 'last' on {processes.num_ranks} processes, got 'best'; "
+            "change it, or train on one process"
+        )
     # A checkpoint has the rows, so a run that continues does not read `init_from`.
     processes.require(config if is_new else replace(config, init_from=""), source)
     first_model = open_first_model(config, source) if is_new else None
-    callbacks.require(config, source)
+    if config.early_stopping.patience:
+        require_metric(config, source)
     if earlier is None:
         RunFolder.require_place(processes.own_dir)
     return callbacks, source, first_model
@@ -317,71 +281,357 @@ def _new_folder(config: TrainConfig, processes: Processes, stack: ExitStack) -> 
     return RunFolder.create(processes.own_dir, config)  # is refused if another run began first
 
 
-def _continue(run: Run, earlier: Reopened) -> None:
-    """Restore a run from its checkpoint; without one it starts from the first sample."""
-    history_bytes = 0
-    if earlier.saved is not None:
-        of_run = run.processes.restore(run.folder, earlier, run.built)
-        with errors_of_state(f"checkpoint {earlier.saved.number}"):
-            history_bytes = run.load_state_dict(of_run, earlier.saved.number)
-        step = run.full_steps.advance(run.progress.num_steps, num_seen_by(run.pipeline))
-        continue_at(run.schedulers, step)
-        with run.processes.warnings_once():
-            warn_of_other_rates(earlier.config, run.config, run.full_steps)
-    run.folder.continue_run(run.config, history_bytes)
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a run that trains.
 
-
-def _measured(run: Run) -> dict[str, Any]:
-    """What the record of a run that has ended says of its time and its memory."""
-    pipeline, progress, checkpoints = run.pipeline, run.progress, run.checkpoints
-    return {
-        "throughput": progress.throughput(),
-        "stalls": describe_stalls(pipeline.clock),
-        "schedule": describe_schedule(pipeline, run.loader),
-        "processes": run.processes.describe(),
-        "tiers": describe_tiers(run.built.saved),
-        "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
-        "checkpoints": None if checkpoints is None else checkpoints.describe(),
-        "stopped_early": run.callbacks.stopped,
-        "peak_memory_bytes": progress.peak_memory_bytes,
-    }
-
-
-def _threads(run: Run, begin: float, waited_before: float | None) -> dict[str, Any]:
-    """Threads of training, and the share of their time for which they had no core."""
-    threads, waited = run.threads, seconds_without_core()
-    described: dict[str, Any] = threads._asdict()
-    described["share_without_core"] = None
-    if waited is not None and waited_before is not None:
-        seconds = threads.num_threads * (time.perf_counter() - begin)
-        # Waits of threads that have ended are not in the sum any more.
-        described["share_without_core"] = min(1.0, max(0.0, waited - waited_before) / seconds)
-    return described
-
-
-def _evaluate_at_end(run: Run, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
-    """Evaluate the whole test and validation splits.
-
-    Args:
-        run: The run.
-        metrics: Gets the metrics of each split as soon as they are known, as the run record holds
-            them.
-        interrupted: Once it is set, no further split is evaluated. A signal from before does not
-            count: the training that it ended is over.
-
-    Returns:
-        Whether both splits were evaluated.
+    Attributes:
+        threads: The threads that compute. A resumed run keeps a number that was chosen for it:
+            floats of the dense part may be summed in another order by another number.
+        resumed: For each time that the run was continued from a checkpoint: the `step` it continued
+            after, and the number of the `checkpoint`.
+        model_step: The step whose weights were saved and evaluated; None before the end.
     """
-    model, source, processes = run.built.train_model, run.loader.source, run.processes
-    keys = run.config.eval
-    interrupted.clear()
-    interrupted.ends_after = "the metrics of this split"
-    with autocast(run.config):
-        for split in ("test", "validation"):
-            if any(processes.any_of(interrupted.is_set())):
-                return False
-            found = evaluate_split(model, source, split, keys.batch_size, processes=processes)
-            metrics[split] = found.as_dict()
-            # A ranking may take minutes, and a second Ctrl-C may end it.
-            metrics[split] = with_ranking(found, model, source, split, keys).as_dict()
-    return True
+
+    config: TrainConfig
+    processes: Processes
+    folder: RunFolder
+    loader: BatchLoader | HotColdLoader
+    built: BuiltModel
+    pipeline: TrainPipeline
+    schedulers: Sequence[LambdaLR]
+    full_steps: FullSteps
+    num_samples: int
+    progress: Progress
+    callbacks: RunCallbacks
+    threads: Threads
+    shows_progress: bool
+    checkpoints: RunCheckpoints | None = None
+    model_step: int | None = None
+    resumed: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it has written a checkpoint."""
+        return self.checkpoints is not None and self.checkpoints.has_saved
+
+    def train(self, stack: ExitStack) -> dict[str, Any]:
+        """Train, save and evaluate the model, and write the record; `stack` ends after it."""
+        callbacks, progress, split = self.callbacks, self.progress, self.config.eval.split
+        metrics: dict[str, Any] = {"test": None, "validation": None}
+        record: dict[str, Any] = {
+            "status": "failed",
+            "started": datetime.now().astimezone().isoformat(" ", "seconds"),
+            "config": describe_config(self.config),
+            "environment": describe_environment(),
+            "data": describe_source(self.loader.source),
+            "metrics": metrics,
+            "throughput": progress.throughput(),
+            "threads": self.threads._asdict(),
+            "resumed": self.resumed,
+        }
+        stack.push(lambda _, error, __: callbacks.end(record, error))
+        try:
+            with interrupts(has_checkpoints=self.checkpoints is not None) as interrupted:
+                callbacks.start(self.folder.path, record)
+                stopping = callbacks.keeps_best
+                if stopping is not None and not self.folder.best_file(stopping.best_step).is_file():
+                    stopping.forget_best()  # of a checkpoint, and a better one followed it
+                with progress:
+                    self.fit(interrupted)
+                metrics[split] = progress.last_evaluation
+                is_finished = self._finish(metrics, interrupted)
+                record["status"] = "finished" if is_finished else "interrupted"
+        except KeyboardInterrupt:
+            metrics[split] = metrics[split] or progress.last_evaluation
+            record["status"] = "interrupted"
+            if self.checkpoints is not None:
+                self.checkpoints.give_up()
+            raise
+        except TrainingDiverged:
+            metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged
+            record["status"] = "diverged"
+            raise
+        finally:
+            try:
+                if self.checkpoints is not None and record["status"] in ("failed", "diverged"):
+                    self.checkpoints.close()
+            finally:
+                record |= self._measured()
+                self.folder.write_record(record)
+        plot_curves(self.folder)
+        return record
+
+    def fit(self, interrupted: Interrupted) -> None:
+        """Train; returns after the last epoch, or once `interrupted` is set.
+
+        It also returns after the step in which a callback asks for it.
+
+        Raises:
+            TrainingDiverged: the loss is no longer finite.
+        """
+        pipeline, progress = self.pipeline, self.progress
+        if self.callbacks.stopped is not None:  # killed after its last step
+            return
+        self.built.train_model.train()
+        pipeline.clock.start()
+        if self.checkpoints is not None:
+            self.checkpoints.start()
+        for epoch in range(self.loader.epoch, self.config.epochs):
+            for _, (loss, logits, labels) in self._steps():
+                if self._after_step(epoch, loss, logits, labels, interrupted):
+                    pipeline.detach()
+                    return
+        if pipeline.skipping is not None:
+            progress.end(self.config.epochs - 1, pipeline.skipping.num_seen)
+        if self.has_saved:
+            self.save_checkpoint()
+
+    def _steps(self) -> Iterator[tuple[Tensor, Any]]:
+        """Steps over the rest of an epoch; their errors name the step."""
+        try:
+            yield from self.pipeline.steps(self.loader)
+        except TrainingDiverged as error:
+            advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
+            raise TrainingDiverged(f"step {self.progress.num_steps + 1}: {advice}") from error
+
+    def _after_step(
+        self, epoch: int, loss: Tensor, logits: Tensor, labels: Tensor, interrupted: Interrupted
+    ) -> bool:
+        """What is due after a step: rates, evaluation, report, checkpoint; whether training ends.
+
+        Args:
+            epoch: The epoch, from 0.
+            loss: Of the mini-batch, like the arguments after it.
+            logits: Of its samples.
+            labels: Of its samples.
+            interrupted: Set once the run shall end.
+        """
+        progress, clock, num_seen = self.progress, self.pipeline.clock, self._num_seen
+        full_step = self.full_steps.advance(progress.num_steps + 1, num_seen)
+        is_last = full_step >= self.full_steps.num_steps
+        self._set_rates(full_step)
+        clock.mark("update")
+        progress.add(loss, logits, labels, num_seen)
+        self._evaluate_if_due(is_last=is_last)
+        if self.full_steps.has_passed_one_of(_REPORTS_PER_RUN):
+            progress.report(epoch)
+        is_due = False
+        if self.checkpoints is not None:
+            is_due = not is_last and self.checkpoints.is_due(progress.num_steps)
+            self.callbacks.checkpoints(self.checkpoints.newly_complete())
+        is_interrupted, is_due, is_stopped = self.processes.any_of(
+            interrupted.is_set(), is_due, self.callbacks.wants_stop and not is_last
+        )
+        if is_stopped:
+            self.callbacks.stop(progress.num_steps)
+            if progress.has_unreported_steps:
+                progress.report(epoch)
+        if is_interrupted or is_due or (is_stopped and self.has_saved):
+            self.save_checkpoint()
+        clock.mark("other")
+        is_over = is_interrupted or is_stopped
+        if is_over and progress.has_unreported_steps:
+            # After the checkpoint, so that the next report of a resumed run is a whole one.
+            progress.report(epoch)
+        return is_over
+
+    @property
+    def _num_seen(self) -> int | None:
+        """Samples that the run has seen, skipped ones included; None without skipping."""
+        return None if self.pipeline.skipping is None else self.pipeline.skipping.num_seen
+
+    def _set_rates(self, step: int) -> None:
+        """Set schedulers, and the rates of their optimizers, to the state after a full step.
+
+        Rates are a function of the step, so nothing of them needs to be saved.
+        """
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = step
+            groups = scheduler.optimizer.param_groups
+            for group, rate, factor in zip(
+                groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
+                group["lr"] = rate * factor(step)
+
+    def _evaluate_if_due(self, *, is_last: bool) -> None:
+        """Evaluate if an evaluation is due, or if the order of samples depends on it."""
+        loader, clock = self.loader, self.pipeline.clock
+        if is_last:  # evaluated as a whole afterwards
+            is_due = self.callbacks.keeps_best is not None
+        else:
+            is_due = self.full_steps.is_evaluation_due(self.config.eval.every_steps)
+        wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
+        if not is_due and not wants_loss:
+            return
+        clock.mark("other")
+        # Otherwise the reader would fill its queue during time that is not counted.
+        loader.finish_reading()
+        clock.mark("load")
+        if isinstance(loader, HotColdLoader) and wants_loss:
+            loader.observe(self.evaluate("validation").logloss)
+        if is_due:
+            self.progress.add_evaluation(self.evaluate(self.config.eval.split))
+            stopping = self.callbacks.keeps_best
+            if stopping is not None and stopping.best_step == self.progress.num_steps:
+                self.folder.keep_best(self.built.saved, stopping.best_step)
+        clock.mark("evaluate")
+
+    def evaluate(self, split: str) -> Metrics:
+        """An evaluation during training."""
+        keys = self.config.eval
+        model, source = self.built.train_model, self.loader.source
+        with autocast(self.config):
+            found = evaluate_split(
+                model, source, split, keys.batch_size, keys.max_samples, processes=self.processes
+            )
+            if self.config.early_stopping.metric in RANKING_METRICS:
+                found = with_ranking(found, model, source, split, keys)
+        return found
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint, if the run writes any and its losses are finite.
+
+        Raises:
+            TrainingDiverged: a loss since the last report is not finite.
+        """
+        if self.checkpoints is not None:
+            self.pipeline.clock.mark("other")
+            self.progress.require_finite()
+            self.checkpoints.save(self.state_dict())
+            self.pipeline.clock.mark("checkpoint")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps, apart from the model and its optimizers."""
+        return {
+            "data": self.loader.source.fingerprint,
+            "resumed": list(self.resumed),
+            "history_bytes": self.folder.history_bytes(),
+            "loader": self.loader.state_dict(),
+            "pipeline": self.pipeline.state_dict(),
+            "progress": self.progress.state_dict(),
+            "clock": self.pipeline.clock.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
+            "num_threads": self.threads.num_threads,
+        }
+
+    def load_state_dict(self, state: Any, number: int) -> int:
+        """Continue where `state` was saved; the model and its optimizers are restored already.
+
+        Args:
+            state: The state.
+            number: The number of its checkpoint.
+
+        Returns:
+            The length in bytes that the history had.
+
+        Raises:
+            KeyError, TypeError: it is no state of a run.
+        """
+        self.loader.load_state_dict(state["loader"])
+        self.pipeline.load_state_dict(state["pipeline"])
+        self.progress.load_state_dict(state["progress"])
+        self.pipeline.clock.load_state_dict(state["clock"])
+        self.callbacks.load_state_dict(state["callbacks"])
+        if self.threads.chosen_by == "free cores":
+            num_threads = min(state["num_threads"], self.threads.num_cores)
+            torch.set_num_threads(num_threads)
+            self.threads = self.threads._replace(
+                num_threads=num_threads, chosen_by="the run so far"
+            )
+        continued = {"step": self.progress.num_steps, "checkpoint": number}
+        self.resumed = [*state["resumed"], continued]
+        return int(state["history_bytes"])
+
+    def _finish(self, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
+        """Save the model, and evaluate it if it was trained to the end; whether it is finished.
+
+        Arguments are as for `_evaluate_at_end`.
+        """
+        checkpoints, callbacks, clock = self.checkpoints, self.callbacks, self.pipeline.clock
+        is_whole = self.progress.num_samples == self.num_samples or callbacks.stopped is not None
+        if checkpoints is not None and not is_whole:
+            checkpoints.wait()
+        stopping, step = callbacks.keeps_best, self.progress.num_steps
+        if is_whole and stopping is not None and stopping.best_step not in (0, step):
+            step = stopping.best_step
+            self.folder.load_model(self.built.saved, file=self.folder.best_file(step))
+        self.model_step = step
+        if self.config.save_model:
+            self.processes.save_model(self.folder, self.built)
+        else:
+            self.folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
+        is_finished = False
+        if is_whole:
+            clock.start()
+            is_finished = self._evaluate_at_end(metrics, interrupted)
+            clock.mark("evaluate")
+        if is_finished:
+            if self.config.save_model:  # else it is the one copy of these weights
+                self.folder.drop_best()
+            self.folder.append_history({**self.progress.position(), **metrics})
+        if checkpoints is not None:
+            checkpoints.end()
+            callbacks.checkpoints(checkpoints.newly_complete())
+        return is_finished
+
+    def _evaluate_at_end(self, metrics: dict[str, Any], interrupted: Interrupted) -> bool:
+        """Evaluate the whole test and validation splits.
+
+        Args:
+            metrics: Gets the metrics of each split as soon as they are known, as the record holds
+                them.
+            interrupted: Once it is set, no further split is evaluated. A signal from before does
+                not count: the training that it ended is over.
+
+        Returns:
+            Whether both splits were evaluated.
+        """
+        model, source, processes = self.built.train_model, self.loader.source, self.processes
+        keys = self.config.eval
+        interrupted.clear()
+        interrupted.ends_after = "the metrics of this split"
+        with autocast(self.config):
+            for split in ("test", "validation"):
+                if any(processes.any_of(interrupted.is_set())):
+                    return False
+                found = evaluate_split(
+                    model,
+                    source,
+                    split,
+                    keys.batch_size,
+                    processes=processes,
+                    show=self.shows_progress,
+                )
+                metrics[split] = found.as_dict()
+                # A ranking may take minutes, and a second Ctrl-C may end it.
+                metrics[split] = with_ranking(found, model, source, split, keys).as_dict()
+        return True
+
+    def resume(self, earlier: Reopened) -> None:
+        """Restore the run from its checkpoint; without one it starts from the first sample."""
+        history_bytes = 0
+        if earlier.saved is not None:
+            of_run = self.processes.restore(self.folder, earlier, self.built)
+            with errors_of_state(f"checkpoint {earlier.saved.number}"):
+                history_bytes = self.load_state_dict(of_run, earlier.saved.number)
+            self._set_rates(self.full_steps.advance(self.progress.num_steps, self._num_seen))
+            with self.processes.warnings_once():
+                warn_of_other_rates(earlier.config, self.config, self.full_steps)
+        self.folder.continue_run(self.config, history_bytes)
+
+    def _measured(self) -> dict[str, Any]:
+        """What the record of a run that has ended says of its time and its memory."""
+        pipeline, progress, checkpoints = self.pipeline, self.progress, self.checkpoints
+        return {
+            "throughput": progress.throughput(),
+            "stalls": describe_stalls(pipeline.clock),
+            "schedule": describe_schedule(pipeline, self.loader),
+            "processes": self.processes.describe(),
+            "tiers": describe_tiers(self.built.saved),
+            "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
+            "checkpoints": None if checkpoints is None else checkpoints.describe(),
+            "stopped_early": self.callbacks.stopped,
+            "model_step": self.model_step,
+            "peak_memory_bytes": progress.peak_memory_bytes,
+        }

@@ -103,11 +103,11 @@ class Stops(Callback):
         if report["step"] == self.fail:
             raise KeyError("a callback")
 
-    def on_evaluation(self, evaluation):
+    def on_validation_end(self, evaluation):
         self.calls.append(["evaluation", evaluation["step"]])
         return evaluation["step"] == self.stop
 
-    def on_checkpoint(self, checkpoint):
+    def on_save_checkpoint(self, checkpoint):
         self.calls.append(["checkpoint", checkpoint["step"]])
 
 

@@ -17,7 +17,7 @@ from ranks_train import SETTINGS, run_training  # noqa: E402  # imports TorchRec
 from recsys.config import load_config  # noqa: E402
 from recsys.errors import ConfigError  # noqa: E402
 from recsys.models import DLRMTrain  # noqa: E402
-from recsys.train.judge.evaluation import evaluate_run  # noqa: E402
+from recsys.train.evaluate import evaluate_run  # noqa: E402
 from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
 from recsys.train.ranks.ranks import Ranks, require_supported  # noqa: E402
@@ -348,6 +348,7 @@ def test_a_loss_of_one_rank_that_is_not_finite_ends_all_as_one_process(ranks, tm
 
 
 STOPS = ("eval.every_steps=5", "early_stopping.patience=3", "early_stopping.min_delta=0.9")
+STOPS = (*STOPS, "early_stopping.keep=last")
 
 
 def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):

@@ -7,9 +7,8 @@ import torch
 from recsys.errors import AlreadyExists, BudgetTooSmall, ConfigError, StoreError
 from recsys.train import Callback, EarlyStopping, train
 from recsys.train.dry_run import dry_run
-from recsys.train.judge.evaluation import evaluate_run
-from recsys.train.metrics.group_metrics import evaluate_groups
-from recsys.train.metrics.metrics import auc, evaluate_logits
+from recsys.train.evaluate import evaluate_run
+from recsys.train.metrics import auc, evaluate_logits
 from recsys.train.parts.build import open_source
 from recsys.train.verify_tiers import verify_budgets
 
@@ -240,12 +239,6 @@ REFUSALS = [
         lambda *_: evaluate_logits(np.zeros(4), LABELS),
         ValueError,
         "float64",
-    ),
-    (
-        "groups of more samples",
-        lambda *_: evaluate_groups(ZEROS, ZEROS, np.zeros(3, np.int32)),
-        ValueError,
-        "(3,",
     ),
 ]
 if not torch.cuda.is_available():

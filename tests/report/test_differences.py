@@ -4,7 +4,7 @@ from statistics import stdev
 
 import pytest
 
-from recsys.report import column_title, make_differences, make_rows
+from recsys.report import column_title, format_ablation, make_differences, make_rows
 
 T_OF_TWO_PAIRS = 12.7062  # 97.5 % quantile with one degree of freedom
 CONFIG = {
@@ -85,6 +85,29 @@ def test_times_and_rates_have_ratios_too_and_qualities_have_not():
     assert entry_of(found, "train_seconds")["values"] == [-2.0, -10.0]
     ratios = {each["metric"] for each in found if each["kind"] == "ratio"}
     assert ratios == {"train_seconds", "throughput", "num_trained"}
+
+
+@pytest.mark.parametrize(
+    ("aucs", "winner"),
+    [([0.71, 0.711], "drop"), ([0.69, 0.689], "none"), ([0.75, 0.66], None), ([0.71], None)],
+)
+def test_a_variation_wins_if_the_interval_of_its_auc_lies_above_the_baseline(aucs, winner):
+    cells = [cell_of("none", seed, auc=0.7) for seed in range(len(aucs))]
+    cells += [cell_of("drop", seed, auc=auc) for seed, auc in enumerate(aucs)]
+    config = CONFIG | {"seeds": list(range(len(aucs)))}
+    record = {
+        "status": "finished",
+        "config": config,
+        "cells": cells,
+        "num_cells": len(cells),
+        "environment": {},
+        "rows": make_rows(cells, config),
+        "differences": make_differences(cells, config),
+    }
+
+    verdict, *_ = format_ablation(record).split("\n")
+
+    assert verdict.startswith(f"{winner or 'No variation'} won")
 
 
 def test_a_cell_that_diverged_leaves_its_pair_without_a_value_and_one_pair_has_no_interval():

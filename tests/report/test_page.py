@@ -86,7 +86,7 @@ def test_the_page_of_a_run_holds_what_was_printed_its_curves_and_its_keys(
     page = Page(tmp_path / "run" / "report.html")
     check_self_contained(page)
     assert printed in page.text
-    assert "prefetch wait" in printed  # a stage
+    assert "backward" in printed  # a stage
     assert f"{record['tiers']['lookup_hit_rate']:.1%} of lookups" in printed
     chosen, environment, data = page.tables
     assert ["model.dense_arch", "[8, 4]"] in chosen
@@ -124,7 +124,7 @@ def test_a_page_says_of_several_processes_which_numbers_are_those_of_one(changed
 
 def test_no_text_of_a_record_is_read_as_markup(changed_run):
     def make_hostile(record):
-        record["environment"] = {HOSTILE: HOSTILE}
+        record["environment"] |= {HOSTILE: HOSTILE}
         record["config"] |= {"data": HOSTILE, HOSTILE: [HOSTILE]}
         record["data"] |= {"name": HOSTILE, HOSTILE: {HOSTILE: HOSTILE}}
 

@@ -13,16 +13,15 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.report import format_run, write_report
-from recsys.train.judge.evaluation import (
+from recsys.train.evaluate import (
     evaluate_run,
     evaluate_split,
     open_saved_model,
     with_ranking,
 )
-from recsys.train.judge.ranking import rank_items
-from recsys.train.metrics.group_metrics import evaluate_groups
-from recsys.train.metrics.metrics import evaluate_logits
+from recsys.train.metrics import evaluate_groups, evaluate_logits
 from recsys.train.parts.build import build_model
+from recsys.train.ranking import rank_items
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_store
@@ -81,7 +80,7 @@ def test_evaluations_on_the_way_have_gauc(tmp_path, monkeypatch):
         expected.append(asdict(own))
         return evaluate_split(model, source, split, *arguments, **parts)
 
-    monkeypatch.setattr("recsys.train.training_loop.evaluate_split", evaluate_and_look)
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_and_look)
     run(store, tmp_path / "run", "eval.max_samples=60")
 
     *on_the_way, _ = [
@@ -149,10 +148,10 @@ def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypa
         table_devices.append(table_device)
         return build_model(*arguments, table_device=table_device)
 
-    monkeypatch.setattr("recsys.train.judge.evaluation.build_model", build)
+    monkeypatch.setattr("recsys.train.evaluate.build_model", build)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
-    with pytest.warns(UserWarning, match="in budget '6KiB', and all its tables .* on 'cpu'"):
+    with pytest.warns(UserWarning, match="no room for all tables.* on 'cpu'"):
         config, _, model = open_saved_model(tmp_path / "run")
 
     assert (config.device, table_devices) == ("cpu", ["meta"])

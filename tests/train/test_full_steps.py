@@ -50,21 +50,15 @@ def test_the_last_step_is_one_of_any_number_of_steps():
         assert sum(found) <= times
 
 
-@pytest.mark.parametrize("every_steps", [0, 1, 2, 3, 6, 7, 30])
-@pytest.mark.parametrize("epochs", [2, 10, 13])
-def test_evaluations_before_the_last_step_are_known_beforehand(epochs, every_steps):
-    full_steps, found = FullSteps(Loader(), epochs), 0
-    for step in range(1, full_steps.num_steps):
-        full_steps.advance(step, None)
-        found += full_steps.is_evaluation_due(every_steps)
-
-    assert found == full_steps.num_evaluations(every_steps)
-
-
-def test_there_are_ten_evaluations_an_epoch_unless_steps_are_fewer():
+@pytest.mark.parametrize(("every_steps", "expected"), [(0, 29), (7, 21)])
+def test_there_are_ten_evaluations_an_epoch_unless_the_user_says_more(every_steps, expected):
     class Longer(Loader):
         def __len__(self):
             return 50
 
-    assert FullSteps(Longer(), 3).num_evaluations(0) == 29  # the last is after the last step
-    assert FullSteps(Loader(), 3).num_evaluations(0) == 8
+    full_steps, found = FullSteps(Longer(), 3), 0
+    for step in range(1, full_steps.num_steps):  # the last evaluation is after the last step
+        full_steps.advance(step, None)
+        found += full_steps.is_evaluation_due(every_steps)
+
+    assert found == expected

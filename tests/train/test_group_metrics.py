@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.train.metrics.group_metrics import evaluate_groups
-from recsys.train.metrics.metrics import auc
+from recsys.train.metrics import auc, evaluate_groups
 
 SAMPLES = st.lists(
     st.tuples(st.integers(-3, 3), st.booleans(), st.integers(-2, 3)), min_size=1, max_size=60

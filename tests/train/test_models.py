@@ -12,7 +12,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.store_writer import Feature
 from recsys.errors import ConfigError
 from recsys.models import DLRM
-from recsys.train.judge.evaluation import evaluate_run, open_saved_model
+from recsys.train.evaluate import evaluate_run, open_saved_model
 from recsys.train.parts.build import build_model, open_source
 from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets

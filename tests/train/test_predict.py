@@ -10,8 +10,8 @@ from recsys.datasets.store import Store
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
-from recsys.train.judge.evaluation import evaluate_run, open_saved_model, unknown_values
-from recsys.train.judge.predict import predict_run
+from recsys.train.evaluate import evaluate_run, open_saved_model, unknown_values
+from recsys.train.predict import predict_run
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, write_store
@@ -103,7 +103,7 @@ def test_predictions_are_written_in_parts(tmp_path, monkeypatch):
     store = write_store(tmp_path / "store")
     run(store.path, tmp_path / "run")
     predict_run(tmp_path / "run", [store.path], tmp_path / "whole.parquet", batch_size=64)
-    monkeypatch.setattr("recsys.train.judge.predict._WRITTEN_ROWS", 200)
+    monkeypatch.setattr("recsys.train.predict._WRITTEN_ROWS", 200)
 
     predict_run(tmp_path / "run", [store.path], tmp_path / "parts.parquet", batch_size=64)
 
@@ -277,7 +277,7 @@ def test_a_row_without_a_finite_score_is_named(tmp_path):
     folder.save_state(state, tied={})
     huge = write_csv(tmp_path / "huge.csv", num_rows=3, more={"price": [1, "1e30", 1]})
     prepare_table([huge], tmp_path / "huge", like=tmp_path / "clicks")
-    message = r": a score must be finite.* feature is 'price' with 1e\+30 .*; correct the row, or"
+    message = ": a score must be finite.*; correct its dense features, or"
 
     with pytest.raises(DatasetFormatError, match=rf"huge\.csv, line 3{message}"):
         predict_run(tmp_path / "run", [file, huge], tmp_path / "scores.parquet")

@@ -15,9 +15,9 @@ from recsys.config import load_config
 from recsys.datasets import Schema
 from recsys.datasets import write_store as write_frame
 from recsys.errors import AlreadyExists, ConfigError, StoreError, WeightsError
+from recsys.train.evaluate import open_saved_model
 from recsys.train.exports.plain_tables import dequantize, quantize_rows
 from recsys.train.exports.program import export_program
-from recsys.train.judge.evaluation import open_saved_model
 from recsys.train.trainer import train
 from tests.train.test_models import CUSTOM, MODELS, POOLED, SMALL
 

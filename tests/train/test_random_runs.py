@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from recsys.config import load_config
 from recsys.errors import BudgetTooSmall
-from recsys.train.judge.evaluation import evaluate_run
+from recsys.train.evaluate import evaluate_run
 from tests.train.random_runs import data_of, draw_run
 from tests.train.resumed_runs import Killed, history, require_same, run
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.train.metrics.ranking_metrics import Rankings, ndcg_at, ranks_of, recall_at
+from recsys.train.metrics import Rankings, ndcg_at, ranks_of, recall_at
 
 
 @st.composite

@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
 def test_a_state_that_lacks_an_entry_is_named(small_config, tmp_path, kill_at, monkeypatch):
     config = small_config(*SETTINGS)
     monkeypatch.setattr(
-        "recsys.train.callbacks.run_callbacks.RunCallbacks.state_dict", lambda _: {"stopped": None}
+        "recsys.train.callbacks.RunCallbacks.state_dict", lambda _: {"stopped": None}
     )
     kill_at(13, config)
 

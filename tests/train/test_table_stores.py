@@ -13,7 +13,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall
-from recsys.train.judge.evaluation import evaluate_run
+from recsys.train.evaluate import evaluate_run
 from recsys.train.parts.build import build_loader, build_model, open_source
 from recsys.train.parts.tables import table_configs
 from recsys.train.run_files.run_folder import RunFolder

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.pipeline.stalls import STAGES, stage_seconds
-from recsys.train.judge.evaluation import evaluate_run, evaluate_split, with_ranking
+from recsys.train.evaluate import evaluate_run, evaluate_split, with_ranking
 from recsys.train.parts.build import autocast, build_model, open_source
 from recsys.train.ranks.processes import Processes
 from recsys.train.run_files.run_folder import RunFolder
@@ -60,6 +60,7 @@ def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
             "auc_standard_error",
             "logloss",
             "normalized_entropy",
+            "num_positives",
             "calibration",
             "accuracy",
             "num_samples",
@@ -338,7 +339,7 @@ def test_bf16_ranks_samples_by_float32_logits(small_config):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("settings", [(), ("budget=8KiB",)], ids=str)
-@pytest.mark.filterwarnings("ignore:the run kept rows on device 'cuda'", "ignore:schedule=")
+@pytest.mark.filterwarnings("ignore:device 'cuda' of the run", "ignore:schedule=")
 def test_training_on_a_gpu_evaluates_to_the_metrics_of_its_run(small_config, tmp_path, settings):
     record = run(small_config("device=cuda", *settings), tmp_path / "run")
 
@@ -426,8 +427,7 @@ def test_the_clock_leaves_evaluations_out(small_config, tmp_path, monkeypatch):
         return evaluate_split(*arguments, **parts)
 
     real_time = time.perf_counter
-    for module in ("trainer", "training_loop"):
-        monkeypatch.setattr(f"recsys.train.{module}.evaluate_split", evaluate_for_an_hour)
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_for_an_hour)
     monkeypatch.setattr("recsys.pipeline.stalls.time.perf_counter", lambda: real_time() + now[0])
 
     record = run(small_config("eval.every_steps=4"), tmp_path / "run")
@@ -466,8 +466,7 @@ def test_no_training_data_is_loaded_while_the_clock_leaves_an_evaluation_out(
 
     monkeypatch.setattr(source, "read", read_slowly)
     monkeypatch.setattr("recsys.train.trainer.open_source", lambda _: source)
-    for module in ("trainer", "training_loop"):
-        monkeypatch.setattr(f"recsys.train.{module}.evaluate_split", evaluate_and_look)
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_and_look)
 
     run(small_config("eval.every_steps=4", "prefetch=3"), tmp_path / "run")
 

@@ -25,11 +25,11 @@ from recsys._support.machine import set_num_threads
 from recsys._version import __version__
 from recsys.batch import feature_tables, has_bags, histories_of
 from recsys.errors import ConfigError
+from recsys.train.evaluate import evaluation_config
 from recsys.train.exports import QUANTIZATIONS
 from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
 from recsys.train.exports.torch_files import opened_for_torch
 from recsys.train.exports.traced import trace
-from recsys.train.judge.evaluation import evaluation_config
 from recsys.train.parts.build import build_model, open_source, require_features_of
 from recsys.train.run_files.run_folder import RunFolder
 

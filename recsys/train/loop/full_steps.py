@@ -68,8 +68,3 @@ class FullSteps:
         if every_steps:
             return self.has_passed(every_steps)
         return self.has_passed_one_of(self._num_evaluations)
-
-    def num_evaluations(self, every_steps: int) -> int:
-        """Evaluations of the run before its last step."""
-        last = self.num_steps - 1
-        return last // every_steps if every_steps else min(self._num_evaluations - 1, last)

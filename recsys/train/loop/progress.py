@@ -8,12 +8,12 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm  # in a notebook, its own bar
 
 from recsys._support.machine import peak_memory_bytes
 from recsys.errors import TrainingDiverged
-from recsys.train.callbacks.run_callbacks import RunCallbacks
-from recsys.train.metrics.metrics import auc
+from recsys.train.callbacks import RunCallbacks
+from recsys.train.metrics import auc
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.pipeline.stalls import StageClock
-    from recsys.train.metrics.metrics import Metrics
+    from recsys.train.metrics import Metrics
     from recsys.train.run_files.run_folder import RunFolder
 
 __all__ = ["LOWER_LR", "Progress"]

@@ -52,9 +52,9 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
 
     evaluated = [entry for entry in history if entry.get(split)]
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        figure = Figure(figsize=(6.5, 6), layout="constrained")
         for axis, key, name in zip(
-            figure.subplots(1, 2), ("logloss", "auc"), ("loss", "AUC"), strict=True
+            figure.subplots(2, 1), ("logloss", "auc"), ("loss", "AUC"), strict=True
         ):
             train_key = "train_loss" if key == "logloss" else "train_auc"
             samples = [entry["num_samples"] for entry in training]
@@ -114,7 +114,7 @@ def draw_variations(cells: Sequence[tuple[str, Sequence[Mapping[str, float]]]]) 
         for number, name in enumerate(means)
     }
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 4 + 0.2 * len(means)), layout="constrained")
+        figure = Figure(figsize=(6.5, 4 + 0.2 * len(means)), layout="constrained")
         axis = figure.subplots()
         for variation, points in means.items():
             if points:

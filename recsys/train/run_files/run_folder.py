@@ -239,33 +239,56 @@ class RunFolder:
             )
         return record
 
-    def save_model(self, model: nn.Module) -> None:
+    def best_file(self, step: int) -> Path:
+        """The model after a step, while the run knows of no better one."""
+        return self.path / f"best-{step}.safetensors"
+
+    def keep_best(self, model: nn.Module, step: int) -> None:
+        """Write a model as the best one so far, and delete the one before."""
+        self.save_model(model, self.best_file(step))
+        self.drop_best(but=step)
+
+    def drop_best(self, but: int | None = None) -> None:
+        """Delete best models, but for that of one step."""
+        for file in self.path.glob("best-*.safetensors"):
+            if but is None or file != self.best_file(but):
+                file.unlink()
+
+    def save_model(self, model: nn.Module, file: Path | None = None) -> None:
         """Write the state_dict of a model without copying its tables in memory.
+
+        Args:
+            model: The model.
+            file: A file in the folder; None for `model_file`.
 
         Raises:
             OSError: the disk is full, or the folder no longer exists.
         """
         from recsys.train.run_files.saved_state import tied_names
 
-        self.save_state(model.state_dict(), tied_names(model))
+        self.save_state(model.state_dict(), tied_names(model), file)
 
-    def save_state(self, state: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    def save_state(
+        self, state: Mapping[str, Tensor], tied: Mapping[str, str], file: Path | None = None
+    ) -> None:
         """Write a state_dict; errors as for `save_model`.
 
         Args:
             state: The tensors by name.
             tied: Result of `tied_names`. A tensor with several names is written under the first;
                 the file's metadata has the others, as `safetensors.torch.load_model` reads them.
+            file: As for `save_model`.
         """
         from safetensors.torch import save_file
 
         state = {key: value.contiguous() for key, value in state.items() if key not in tied}
-        with appearing_whole(self.model_file) as partial:
+        file = file or self.model_file
+        with appearing_whole(file) as partial:
             try:
                 save_file(state, partial, dict(tied))
             except SafetensorError as error:
                 raise OSError(
-                    f"{self.model_file} cannot be written: {error}; make room on the disk, and "
+                    f"{file} cannot be written: {error}; make room on the disk, and "
                     "continue a run that has checkpoints with --resume"
                 ) from error
             # safetensors creates private files; give the model the mode of its configuration.
@@ -307,14 +330,16 @@ class RunFolder:
         return found | {key: found[first] for key, first in tied.items() if first in found}
 
     @contextmanager
-    def _open_model(self) -> Iterator[Any]:
-        self.require_model()
+    def _open_model(self, file: Path | None = None) -> Iterator[Any]:
+        if file is None:
+            self.require_model()
+            file = self.model_file
         try:
-            with safe_open(self.model_file, "pt") as saved:
+            with safe_open(file, "pt") as saved:
                 yield saved
         except SafetensorError as error:
             raise ConfigError(
-                f"{self.model_file} is damaged ({error}); remove {self.path} and train again"
+                f"{file} is damaged ({error}); remove {self.path} and train again"
             ) from error
 
     def require_fitting_model(self, model: nn.Module, way_out: str) -> None:
@@ -330,7 +355,9 @@ class RunFolder:
         with self._open_model() as saved:
             self._names_in(saved, model, way_out)
 
-    def load_model(self, model: nn.Module, way_out: str = _SAME_DATA) -> None:
+    def load_model(
+        self, model: nn.Module, way_out: str = _SAME_DATA, file: Path | None = None
+    ) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
         A tensor on device "meta" is replaced by a tensor mapped from the file. Its pages are read
@@ -340,13 +367,14 @@ class RunFolder:
         Args:
             model: A model built from the run's configuration. Mapped tensors are read-only.
             way_out: As for `require_fitting_model`.
+            file: As for `save_model`.
 
         Raises:
             ConfigError: as `require_fitting_model`.
         """
         import torch
 
-        with self._open_model() as saved:
+        with self._open_model(file) as saved:
             state, names = model.state_dict(), self._names_in(saved, model, way_out)
             mapped = {
                 key: saved.get_tensor(names[key]) for key, value in state.items() if value.is_meta

@@ -21,20 +21,20 @@ class Notes(Callback):
     def __init__(self):
         self.calls = []
 
-    def on_start(self, run_dir, record):
+    def on_train_start(self, run_dir, record):
         assert run_dir.is_dir()
         self.calls.append(("start", record["throughput"]["num_samples"]))
 
     def on_report(self, report):
         self.calls.append(("report", dict(report)))
 
-    def on_evaluation(self, evaluation):
+    def on_validation_end(self, evaluation):
         self.calls.append(("evaluation", dict(evaluation)))
 
-    def on_checkpoint(self, checkpoint):
+    def on_save_checkpoint(self, checkpoint):
         self.calls.append(("checkpoint", dict(checkpoint)))
 
-    def on_end(self, record):
+    def on_fit_end(self, record):
         self.calls.append(("end", record["status"]))
 
     def of(self, name):
@@ -80,9 +80,9 @@ def test_a_callback_is_told_of_each_checkpoint_once_it_can_be_read(small_config,
     folder = tmp_path / "run" / "checkpoints"
 
     class Reads(Notes):
-        def on_checkpoint(self, checkpoint):
+        def on_save_checkpoint(self, checkpoint):
             assert (folder / f"{checkpoint['number']:08}.json").is_file()
-            super().on_checkpoint(checkpoint)
+            super().on_save_checkpoint(checkpoint)
 
     reads = Reads()
     run(small_config("checkpoint.every_steps=4"), tmp_path / "run", reads)
@@ -140,7 +140,9 @@ def test_a_state_is_saved_and_given_back_before_the_run_continues(small_config, 
     assert new.calls[0] == ("start", 512)  # the second of its class, which the checkpoint lacks
 
 
-@pytest.mark.parametrize("method", ["on_start", "on_report", "on_evaluation", "on_checkpoint"])
+@pytest.mark.parametrize(
+    "method", ["on_train_start", "on_report", "on_validation_end", "on_save_checkpoint"]
+)
 def test_an_error_ends_the_run_as_failed_and_names_the_callback(small_config, tmp_path, method):
     notes, settings = Notes(), ["checkpoint.every_steps=4", "eval.every_steps=4"]
     where = rf"callback Fails: {method} raised KeyError: 'nothing of that name' \(test_callbacks.py"
@@ -158,8 +160,8 @@ def test_an_error_at_the_end_leaves_the_run_finished_and_ends_the_other_callback
 ):
     notes = Notes()
 
-    with pytest.raises(CallbackFailed, match="callback Fails: on_end raised KeyError"):
-        run(small_config(), tmp_path / "run", Fails("on_end"), notes)
+    with pytest.raises(CallbackFailed, match="callback Fails: on_fit_end raised KeyError"):
+        run(small_config(), tmp_path / "run", Fails("on_fit_end"), notes)
 
     assert record_of(tmp_path / "run")["status"] == "finished"
     assert notes.of("end") == ["finished"]
@@ -167,11 +169,11 @@ def test_an_error_at_the_end_leaves_the_run_finished_and_ends_the_other_callback
 
 
 def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_run(small_config, tmp_path):
-    callbacks = Fails("on_end"), Fails("on_report")
+    callbacks = Fails("on_fit_end"), Fails("on_report")
 
     with (
         pytest.raises(CallbackFailed, match="callback Fails 2: on_report"),
-        pytest.warns(UserWarning, match="callback Fails: on_end"),
+        pytest.warns(UserWarning, match="callback Fails: on_fit_end"),
     ):
         run(small_config(), tmp_path / "run", *callbacks)
 
@@ -180,22 +182,19 @@ def test_an_error_that_the_caller_handles_is_not_that_of_the_run(small_config, t
     try:
         {}["of the caller"]
     except KeyError:
-        with pytest.raises(CallbackFailed, match="callback Fails: on_end"):
-            run(small_config(), tmp_path / "run", Fails("on_end"))
+        with pytest.raises(CallbackFailed, match="callback Fails: on_fit_end"):
+            run(small_config(), tmp_path / "run", Fails("on_fit_end"))
 
 
 def test_an_interrupt_at_the_end_comes_after_the_end_of_the_other_callbacks(small_config, tmp_path):
     class Interrupted(Callback):
-        def on_end(self, record):
+        def on_fit_end(self, record):
             raise KeyboardInterrupt
 
     notes = Notes()
 
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pytest.warns(UserWarning, match="callback Fails: on_end"),
-    ):
-        run(small_config(), tmp_path / "run", Fails("on_end"), Interrupted(), notes)
+    with pytest.raises(KeyboardInterrupt):
+        run(small_config(), tmp_path / "run", Fails("on_fit_end"), Interrupted(), notes)
 
     assert notes.of("end") == ["finished"]
 
@@ -206,7 +205,7 @@ def test_the_configuration_names_a_class_of_the_current_folder(
     (tmp_path / "own_callback.py").write_text(
         "from recsys.train import Callback\n"
         "class Writes(Callback):\n"
-        "    def on_start(self, run_dir, record):\n"
+        "    def on_train_start(self, run_dir, record):\n"
         "        (run_dir / 'told').write_text(record['config']['callbacks'][0])\n"
         "class Needs(Callback):\n"
         "    def __init__(self, argument):\n"
@@ -245,7 +244,7 @@ def test_a_callback_may_change_the_current_folder(small_config, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
 
     class Moves(Callback):
-        def on_start(self, run_dir, record):
+        def on_train_start(self, run_dir, record):
             monkeypatch.chdir(tmp_path / "other")
 
     settings = "budget=4KiB", "cold_tier=file", "checkpoint.every_steps=4", "batch_size=8"

@@ -19,6 +19,7 @@ STOPS_AT_12 = (
     "eval.every_steps=3",
     "early_stopping.patience=3",
     "early_stopping.min_delta=0.9",
+    "early_stopping.keep=last",
 )
 AFTER_3 = {
     "step": 12,
@@ -44,7 +45,7 @@ def run(config, folder, **options):
 def evaluations(stopping, values, metric="auc"):
     """What it answers to evaluations with these values."""
     return [
-        stopping.on_evaluation({"step": step, "validation": {metric: value}})
+        stopping.on_validation_end({"step": step, "validation": {metric: value}})
         for step, value in enumerate(values, 1)
     ]
 
@@ -124,7 +125,7 @@ def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path
 
 
 def test_it_equals_a_run_that_is_interrupted_at_the_same_step(small_config, tmp_path, stop_at):
-    stopped, plain = small_config(*STOPS_AT_12), small_config(*STOPS_AT_12[:-2])
+    stopped, plain = small_config(*STOPS_AT_12), small_config(*STOPS_AT_12[:-3])
     run(stopped, tmp_path / "stopped")
     stop_at((12, signal.SIGINT))
     run(plain, tmp_path / "interrupted")
@@ -195,7 +196,7 @@ def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, 
     stopping = replace(config.early_stopping, patience=6)
     longer = replace(config, epochs=4, early_stopping=stopping)
     assert run(longer, tmp_path / "run", resume=True)["stopped_early"]["step"] == 21
-    off = small_config(*STOPS_AT_12[:-2], "epochs=5")
+    off = small_config(*STOPS_AT_12[:-3], "epochs=5")
     last = run(off, tmp_path / "run", resume=True)
     assert last["stopped_early"] is None
     assert last["throughput"]["num_steps"] == 75
@@ -204,7 +205,7 @@ def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, 
 @pytest.mark.outside_ci
 def test_more_epochs_count_until_a_checkpoint_has_them(small_config, tmp_path, stop_at):
     run(small_config(*STOPS_AT_12), tmp_path / "run")
-    longer = small_config(*STOPS_AT_12[:-2], "epochs=4")
+    longer = small_config(*STOPS_AT_12[:-3], "epochs=4")
     stop_at((13, None))
     with pytest.raises(
         resumed_runs.Killed
@@ -230,7 +231,7 @@ def test_the_same_object_begins_anew_after_a_run_that_could_not_continue(
     small_config, tmp_path, stop_at
 ):
     class Fails(Callback):
-        def on_start(self, run_dir, record):
+        def on_train_start(self, run_dir, record):
             raise ValueError("no")
 
     def stopping():
@@ -241,7 +242,7 @@ def test_the_same_object_begins_anew_after_a_run_that_could_not_continue(
     with pytest.raises(resumed_runs.Killed):
         run(config, tmp_path / "run", callbacks=[stopping()])
     same = stopping()
-    with pytest.raises(CallbackFailed, match="on_start raised ValueError"):
+    with pytest.raises(CallbackFailed, match="on_train_start raised ValueError"):
         run(config, tmp_path / "run", callbacks=[Fails(), same], resume=True)
 
     record = run(config, tmp_path / "other", callbacks=[same])
@@ -284,7 +285,7 @@ def test_a_run_that_skips_samples_stops(small_config, tmp_path):
 
 def test_a_callback_of_the_user_ends_training(small_config, tmp_path):
     class Stops(Callback):
-        def on_evaluation(self, evaluation):
+        def on_validation_end(self, evaluation):
             return evaluation["step"] == 6
 
     config = small_config(*resumed_runs.SETTINGS, "eval.every_steps=3")
@@ -304,24 +305,28 @@ def test_stopping_by_the_test_split_is_warned_of_once(small_config, tmp_path):
     assert record["stopped_early"]["split"] == "test"
 
 
-def test_a_patience_that_no_run_can_use_up_is_warned_of(small_config, tmp_path):
-    settings = ["eval.every_steps=5", "early_stopping.patience"]
-
-    with pytest.warns(UserWarning, match="never ends early: .* is 2, and the run has 2 evaluatio"):
-        run(small_config(f"{settings[1]}=2", settings[0]), tmp_path / "late")
-
-    run(small_config(f"{settings[1]}=1", settings[0]), tmp_path / "in_time")
-    with pytest.warns(UserWarning, match="never ends early: .* is 2, and the run has 2 evaluatio"):
-        run(small_config(settings[0]), tmp_path / "object", callbacks=[EarlyStopping(2)])
-
-
-@pytest.mark.parametrize("metric", ["auc", "gauc", "normalized_entropy"])
-def test_a_metric_that_is_null_for_positives_alone_is_refused(tmp_path, metric):
-    store = write_store(tmp_path / "store", is_ranked=True)
+@pytest.mark.parametrize(
+    ("metric", "is_ranked"),
+    [("auc", True), ("gauc", True), ("normalized_entropy", True), ("recall_at_k", False)],
+)
+def test_a_metric_that_evaluations_of_the_data_lack_is_refused(tmp_path, metric, is_ranked):
+    store = write_store(tmp_path / "store", is_ranked=is_ranked)
     settings = [*SMALL_MODEL, "early_stopping.patience=1", f"early_stopping.metric={metric}"]
 
-    with pytest.raises(ConfigError, match=f"'{metric}' is null for data .* positives alone"):
+    with pytest.raises(ConfigError, match=f"early_stopping.metric '{metric}'"):
         run(load_config(None, settings, data=str(store.path)), tmp_path / "run")
+
+
+def test_positives_alone_stop_by_recall(tmp_path):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    settings = [*SMALL_MODEL, "early_stopping.patience=1", "early_stopping.metric=recall_at_k"]
+    settings += ["early_stopping.min_delta=0.99", "eval.every_steps=3"]
+
+    record = run(load_config(None, settings, data=str(store.path)), tmp_path / "run")
+
+    assert record["stopped_early"]["step"] == 6
+    found = [each for each in resumed_runs.history(tmp_path / "run") if "validation" in each]
+    assert record["stopped_early"]["best"] in [each["validation"]["recall_at_k"] for each in found]
 
 
 def test_data_with_groups_stop_by_gauc(tmp_path):

@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,17 +30,17 @@ from recsys.datasets.tabular.encoder import Encoder
 from recsys.datasets.tabular.read import import_pyarrow
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.train.judge.evaluation import nonzero_counts, open_saved_model, scores_of
+from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
 from recsys.train.parts.build import autocast
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from recsys.batch import Batch
-    from recsys.train.judge.evaluation import SavedModel
+    from recsys.train.evaluate import SavedModel
 
 __all__ = ["PredictReport", "predict_run"]
 
@@ -115,20 +115,19 @@ def predict_run(
     saved = open_saved_model(run_dir, None if source is None else str(source))
     begun = time.perf_counter()
     with ExitStack() as stack:
-        samples: _StoreSamples | _FileSamples
         if from_store:
             assert isinstance(saved.source, Store)
-            samples = _StoreSamples(saved.source, batch_size)
+            samples = _of_store(saved.source, batch_size)
         else:
             encoder = Encoder(_store_of_run(run_dir, saved), data)
-            samples = _FileSamples(stack.enter_context(encoder), batch_size)
+            samples = _of_files(stack.enter_context(encoder), batch_size)
         file = stack.enter_context(appearing_whole(out))
         num_samples = _write(saved, samples, file)
     return PredictReport(
         path=out,
         num_samples=num_samples,
         has_labels=samples.has_labels,
-        unknown=samples.unknown(),
+        unknown=nonzero_counts(samples.unknown()),
         seconds=time.perf_counter() - begun,
     )
 
@@ -154,90 +153,63 @@ def _store_of_run(run_dir: str | Path, saved: SavedModel) -> Store:
     return store
 
 
-class _StoreSamples:
-    """The samples of a store, in their order.
-
-    Args:
-        store: The store.
-        batch_size: B.
+class _Samples(NamedTuple):
+    """What is predicted.
 
     Attributes:
-        has_labels: True.
-        dense_names: The dense features.
+        batches: The mini-batches.
+        has_labels: Whether labels are known.
+        location: Words for a sample, by its number.
+        unknown: Values with row 0 so far, by column.
     """
 
-    has_labels = True
+    batches: Iterator[Batch]
+    has_labels: bool
+    location: Callable[[int], str]
+    unknown: Callable[[], Mapping[str, int]]
 
-    def __init__(self, store: Store, batch_size: int) -> None:
-        self._store, self._batch_size = store, batch_size
-        self.dense_names: list[str] = store.meta["dense_names"]
 
-    def batches(self) -> Iterator[Batch]:
-        """Mini-batches; some are read ahead."""
-        num_samples, size = self._store.num_samples, self._batch_size
-        reader = ReadAhead(self._store, num_read_ahead(_PREFETCH, size))
-        parts = (
-            np.arange(begin, min(begin + size, num_samples))
-            for begin in range(0, num_samples, size)
-        )
-        with closing(reader.read(parts)) as batches:
-            yield from batches
+def _of_store(store: Store, batch_size: int) -> _Samples:
+    """The samples of a store, in their order; some mini-batches are read ahead."""
 
-    def place(self, sample: int) -> str:
-        """Words for a sample, by its number."""
-        return f"store {self._store.path}, sample {sample}"
+    def batches() -> Iterator[Batch]:
+        reader = ReadAhead(store, num_read_ahead(_PREFETCH, batch_size))
+        with closing(reader.read(_parts(store.num_samples, batch_size))) as found:
+            yield from found
 
-    def unknown(self) -> dict[str, int]:
-        """Values with row 0, by column, over all splits."""
+    def unknown() -> Mapping[str, int]:
         found: Counter[str] = Counter()
-        for columns in self._store.meta.get("unknown", {}).values():
+        for columns in store.meta.get("unknown", {}).values():
             found.update(columns)
-        return nonzero_counts(found)
+        return found
+
+    return _Samples(batches(), True, lambda sample: f"store {store.path}, sample {sample}", unknown)
 
 
-class _FileSamples:
-    """The rows of files, encoded as a store encoded its own.
+def _of_files(encoder: Encoder, batch_size: int) -> _Samples:
+    """The rows of files; a thread reads and encodes the next block meanwhile."""
 
-    Args:
-        encoder: Reads the files and encodes their rows.
-        batch_size: B.
+    def blocks() -> Iterator[list[Batch]]:
+        for block in encoder.files.batches():
+            rows = encoder.encode(block)
+            yield [rows.take(part).as_batch() for part in _parts(block.num_rows, batch_size)]
 
-    Attributes:
-        has_labels: Whether the files have the column of the label.
-        dense_names: The dense features.
-    """
-
-    def __init__(self, encoder: Encoder, batch_size: int) -> None:
-        self._encoder, self._batch_size, self._files = encoder, batch_size, encoder.files
-        self.has_labels = encoder.schema.label in self._files.columns
-        self.dense_names = list(encoder.schema.dense)
-
-    def batches(self) -> Iterator[Batch]:
-        """Mini-batches; a thread reads and encodes the next block meanwhile."""
-        with closing(one_ahead(self._blocks(), "recsys-load")) as blocks:
-            for block in blocks:
+    def batches() -> Iterator[Batch]:
+        with closing(one_ahead(blocks(), "recsys-load")) as found:
+            for block in found:
                 yield from block
 
-    def place(self, row: int) -> str:
-        """Words for a row, by its number among the rows of all files."""
-        return self._files.place(row)
-
-    def unknown(self) -> dict[str, int]:
-        """Values with row 0, by column, of the rows so far."""
-        return nonzero_counts(self._encoder.unknown)
-
-    def _blocks(self) -> Iterator[list[Batch]]:
-        for block in self._files.batches():
-            rows = self._encoder.encode(block)
-            numbers = np.arange(block.num_rows)
-            parts = (
-                numbers[begin : begin + self._batch_size]
-                for begin in range(0, len(numbers), self._batch_size)
-            )
-            yield [rows.take(part).as_batch() for part in parts]
+    has_labels = encoder.schema.label in encoder.files.columns
+    return _Samples(batches(), has_labels, encoder.files.place, lambda: encoder.unknown)
 
 
-def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path) -> int:
+def _parts(num_samples: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
+    """Numbers of samples, by mini-batch."""
+    for begin in range(0, num_samples, batch_size):
+        yield np.arange(begin, min(begin + batch_size, num_samples))
+
+
+def _write(saved: SavedModel, samples: _Samples, file: Path) -> int:
     """Predict all samples and write them; returns how many."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -261,11 +233,15 @@ def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path)
             kept.clear()
 
         with torch.no_grad(), autocast(saved.config):
-            for batch in samples.batches():
+            for batch in samples.batches:
                 logits, labels = scores_of(saved.model, batch)
                 is_bad = ~np.isfinite(logits)
                 if is_bad.any():
-                    raise _unscored(samples, batch, num_samples, int(np.argmax(is_bad)))
+                    raise DatasetFormatError(
+                        f"{samples.location(num_samples + int(np.argmax(is_bad)))}: a score must "
+                        "be finite, and the model gives none for this row; correct its dense "
+                        "features, or leave it out"
+                    )
                 probabilities = torch.sigmoid(torch.from_numpy(logits)).numpy()
                 kept.append((probabilities, labels.astype(np.int8)))
                 num_samples += len(logits)
@@ -276,25 +252,3 @@ def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path)
             write()
     check_input(saved.model)
     return num_samples
-
-
-def _unscored(
-    samples: _StoreSamples | _FileSamples, batch: Batch, num_before: int, number: int
-) -> DatasetFormatError:
-    """The error for a sample of a mini-batch whose logit is not finite.
-
-    Args:
-        samples: All samples.
-        batch: The mini-batch.
-        num_before: Samples before the mini-batch.
-        number: The place of the sample in the mini-batch.
-    """
-    dense, found = batch.dense_features[number], ""
-    if len(dense):
-        column = int(dense.abs().argmax())
-        found = f", whose largest dense feature is {samples.dense_names[column]!r} with "
-        found += f"{float(dense[column]):g} after its transform"
-    return DatasetFormatError(
-        f"{samples.place(num_before + number)}: a score must be finite, the model gives none for "
-        f"this row{found}; correct the row, or leave it out"
-    )

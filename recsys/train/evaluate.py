@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm  # in a notebook, its own bar
 
 from recsys._support.machine import set_num_threads
 from recsys.config import OptimizerConfig
@@ -21,10 +22,10 @@ from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
-from recsys.train.judge.ranking import rank_items
 from recsys.train.loop.progress import LOWER_LR
-from recsys.train.metrics.metrics import Metrics, MetricsAccumulator
+from recsys.train.metrics import Metrics, MetricsAccumulator
 from recsys.train.parts.build import autocast, build_model, open_source, require_features_of
+from recsys.train.ranking import rank_items
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def evaluate_split(
     batch_size: int,
     max_samples: int | None = None,
     processes: Processes | None = None,
+    show: bool = False,
 ) -> Metrics:
     """Metrics over a split, without a ranking.
 
@@ -83,6 +85,7 @@ def evaluate_split(
         max_samples: Stop after this number of samples.
         processes: Those that evaluate together, each a part of every mini-batch; None for this
             one alone. With several, this is a collective.
+        show: Draw a progress bar, which stays.
 
     Raises:
         IdOutOfRange: an id is not a row of its table, here or in training before.
@@ -94,7 +97,7 @@ def evaluate_split(
     groups = source.groups if isinstance(source, Store) else None
     may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
     with _evaluating(model):
-        for batch in loader:
+        for batch in tqdm(loader, f"evaluate {split}", disable=not show):
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
             scores, labels = scores_of(model, batch)
             if processes is not None:
@@ -192,17 +195,10 @@ def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel
         config = replace(config, data=data)
     else:
         folder.require_data(config.data)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        warnings.warn(
-            "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=3
-        )
-        config = replace(config, device="cpu")
-    elif config.device == "cuda" and trained.budget:
-        warnings.warn(
-            f"the run kept rows on device 'cuda' in budget {trained.budget!r}, and all its tables "
-            "may not fit there; evaluating on 'cpu'",
-            stacklevel=3,
-        )
+    has_device = torch.cuda.is_available()
+    if config.device == "cuda" and (trained.budget or not has_device):
+        fault = "has no room for all tables, maybe" if has_device else "is not available"
+        warnings.warn(f"device 'cuda' of the run {fault}; evaluating on 'cpu'", stacklevel=3)
         config = replace(config, device="cpu")
     source = open_source(config, to_train=False)
     if not source.num_samples:

@@ -37,7 +37,7 @@ from recsys.embeddings.tables_module import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.train.loop.progress import LOWER_LR
-from recsys.train.metrics.ranking_metrics import RankingMetrics, Rankings
+from recsys.train.metrics import RankingMetrics, Rankings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,639 @@
+"""Callbacks: code that a run calls while it trains, for early stopping and logging.
+
+`Callback` is the base class. `EarlyStopping` ends a run. `TensorBoard`, `MLflow` and
+`WeightsAndBiases` log it; each imports its package when it is made. `RunCallbacks` calls the
+callbacks of one run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+import warnings
+from abc import abstractmethod
+from contextlib import ExitStack
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recsys._support.config_fields import flat
+from recsys._support.user_classes import current_folder_last, import_class
+from recsys.config_callbacks import IS_HIGHER_BETTER, KEPT, RANKING_METRICS
+from recsys.errors import CallbackFailed, ConfigError, MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from recsys.batch import SampleSource
+    from recsys.config import TrainConfig
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "MLflow",
+    "RunCallbacks",
+    "TensorBoard",
+    "WeightsAndBiases",
+    "callbacks_of",
+    "require_metric",
+]
+
+
+class Callback:
+    """A run calls its methods while it trains. They do nothing: override those that you need.
+
+    All are called between two steps, by the thread that trains; of several processes, on the first
+    alone. Their time counts as the run's stage `other`, or as evaluation in `on_validation_end`. An
+    error that one raises ends the run as `CallbackFailed`.
+    """
+
+    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        """Before the first step.
+
+        Args:
+            run_dir: The folder of the run. It exists from now on.
+            record: As in `run.json`, as far as it is known: `config`, `environment`, `data`,
+                `resumed`, and `throughput`, whose `num_samples` is above 0 if the run continues.
+        """
+
+    def on_report(self, report: Mapping[str, Any]) -> None:
+        """After a report on training; there are 100 in a run, or one each step.
+
+        Args:
+            report: The line of `history.jsonl`: `step`, `num_samples` seen so far, `train_loss`,
+                `train_auc`, `samples_per_second` and more.
+        """
+
+    def on_validation_end(self, evaluation: Mapping[str, Any]) -> bool | None:
+        """After an evaluation during training; the one after the last step is in the record.
+
+        Args:
+            evaluation: The line of `history.jsonl`: `step`, `num_samples`, and the metrics under
+                the name of the split.
+
+        Returns:
+            True to end training after this step.
+        """
+        return None
+
+    def on_save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """After the step in which a checkpoint was found complete on the disk.
+
+        Of several processes, once each of them has it, which they find out when they save the next.
+
+        Args:
+            checkpoint: Its `number`, and the `step` and `num_samples` after which it was saved.
+        """
+
+    def on_fit_end(self, record: Mapping[str, Any]) -> None:
+        """At the end of the run, after its files are written, if `on_train_start` has returned.
+
+        Args:
+            record: As in `run.json`. `status` is "finished", "interrupted", "diverged" or "failed".
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that continues from a checkpoint needs: JSON types and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; called before `on_train_start`, unless the state is empty.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+
+
+class EarlyStopping(Callback):
+    """Ends training after `patience` evaluations in a row without an improvement.
+
+    The evaluations are those on `eval.split` during training, every `eval.every_steps`, and one
+    after the last step.
+
+    Args:
+        patience: Evaluations, at least 1.
+        metric: "auc", "gauc", "accuracy", "recall_at_k" or "ndcg_at_k", of which higher is better,
+            or "logloss" or "normalized_entropy".
+        min_delta: An evaluation is an improvement if it is better than the last improvement by more
+            than this. The first one is an improvement.
+        keep: The weights that the run saves and evaluates at its end: "best", those of the best
+            evaluation, or "last", those of its last step. Of "best" the run folder has a copy,
+            written after each evaluation that is better than all before.
+
+    Raises:
+        ConfigError: an argument is out of range, or the metric is another one.
+    """
+
+    def __init__(
+        self, patience: int, *, metric: str = "auc", min_delta: float = 0.0, keep: str = "best"
+    ) -> None:
+        if keep not in KEPT:
+            raise ConfigError(f"EarlyStopping: keep must be one of {KEPT}, got {keep!r}")
+        if patience < 1:
+            raise ConfigError(f"EarlyStopping: patience must be at least 1, got {patience}")
+        if metric not in IS_HIGHER_BETTER:
+            known = ", ".join(map(repr, IS_HIGHER_BETTER))
+            raise ConfigError(f"EarlyStopping: metric must be one of {known}, got {metric!r}")
+        self._patience, self._metric, self._min_delta = patience, metric, min_delta
+        self.keeps_best = keep == "best"
+        self._split: str | None
+        self._best: float | None
+        self._improved: float | None  # value of the last improvement
+        self.best_step: int
+        self._num_without: int
+        self._forget()
+
+    def on_validation_end(self, evaluation: Mapping[str, Any]) -> bool:
+        """Compare with the last improvement; True once patience is used up.
+
+        Raises:
+            ConfigError: the metric is null, because all labels are equal.
+        """
+        split = "test" if evaluation.get("test") else "validation"
+        value = evaluation[split].get(self._metric)
+        if value is None:
+            raise ConfigError(
+                f"{self._metric} of the evaluation at step {evaluation['step']} is null: its "
+                "samples, or those of each group, have one label; raise eval.max_samples, or "
+                "choose a metric that its line in history.jsonl has"
+            )
+        if split != self._split:  # a run that continues may evaluate on another one
+            self._forget()
+            self._split = split
+        if self._gain(value, self._best) > 0:
+            self._best, self.best_step = value, evaluation["step"]
+        if self._gain(value, self._improved) > self._min_delta:
+            self._improved, self._num_without = value, 0
+        else:
+            self._num_without += 1
+        return self._num_without >= self._patience
+
+    def on_fit_end(self, record: Mapping[str, Any]) -> None:
+        """Forget this run: the object may be given to another one."""
+        self._forget()
+
+    def describe(self) -> dict[str, Any]:
+        """For the run record: what was compared, and the best evaluation.
+
+        `num_without` counts the evaluations after the last improvement by more than `min_delta`,
+        and the best one may be among them.
+        """
+        return {
+            "metric": self._metric,
+            "min_delta": self._min_delta,
+            "split": self._split,
+            "best": self._best,
+            "best_step": self.best_step,
+            "num_without": self._num_without,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best evaluation, the last improvement, and how many have followed it."""
+        return {**self.describe(), "improved": self._improved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue; the best value of another metric means nothing, and is dropped."""
+        keys = ("split", "best", "best_step", "num_without", "improved")
+        found = [state[key] for key in keys]  # all or none
+        if state["metric"] == self._metric:
+            self._split, self._best, self.best_step, self._num_without, self._improved = found
+
+    def _forget(self) -> None:
+        self._split = self._best = self._improved = None
+        self.best_step = self._num_without = 0
+
+    def forget_best(self) -> None:
+        """Forget the best evaluation: its weights are lost."""
+        self._best, self.best_step = None, 0
+
+    def _gain(self, value: float, earlier: float | None) -> float:
+        if earlier is None:
+            return inf
+        return value - earlier if IS_HIGHER_BETTER[self._metric] else earlier - value
+
+
+class AbstractLogger(Callback):
+    """Logs measurements over the samples seen.
+
+    They are `train/loss`, `train/auc` and `samples_per_second` of reports, and each metric of an
+    evaluation under its split, such as `validation/auc`. At the end of a finished run it logs those
+    of both splits as a whole. Counts, and metrics that are null, are left out.
+    """
+
+    @abstractmethod
+    def log(self, values: dict[str, float], num_samples: int) -> None:
+        """Log measurements.
+
+        Args:
+            values: By name.
+            num_samples: Samples seen so far.
+        """
+
+    @abstractmethod
+    def close(self, status: str) -> None:
+        """End.
+
+        Args:
+            status: Of the run, as in its record.
+        """
+
+    def on_report(self, report: Mapping[str, Any]) -> None:
+        """Log a report."""
+        self.log(_scalars(report), report["num_samples"])
+
+    def on_validation_end(self, evaluation: Mapping[str, Any]) -> None:
+        """Log an evaluation."""
+        self.log(_scalars(evaluation), evaluation["num_samples"])
+
+    def on_fit_end(self, record: Mapping[str, Any]) -> None:
+        """Log the metrics of a finished run, and end."""
+        if record["status"] == "finished":
+            self.log(_scalars(record["metrics"]), record["throughput"]["num_samples"])
+        self.close(record["status"])
+
+
+class TensorBoard(AbstractLogger):
+    """Writes `train/loss`, `validation/auc` and the like over the samples seen.
+
+    A run that continues from a checkpoint hides what was written after it.
+
+    Args:
+        folder: Where event files go; None for `tensorboard` in the folder of the run.
+
+    Raises:
+        MissingDependency: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = folder
+        self._make = required(
+            "torch.utils.tensorboard", "tensorboard", type(self).__name__
+        ).SummaryWriter
+        self._writer: Any = None
+
+    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        """Open a file of events."""
+        folder = run_dir / "tensorboard" if self._folder is None else Path(self._folder)
+        # TensorBoard shows no event from this step on that was written before.
+        self._writer = self._make(folder, purge_step=record["throughput"]["num_samples"] + 1)
+
+    def log(self, values: dict[str, float], num_samples: int) -> None:
+        """Write the values."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, num_samples)
+        self._writer.flush()
+
+    def close(self, status: str) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+_STATUSES = {"finished": "FINISHED", "interrupted": "KILLED"}
+
+
+class MLflow(AbstractLogger):
+    """Logs keys as parameters, and `train/loss`, `validation/auc` and the like as metrics.
+
+    Where it logs to is as for every program that uses MLflow: `MLFLOW_TRACKING_URI`,
+    `MLFLOW_EXPERIMENT_NAME`, or `mlflow.set_tracking_uri`. A run that continues from a checkpoint
+    continues its run of MLflow.
+
+    Args:
+        options: Of `mlflow.start_run`, such as `tags`; `run_name` is by default that of the folder.
+
+    Raises:
+        MissingDependency: mlflow is not installed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._mlflow = required("mlflow", "mlflow", type(self).__name__)
+        self._options = options
+        self._run_id: str | None = None
+
+    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        """Start or continue the run."""
+        # The id is set last: an object whose start failed may be given to another run.
+        run_id, self._run_id = self._run_id, None
+        if run_id is None:
+            options = {"run_name": run_dir.resolve().name, **self._options}
+            run_id = self._mlflow.start_run(**options).info.run_id
+            try:
+                self._mlflow.log_params(flat(record["config"]))
+            except BaseException:
+                self.close("failed")  # MLflow starts no other run in this process before
+                raise
+        else:
+            self._mlflow.start_run(run_id=run_id)
+        self._run_id = run_id
+
+    def log(self, values: dict[str, float], num_samples: int) -> None:
+        """Log the values."""
+        self._mlflow.log_metrics(values, step=num_samples)
+
+    def close(self, status: str) -> None:
+        """End the run, and forget it: the object may be given to another one."""
+        self._run_id = None
+        self._mlflow.end_run(_STATUSES.get(status, "FAILED"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The id of the run."""
+        return {"run_id": self._run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue that run."""
+        self._run_id = state["run_id"]
+
+
+class WeightsAndBiases(AbstractLogger):
+    """Logs the configuration, and `train/loss`, `validation/auc` and so on over the samples seen.
+
+    Project, mode and key are as for every program that uses it: `WANDB_PROJECT`, `WANDB_MODE`,
+    `WANDB_API_KEY`, or options. A run that continues from a checkpoint continues its run there.
+
+    Args:
+        options: Of `wandb.init`, such as `project`; `name` is by default that of the folder.
+
+    Raises:
+        MissingDependency: wandb is not installed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._wandb = required("wandb", "wandb", type(self).__name__)
+        self._options = options
+        self._id: str | None = None
+        self._run: Any = None
+
+    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        """Start or continue the run."""
+        # The id is set last: an object whose start failed may be given to another run.
+        run_id, self._id = self._id, None
+        options = {"name": run_dir.resolve().name, "config": record["config"], **self._options}
+        if run_id is not None:
+            options |= {"id": run_id, "resume": "allow"}
+        self._run = self._wandb.init(**options)
+        self._id = self._run.id
+
+    def log(self, values: dict[str, float], num_samples: int) -> None:
+        """Log the values."""
+        self._run.log(values, step=num_samples)
+
+    def close(self, status: str) -> None:
+        """End the run, and forget it: the object may be given to another one."""
+        self._id = None
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The id of the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue that run."""
+        self._id = state["id"]
+
+
+def required(module: str, package: str, callback: str) -> Any:
+    """A module of an optional package.
+
+    Args:
+        module: Its name.
+        package: The package to install.
+        callback: What needs it.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependency(
+            f"callback {callback} needs {package}, which is not installed ({error}); install it "
+            f"(pip install {package}), or leave the callback out"
+        ) from error
+
+
+def _scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The measurements in a line of the history, or in the metrics of a record, by name."""
+    found = {"samples_per_second": entry.get("samples_per_second")}
+    found |= {f"train/{key}": entry.get(f"train_{key}") for key in ("loss", "auc")}
+    for split in ("validation", "test"):
+        found |= {f"{split}/{key}": value for key, value in (entry.get(split) or {}).items()}
+    return {key: value for key, value in found.items() if isinstance(value, float)}
+
+
+_BY_NAME: dict[str, Callable[[], Callback]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WeightsAndBiases,
+}
+
+
+def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallbacks:
+    """The callbacks of a configuration, and more.
+
+    Raises:
+        ConfigError: a class of the user's cannot be imported, or needs arguments.
+        MissingDependency: a package that one logs to is not installed.
+        TypeError: one of `more` is no `Callback`.
+        ValueError: an object is there twice.
+    """
+    for each in more:
+        if not isinstance(each, Callback):
+            raise TypeError(
+                f"callbacks must be objects of recsys.train.Callback, got {each!r}; derive its "
+                "class from Callback, and make an object of it"
+            )
+    if len({id(each) for each in more}) < len(more):
+        raise ValueError("callbacks has the same object twice; leave one out, or make another one")
+    stopping, found = config.early_stopping, list[Callback]()
+    if stopping.patience:
+        found.append(
+            EarlyStopping(
+                stopping.patience,
+                metric=stopping.metric,
+                min_delta=stopping.min_delta,
+                keep=stopping.keep,
+            )
+        )
+    found += map(_build, config.callbacks)
+    return RunCallbacks([*found, *more], config.epochs)
+
+
+def _build(name: str) -> Callback:
+    """The callback that a configuration names.
+
+    Raises:
+        ConfigError, MissingDependency: see `callbacks_of`.
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]()
+    found = import_class("callbacks", name, Callback, "recsys.train.Callback")
+    try:
+        with current_folder_last():
+            return found()
+    except TypeError as error:
+        raise ConfigError(
+            f"callbacks {name!r}: the class is built as {found.__name__}(), which raised a "
+            f"TypeError: {error}; give its arguments defaults, or pass an object to train()"
+        ) from error
+
+
+class RunCallbacks:
+    """Calls the callbacks of a run, and knows whether one has ended it.
+
+    Args:
+        callbacks: The callbacks; none on processes other than the first.
+        epochs: Of the run. A run that has stopped and continues with more trains on.
+
+    Attributes:
+        stopped: The step after which a callback has ended training, and why, as in the run record;
+            None if none has.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = (), epochs: int = 0) -> None:
+        self._callbacks: dict[str, Callback] = {}
+        for each in callbacks:
+            name, number = type(each).__name__, 1
+            while name in self._callbacks:
+                number += 1
+                name = f"{type(each).__name__} {number}"
+            self._callbacks[name] = each
+        self._epochs = epochs
+        self._states: dict[str, Any] = {}  # to load
+        self._started: list[str] = []
+        self._stop_request: dict[str, Any] | None = None
+        self.stopped: dict[str, Any] | None = None
+
+    def start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        """Before the first step: each loads its state, and starts.
+
+        Errors are as for the methods after it.
+
+        Raises:
+            CallbackFailed: a callback raised an error.
+        """
+        for name in self._callbacks:
+            # Not earlier: one that loads its state must start, so that its end forgets the run.
+            if name in self._states:
+                self._call(name, "load_state_dict", self._states[name])
+            self._call(name, "on_train_start", run_dir, record)
+            self._started.append(name)
+
+    def report(self, entry: Mapping[str, Any]) -> None:
+        """After a report."""
+        for name in self._callbacks:
+            self._call(name, "on_report", entry)
+
+    def evaluation(self, entry: Mapping[str, Any]) -> None:
+        """After an evaluation during training."""
+        for name, callback in self._callbacks.items():
+            if self._call(name, "on_validation_end", entry) and self._stop_request is None:
+                self._stop_request = {"step": entry["step"], "callback": name}
+                if isinstance(callback, EarlyStopping):
+                    self._stop_request |= callback.describe()
+
+    @property
+    def keeps_best(self) -> EarlyStopping | None:
+        """The callback whose best evaluation the run keeps; None if it keeps its last weights."""
+        stopping = (each for each in self._callbacks.values() if isinstance(each, EarlyStopping))
+        return next((each for each in stopping if each.keeps_best), None)
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether a callback asks that training ends after this step."""
+        return self._stop_request is not None
+
+    def stop(self, step: int) -> None:
+        """Training ends after this step, because a callback of some process has asked for it."""
+        self.stopped = self._stop_request or {"step": step, "callback": None}
+
+    def checkpoints(self, complete: Iterable[Mapping[str, Any]]) -> None:
+        """After checkpoints were found complete."""
+        for checkpoint in complete:
+            for name in self._callbacks:
+                self._call(name, "on_save_checkpoint", checkpoint)
+
+    def end(self, record: Mapping[str, Any], error: BaseException | None = None) -> None:
+        """At the end of the run: end those that were started, even if one raises an error.
+
+        Args:
+            record: The run record.
+            error: The one that ended the run; None if none did. Those of callbacks are warnings
+                then.
+
+        Raises:
+            CallbackFailed, KeyboardInterrupt: as the last one that raised.
+        """
+        with ExitStack() as stack:
+            for name in reversed(self._started):
+                stack.callback(self._end, name, record, error)
+
+    def _end(self, name: str, record: Mapping[str, Any], error: BaseException | None) -> None:
+        try:
+            self._call(name, "on_fit_end", record)
+        except CallbackFailed as failed:
+            if error is None:
+                raise
+            warnings.warn(str(failed), stacklevel=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether training was ended, and of how many epochs; states of callbacks, by name."""
+        states = {name: self._call(name, "state_dict") for name in self._callbacks}
+        return {
+            "stopped": self.stopped,
+            "epochs": self._epochs,
+            "states": {name: state for name, state in states.items() if state},
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue; `start` gives callbacks their states. Those without one begin anew."""
+        # Not the epochs in config.toml, which are the new ones once a run was continued.
+        self.stopped = None if self._epochs > state["epochs"] else state["stopped"]
+        self._states = state["states"]
+
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a method of a callback.
+
+        Raises:
+            CallbackFailed: it raised an error.
+        """
+        try:
+            return getattr(self._callbacks[name], method)(*arguments)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise CallbackFailed(
+                f"callback {name}: {method} raised {type(error).__name__}: {error} "
+                f"({Path(place.filename).name}, line {place.lineno}); correct it, or leave the "
+                "callback out"
+            ) from error
+
+
+def require_metric(config: TrainConfig, source: SampleSource) -> None:
+    """Check that the data has the metric of the key `early_stopping`; warn if it is a test metric.
+
+    Raises:
+        ConfigError: its evaluations would be null.
+    """
+    from recsys.datasets.checks import num_groups_of_both_kinds
+    from recsys.datasets.store import Store  # imports PyTorch
+
+    metric, split = config.early_stopping.metric, config.eval.split
+    store = source if isinstance(source, Store) else None
+    is_ranked = store is not None and "ranking" in store.meta
+    fault = ""
+    if metric in RANKING_METRICS and not is_ranked:
+        fault = "is for data with [negatives] in its schema, or positives alone"
+    elif metric in ("auc", "gauc", "normalized_entropy") and is_ranked:
+        fault = "is null where evaluations have positives alone; choose 'recall_at_k'"
+    elif metric == "gauc" and (
+        store is None or store.groups is None or not num_groups_of_both_kinds(store, split)
+    ):
+        fault = f"needs a group of the {split} part with both labels; choose 'auc'"
+    if fault:
+        raise ConfigError(f"early_stopping.metric {metric!r} {fault}")
+    if split == "test":
+        warnings.warn(
+            "early stopping on eval.split 'test' chooses the step whose test metrics look best, so "
+            "they are too good; set eval.split to 'validation', or ablate.target_split in an "
+            "ablation with a target",
+            stacklevel=2,
+        )

@@ -1,1 +1,0 @@
-"""A model applied to samples that it does not train on."""

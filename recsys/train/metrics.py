@@ -1,0 +1,390 @@
+"""How good predictions are: AUC, logloss, calibration; GAUC inside groups; recall and NDCG at k.
+
+Every metric counts each sample once: sample weights are not read. AUC is exact: every float32 score
+is kept, and pairs are counted in integers. Sums run in float64.
+
+    GAUC           sum over groups of (samples * AUC) / sum over these groups of samples.
+                   A group with one kind of label has no AUC, and is left out of both sums
+    recall at k    relevant items with rank <= k / relevant items
+    NDCG at k      sum over relevant items with rank <= k of 1 / log2(1 + rank)
+                   / sum for i = 1 to min(k, relevant items) of 1 / log2(1 + i)
+
+A ranking orders candidates by score. The rank of a relevant item is the number of candidates with
+at least its score, itself included. So a tie counts against the item, and a model that gives all
+items the same score finds none of them. Relevant items that the ranking does not hold count as not
+found.
+
+References:
+    DeLong, DeLong and Clarke-Pearson (1988), Comparing the areas under two or more correlated
+    receiver operating characteristic curves, Biometrics 44, 837-845: the error of one AUC.
+    Zhou et al. (2018), Deep Interest Network for Click-Through Rate Prediction: GAUC, with each
+    user's AUC weighted by the user's impressions.
+    Jarvelin and Kekalainen (2002), Cumulated gain-based evaluation of IR techniques: NDCG; gains
+    are 0 or 1 here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys._support.auc import (
+    are_positive,
+    area_under_curve,
+    auc,
+    require_same_length,
+    sorted_by_label,
+    twice_below,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "GroupMetrics",
+    "Metrics",
+    "MetricsAccumulator",
+    "RankingMetrics",
+    "Rankings",
+    "auc",
+    "evaluate_groups",
+    "evaluate_logits",
+    "ndcg_at",
+    "ranks_of",
+    "recall_at",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMetrics:
+    """Quality inside groups of samples.
+
+    Attributes:
+        gauc: Mean of the groups' AUCs, weighted by their samples; None if no group has both kinds
+            of label.
+        num_groups: Groups that `gauc` covers.
+        num_groups_left_out: Groups with one kind of label.
+    """
+
+    gauc: float | None
+    num_groups: int
+    num_groups_left_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingMetrics:
+    """Quality of rankings of all items.
+
+    Attributes:
+        recall_at_k: Recall at `ranking_k`: the mean over the groups of the mean over the rankings
+            of a group; None without a ranking.
+        recall_standard_error: Standard error of `recall_at_k` as an estimate from a sample of
+            groups; None with fewer than two groups.
+        ndcg_at_k, ndcg_standard_error: The same of NDCG.
+        ranking_k: k.
+        num_rankings: Number of rankings.
+        num_unknown_items: Relevant items that no ranking holds, because training has no row for
+            them. They count as not found.
+    """
+
+    recall_at_k: float | None
+    recall_standard_error: float | None
+    ndcg_at_k: float | None
+    ndcg_standard_error: float | None
+    ranking_k: int
+    num_rankings: int
+    num_unknown_items: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Quality over a set of samples.
+
+    Attributes:
+        auc: Probability that a positive sample has a higher score than a negative one; a tie counts
+            half. None if all labels are equal.
+        auc_standard_error: Standard error of `auc` as an estimate from a sample; None with fewer
+            than two positive or two negative samples. It is too large for the difference of two
+            models on the same samples.
+        logloss: Mean binary cross-entropy, in nats.
+        normalized_entropy: `logloss` divided by the logloss of always predicting the mean label;
+            None if all labels are equal.
+        calibration: Mean prediction divided by mean label; None without positive labels.
+        accuracy: Share of predictions on the right side of 0.5.
+        num_samples: Number of samples.
+        num_positives: Those with label 1.
+        groups: Quality inside groups; None for data without groups.
+        ranking: Quality of rankings of all items; None for data that is not judged by rankings.
+    """
+
+    auc: float | None
+    auc_standard_error: float | None
+    logloss: float
+    normalized_entropy: float | None
+    calibration: float | None
+    accuracy: float
+    num_samples: int
+    num_positives: int
+    groups: GroupMetrics | None = None
+    ranking: RankingMetrics | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The metrics in JSON types, under the names of the run record.
+
+        Those of `groups` and `ranking` stand beside the others; those that are None are left out.
+        """
+        found = asdict(self)
+        for name in ("groups", "ranking"):
+            found |= found.pop(name) or {}
+        return found
+
+
+class MetricsAccumulator:
+    """Collects logits and labels, and computes their metrics.
+
+    It keeps 5 bytes a sample. `result` uses about 25 more for a while, and 75 with groups.
+    """
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self._logits: list[NDArray[np.float32]] = []
+        self._is_positive: list[NDArray[np.bool_]] = []
+        self._loss = self._prediction = 0.0
+        self._num_positive = self._num_right = 0
+
+    def add(self, logits: NDArray[np.float32], labels: NDArray[Any]) -> None:
+        """Add samples.
+
+        Shape:
+            logits (N,) float32, before the sigmoid; labels (N,) 0 or 1.
+
+        Raises:
+            ValueError: the shapes differ, the logits are not float32, a logit is not finite, or a
+                label is neither 0 nor 1.
+        """
+        require_same_length("metrics", logits, labels)
+        if logits.dtype != np.float32:
+            raise ValueError(
+                f"metrics: logits must be float32, got {logits.dtype}; round them with "
+                "astype(numpy.float32) if additional ties do not matter"
+            )
+        num_bad = len(logits) - int(np.count_nonzero(np.isfinite(logits)))
+        if num_bad:
+            raise ValueError(f"metrics: {num_bad} of {len(logits)} logits are not finite")
+        is_positive = are_positive("metrics", labels)
+        wide = logits.astype(np.float64)
+        softplus = np.logaddexp(0, wide)
+        self._loss += float(np.sum(softplus - is_positive * wide))
+        # The sigmoid of `wide`. Its other forms round small predictions, or overflow.
+        self._prediction += float(np.sum(np.exp(wide - softplus)))
+        self._num_positive += int(np.count_nonzero(is_positive))
+        self._num_right += int(np.count_nonzero((wide > 0) == is_positive))
+        self.num_samples += len(logits)
+        self._logits.append(logits.copy())  # the caller may reuse its array
+        self._is_positive.append(is_positive)
+
+    def result(self, groups: NDArray[Any] | None = None) -> Metrics:
+        """Metrics of all samples so far.
+
+        Args:
+            groups: The group of each sample, integers (N,); None for data without groups.
+
+        Raises:
+            ValueError: there are no samples.
+        """
+        if not self.num_samples:
+            raise ValueError("metrics: at least one sample is needed, got none")
+        logits, is_positive = np.concatenate(self._logits), np.concatenate(self._is_positive)
+        positives, negatives = sorted_by_label(logits, is_positive)
+        logloss = self._loss / self.num_samples
+        rate = self._num_positive / self.num_samples
+        entropy = None
+        if 0 < rate < 1:
+            entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate)
+        return Metrics(
+            auc=area_under_curve(positives, negatives),
+            auc_standard_error=_standard_error(positives, negatives),
+            logloss=logloss,
+            normalized_entropy=None if entropy is None else float(logloss / entropy),
+            calibration=self._prediction / self._num_positive if self._num_positive else None,
+            accuracy=self._num_right / self.num_samples,
+            num_samples=self.num_samples,
+            num_positives=self._num_positive,
+            groups=None if groups is None else evaluate_groups(logits, is_positive, groups),
+        )
+
+
+def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metrics:
+    """All metrics of some samples; see `MetricsAccumulator`.
+
+    Raises:
+        ValueError: there are no samples, or `MetricsAccumulator.add` raises.
+    """
+    accumulator = MetricsAccumulator()
+    accumulator.add(logits, labels)
+    return accumulator.result()
+
+
+def _standard_error(positives: NDArray[np.float32], negatives: NDArray[np.float32]) -> float | None:
+    """Standard error of the AUC from the scores of both kinds of samples, ascending.
+
+    Each of the m positive samples beats a share of the negative samples; S10 is the variance of
+    these shares. Each of the n negative samples is beaten by a share of the positive samples; S01
+    is the variance of those. The variance of the AUC is S10 / m + S01 / n.
+    """
+    if min(len(positives), len(negatives)) < 2:
+        return None
+    beaten = twice_below(positives, negatives) / (2 * len(negatives))
+    beating = twice_below(negatives, positives) / (2 * len(positives))
+    variance = np.var(beaten, ddof=1) / len(positives) + np.var(beating, ddof=1) / len(negatives)
+    return float(np.sqrt(variance))
+
+
+def evaluate_groups(
+    scores: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any]
+) -> GroupMetrics:
+    """GAUC of some samples.
+
+    Shape:
+        scores (N,), no NaN, higher for more likely; labels (N,) 0 or 1; groups (N,) integers.
+    """
+    if not len(scores):
+        return GroupMetrics(gauc=None, num_groups=0, num_groups_left_out=0)
+    order = np.lexsort((scores, groups))
+    scores, labels, groups = scores[order], labels[order], groups[order]
+    # A tie is a run of samples with equal group and equal score.
+    starts_group = _differ(groups)
+    starts_tie = starts_group | _differ(scores)
+    tie_starts = np.flatnonzero(starts_tie)
+    positives = np.add.reduceat(labels.astype(np.int64), tie_starts)
+    negatives = np.diff(tie_starts, append=len(scores)) - positives
+    first_ties = np.flatnonzero(starts_group[tie_starts])
+    below = np.cumsum(negatives) - negatives
+    num_ties = np.diff(first_ties, append=len(tie_starts))
+    below -= np.repeat(below[first_ties], num_ties)
+    doubled_wins = np.add.reduceat(positives * (2 * below + negatives), first_ties)
+    num_positive = np.add.reduceat(positives, first_ties)
+    num_negative = np.add.reduceat(negatives, first_ties)
+    num_pairs = num_positive * num_negative
+    has_auc = num_pairs > 0
+    num_groups = int(np.count_nonzero(has_auc))
+    gauc = None
+    if num_groups:
+        aucs = doubled_wins[has_auc] / (2 * num_pairs[has_auc])
+        gauc = float(np.average(aucs, weights=(num_positive + num_negative)[has_auc]))
+    return GroupMetrics(
+        gauc=gauc, num_groups=num_groups, num_groups_left_out=len(has_auc) - num_groups
+    )
+
+
+def _differ(ordered: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether each value differs from the one before it; True for the first."""
+    differ = np.ones(len(ordered), np.bool_)
+    differ[1:] = ordered[1:] != ordered[:-1]
+    return differ
+
+
+def ranks_of(
+    scores: NDArray[Any], items: NDArray[np.integer], is_candidate: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """The ranks of some items among the candidates, from 1.
+
+    Shape:
+        scores (E,), higher for better; items (T,) in [0, E), each a candidate; is_candidate (E,);
+        result (T,).
+    """
+    ordered = np.sort(scores[is_candidate])
+    found: NDArray[np.int64] = len(ordered) - np.searchsorted(ordered, scores[items], "left")
+    return found
+
+
+def recall_at(k: int, ranks: NDArray[np.int64], num_relevant: int) -> float:
+    """Share of the relevant items whose rank is at most k.
+
+    Args:
+        k: Number of items that are shown.
+        ranks: Ranks of relevant items in the ranking, (T,).
+        num_relevant: All relevant items, at least T and at least 1; the others are not found.
+    """
+    return int(np.count_nonzero(ranks <= k)) / num_relevant
+
+
+def ndcg_at(k: int, ranks: NDArray[np.int64], num_relevant: int) -> float:
+    """Discounted gain of the relevant items among the first k, divided by the largest possible one.
+
+    Args:
+        k: Number of items that are shown.
+        ranks: Ranks of relevant items in the ranking, (T,).
+        num_relevant: All relevant items, at least T and at least 1; the others are not found.
+    """
+    best = np.arange(1, min(k, num_relevant) + 1)
+    return float(np.sum(1 / np.log2(1 + ranks[ranks <= k])) / np.sum(1 / np.log2(1 + best)))
+
+
+class Rankings:
+    """Collects rankings.
+
+    Args:
+        k: Number of items that recall and NDCG count.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._groups: list[int] = []
+        self._recalls: list[float] = []
+        self._ndcgs: list[float] = []
+        self._num_unknown = 0
+
+    def add(
+        self,
+        group: int,
+        scores: NDArray[Any],
+        relevant: NDArray[np.integer],
+        is_candidate: NDArray[np.bool_],
+        num_unknown: int = 0,
+    ) -> None:
+        """Add a ranking.
+
+        Args:
+            group: The group that the ranking is for.
+            scores: Score of each item, higher for better.
+            relevant: The relevant items; each a candidate, each once.
+            is_candidate: Whether each item is ranked.
+            num_unknown: Further relevant items, which have no number.
+
+        Shape:
+            scores (E,); relevant (T,) in [0, E); is_candidate (E,); T + num_unknown >= 1.
+        """
+        ranks, num_relevant = ranks_of(scores, relevant, is_candidate), len(relevant) + num_unknown
+        self._groups.append(group)
+        self._recalls.append(recall_at(self._k, ranks, num_relevant))
+        self._ndcgs.append(ndcg_at(self._k, ranks, num_relevant))
+        self._num_unknown += num_unknown
+
+    def result(self) -> RankingMetrics:
+        """The metrics of all rankings so far."""
+        recall, recall_error = self._mean(self._recalls)
+        ndcg, ndcg_error = self._mean(self._ndcgs)
+        return RankingMetrics(
+            recall_at_k=recall,
+            recall_standard_error=recall_error,
+            ndcg_at_k=ndcg,
+            ndcg_standard_error=ndcg_error,
+            ranking_k=self._k,
+            num_rankings=len(self._recalls),
+            num_unknown_items=self._num_unknown,
+        )
+
+    def _mean(self, values: Sequence[float]) -> tuple[float | None, float | None]:
+        """The mean over the groups of their means, and its standard error."""
+        if not values:
+            return None, None
+        _, numbers = np.unique(self._groups, return_inverse=True)
+        means = np.bincount(numbers, values) / np.bincount(numbers)
+        num_groups = len(means)
+        error = None if num_groups < 2 else float(np.std(means, ddof=1) / np.sqrt(num_groups))
+        return float(np.mean(means)), error
