@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
 
 from recsys._support.config_fields import check_fields, key, keys_set
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
-from recsys.pipeline.skip.guard_settings import Guard
 from recsys.pipeline.skip.paper import Paper
+from recsys.pipeline.skip.policies import (
+    DropInput,
+    FreezeRows,
+    Guard,
+    Importance,
+    Observe,
+    Policy,
+    RandomDrop,
+    Subsample,
+)
 
 __all__ = ["GuardConfig", "ImportanceConfig", "PaperConfig", "SkipConfig", "StalenessConfig"]
 
-_POLICIES = (
-    "none",
-    "observe",
-    "drop_input",
-    "freeze_rows",
-    "subsample",
-    "importance",
-    "random_drop",
-    "paper",
-)
 _KEYS_OF: dict[str, tuple[str, ...]] = {
     "none": (),
     "observe": ("share", "staleness"),
@@ -31,6 +31,17 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "importance": ("share", "seed", "importance", "guard"),
     "random_drop": ("share", "seed", "weighted", "refill"),
     "paper": ("seed", "paper"),
+}
+
+
+_KINDS: dict[str, Any] = {
+    "none": lambda: None,
+    "observe": Observe,
+    "drop_input": DropInput,
+    "freeze_rows": FreezeRows,
+    "subsample": Subsample,
+    "importance": Importance,
+    "random_drop": RandomDrop,
 }
 
 
@@ -72,14 +83,8 @@ class GuardConfig:
 
     every: int = key(1000, "steps from one check to the next; 0: no guard", least=0)
     steps: int = key(50, "steps of a check, in which nothing is skipped", least=10)
-    logloss: float = key(0.01, "loss of normalized entropy allowed, relative", above=0)
-    auc: float = key(0.005, "loss of AUC allowed", above=0)
+    logloss: float = key(0.01, "rise of the logloss allowed, relative", above=0)
     calibration: float = key(0.02, "change of calibration allowed, relative", above=0)
-    standard_errors: float = key(4.0, "standard errors added to what is allowed", least=2)
-    far: float = key(3.0, "times what is allowed at which skipping stops at once", least=1)
-    rate: float = key(0.2, "weight of the newest check in the estimate", above=0, most=1)
-    calm: int = key(2, "checks in a row within bounds, after which skipping rises", least=1)
-    recovery: float = key(0.25, "share of the target share that is then added", above=0, most=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -169,7 +174,7 @@ class SkipConfig:
     published code does.
     """
 
-    policy: str = key("none", "what is left out", choices=_POLICIES)
+    policy: str = key("none", "what is left out", choices=tuple(_KEYS_OF))
     share: float = key(0.2, "share of the samples to skip", above=0, most=0.95)
     keep: float = key(0.25, "subsample: share of stale samples that it keeps", above=0, most=0.95)
     weighted: bool = key(False, "random_drop: whether the others get weight 1 / (1 - share)")
@@ -182,34 +187,10 @@ class SkipConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.policy == "subsample" and self.share + self.keep > 1:
-            raise ConfigError(
-                "share must be at most 1 - keep: with subsample, a share of 1 - keep of the stale "
-                f"samples is left out; got share {self.share} and keep {self.keep}"
-            )
-        if self.needs_stale_rows and self.staleness.threshold and "share" in keys_set(self):
-            raise ConfigError(
-                "share means nothing with staleness.threshold, because a threshold is found from "
-                f"the share or given; got share {self.share} and threshold "
-                f"{self.staleness.threshold}; drop one of the keys"
-            )
-        if self.needs_stale_rows and self.has_guard:
-            if self.staleness.threshold:
-                raise ConfigError(
-                    "staleness.threshold means that a guard cannot lower share; set guard.every "
-                    f"to 0, or drop the threshold {self.staleness.threshold}"
-                )
-            if self.guard.every < self.staleness.window:
-                raise ConfigError(
-                    "guard.every must be at least staleness.window, because a lowered share holds "
-                    f"from the next window of staleness on; got every {self.guard.every} and "
-                    f"window {self.staleness.window}"
-                )
-        if self.policy == "importance" and self.share + self.importance.least > 1:
-            raise ConfigError(
-                "share must be at most 1 - importance.least: every sample is kept with at least "
-                f"this probability; got share {self.share} and least {self.importance.least}"
-            )
+        try:
+            self.settings(0)
+        except ConfigError as error:
+            raise ConfigError(str(error).partition(": ")[2]) from None
         for name in keys_set(self):
             if name == "policy" or name in _KEYS_OF[self.policy]:
                 continue
@@ -222,10 +203,27 @@ class SkipConfig:
                 f"{instead or f'set policy to {fitting}'}, or drop the key"
             )
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a policy is chosen."""
-        return self.policy != "none"
+    def settings(self, run_seed: int) -> Policy | Paper | None:
+        """The policy of these keys; None to train on everything.
+
+        Args:
+            run_seed: The seed of the run, for `seed` 0.
+
+        Raises:
+            ConfigError: keys conflict.
+        """
+        seed = self.seed or run_seed
+        if self.policy == "paper":
+            return self.paper.settings(seed)
+        values = {name: getattr(self, name) for name in _KEYS_OF[self.policy]}
+        for name in {"staleness", "guard"} & set(values):
+            values[name] = values[name].settings()
+        if "seed" in values:
+            values["seed"] = seed
+        if self.policy == "importance":
+            values |= asdict(values.pop("importance"))
+        found: Policy | None = _KINDS[self.policy](**values)
+        return found
 
     @property
     def has_guard(self) -> bool:

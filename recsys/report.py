@@ -227,7 +227,9 @@ def _skipping(skipped: Mapping[str, Any] | None) -> dict[str, str]:
         f"{num_seen - skipped['num_skipped']:,} samples trained on"
     }
     if guard is not None:
-        facts["guard"] = f"windows: {guard['num_windows']:,}, decisions: {guard['num_decisions']:,}"
+        facts["guard"] = (
+            f"windows: {guard['num_windows']:,}, decisions: {len(guard['decisions']):,}"
+        )
     return facts
 
 

@@ -12,10 +12,8 @@ from recsys.config import (
     load_config,
 )
 from recsys.embeddings.staleness.settings import Staleness
-from recsys.pipeline import Importance, RandomDrop
-from recsys.pipeline.skip.guard import Guard
+from recsys.pipeline import Guard, Importance, RandomDrop
 from recsys.pipeline.skip.paper import Paper
-from recsys.train.parts.skip_policy import skip_policy
 
 DROP = "skip.policy=drop_input"
 FAE = ("schedule.name=fae", "schedule.rate=100", "schedule.adaptive=false", "budget=1MiB")
@@ -25,7 +23,7 @@ def test_nothing_is_skipped_by_default():
     config = TrainConfig()
 
     assert config.skip.policy == "none"
-    assert not config.skip.is_on
+    assert config.skip.settings(0) is None
 
 
 @pytest.mark.parametrize(
@@ -56,12 +54,12 @@ def test_keys_become_settings():
             "skip.staleness.window=200",
             "skip.staleness.patience=3",
             "skip.guard.every=300",
-            "skip.guard.auc=0.01",
+            "skip.guard.logloss=0.02",
         ],
     )
 
     assert config.skip.staleness.settings() == Staleness(window=200, patience=3)
-    assert config.skip.guard.settings() == Guard(every=300, auc=0.01)
+    assert config.skip.guard.settings() == Guard(every=300, logloss=0.02)
     assert SkipConfig().staleness.settings() == Staleness()
     assert GuardConfig(every=0).settings() is None
     fixed = load_config(None, [DROP, "skip.guard.every=0", "skip.staleness.threshold=0.5"])
@@ -86,12 +84,11 @@ def test_keys_become_policies():
         None, ["skip.policy=random_drop", "skip.weighted=true", "skip.refill=false", "seed=2"]
     )
 
-    assert skip_policy(importance) == Importance(0.3, 0.2, 4, warm_up=7, guard=None)
-    assert skip_policy(random) == RandomDrop(0.2, 2, weighted=True, refill=False)
+    assert importance.skip.settings(1) == Importance(0.3, 0.2, 4, warm_up=7, guard=None)
+    assert random.skip.settings(2) == RandomDrop(0.2, 2, weighted=True, refill=False)
 
 
 def test_random_samples_are_dropped_with_any_embeddings():
     config = load_config(None, ["skip.policy=random_drop", "skip.seed=3", "embeddings=torch"])
 
-    assert config.skip.is_on
     assert not config.skip.needs_rows

@@ -23,12 +23,10 @@ changes the order of samples:
 `TrainPipeline(..., skip=policy)` leaves out what has stopped changing:
 
     policies            what is left out: samples, updates of rows, or nothing (Observe)
+    choice              which samples of a mini-batch are kept
+    importance          the same for the policy Importance, by a small model that predicts labels
     refill              mini-batches of full size from the samples that are kept
-    chosen_samples      those that wait for such a mini-batch
-    sample_choice       which samples of a mini-batch are kept
-    importance          the same for the policy Importance
-    predictor           a small model that predicts labels for it
-    guard               lowers or stops skipping when predictions get worse; guard_settings: when
+    guard               lowers or stops skipping when predictions get worse
     skipping            a policy at work in a pipeline
     paper               Slipstream's published code as a policy
     paper_classifier    which samples that policy leaves out
@@ -44,11 +42,11 @@ if TYPE_CHECKING:
     from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
     from recsys.pipeline.fae.shuffle_scheduler import FAE
     from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
-    from recsys.pipeline.skip.guard_settings import Guard
     from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import (
         DropInput,
         FreezeRows,
+        Guard,
         Importance,
         Observe,
         RandomDrop,
@@ -82,7 +80,7 @@ if not TYPE_CHECKING:
             "Auto": "auto",
             "DropInput": "skip.policies",
             "FreezeRows": "skip.policies",
-            "Guard": "skip.guard_settings",
+            "Guard": "skip.policies",
             "HotColdLoader": "fae.hot_cold_loader",
             "Hotline": "schedule",
             "Importance": "skip.policies",

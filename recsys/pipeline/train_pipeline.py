@@ -27,7 +27,7 @@ from recsys.pipeline.micro_batches import join_outputs, labelled_samples
 from recsys.pipeline.model_tables import ModelTables
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Schedule, Sequential
-from recsys.pipeline.skip.skipping import Skipping, load_skipping
+from recsys.pipeline.skip.skipping import Skipping
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from recsys.pipeline.window import Windows
@@ -284,7 +284,9 @@ class TrainPipeline:
             self._switch_to(self.choice.current)
         if self.skipping is not None:
             self._windows.drop_all()  # what was taken ahead is taken again
-        load_skipping(self.skipping, found["skipping"])
+            self.skipping.reset()
+            if found["skipping"] is not None:
+                self.skipping.load_state_dict(found["skipping"])
         if counts["depth"] == self._depth:
             self._num_steps, self._num_ahead = counts["num_steps"], counts["num_ahead"]
 

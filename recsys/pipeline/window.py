@@ -210,24 +210,11 @@ class Windows:
         """Drop the window of an iterator."""
         _drop(self._windows, self._owners, id(iterator))
 
-    def drop_lasting(self, except_of: Window) -> bool:
-        """Drop windows with a refill whose iterators have no support for weak references.
-
-        It is not known whether these iterators are deleted.
-
-        Args:
-            except_of: The window to keep.
-
-        Returns:
-            Whether samples waited in one.
-        """
-        held = False
+    def drop_refilled(self) -> None:
+        """Drop every window with a refill."""
         for key, window in list(self._windows.items()):
-            lasts = not isinstance(self._owners[key], weakref.ref)
-            if lasts and window.refill is not None and window is not except_of:
-                held |= window.refill.holds_samples
+            if window.refill is not None:
                 _drop(self._windows, self._owners, key)
-        return held
 
     def drop_all(self) -> None:
         """Drop every window."""

@@ -100,7 +100,7 @@ def verify_budgets(
             f"verify compares runs to the last bit, and schedule.name {config.schedule.name!r} "
             f"changes {_REORDERING[config.schedule.name]}; leave it out"
         )
-    if config.skip.is_on:
+    if config.skip.policy != "none":
         raise ConfigError(
             "verify compares runs that train on the same samples, and skip.policy "
             f"{config.skip.policy!r} leaves some out; leave it out"

@@ -87,7 +87,7 @@ REFUSALS = [
     (["skip.share=0.3"], "skip.share"),
     ([DROP, "skip.keep=0.5"], "skip.keep"),
     ([DROP, "skip.seed=1"], "skip.seed"),
-    (["skip.policy=observe", "skip.guard.auc=0.1"], "skip.guard.auc"),
+    (["skip.policy=observe", "skip.guard.logloss=0.1"], "skip.guard.logloss"),
     (["skip.policy=random_drop", "skip.staleness.patience=3"], "skip.staleness.patience"),
     ([DROP, "skip.paper.target=0.1"], "skip.paper.target"),
     (["skip.policy=paper", *FAE, "skip.share=0.3"], "skip.share"),

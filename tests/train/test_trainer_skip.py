@@ -100,8 +100,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
     require_same(*(state["skipping"] for state in states))
     has_skipped = expected["skipped"]["num_skipped"] > 0
     assert has_skipped == (policy in ("drop_input", "subsample", *WITHOUT_ROWS))
-    if policy not in WITHOUT_ROWS:
-        assert expected["skipped"]["num_stale"] > 0
 
 
 @pytest.mark.outside_ci
@@ -203,7 +201,7 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_pa
     ("setting", "message"),
     [
         ("skip.share=0.3", r"cannot continue with skip\.share 0\.3: it was trained with 0\.4"),
-        ("skip.guard.auc=0.1", r"cannot continue with skip\.guard\.auc 0\.1"),
+        ("skip.guard.logloss=0.1", r"cannot continue with skip\.guard\.logloss 0\.1"),
         ("skip.staleness.min_updates=3", r"cannot continue with skip\.staleness\.min_updates 3"),
         ("skip.policy=freeze_rows", r"cannot continue with skip\.policy 'freeze_rows'"),
     ],

@@ -8,21 +8,15 @@ def run(config, folder):
 
 
 DECAYS = "lr_schedule.decay=linear"
-SKIPS = ("skip.policy=drop_input", "batch_size=32", "skip.staleness.min_updates=2")
-LONGER = (*SKIPS, "skip.staleness.window=40", "skip.staleness.patience=1", "epochs=2")
 NO_CORES = "recsys.train.loop.settings_warnings.num_cores"
 
 
-@pytest.mark.filterwarnings("ignore:staleness. .* sampled inputs have the same level")
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
         ((DECAYS, "lr_schedule.decay_start=15"), "never fall"),
         (("lr_schedule.warmup_steps=16",), "lr_schedule.warmup_steps"),
         (("eval.every_steps=16",), "eval.every_steps"),
-        (SKIPS, "nothing is skipped: .* 3 windows"),
-        (("skip.policy=importance", "batch_size=32"), "no sample is left out"),
-        (LONGER, r"skip\.guard\.every"),
     ],
 )
 def test_settings_without_an_effect_are_warned_of(small_config, tmp_path, settings, name):
@@ -30,14 +24,12 @@ def test_settings_without_an_effect_are_warned_of(small_config, tmp_path, settin
         run(small_config(*settings), tmp_path / "run")
 
 
-@pytest.mark.filterwarnings("ignore:staleness. .* sampled inputs have the same level")
 @pytest.mark.parametrize(
     "settings",
     [
         (DECAYS, "lr_schedule.decay_start=14"),
         ("lr_schedule.warmup_steps=15",),
         ("eval.every_steps=15",),
-        (*LONGER, "skip.guard.every=0"),
     ],
 )
 def test_settings_with_an_effect_are_not_warned_of(small_config, tmp_path, settings):

@@ -1,10 +1,23 @@
 """Chooses samples by importance: the policy `Importance` at work.
 
+A logistic model predicts the label of a sample before the large model sees it:
+
+    z = bias + sum of the weights of its rows + sum over d of v[d] * x[d],   p = 1 / (1 + exp(-z))
+
+Each pair of a lookup and a row has a weight, in one of 2**bits slots; a hash chooses the slot, and
+pairs with the same slot share it. All rows of a bag count, each as often as it occurs; weights of
+bags are ignored. x are the dense features, cut to [-16, 16].
+
+It learns one sample at a time by Adagrad: with g = w * (p - y) for a sample of weight w and label
+y, each weight's sum of squares grows by (g * x)**2, and the weight moves by -lr * g * x / sqrt(sum)
+(x = 1 for rows and bias). Sums begin at 1. A sample with an infinite or missing number is passed
+over.
+
 A choice depends on the samples, on their stream indices, and on the *version* that holds for the
-mini-batch that they are taken for. A version has the weights of the predictor as they were after
-some step. One is made after every 16th step s, and holds for mini-batches from s + 32 on. The
-versions that mini-batches not yet trained on may need are kept, so mini-batches can be taken ahead,
-and taken again.
+mini-batch that they are taken for. A version has the weights of the model as they were after some
+step. One is made after every 16th step s, and holds for mini-batches from s + 32 on. The versions
+that mini-batches not yet trained on may need are kept, so mini-batches can be taken ahead, and
+taken again.
 
 Systematic sampling chooses the samples: with a random number u in [0, 1), sample i is kept if one
 of u, 1 + u, 2 + u, ... lies between q_1 + ... + q_{i-1} and q_1 + ... + q_i. So it is kept with
@@ -12,7 +25,7 @@ probability q_i, and all mini-batches of equal raw size get equally many samples
 That matters for speed: torch prepares its matrix products anew for every new size of a mini-batch,
 which took longer than what was saved.
 
-Letters: B samples.
+Letters: B samples, L lookups, V rows of all samples, K dense features.
 
 References:
     Madow (1949), On the theory of systematic sampling, II, Annals of Mathematical Statistics 20.
@@ -26,95 +39,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys._support.jit import kernel
-from recsys._support.states import SavedState
+from recsys._support.hashing import GOLDEN, mix64
+from recsys._support.jit import kernel, kernel_part
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch, prefetch_to_write
+from recsys.embeddings.staleness.host_ids import given_ids
 from recsys.embeddings.staleness.settings import LEAD
-from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen, RawBatch
-from recsys.pipeline.skip.predictor import Predictor, SampleFeatures, Weights, features_of, predict
-from recsys.pipeline.skip.sample_choice import first_bits, random_bits
+from recsys.pipeline.skip.choice import random_bits
+from recsys.pipeline.skip.refill import EVERYTHING, Chosen, RawBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
+    from recsys.embeddings.lookup.lookup import Part
+    from recsys.embeddings.rows.bags import Bags
     from recsys.pipeline.model_tables import ModelTables
-    from recsys.pipeline.skip.guard import QualityGuard
     from recsys.pipeline.skip.policies import Importance
     from recsys.pipeline.skip.refill import Refilled
 
-__all__ = ["ImportanceSampler", "draw_systematically", "keep_probabilities"]
+__all__ = [
+    "ImportanceChoice",
+    "SampleFeatures",
+    "Weights",
+    "draw_systematically",
+    "features_of",
+    "keep_probabilities",
+    "learn",
+    "predict",
+]
 
 _PERIOD = 16  # steps from one version to the next
-_MOST_VERSIONS = LEAD // _PERIOD + 2
 _MOST_FACTOR = 1e6
 _NUM_HALVINGS = 24
-_LOGLOSS_RATE = 0.125
-_ARRAYS = ("weights", "dense_weights", "sums", "dense_sums")  # of the predictor
-_STATE_KEYS = ("num_steps", *_ARRAYS, "logloss", "versions")
-_VERSION_KEYS = ("first_number", "weights", "dense_weights")
+_BLOCK = 64  # samples whose slots are written together, so that they stay in the cache
+_AHEAD = 4  # samples from one whose slots are fetched into the cache to the one that is learned
+_LARGEST = np.float32(16)
 
 
-class _Version(NamedTuple):
-    """The weights of the predictor that hold for some mini-batches.
-
-    Attributes:
-        first_number: Number of the first mini-batch that it holds for.
-        weights: The weights.
-    """
-
-    first_number: int
-    weights: Weights
-
-
-class ImportanceSampler:
+class ImportanceChoice:
     """Chooses samples by `Importance`. Called with a raw mini-batch.
 
     Args:
         policy: The policy.
         tables: The tables of the model.
-        guard: Says which mini-batches are trained unskipped; None if there is no guard.
+        factor_of: The part of the policy's share that holds for a mini-batch; 0: keep everything.
         setting: The policy, for errors.
+
+    Attributes:
+        num_steps: Steps that the model has learned from.
+        weights: Its weights; None before the first step, when K is not known.
+        sums: Their sums of squares.
+        versions: By the number of the first mini-batch that each holds for, ascending.
     """
 
     def __init__(
-        self, policy: Importance, tables: ModelTables, guard: QualityGuard | None, setting: str
+        self,
+        policy: Importance,
+        tables: ModelTables,
+        factor_of: Callable[[int], float],
+        setting: str,
     ) -> None:
-        self._policy, self._tables, self._guard = policy, tables, guard
-        self._setting = setting
-        self._predictor: Predictor | None = None  # until the first step: K is not known
-        self._num_steps = 0
-        self._logloss: float | None = None
-        self._versions: list[_Version] = []
-        # Of mini-batches that were taken and not yet trained on, by their numbers.
-        self._features: dict[int, SampleFeatures] = {}
+        self._policy, self._tables = policy, tables
+        self._factor_of, self._setting = factor_of, setting
+        self.num_steps = 0
+        self.weights: Weights | None = None
+        self.sums: Weights | None = None
+        self.versions: dict[int, Weights] = {}
 
     def __call__(self, raw: RawBatch) -> Chosen:
         """Choose; equal arguments give equal choices.
 
         Raises:
-            ValueError: the mini-batch has no labels, or its features do not fit.
+            ValueError: the mini-batch has no labels of 0 and 1, or its features do not fit.
             Exception: as for `ModelTables.parts`.
         """
-        self._features.pop(raw.taken_for, None)  # it may be taken again
         labels = self._labels_of(raw.batch, raw.size)
-        version = self._version_of(raw.taken_for)
-        guard, share = self._guard, self._policy.share
-        if version is None or not share:
-            return EVERYTHING
-        if guard is not None and guard.is_open(raw.taken_for):
-            # Every sample is of the kind that is left out at times. Samples chosen by their labels
-            # would have other statistics.
-            return Chosen(None, None, np.ones(raw.size, bool))
-        if guard is not None:
-            share *= guard.factor_of(raw.taken_for)
-        if not share:
+        share = self._policy.share * self._factor_of(raw.taken_for)
+        holding = [weights for first, weights in self.versions.items() if first <= raw.taken_for]
+        if not share or not holding:
             return EVERYTHING
         features = self._features_of(raw.batch, raw.size)
-        scores = np.abs(_to_numpy(labels).reshape(-1) - predict(version.weights, features))
+        scores = np.abs(labels - predict(holding[-1], features))
         probabilities = keep_probabilities(scores, share, self._policy.least)
-        start = int(random_bits(first_bits(self._policy.seed), raw)[0] >> np.uint64(11)) / 2**53
+        start = int(random_bits(self._policy.seed, raw)[0] >> np.uint64(11)) / 2**53
         samples = draw_systematically(probabilities, start)
-        if len(samples) and not raw.offset:
-            self._features[raw.taken_for] = features.select(samples)
         return Chosen(samples, (1 / probabilities[samples]).astype(np.float32))
 
     def end_step(self, refilled: Refilled, batch: Any) -> None:
@@ -124,140 +133,62 @@ class ImportanceSampler:
             refilled: Its number and weights.
             batch: The mini-batch, on its device.
         """
-        labels = _to_numpy(self._labels_of(batch, None)).reshape(-1)
-        features = self._features.get(refilled.number)
-        later = ((number, of) for number, of in self._features.items() if number > refilled.number)
-        self._features = dict(later)
-        if features is None:
-            features = self._features_of(batch, len(labels))
-        num_dense = features.dense.shape[1]
-        if self._predictor is None:
-            if not len(features.slots) and not num_dense:
-                raise ValueError(
-                    f"{self._setting} predicts labels from rows and dense features, but there are "
-                    "no rows that a recsys optimizer updates and no dense_features; build the "
-                    "embeddings with optimizer=, or use RandomDrop"
-                )
-            self._predictor = Predictor(self._policy.bits, self._policy.lr, num_dense)
+        labels = self._labels_of(batch, None)
+        features = self._features_of(batch, len(labels))
         weights = refilled.weights
         if weights is None:
             weights = np.ones(len(labels), np.float32)
-        errors = np.abs(labels - self._predictor.learn(features, labels, weights))
-        self._num_steps += 1
-        next_number = refilled.number + 1
-        if not next_number % _PERIOD:
-            self._update_logloss(errors, weights)
-            if self._num_steps >= self._policy.warm_up - LEAD:
-                weights_now = self._predictor.weights.copied()
-                self._versions.append(_Version(next_number + LEAD, weights_now))
-        while len(self._versions) > 1 and self._versions[1].first_number <= next_number:
-            del self._versions[0]
+        if self.weights is None or self.sums is None:
+            sizes = 2**self._policy.bits, features.dense.shape[1] + 1
+            self.weights = Weights(*(np.zeros(size, np.float32) for size in sizes))
+            self.sums = Weights(*(np.ones(size, np.float32) for size in sizes))
+        learn(self.weights, self.sums, features, labels, weights, self._policy.lr)
+        self.num_steps += 1
+        number = refilled.number + 1
+        if not number % _PERIOD and self.num_steps >= self._policy.warm_up - LEAD:
+            self.versions[number + LEAD] = Weights(*(array.copy() for array in self.weights))
+        # The newest version that holds for the next mini-batch, and later ones.
+        oldest = max((first for first in self.versions if first <= number), default=0)
+        self.versions = {first: of for first, of in self.versions.items() if first >= oldest}
 
     def report(self) -> dict[str, Any]:
-        """Steps that the predictor has learned from, and a running mean of its logloss."""
-        return {"num_steps": self._num_steps, "predictor_logloss": self._logloss}
+        """Steps that the model has learned from."""
+        return {"num_steps": self.num_steps}
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step, in JSON types and tensors."""
-        predictor = self._predictor
-        arrays = [None] * 4 if predictor is None else [*predictor.weights, *predictor.sums]
-        tensors = [None if each is None else _to_tensor(each) for each in arrays]
+        known = {} if self.weights is None else {-1: self.weights, -2: self.sums, **self.versions}
         return {
-            "num_steps": self._num_steps,
-            **dict(zip(_ARRAYS, tensors, strict=True)),
-            "logloss": self._logloss,
-            "versions": [
-                {
-                    "first_number": each.first_number,
-                    "weights": _to_tensor(each.weights.rows),
-                    "dense_weights": _to_tensor(each.weights.dense),
-                }
-                for each in self._versions
-            ],
+            "num_steps": self.num_steps,
+            "weights": {
+                str(first): [torch.from_numpy(array.copy()) for array in of or ()]
+                for first, of in known.items()
+            },
         }
 
-    def reset(self) -> None:
-        """Forget all that was learned."""
-        self._predictor, self._logloss = None, None
-        self._num_steps, self._versions = 0, []
-        self._features = {}
-
-    def load_state_dict(self, state: Any, num_batches: int) -> None:
-        """Continue from a state.
-
-        Args:
-            state: What `state_dict` returned once, under a policy with the same `bits`.
-            num_batches: Mini-batches that were trained on.
-
-        Raises:
-            ConfigError: it is no such state.
-        """
-        found = SavedState("importance state", state, _STATE_KEYS)
-        num_steps = found.whole("num_steps", most=num_batches)
-        predictor, num_dense = None, -1
-        if num_steps:
-            predictor, num_dense = self._read_predictor(found)
-        elif any(found[key] is not None for key in _ARRAYS):
-            raise found.error("num_steps", "above 0 if there are weights")
-        logloss = None if found["logloss"] is None else found.number("logloss")
-        versions = self._read_versions(found, num_dense, num_batches)
-        self._num_steps, self._predictor, self._versions = num_steps, predictor, versions
-        self._logloss, self._features = logloss, {}
-
-    def _read_predictor(self, found: SavedState) -> tuple[Predictor, int]:
-        policy = self._policy
-        sizes = range(2**policy.bits, 2**policy.bits + 1)
-        dense = _read_array(found, "dense_weights", range(1, 2**31))
-        lengths = range(len(dense), len(dense) + 1)
-        predictor = Predictor(policy.bits, policy.lr, len(dense) - 1)
-        predictor.weights = Weights(_read_array(found, "weights", sizes), dense)
-        predictor.sums = Weights(
-            _read_array(found, "sums", sizes, least=1),
-            _read_array(found, "dense_sums", lengths, least=1),
-        )
-        return predictor, len(dense) - 1
-
-    def _read_versions(self, found: SavedState, num_dense: int, num_batches: int) -> list[_Version]:
-        entries = found.items("versions", range(_MOST_VERSIONS + 1), "versions")
-        if entries and num_dense < 0:
-            raise found.error("versions", "empty without weights")
-        rows = range(2**self._policy.bits, 2**self._policy.bits + 1)
-        versions: list[_Version] = []
-        for each in entries:
-            of_version = SavedState("importance state: versions", each, _VERSION_KEYS)
-            least = versions[-1].first_number + 1 if versions else LEAD
-            first_number = of_version.whole("first_number", least=least, most=num_batches + LEAD)
-            weights = Weights(
-                _read_array(of_version, "weights", rows),
-                _read_array(of_version, "dense_weights", range(num_dense + 1, num_dense + 2)),
-            )
-            versions.append(_Version(first_number, weights))
-        return versions
-
-    def _version_of(self, number: int) -> _Version | None:
-        """The version that holds for a mini-batch; None if there is none yet."""
-        for version in reversed(self._versions):
-            if version.first_number <= number:
-                return version
-        return None
-
-    def _update_logloss(self, errors: NDArray[np.float64], weights: NDArray[np.float32]) -> None:
-        """Add the logloss of a mini-batch, which is -log(1 - |y - p|) for labels of 0 and 1."""
-        losses = -np.log1p(-np.minimum(errors, 1 - 1e-6))
-        found = float(losses @ weights / weights.sum())
-        if np.isfinite(found):
-            known = found if self._logloss is None else self._logloss
-            self._logloss = known + _LOGLOSS_RATE * (found - known)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned under the same policy."""
+        known = {
+            int(first): Weights(*(array.detach().cpu().numpy().copy() for array in of))
+            for first, of in state["weights"].items()
+        }
+        self.num_steps = state["num_steps"]
+        self.weights, self.sums = known.pop(-1, None), known.pop(-2, None)
+        self.versions = known
 
     def _features_of(self, batch: Any, size: int) -> SampleFeatures:
         dense = getattr(batch, "dense_features", None)
         if not isinstance(dense, Tensor) or dense.dim() != 2 or len(dense) != size:
-            dense = None
+            dense = torch.empty(size, 0)
         parts = self._tables.parts(batch, size, self._setting)
-        found = None if dense is None else _to_numpy(dense)
-        return features_of(parts, found, size, self._policy.bits)
+        return features_of(parts, _to_numpy(dense), size, self._policy.bits)
 
-    def _labels_of(self, batch: Any, size: int | None) -> Tensor:
+    def _labels_of(self, batch: Any, size: int | None) -> NDArray[np.float32]:
+        """The labels, (B,).
+
+        Raises:
+            ValueError: there are none, or not of 0 and 1.
+        """
         labels = getattr(batch, "labels", None)
         if not isinstance(labels, Tensor) or size not in (None, labels.numel()):
             shape = "none" if labels is None else f"{getattr(labels, 'shape', type(labels))}"
@@ -266,13 +197,134 @@ class ImportanceSampler:
                 f"attribute labels (B,), got {shape} in {type(batch).__name__}; use recsys.Batch, "
                 "or another policy"
             )
-        if not bool(((labels == 0) | (labels == 1)).all()):
-            found = labels[(labels != 0) & (labels != 1)][0].item()
+        found = _to_numpy(labels).reshape(-1)
+        is_wrong = (found != 0) & (found != 1)
+        if is_wrong.any():
             raise ValueError(
                 f"{self._setting} needs labels of 0 and 1, because it compares them with "
-                f"probabilities, got {found:g}; use another policy"
+                f"probabilities, got {found[is_wrong][0]:g}; use another policy"
             )
-        return labels
+        return found
+
+
+class SampleFeatures(NamedTuple):
+    """What the model knows about the samples of a mini-batch.
+
+    Attributes:
+        slots: The slots of each sample's rows, sample by sample, (V,) uint32.
+        bounds: Where the slots of each sample begin, (B + 1,) int64.
+        dense: Dense features, (B, K) float32.
+    """
+
+    slots: NDArray[np.uint32]
+    bounds: NDArray[np.int64]
+    dense: NDArray[np.float32]
+
+
+class Weights(NamedTuple):
+    """A number for each weight of the model.
+
+    Attributes:
+        rows: One for each slot, (2**bits,) float32.
+        dense: Those of the dense features, then that of the bias, (K + 1,) float32.
+    """
+
+    rows: NDArray[np.float32]
+    dense: NDArray[np.float32]
+
+
+def features_of(
+    parts: Sequence[tuple[Part, Bags]],
+    dense: NDArray[np.float32],
+    batch_size: int,
+    bits: int,
+) -> SampleFeatures:
+    """What the model knows about the samples of a mini-batch.
+
+    Args:
+        parts: The lookups, with B bags for each feature. Those of a device are copied to the host.
+        dense: Dense features; K may be 0.
+        batch_size: B.
+        bits: The model has 2**bits slots.
+
+    Shape:
+        dense (B, K).
+    """
+    inputs = [given_ids(lookups, bags) for (_, lookups), bags in parts]
+    ends = np.zeros(batch_size + 1, np.int64)
+    for _, positions, _, offsets, is_one_hot, size in inputs:
+        if is_one_hot:
+            ends[1:] += len(positions)
+        else:
+            _add_lengths(ends[1:], positions, offsets, size)
+    bounds = ends.cumsum()
+    slots, places = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
+    num_lookups = 0
+    for _, positions, values, offsets, is_one_hot, size in inputs:
+        numbers = np.arange(num_lookups + 1, num_lookups + len(positions) + 1, dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            salts = mix64(numbers * GOLDEN)
+        num_lookups += len(positions)
+        _write_slots(
+            slots, places, salts, positions, values, offsets, is_one_hot, size, np.uint64(64 - bits)
+        )
+    return SampleFeatures(slots, bounds, dense)
+
+
+def predict(weights: Weights, features: SampleFeatures) -> NDArray[np.float64]:
+    """The probability of label 1 of each sample, (B,).
+
+    Raises:
+        ValueError: the weights are of another number of dense features.
+    """
+    _require_fit(weights, features)
+    found = np.empty(len(features.bounds) - 1, np.float64)
+    _predict(found, *weights, features.slots, features.bounds, features.dense)
+    return found
+
+
+def learn(
+    weights: Weights,
+    sums: Weights,
+    features: SampleFeatures,
+    labels: NDArray[np.float32],
+    sample_weights: NDArray[np.float32],
+    lr: float,
+) -> NDArray[np.float64]:
+    """Learn from the samples of a mini-batch, one after the other.
+
+    Args:
+        weights: The weights of the model; changed in place.
+        sums: Their sums of squares; changed in place.
+        features: What is known about the samples.
+        labels: Their labels.
+        sample_weights: Their weights.
+        lr: The learning rate.
+
+    Shape:
+        labels, sample_weights, result (B,).
+
+    Returns:
+        The probability of label 1 of each sample, predicted just before it was learned.
+
+    Raises:
+        ValueError: the number of dense features has changed.
+    """
+    _require_fit(weights, features)
+    found = np.empty(len(labels), np.float64)
+    steps = np.empty(int(np.diff(features.bounds).max(initial=0)), np.float32)
+    slots, bounds, dense = features
+    step_lr = np.float32(lr)
+    _learn(found, *weights, *sums, slots, bounds, dense, labels, sample_weights, step_lr, steps)
+    return found
+
+
+def _require_fit(weights: Weights, features: SampleFeatures) -> None:
+    known, found = len(weights.dense) - 1, features.dense.shape[1]
+    if known != found:
+        raise ValueError(
+            f"dense_features: each mini-batch must have as many columns, got {found} after {known}"
+        )
 
 
 def keep_probabilities(
@@ -328,26 +380,162 @@ def _sum_probabilities(scores_B: NDArray[np.float64], factor: float, least: floa
     return (first + second) + (third + fourth)
 
 
+_mix64 = kernel(mix64)
+
+
+@kernel
+def _add_lengths(
+    counts_B: NDArray[np.int64],
+    positions_L: NDArray[np.uint64],
+    offsets: NDArray[Any],
+    batch_size: int,
+) -> None:
+    """Add the lengths of each sample's bags."""
+    for lookup in range(len(positions_L)):
+        first = np.int64(positions_L[lookup]) * batch_size
+        for sample in range(batch_size):
+            counts_B[sample] += offsets[first + sample + 1] - offsets[first + sample]
+
+
+@kernel
+def _write_slots(
+    slots_V: NDArray[np.uint32],
+    places_B: NDArray[np.int64],
+    salts_L: NDArray[np.uint64],
+    positions_L: NDArray[np.uint64],
+    values: NDArray[Any],
+    offsets: NDArray[Any],
+    is_one_hot: int,
+    batch_size: int,
+    shift: np.uint64,
+) -> None:
+    """Write the slots of each sample's rows from its place on, and advance the place."""
+    num_lookups = len(positions_L)
+    for begin in range(0, batch_size, _BLOCK):
+        end = min(begin + _BLOCK, batch_size)
+        for lookup in range(num_lookups):
+            first = np.int64(positions_L[lookup]) * batch_size
+            salt = salts_L[lookup]
+            if is_one_hot:
+                for sample in range(begin, end):
+                    row = np.uint64(values[first + sample])
+                    slots_V[places_B[sample] + lookup] = _mix64(salt + row * GOLDEN) >> shift
+                continue
+            for sample in range(begin, end):
+                for place in range(offsets[first + sample], offsets[first + sample + 1]):
+                    row = np.uint64(values[place])
+                    slots_V[places_B[sample]] = _mix64(salt + row * GOLDEN) >> shift
+                    places_B[sample] += 1
+        if is_one_hot:
+            places_B[begin:end] += num_lookups
+
+
+@kernel_part
+def _logit(
+    sample: int,
+    of_slots: NDArray[np.float32],
+    of_dense: NDArray[np.float32],
+    slots_V: NDArray[np.uint32],
+    bounds: NDArray[np.int64],
+    dense_BK: NDArray[np.float32],
+) -> Any:
+    """The logit of a sample.
+
+    Several sums that grow side by side take less time than one. The bias comes last, because in
+    learning it is known last.
+    """
+    zero = np.float32(0)
+    first = second = third = fourth = zero
+    begin, end = bounds[sample], bounds[sample + 1]
+    whole = end - (end - begin) % 4
+    for place in range(begin, whole, 4):
+        first += of_slots[slots_V[place]]
+        second += of_slots[slots_V[place + 1]]
+        third += of_slots[slots_V[place + 2]]
+        fourth += of_slots[slots_V[place + 3]]
+    for place in range(whole, end):
+        first += of_slots[slots_V[place]]
+    num_dense = dense_BK.shape[1]
+    of_numbers = zero
+    for number in range(num_dense):
+        of_numbers += of_dense[number] * _cut(dense_BK[sample, number])
+    return ((first + second) + (third + fourth)) + (of_numbers + of_dense[num_dense])
+
+
+@kernel_part
+def _cut(number: np.float32) -> Any:
+    return min(max(number, -_LARGEST), _LARGEST)
+
+
+@kernel
+def _predict(
+    found_B: NDArray[np.float64],
+    of_slots: NDArray[np.float32],
+    of_dense: NDArray[np.float32],
+    slots_V: NDArray[np.uint32],
+    bounds: NDArray[np.int64],
+    dense_BK: NDArray[np.float32],
+) -> None:
+    for sample in range(len(found_B)):
+        ahead = min(sample + _AHEAD, len(found_B) - 1)
+        for place in range(bounds[ahead], bounds[ahead + 1]):
+            prefetch(of_slots, slots_V[place])
+        z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
+        found_B[sample] = 1 / (1 + np.exp(-np.float64(z)))
+
+
+@kernel
+def _learn(
+    found_B: NDArray[np.float64],
+    of_slots: NDArray[np.float32],
+    of_dense: NDArray[np.float32],
+    sums_of_slots: NDArray[np.float32],
+    sums_of_dense: NDArray[np.float32],
+    slots_V: NDArray[np.uint32],
+    bounds: NDArray[np.int64],
+    dense_BK: NDArray[np.float32],
+    labels_B: NDArray[np.float32],
+    weights_B: NDArray[np.float32],
+    lr: np.float32,
+    steps: NDArray[np.float32],
+) -> None:
+    """Learn; `steps` has room for those of the rows of each sample.
+
+    They are computed in a loop of their own, which is vectorised.
+    """
+    num_dense = dense_BK.shape[1]
+    for sample in range(len(found_B)):
+        ahead = min(sample + _AHEAD, len(found_B) - 1)
+        for place in range(bounds[ahead], bounds[ahead + 1]):
+            prefetch_to_write(of_slots, slots_V[place])
+            prefetch_to_write(sums_of_slots, slots_V[place])
+        z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
+        found_B[sample] = 1 / (1 + np.exp(-np.float64(z)))
+        gradient = weights_B[sample] * (np.float32(found_B[sample]) - labels_B[sample])
+        square = gradient * gradient
+        if not np.isfinite(square):
+            continue
+        step = lr * gradient
+        begin, count = bounds[sample], bounds[sample + 1] - bounds[sample]
+        for number in range(count):
+            slot = slots_V[begin + number]
+            sums_of_slots[slot] += square
+            steps[number] = sums_of_slots[slot]
+        for number in range(count):
+            steps[number] = step / np.sqrt(steps[number])
+        for number in range(count):
+            of_slots[slots_V[begin + number]] -= steps[number]
+        for number in range(num_dense):
+            x = _cut(dense_BK[sample, number])
+            total = sums_of_dense[number] + square * x * x
+            sums_of_dense[number] = total
+            of_dense[number] -= step * x / np.sqrt(total)
+        total = sums_of_dense[num_dense] + square
+        sums_of_dense[num_dense] = total
+        of_dense[num_dense] -= step / np.sqrt(total)
+
+
 def _to_numpy(tensor: Tensor) -> NDArray[np.float32]:
     """A contiguous array on the host."""
     found: NDArray[np.float32] = tensor.detach().cpu().float().contiguous().numpy()
     return found
-
-
-def _to_tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array.copy())
-
-
-def _read_array(
-    found: SavedState, key: str, lengths: range, least: float = -np.inf
-) -> NDArray[np.float32]:
-    """A copy of a float32 array (n,) of finite numbers of at least `least`; n is one of `lengths`.
-
-    Raises:
-        ConfigError: the entry is none.
-    """
-    array = found.tensor(key).detach().cpu().numpy()
-    if array.dtype != np.float32 or len(array) not in lengths or (array < least).any():
-        raise found.error(key, f"float32 of length {lengths[0]} to {lengths[-1]}, each >= {least}")
-    copied: NDArray[np.float32] = array.copy()
-    return copied

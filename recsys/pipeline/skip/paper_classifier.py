@@ -26,9 +26,9 @@ from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS, SampledInput
 from recsys.embeddings.staleness.tracked_tables import groups_in, names_of
 from recsys.errors import ConfigError
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
-from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
 from recsys.pipeline.skip.hot_rows import HotRows
 from recsys.pipeline.skip.paper import draw_places, search_threshold
+from recsys.pipeline.skip.refill import EVERYTHING, Chosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from recsys.pipeline.model_tables import ModelTables
-    from recsys.pipeline.skip.chosen_samples import RawBatch
     from recsys.pipeline.skip.paper import Paper, Search
+    from recsys.pipeline.skip.refill import RawBatch
 
 __all__ = ["PaperClassifier"]
 
@@ -145,12 +145,7 @@ class PaperClassifier:
     def _choose(self, known: ref[Any], raw: RawBatch) -> Chosen:
         """Choose from the mini-batch that an iterator has just returned."""
         is_stale = self._stale_samples(raw.batch, raw.size, known())
-        if is_stale is None:
-            return EVERYTHING
-        if not is_stale.any():
-            return Chosen(num_checked=raw.size)
-        samples = np.flatnonzero(~is_stale)
-        return Chosen(samples, num_checked=raw.size, num_stale=raw.size - len(samples))
+        return EVERYTHING if is_stale is None else Chosen(np.flatnonzero(~is_stale))
 
     def _stale_samples(
         self, batch: Any, batch_size: int, iterator: Any

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recsys._support.untrusted import is_finite_number
-from recsys.embeddings.staleness.settings import Staleness
+from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.errors import ConfigError
-from recsys.pipeline.skip.guard_settings import Guard
 
 __all__ = [
     "DropInput",
     "FreezeRows",
+    "Guard",
     "Importance",
     "Observe",
     "Policy",
@@ -35,8 +35,43 @@ __all__ = [
     "stale_share",
 ]
 
-_MOST_SEED = 2**63 - 1
-_BITS = range(8, 25)
+_SHARES = ("share", "keep", "least", "lr")
+_WHOLES = {"seed": range(2**63), "bits": range(8, 25), "warm_up": range(2**63)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """When quality is checked while a run skips, and what it may lose; see `QualityGuard`.
+
+    Args:
+        every: Steps from the start of a window to the start of the next one.
+        steps: Steps of a window; nothing is skipped in them.
+        logloss: Rise of the logloss that is allowed, relative.
+        calibration: Change of mean prediction / mean label that is allowed, relative.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    every: int = 1000
+    steps: int = 50
+    logloss: float = 0.01
+    calibration: float = 0.02
+
+    def __post_init__(self) -> None:
+        if type(self.steps) is not int or self.steps < 10:
+            raise ConfigError(
+                f"Guard: steps must be a whole number of at least 10, got {self.steps!r}"
+            )
+        if type(self.every) is not int or self.every < self.steps + LEAD:
+            raise ConfigError(
+                f"Guard: every must be a whole number of at least steps + {LEAD}, so that a "
+                f"decision holds before the next window, got {self.every!r} with steps {self.steps}"
+            )
+        for name in ("logloss", "calibration"):
+            value = getattr(self, name)
+            if not (is_finite_number(value) and value > 0):
+                raise ConfigError(f"Guard: {name} must be a number above 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +91,7 @@ class Observe:
     staleness: Staleness = field(default_factory=Staleness)
 
     def __post_init__(self) -> None:
-        _require_common(self)
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -78,7 +113,7 @@ class DropInput:
     guard: Guard | None = field(default_factory=Guard)
 
     def __post_init__(self) -> None:
-        _require_common(self)
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -100,7 +135,7 @@ class FreezeRows:
     guard: Guard | None = field(default_factory=Guard)
 
     def __post_init__(self) -> None:
-        _require_common(self)
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -129,14 +164,7 @@ class Subsample:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_common(self)
-        if not (is_finite_number(self.keep) and 0 < self.keep < 1):
-            raise ConfigError(f"Subsample: keep must be a number in (0, 1), got {self.keep!r}")
-        if self.share > 1 - self.keep:
-            raise ConfigError(
-                f"Subsample: share must be at most 1 - keep = {1 - self.keep:g}, got "
-                f"{self.share:g}; lower share or keep"
-            )
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -191,25 +219,7 @@ class Importance:
     guard: Guard | None = field(default_factory=Guard)
 
     def __post_init__(self) -> None:
-        _require_common(self)
-        if not (is_finite_number(self.least) and 0 < self.least < 1):
-            raise ConfigError(f"Importance: least must be a number in (0, 1), got {self.least!r}")
-        if self.share > 1 - self.least:
-            raise ConfigError(
-                f"Importance: share must be at most 1 - least = {1 - self.least:g}, got "
-                f"{self.share:g}; lower share or least"
-            )
-        if type(self.bits) is not int or self.bits not in _BITS:
-            raise ConfigError(
-                f"Importance: bits must be a whole number in [{_BITS[0]}, {_BITS[-1]}], got "
-                f"{self.bits!r}"
-            )
-        if not (is_finite_number(self.lr) and 0 < self.lr <= 1):
-            raise ConfigError(f"Importance: lr must be a number in (0, 1], got {self.lr!r}")
-        if type(self.warm_up) is not int or self.warm_up < 0:
-            raise ConfigError(
-                f"Importance: warm_up must be a whole number of at least 0, got {self.warm_up!r}"
-            )
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -235,11 +245,7 @@ class RandomDrop:
     refill: bool = True
 
     def __post_init__(self) -> None:
-        _require_common(self)
-        for name in ("weighted", "refill"):
-            value = getattr(self, name)
-            if type(value) is not bool:
-                raise ConfigError(f"RandomDrop: {name} must be True or False, got {value!r}")
+        _check(self)
 
 
 Policy = Observe | DropInput | FreezeRows | Subsample | Importance | RandomDrop
@@ -252,42 +258,43 @@ def stale_share(policy: Any) -> float:
     return float(policy.share)
 
 
-def _require_common(policy: Any) -> None:
-    """Check the fields that several policies have.
+def _check(policy: Any) -> None:
+    """Check the fields of a policy.
 
     Raises:
         ConfigError: a value is out of range.
     """
-    name = type(policy).__name__
-    if not (is_finite_number(policy.share) and 0 < policy.share < 1):
+    name, values = type(policy).__name__, vars(policy)
+    for key, value in values.items():
+        if key in _SHARES and not (is_finite_number(value) and 0 < value < 1):
+            raise ConfigError(f"{name}: {key} must be a number in (0, 1), got {value!r}")
+        allowed = _WHOLES.get(key)
+        if allowed and not (type(value) is int and value in allowed):
+            rule = f"[{allowed[0]}, {allowed[-1]}]"
+            raise ConfigError(f"{name}: {key} must be a whole number in {rule}, got {value!r}")
+    guard, staleness = values.get("guard"), values.get("staleness", Staleness())
+    if not isinstance(guard, Guard | None) or not isinstance(staleness, Staleness):
         raise ConfigError(
-            f"{name}: share must be a number in (0, 1), got {policy.share!r}; to skip nothing, use "
-            "skip=None"
+            f"{name}: guard must be a Guard or None, and staleness a Staleness, got {guard!r} and "
+            f"{staleness!r}"
         )
-    staleness = getattr(policy, "staleness", Staleness())
-    if not isinstance(staleness, Staleness):
-        raise ConfigError(f"{name}: staleness must be a Staleness, got {type(staleness).__name__}")
-    threshold = staleness.threshold
-    if threshold is not None and policy.share != type(policy).share:
+    least = values.get("keep", values.get("least", 0))
+    if policy.share > 1 - least:
         raise ConfigError(
-            f"{name}: share means nothing with staleness.threshold, because a threshold is found "
-            f"from the share or given; got share {policy.share!r} and threshold {threshold!r}; "
-            "drop one of them"
+            f"{name}: share must be at most {1 - least:g}, because every sample is kept with at "
+            f"least probability {least:g}, got {policy.share:g}; lower one of them"
         )
-    guard = getattr(policy, "guard", None)
-    if not isinstance(guard, Guard | None):
-        raise ConfigError(f"{name}: guard must be a Guard or None, got {guard!r}")
-    if guard is not None and threshold is not None:
+    if "staleness" not in values:
+        return
+    if staleness.threshold is not None and (policy.share != type(policy).share or guard):
         raise ConfigError(
-            f"{name}: a guard lowers share, which means nothing with staleness.threshold; set "
-            f"guard=None, or drop the threshold {threshold!r}"
+            f"{name}: staleness.threshold means that neither share nor guard has an effect, "
+            "because a threshold is found from the share or given, and a guard lowers the share; "
+            f"got threshold {staleness.threshold!r}; drop it, or give neither share nor guard"
         )
-    if guard is not None and hasattr(policy, "staleness") and guard.every < staleness.window:
+    if guard is not None and guard.every < staleness.window:
         raise ConfigError(
             f"{name}: guard.every must be at least staleness.window, because a lowered share holds "
             f"from the next window of staleness on; got every {guard.every} and window "
             f"{staleness.window}"
         )
-    seed = getattr(policy, "seed", 0)
-    if type(seed) is not int or not 0 <= seed <= _MOST_SEED:
-        raise ConfigError(f"{name}: seed must be a whole number in [0, 2**63), got {seed!r}")

@@ -11,33 +11,30 @@ matter how many mini-batches a schedule has made ahead.
 from __future__ import annotations
 
 import re
-import reprlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from recsys._support.states import SavedState
-from recsys._support.user_warnings import warn_caller
 from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import StalenessTracker
+from recsys.pipeline.skip.choice import RandomChoice, StaleChoice
 from recsys.pipeline.skip.guard import QualityGuard
-from recsys.pipeline.skip.importance import ImportanceSampler
+from recsys.pipeline.skip.importance import ImportanceChoice
 from recsys.pipeline.skip.paper import Paper
 from recsys.pipeline.skip.paper_classifier import PaperClassifier
 from recsys.pipeline.skip.policies import (
+    DropInput,
     FreezeRows,
     Importance,
-    Observe,
     Policy,
     RandomDrop,
+    Subsample,
     stale_share,
 )
-from recsys.pipeline.skip.refill import Position, Refill, full_size_of
-from recsys.pipeline.skip.sample_choice import SampleChoice, gives_weights, leaves_samples_out
+from recsys.pipeline.skip.refill import Position, Refill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,22 +42,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.pipeline.model_tables import ModelTables
-    from recsys.pipeline.skip.chosen_samples import Chosen, RawBatch
+    from recsys.pipeline.skip.refill import Chosen, RawBatch
     from recsys.pipeline.stalls import StageClock
     from recsys.pipeline.window import MiniBatch, Windows
 
-__all__ = ["Skipping", "load_skipping"]
-
-_STATE_KEYS = (
-    "policy",
-    "position",
-    "tracker",
-    "guard",
-    "paper",
-    "importance",
-)
-_MOST = 2**62
-_MOST_FAILED = 10_000  # steps in a row that failed, in a state
+__all__ = ["Skipping"]
 
 
 class Skipping:
@@ -85,6 +71,10 @@ class Skipping:
         ValueError: the model or the schedule does not fit the policy.
     """
 
+    guard: QualityGuard | None
+    importance: ImportanceChoice | None
+    _choose: Callable[[RawBatch], Chosen]
+
     def __init__(
         self,
         policy: Policy | Paper,
@@ -97,52 +87,62 @@ class Skipping:
             raise TypeError(
                 f"skip must be a policy such as DropInput(), or None, got {type(policy).__name__}"
             )
-        self.policy, self._clock = policy, clock
-        self._setting = f"skip={_short(policy)}"
-        if gives_weights(policy) and not getattr(model, "uses_sample_weights", False):
+        self.policy, self._tables, self._clock = policy, tables, clock
+        share = "..." if isinstance(policy, Paper) else f"share={policy.share:g}"
+        self._setting = f"skip={type(policy).__name__}({share})"
+        gives_weights = getattr(policy, "weighted", isinstance(policy, Subsample | Importance))
+        if gives_weights and not getattr(model, "uses_sample_weights", False):
             raise ValueError(
                 f"{self._setting} gives samples weights, but {type(model).__name__} does not say "
                 "that it reads them: multiply each sample's loss by batch.weights, divide the sum "
                 "by B, and set uses_sample_weights = True in the class"
             )
         self.tracker: StalenessTracker | None = None
-        self.guard: QualityGuard | None = None
         self.paper: PaperClassifier | None = None
-        self.importance: ImportanceSampler | None = None
-        self._choose: Callable[[RawBatch], Chosen]
         if isinstance(policy, Paper):  # `attach` makes its choice, by iterator
             self.paper = PaperClassifier(policy, model, tables, self._setting, max_depth)
-        elif isinstance(policy, RandomDrop):
-            self._choose = SampleChoice(policy, tables, None, None, self._setting)
-        else:
-            if max_depth >= LEAD:
-                raise ValueError(
-                    f"{self._setting}: a schedule may make at most {LEAD - 1} mini-batches ahead, "
-                    f"because it takes {LEAD} steps until a decision holds, got {max_depth}; use "
-                    f"LookAhead({LEAD - 1})"
-                )
-            if not isinstance(policy, Observe) and policy.guard is not None:
-                self.guard = QualityGuard(policy.guard)
-            if isinstance(policy, Importance):
-                self.importance = ImportanceSampler(policy, tables, self.guard, self._setting)
-                self._choose = self.importance
-            else:
-                self.tracker = StalenessTracker(
-                    model,
-                    policy.staleness,
-                    share=stale_share(policy),
-                    freezes_rows=isinstance(policy, FreezeRows),
-                )
-                self._choose = SampleChoice(policy, tables, self.tracker, self.guard, self._setting)
-        self._forget_samples()
-        self._warned_of: set[str] = set()
+        elif max_depth >= LEAD:
+            raise ValueError(
+                f"{self._setting}: a schedule may make at most {LEAD - 1} mini-batches ahead, "
+                f"because it takes {LEAD} steps until a decision holds, got {max_depth}; use "
+                f"LookAhead({LEAD - 1})"
+            )
+        elif not isinstance(policy, RandomDrop | Importance):
+            self.tracker = StalenessTracker(
+                model,
+                policy.staleness,
+                share=stale_share(policy),
+                freezes_rows=isinstance(policy, FreezeRows),
+            )
         self._is_closed = False
-
-    def _forget_samples(self) -> None:
         self._refill: Refill | None = None
-        self._position = Position()  # without a refill
-        self._is_loaded = False  # so the next iterator begins at the position, whatever it is
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew: no sample was seen, and nothing was found."""
+        policy, setting = self.policy, self._setting
+        guard = getattr(policy, "guard", None)
+        self.guard = None if guard is None else QualityGuard(guard)
+        factor_of = (lambda _: 1.0) if self.guard is None else self.guard.factor_of
+        self.importance = None
+        if isinstance(policy, RandomDrop):
+            self._choose = RandomChoice(policy)
+        elif isinstance(policy, Importance):
+            self.importance = ImportanceChoice(policy, self._tables, factor_of, setting)
+            self._choose = self.importance
+        elif self.tracker is not None and not isinstance(policy, Paper):
+            self._choose = StaleChoice(policy, self._tables, self.tracker, factor_of, setting)
+        for follower in (self.tracker, self.paper):
+            if follower is not None:
+                follower.reset()
+        self._set_share()
+        if self._refill is not None:
+            self._refill.close()
+        self._refill, self._position = None, Position()
         self._num_seen = 0  # after the last step that began
+        # What continues at the position: the loader of the last iterator, or any after a load.
+        self._loader: Any = None
+        self._is_loaded = False
 
     @property
     def position(self) -> Position:
@@ -163,11 +163,9 @@ class Skipping:
     def attach(self, windows: Windows, iterator: Iterator[Any], *, is_training: bool) -> None:
         """Give the window of a training iterator its refill, unless it has the current one.
 
-        Samples of an earlier iterator without support for weak references are dropped.
-
         Raises:
-            ValueError: mini-batches of another training iterator wait; the iterator must not be
-                read ahead, has parts of mini-batches, or is for evaluation, too; or it was closed.
+            ValueError: samples of another training iterator wait; the iterator must not be read
+                ahead, has parts of mini-batches, or is for evaluation, too; or it was closed.
         """
         if is_training and self._is_closed:
             raise ValueError(f"{self._setting} was closed; build a new TrainPipeline to train on")
@@ -182,51 +180,53 @@ class Skipping:
         is_attached = window.refill is not None and window.refill is self._refill
         if is_attached or getattr(iterator, "is_over", False):
             return
+        policy, reason = self.policy, getattr(iterator, "in_turn_because", "")
         if self.paper is not None:
             self.paper.require_loader(iterator)
-        reason = getattr(iterator, "in_turn_because", "")
-        if reason and (isinstance(self.policy, Paper) or leaves_samples_out(self.policy)):
+            self._choose = self.paper.chooser(iterator)
+        leaves_out = isinstance(policy, DropInput | Subsample | Importance | RandomDrop | Paper)
+        if reason and leaves_out:
             raise ValueError(
                 f"{self._setting} takes mini-batches ahead to replace the samples that it leaves "
                 f"out, but {reason}"
             )
-        position = self.position
-        if windows.drop_lasting(except_of=window):
-            self._warn(
-                f"{self._setting}: the samples that wait are dropped when another iterator is "
-                "used, if it is not known whether theirs was deleted (it has no support for weak "
-                "references); use iterators to their end, or use a loader or a generator",
-            )
-        # An iterator that was used before another one gets a new refill: positions go on.
-        known = [each for each in (self._refill, window.refill) if each is not None]
-        if any(each.holds_samples and not each.has_ended for each in known):
+        if self._refill is not None and self._refill.holds_samples:
             raise ValueError(
                 f"{self._setting} trains on one iterator at a time, and samples of an earlier one "
-                "wait; use that one to its end, or close or delete it"
+                "wait; use that one to its end, or close or delete it (that of a list cannot be: "
+                "use a loader or a generator)"
             )
-        is_continued = self._refill is not None and self._refill.is_continued_by(iterator)
-        if position.offset and not (self._is_loaded or is_continued):
+        windows.drop_refilled()
+        window, position = windows.of(iterator), self.position
+        loader = iterator.loader if isinstance(iterator, BatchIterator) else None
+        is_continued = self._is_loaded or (loader is not None and loader is self._loader)
+        if position.offset and not is_continued:
             # The samples that wait are dropped, as mini-batches are with their iterator.
             position = position._replace(offset=0, num_raw=position.num_raw + 1)
-        refills = getattr(self.policy, "refill", not isinstance(self.policy, Importance))
-        if isinstance(iterator, BatchIterator):
-            setting = self._setting if refills and leaves_samples_out(self.policy) else ""
-            position = position._replace(full_size=full_size_of(iterator.loader, setting))
-        self._is_loaded = False
-        choose = self._choose if self.paper is None else self.paper.chooser(iterator)
+        refills = leaves_out and getattr(policy, "refill", not isinstance(policy, Importance))
+        if refills and getattr(loader, "num_ranks", 1) > 1:
+            raise ValueError(
+                f"{self._setting} fills mini-batches up with later samples, so it needs whole "
+                "ones, but the loader hands out the parts of several processes (num_ranks), which "
+                "would make different numbers of steps; train on one process, or use Importance or "
+                "RandomDrop(refill=False), which make a step of each part"
+            )
+        position = position._replace(
+            full_size=getattr(loader, "batch_size", position.full_size),
+        )
+        self._is_loaded, self._loader = False, loader
         mark = self._clock.mark
-        self._refill = Refill(choose, position, self._setting, self._warn, mark, refills=refills)
+        self._refill = Refill(self._choose, position, self._setting, mark, refills=refills)
         window.refill = self._refill
 
     def begin_step(self, current: MiniBatch) -> None:
         """Called before each training step."""
-        tracker, guard = self.tracker, self.guard
+        tracker, number = self.tracker, current.refilled.number
         if tracker is not None:
-            number = _number_of(current)
             for failed in range(tracker.num_steps, number):  # it began, and raised an error
                 tracker.begin_step(failed, freezes=False)
                 tracker.end_step(self._num_seen)
-            freezes = guard is None or not (guard.is_open(number) or not guard.factor_of(number))
+            freezes = self.guard is None or bool(self.guard.factor_of(number))
             tracker.begin_step(number, freezes=freezes)
             self._num_seen = self.position.num_seen
         self._clock.mark("skip")
@@ -242,13 +242,19 @@ class Skipping:
             ValueError: there is a guard, and the output is not (loss, logits, labels).
         """
         self._clock.mark("update")
-        number = _number_of(current)
-        if self.guard is not None and self.guard.is_open(number):
-            self._check_quality(self.guard, current, output)
+        number, guard = current.refilled.number, self.guard
+        if guard is not None and guard.is_open(number):
+            if not _is_scored(output):
+                raise ValueError(
+                    f"{self._setting}: the guard needs the predictions, so the model must return "
+                    "(loss, (loss, logits, labels)) as TorchRec's train models do, got an output "
+                    f"of type {type(output).__name__}; return that, or set guard=None"
+                )
+            if guard.add(number, output[1], output[2]):
+                self._set_share()
         if self.tracker is not None:
             self.tracker.end_step(self._num_seen)
         if self.importance is not None:
-            assert current.refilled is not None
             self.importance.end_step(current.refilled, current.batch)
         self._clock.mark("skip")
 
@@ -270,165 +276,67 @@ class Skipping:
         Returns:
             The `policy` and its settings; counts of raw samples; `share_skipped` of them;
             `num_lookups_left_out` of updates, and their share of all, `share_lookups_left_out`;
-            `staleness`, `guard`, `paper` and `importance`: the reports of tracker, guard,
-            `PaperClassifier` and `ImportanceSampler`, or null.
+            `staleness`, `guard`, `paper` and `importance`: the reports of these parts, or null.
         """
-        staleness = None if self.tracker is None else self.tracker.report()
-        lookups = staleness or {"num_lookups": 0, "num_lookups_left_out": 0}
-        num_left_out = lookups["num_lookups_left_out"]
+        found = {name: None if part is None else part.report() for name, part in self._parts()}
+        lookups = found["staleness"] or {"num_lookups": 0, "num_lookups_left_out": 0}
+        name = re.sub("(?<!^)(?=[A-Z])", "_", type(self.policy).__name__).lower()
         return {
-            "policy": {"name": _NAMES[type(self.policy)], **asdict(self.policy)},
+            "policy": {"name": name, **asdict(self.policy)},
             "num_seen": self.num_seen,
             "num_skipped": self.num_skipped,
             "share_skipped": self.num_skipped / max(1, self.num_seen),
-            "num_lookups_left_out": num_left_out,
-            "share_lookups_left_out": num_left_out / max(1, lookups["num_lookups"]),
-            "num_checked": self.position.num_checked,
-            "num_stale": self.position.num_stale,
-            "staleness": staleness,
-            "guard": None if self.guard is None else self.guard.report(),
-            "paper": None if self.paper is None else self.paper.report(),
-            "importance": None if self.importance is None else self.importance.report(),
+            "num_lookups_left_out": lookups["num_lookups_left_out"],
+            "share_lookups_left_out": (
+                lookups["num_lookups_left_out"] / max(1, lookups["num_lookups"])
+            ),
+            **found,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last mini-batch that was trained on.
-
-        JSON types, except for the tensors of the tracker's state.
-        """
+        """The state after the last mini-batch that was trained on: JSON types, and tensors."""
         return {
             "policy": repr(self.policy),
             "position": self.position._asdict(),
-            "tracker": None if self.tracker is None else self.tracker.state_dict(),
-            "guard": None if self.guard is None else self.guard.state_dict(),
-            "paper": None if self.paper is None else self.paper.state_dict(),
-            "importance": None if self.importance is None else self.importance.state_dict(),
+            "parts": {name: part.state_dict() for name, part in self._parts() if part is not None},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, with the next iterator that is trained on.
+        """Continue where `state` was taken, after `reset`, with the next iterator.
 
         That iterator begins with the first raw mini-batch that was not used up, as a loader does
-        whose state was taken with it. The policy may differ from that of `state`, but not the
-        settings of staleness. A part that `state` lacks starts anew.
+        whose state was taken with it. If `state` is of another policy, only its position is used,
+        and what this policy finds starts anew.
 
         Raises:
-            ConfigError: `state` is no state of skipping, or one with other tables or settings. If a
-                part does not fit, everything starts anew.
+            ConfigError: `state` is no state of skipping, or one of other tables.
         """
-        found = SavedState("skipping state", state, _STATE_KEYS)
-        position = _position_in(found)
-        self.reset()
-        try:
-            self._load_parts(found, position)
-        except BaseException:
-            self.reset()
-            raise
-        self._position, self._is_loaded = position, True
-        self._num_seen = position.num_seen
-
-    def reset(self) -> None:
-        """Start anew: no sample was seen, and nothing was found."""
-        for each in (self.tracker, self.guard, self.paper, self.importance):
-            if each is not None:
-                each.reset()
-        self._set_share()
-        if self._refill is not None:
-            self._refill.close()
-        self._forget_samples()
-
-    def _load_parts(self, found: SavedState, position: Position) -> None:
-        """Load tracker, guard, paper and importance.
-
-        Raises:
-            ConfigError: as for `load_state_dict`.
-        """
-        num_batches = position.num_batches
-        if self.tracker is not None:
-            if found["tracker"] is None:
-                self.tracker.num_steps = num_batches
-            else:
-                self.tracker.load_state_dict(found["tracker"])
-            # The tracker catches up on steps that failed.
-            if not 0 <= num_batches - self.tracker.num_steps <= _MOST_FAILED:
-                raise found.error(
-                    "position",
-                    f"one whose num_batches is the tracker's {self.tracker.num_steps} steps, or "
-                    f"at most {_MOST_FAILED} more",
-                )
-        if self.guard is not None and found["guard"] is not None:
-            self.guard.load_state_dict(found["guard"])
-        self._set_share()
-        if self.paper is not None and found["paper"] is not None:
-            self.paper.load_state_dict(found["paper"])
-        if self.importance is not None and found["importance"] is not None:
-            self.importance.load_state_dict(found["importance"], num_batches)
-
-    def _check_quality(self, guard: QualityGuard, current: MiniBatch, output: Any) -> None:
-        if not _is_scored(output):
-            raise ValueError(
-                f"{self._setting}: the guard needs the predictions, so the model must return "
-                "(loss, (loss, logits, labels)) as TorchRec's train models do, got an output of "
-                f"type {type(output).__name__}; return that, or set guard=None"
-            )
-        logits, labels = output[1], output[2]
-        known = None if current.refilled is None else current.refilled.is_stale
-        is_stale = torch.from_numpy(np.zeros(labels.numel(), bool) if known is None else known)
-        if guard.add(_number_of(current), logits, labels, is_stale):
+        found = SavedState("skipping state", state, ("policy", "position", "parts"))
+        position = found.inner("position", Position._fields)
+        self._position = Position(**{name: position.whole(name) for name in Position._fields})
+        self._is_loaded, self._num_seen = True, self._position.num_seen
+        if found["policy"] == repr(self.policy):
+            for name, part in self._parts():
+                if part is not None:
+                    part.load_state_dict(found["parts"][name])
             self._set_share()
+        elif self.tracker is not None:
+            self.tracker.num_steps = self._position.num_batches
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        """What learns during training, by its name in reports and states; None if there is none."""
+        return [
+            ("staleness", self.tracker),
+            ("guard", self.guard),
+            ("paper", self.paper),
+            ("importance", self.importance),
+        ]
 
     def _set_share(self) -> None:
         """Lower the tracker's target by the guard's last decision; the next window uses it."""
         if self.tracker is not None:
-            factor = 1.0 if self.guard is None else self.guard.tracked_factor
+            factor = 1.0 if self.guard is None else self.guard.factor
             self.tracker.share = stale_share(self.policy) * factor
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned_of:
-            self._warned_of.add(message)
-            warn_caller(message)
-
-
-def load_skipping(skipping: Skipping | None, state: Any) -> None:
-    """Load the state of skipping; without one skipping starts anew.
-
-    If there is a state and no skipping, warn of samples that are used twice.
-
-    Raises:
-        ConfigError: as for `Skipping.load_state_dict`.
-    """
-    if skipping is not None:
-        if state is None:
-            skipping.reset()
-        else:
-            skipping.load_state_dict(state)
-        return
-    if state is None:
-        return
-    offset = _position_in(SavedState("skipping state", state, _STATE_KEYS)).offset
-    if offset:
-        warn_caller(
-            f"the state was saved with skip={reprlib.repr(state['policy'])}, after the first "
-            f"{offset} samples of the next mini-batch; without skip, these are trained on again",
-        )
-
-
-_NAMES = {
-    policy: re.sub("(?<!^)(?=[A-Z])", "_", policy.__name__).lower()
-    for policy in (*Policy.__args__, Paper)
-}
-
-
-def _short(policy: Policy | Paper) -> str:
-    """A policy in the words of errors."""
-    if isinstance(policy, Paper):
-        return "Paper(...)"
-    return f"{type(policy).__name__}(share={policy.share:g})"
-
-
-def _number_of(current: MiniBatch) -> int:
-    number: int = current.refilled.number
-    return number
 
 
 def _is_scored(output: Any) -> bool:
@@ -440,16 +348,3 @@ def _is_scored(output: Any) -> bool:
         and isinstance(output[2], Tensor)
         and output[1].numel() == output[2].numel()
     )
-
-
-def _position_in(found: SavedState) -> Position:
-    """The position that a state holds.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    entries = found.inner("position", Position._fields)
-    position = Position(**{name: entries.whole(name, most=_MOST) for name in Position._fields})
-    if position.num_kept > position.num_seen or position.offset > position.num_seen:
-        raise found.error("position", "counts that fit each other")
-    return position

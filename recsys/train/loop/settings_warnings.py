@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from recsys._support.machine import num_cores
 from recsys._support.sizes import counted
-from recsys.train.parts.skip_policy import warn_of_no_skipping
 
 if TYPE_CHECKING:
     from recsys.config import TrainConfig
@@ -53,7 +52,6 @@ def warn_of_no_effect(config: TrainConfig, full_steps: FullSteps) -> None:
             "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
             stacklevel=3,
         )
-    warn_of_no_skipping(config, num_steps)
 
 
 def warn_of_other_rates(before: TrainConfig, config: TrainConfig, full_steps: FullSteps) -> None:

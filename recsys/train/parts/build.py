@@ -41,7 +41,6 @@ from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.compile_skipping import compile_skipping
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
-from recsys.train.parts.skip_policy import skip_policy
 from recsys.train.parts.tables import tables_of
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -438,7 +437,7 @@ def build_pipeline(
         optimizers,
         config.device,
         schedule=_schedule(config.schedule, num_steps),
-        skip=skip_policy(config),
+        skip=config.skip.settings(config.seed),
         custom_model_fwd=forward,
         clock=clock,
         batch_size=batch_size,

@@ -13,8 +13,14 @@ from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.staleness.row_marks import RowMarks
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.pipeline.skip.importance import draw_systematically, keep_probabilities
-from recsys.pipeline.skip.predictor import Predictor, features_of, predict
+from recsys.pipeline.skip.importance import (
+    Weights,
+    draw_systematically,
+    features_of,
+    keep_probabilities,
+    learn,
+    predict,
+)
 from recsys.train.parts.providers import row_optimizer, with_bags
 
 if TYPE_CHECKING:
@@ -107,12 +113,11 @@ def _follow(config: TrainConfig, module: HotColdEmbeddingBagCollection, ids: Jag
 
 def _predict(module: HotColdEmbeddingBagCollection, ids: JaggedIds, num_dense: int) -> None:
     size = ids.stride()
-    features = features_of(
-        module.lookups(ids), np.zeros((size, num_dense), np.float32), size, _BITS
+    dense, labels = np.zeros((size, num_dense), np.float32), np.ones(size, np.float32)
+    features = features_of(module.lookups(ids), dense, size, _BITS)
+    weights, sums = (
+        Weights(np.ones(2**_BITS, np.float32), np.ones(num_dense + 1, np.float32)) for _ in range(2)
     )
-    predictor = Predictor(_BITS, 0.05, num_dense)
-    ones = np.ones(size, np.float32)
-    predictor.learn(features, ones, ones)
-    scores = np.abs(ones - predict(predictor.weights, features))
-    samples = draw_systematically(keep_probabilities(scores, 0.5, 0.1), 0.5)
-    features.select(samples)
+    learn(weights, sums, features, labels, labels, 0.05)
+    scores = np.abs(labels - predict(weights, features))
+    draw_systematically(keep_probabilities(scores, 0.5, 0.1), 0.5)

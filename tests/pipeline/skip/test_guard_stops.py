@@ -98,17 +98,16 @@ def test_without_a_guard_samples_that_turn_around_do_lasting_harm(policy, expect
 @pytest.mark.filterwarnings("ignore:staleness. .* sampled inputs have the same level")
 @pytest.mark.parametrize("policy", [DropInput, FreezeRows])
 def test_a_guard_stops_skipping_in_its_first_window_and_the_harm_heals(policy, expected):
-    with pytest.warns(UserWarning, match=r"guard: .* the run stops skipping: logloss of all"):
+    with pytest.warns(UserWarning, match=r"guard: .* the run stops skipping: logloss"):
         found, pipeline = train(policy(0.4, STALENESS, GUARD))
 
     guard = pipeline.skipping.guard
     worse = how_much_worse(found, expected)
     first, *others = guard.decisions
     assert first["action"] == "stopped"
-    assert {each["samples"] for each in first["reasons"]} == {"all", "skipped"}
     assert min(worse) <= first["step"] < min(worse) + EVERY  # the first window that ends later
     later = [worse[step] for step in worse if step > first["step"] + LEAD + EVERY]
     assert len(later) >= 2
     assert max(later) < 0.005
-    assert [each["action"] for each in others] == ["raised"] * len(others)
-    assert 0 < guard.factor_of(10_000) < 1  # it comes back step by step
+    assert not others
+    assert guard.factor == 0

@@ -8,7 +8,7 @@ import torch
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.embeddings.rows.bags import Bags, Lookups
-from recsys.pipeline.skip.predictor import Predictor, Weights, features_of, predict
+from recsys.pipeline.skip.importance import Weights, features_of, learn, predict
 
 BITS, LR = 8, 0.05
 NUM_DENSE = 3
@@ -54,6 +54,19 @@ def slots_of(rows_LB, sample):
             for lookup, of_lookup in enumerate(rows_LB)
             for row in of_lookup[sample]
         ]
+
+
+class Predictor:
+    """The weights of a new model."""
+
+    def __init__(self, bits, lr, num_dense):
+        sizes = 2**bits, num_dense + 1
+        self.weights = Weights(*(np.zeros(size, np.float32) for size in sizes))
+        self.sums = Weights(*(np.ones(size, np.float32) for size in sizes))
+        self._lr = lr
+
+    def learn(self, *samples):
+        return learn(self.weights, self.sums, *samples, self._lr)
 
 
 class Oracle:
@@ -107,22 +120,6 @@ def test_it_learns_and_predicts_as_the_oracle_does(dtype):
     np.testing.assert_allclose(predictor.sums.dense, oracle.dense_sums, rtol=1e-3)
 
 
-def test_what_is_known_about_some_samples_is_what_was_known():
-    generator = np.random.default_rng(0)
-    parts = [make(generator, 20, np.int64)[0] for make in (one_hot_part, jagged_part)]
-    dense = generator.standard_normal((20, NUM_DENSE)).astype(np.float32)
-    features = features_of(parts, dense, 20, BITS)
-    samples = np.array([0, 3, 4, 11, 19])
-    found = features.select(samples)
-
-    bounds = features.bounds
-    expected = [features.slots[bounds[each] : bounds[each + 1]].tolist() for each in samples]
-    assert [found.slots[begin:end].tolist() for begin, end in pairwise(found.bounds)] == expected
-    assert any(len(each) > 4 for each in expected)
-    assert np.array_equal(found.dense, dense[samples])
-    assert [len(each) for each in features.select(samples[:0])] == [0, 1, 0]
-
-
 def test_what_is_not_finite_is_passed_over():
     part = one_hot_part(np.random.default_rng(0), 4, np.int64)[0]
     dense = np.zeros((4, NUM_DENSE), np.float32)
@@ -143,7 +140,7 @@ def test_it_learns_which_rows_have_label_1():
     for _ in range(30):
         part, rows = one_hot_part(generator, 512, np.int64)
         labels = np.array([row[0] % 2 for row in rows[0]], np.float32)
-        features = features_of([part], None, 512, 16)
+        features = features_of([part], np.empty((512, 0), np.float32), 512, 16)
         found = predictor.learn(features, labels, np.ones(512, np.float32))
 
     assert ((found > 0.5) == labels).mean() > 0.95
@@ -153,7 +150,7 @@ def test_a_row_has_another_weight_in_another_lookup():
     same = np.zeros(2 * 3, np.int64)
     part = part_of(2, same, None, 3)
 
-    features = features_of([part, part], None, 3, 16)
+    features = features_of([part, part], np.empty((3, 0), np.float32), 3, 16)
 
     assert len(set(features.slots.tolist())) == 4
     assert torch.equal(torch.from_numpy(features.bounds), torch.arange(0, 13, 4))

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.datasets.loader import BatchLoader
-from recsys.pipeline.skip import refill
-from recsys.pipeline.skip.chosen_samples import EVERYTHING, Chosen
-from recsys.pipeline.skip.refill import Position, Refill
+from recsys.pipeline.skip.refill import EVERYTHING, Chosen, Position, Refill
 from recsys.pipeline.window import Window
 from tests.pipeline.test_positions import Numbered, numbers
 
@@ -24,7 +22,7 @@ def choose_by(is_chosen):
         mask = is_chosen[raw.first_index : raw.first_index + raw.size]
         if mask.all():
             return EVERYTHING
-        return Chosen(np.flatnonzero(mask), None, None, raw.size, int((~mask).sum()))
+        return Chosen(np.flatnonzero(mask))
 
     return choose
 
@@ -36,7 +34,7 @@ def chunks_of(sizes):
 
 
 def refill_of(is_chosen, position=None):
-    return Refill(choose_by(is_chosen), position or Position(), "skip=test", lambda _: None)
+    return Refill(choose_by(is_chosen), position or Position(), "skip=test")
 
 
 def take_all(maker, iterator):
@@ -159,50 +157,6 @@ def test_a_mini_batch_whose_choice_fails_is_left_out():
 
     assert found == [[0, 1, 8, 9]]
     assert maker.position.num_seen == 12
-
-
-def test_an_interrupted_choice_is_made_again():
-    calls = []
-
-    def choose(raw):
-        calls.append(raw.number)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return Chosen(np.arange(4))
-
-    maker, iterator = Refill(choose, Position(), "skip=test"), iter(chunks_of([4, 4]))
-    with pytest.raises(KeyboardInterrupt):
-        maker.take(iterator, lambda batch: batch)
-    found, _ = take_all(maker, iterator)
-
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_a_policy_that_leaves_everything_out_does_not_hang(monkeypatch):
-    monkeypatch.setattr(refill, "_MOST_RAW", 3)
-    warnings = []
-
-    def endless():
-        while True:
-            yield torch.arange(2)
-
-    maker = Refill(lambda _: Chosen(np.arange(0)), Position(), "skip=test", warnings.append)
-    made = maker.take(endless(), lambda batch: batch)
-
-    assert made.batch.tolist() == [0, 1]
-    assert maker._taken.num_raw == 4
-    assert "3 mini-batches" in warnings[0]
-
-
-def test_a_pass_without_a_sample_to_train_on_warns():
-    warnings = []
-    maker = Refill(lambda _: Chosen(np.arange(0)), Position(), "skip=test", warnings.append)
-
-    found, _ = take_all(maker, iter(chunks_of([2, 2])))
-
-    assert found == []
-    assert "every sample of a pass" in warnings[0]
-    assert maker.position.num_seen == 4
 
 
 @given(
@@ -353,7 +307,7 @@ def test_samples_that_cannot_be_joined_are_left_out():
     maker.set_num_waiting(iterator, 0)
 
     assert made.batch[0].tolist() == [5, 6, 8, 9]  # 0, 1, 2 and 4 could not be joined
-    assert maker.position == Position(1, 2, 2, 10, 4, 0, 0, 4)
+    assert maker.position == Position(1, 2, 2, 10, 4, 4)
 
 
 def test_a_loader_that_overwrites_samples_that_wait_is_refused():

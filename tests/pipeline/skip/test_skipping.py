@@ -1,7 +1,6 @@
 """What is left out depends on no schedule, tier or depth; a resumed run is the same run."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.pipeline import (
     FAE,
     Auto,
-    DropInput,
     FreezeRows,
     HotColdLoader,
     Hotline,
@@ -23,8 +21,8 @@ from recsys.pipeline import (
     Sequential,
     Subsample,
 )
-from recsys.pipeline.skip.chosen_samples import RawBatch
-from recsys.pipeline.skip.sample_choice import SampleChoice
+from recsys.pipeline.skip.choice import StaleChoice
+from recsys.pipeline.skip.refill import RawBatch
 
 NAMES = [
     "random_drop",
@@ -68,8 +66,6 @@ def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path
     skipping = expected.pipeline.skipping
     assert skipping.num_seen == 2 * len(expected.loader.source.splits["train"])
     assert (skipping.num_skipped > 0) == (not isinstance(policy, Observe | FreezeRows))
-    if skipping.tracker is not None:
-        assert skipping.position.num_stale > 0
     if isinstance(policy, Observe):
         skips.require_equal(skips.Run(Sequential(), None).train(num_epochs=2), expected)
 
@@ -139,13 +135,16 @@ def test_subsample_is_unbiased(skips):
         return torch.cat([layer.weight.grad.flatten(), layer.bias.grad])
 
     tracker = SimpleNamespace(
-        use_flags_of=lambda _: None, all_stale=lambda *_: is_stale, add_inputs=lambda *_: None
+        use_flags_of=lambda _: None,
+        all_stale=lambda *_: is_stale,
+        add_inputs=lambda *_: None,
+        has_stale_rows=True,
     )
     inputs = SimpleNamespace(parts=lambda *_: [])
     draws = []
     for seed in range(2000):
         policy = Subsample(0.2, 0.3, skips.STALENESS, None, seed)
-        choice = SampleChoice(policy, inputs, tracker, None, "skip=test")
+        choice = StaleChoice(policy, inputs, tracker, lambda _: 1.0, "skip=test")
         chosen = choice(RawBatch(None, 64, 0, 1000 * seed, 0, 0))
         draws.append(gradient(torch.from_numpy(chosen.samples), torch.from_numpy(chosen.weights)))
     draws = torch.stack(draws)
@@ -220,20 +219,6 @@ def test_a_closed_iterator_is_over_and_its_epoch_continues(skips):
     assert run.pipeline.skipping.position == expected.pipeline.skipping.position
 
 
-def test_everything_stale_warns_and_does_not_hang(skips):
-    """Every sample has stale rows only, at any threshold."""
-    policy = DropInput(
-        DropInput.share, replace(skips.STALENESS, threshold=1e9, min_updates=1, max_rows=4000), None
-    )
-    run = skips.Run(Sequential(), policy)
-    run.loader = BatchLoader(skips.Clicks(popular_share=1.0), "train", 16, shuffle=True)
-
-    with pytest.warns(UserWarning, match="left out every sample of a pass"):
-        run.train(num_epochs=4)
-    assert run.loader.epoch == 4
-    assert run.pipeline.skipping.num_seen == 4 * 1600
-
-
 @pytest.mark.parametrize("name", ["random_drop", "drop_input"])
 def test_a_hot_cold_loader_with_a_fixed_rate_resumes(skips, name):
     is_hot = np.arange(1600) % 3 == 0
@@ -268,7 +253,7 @@ def test_what_skipping_takes_is_a_stage_of_its_own(skips, monkeypatch):
         monkeypatch.setattr(owner, name, slow)
 
     run = skips.Run(Sequential(), skips.POLICIES["drop_input guarded"])
-    takes(SampleChoice, "__call__", 10)
+    takes(StaleChoice, "__call__", 10)
     takes(StalenessTracker, "end_step", 100)
     takes(torch.optim.Adagrad, "step", 1000)
     run.train(num_epochs=2)

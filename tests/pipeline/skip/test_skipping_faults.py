@@ -1,13 +1,11 @@
 """Models, iterators and steps that change or fail while a pipeline skips."""
 
 import copy
-from itertools import islice
 
 import pytest
 
 from recsys.datasets.loader import BatchLoader
-from recsys.errors import ConfigError
-from recsys.pipeline import Importance, LookAhead, Sequential
+from recsys.pipeline import Importance, Sequential
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
@@ -64,18 +62,7 @@ def test_importance_that_is_loaded_without_a_state_starts_anew(skips):
     run = skips.Run(Sequential(), policy).train(20).load(state)
 
     assert run.pipeline.skipping.report()["importance"]["num_steps"] == 0
-    assert run.pipeline.skipping.importance.state_dict()["weights"] is None
-
-
-@pytest.mark.parametrize("num_batches", [0, 2**40])
-def test_a_position_far_from_the_tracker_is_refused(skips, num_batches):
-    run = skips.Run(Sequential(), skips.POLICIES["drop_input"]).train(5)
-    state = run.pipeline.state_dict()
-    state["skipping"]["position"]["num_batches"] = num_batches
-
-    with pytest.raises(ConfigError, match=r"position must be .* the tracker's 5 steps"):
-        run.pipeline.load_state_dict(state)
-    assert run.pipeline.skipping.tracker.num_steps == run.pipeline.skipping.num_seen == 0
+    assert run.pipeline.skipping.importance.weights is None
 
 
 def test_after_a_step_that_raised_no_update_is_counted_or_frozen(skips):
@@ -88,23 +75,6 @@ def test_after_a_step_that_raised_no_update_is_counted_or_frozen(skips):
     for followed in run.pipeline.skipping.tracker._followed:
         assert not followed.marks.is_counting
         assert not followed.marks.is_freezing
-
-
-@pytest.mark.parametrize(
-    "make", [iter, lambda batches: map(copy.copy, batches), lambda batches: islice(batches, 20)]
-)
-def test_samples_of_an_iterator_that_cannot_be_deleted_are_dropped(skips, make):
-    run = skips.Run(LookAhead(2), skips.POLICIES["random_drop"], skips.options_of("host", None))
-    batches = list(run.loader)
-    run.pipeline.progress(make(batches))
-
-    iterator = make(batches)
-    with pytest.warns(UserWarning, match=r"RandomDrop.*no support for weak references"):
-        run.pipeline.progress(iterator)
-    run.pipeline.progress(iterator)
-
-    assert list(run.pipeline._windows._owners) == [id(iterator)]
-    assert run.pipeline.skipping.position.num_batches == 3
 
 
 def test_iterators_without_samples_that_wait_are_dropped_silently(skips):
