@@ -237,8 +237,14 @@ class _Provider:
         prepare_process()
         torch.manual_seed(0)
         tables = tables_of(samples(0, sizes), dim)
-        config = OptimizerConfig(name=optimizer, lr=0.01)
-        self._module, self._optimizer = build_embeddings(name, tables, config)
+        if name == "fbgemm":
+            from fbgemm import FbgemmEmbeddingBags
+
+            self._module: Any = FbgemmEmbeddingBags(tables, optimizer, 0.01)
+            self._optimizer: torch.optim.Optimizer = self._module.optimizer
+        else:
+            config = OptimizerConfig(name=optimizer, lr=0.01)
+            self._module, self._optimizer = build_embeddings(name, tables, config)
         self._keys = [name for table in tables for name in table.feature_names]
         self._dim = dim
 

@@ -12,6 +12,10 @@ without opening, evaluating and saving. Prediction is timed from the open model 
 
 Prediction maps the tables of the saved model in both. Its memory is the peak of what is not mapped
 from a file.
+
+    ranking    ranks all items for each group, as an evaluation of user-item pairs does
+
+Its store has a user, an item with a genre, and a history; the model has the default sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 import threading
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +158,73 @@ def _predict(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def bench_ranking(*, num_groups: int, num_items: int, num_runs: int) -> Iterator[Row]:
+    """Measure the seconds in which a model of default sizes ranks all items for each group."""
+    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as name:
+        store = Path(name) / "store"
+        _write_pairs(store, num_groups, num_items)
+        for model in ("dlrm", "din"):
+            settings = {"data": str(store), "model": {"name": model}, "eval": {"ranking_groups": 0}}
+            seconds = [in_own_process(_rank, settings) for _ in range(num_runs)]
+            case = f"groups={num_groups},items={num_items},model={model},D=16"
+            yield summarize("ranking", case, "recsys", "time", "s", seconds)
+
+
+def _write_pairs(path: Path, num_groups: int, num_items: int) -> None:
+    """Write a store whose test part is a positive of each group; each has a history of 20 items."""
+    from recsys.datasets.store_writer import Feature, StoreWriter
+
+    rng, num_samples = np.random.default_rng(0), 3 * num_groups
+    users = np.tile(np.arange(num_groups, dtype=np.int32), 3)
+    items = rng.integers(1, num_items, num_samples, np.int32)
+    genres = np.arange(num_items, dtype=np.int32) % 40
+    features = (
+        Feature("user", "user"),
+        Feature("item", "item"),
+        Feature("genre", "genre"),
+        Feature("history", "item", "sequence"),
+    )
+    with StoreWriter(path, dense_transform="none", features=features, has_groups=True) as writer:
+        writer.append(
+            np.ones(num_samples, np.int8),
+            np.zeros((num_samples, 1), np.float32),
+            np.stack([users, items, genres[items]], 1),
+            bag_values=rng.integers(1, num_items, 20 * num_samples, np.int32),
+            bag_lengths=np.full((num_samples, 1), 20),
+            groups=users,
+        )
+        writer.finish(
+            dense_names=["age"],
+            splits={
+                part: range(number * num_groups, (number + 1) * num_groups)
+                for number, part in enumerate(("train", "validation", "test"))
+            },
+            about={
+                "convention": "table",
+                "sources": [],
+                "ranking": {"item": "item", "item_features": ["genre"]},
+                "histories": {"history": "item"},
+            },
+            table_sizes={"user": num_groups, "item": num_items, "genre": 40},
+            catalog=genres[:, None],
+        )
+
+
+def _rank(settings: dict[str, Any]) -> float:
+    from recsys.config import load_config
+    from recsys.train.evaluate import evaluate_split, with_ranking
+    from recsys.train.parts.build import build_model, open_source
+
+    prepare_process()
+    config = load_config(**settings)
+    source = open_source(config)
+    model, _ = build_model(config, source)
+    found = evaluate_split(model, source, "test", config.eval.batch_size)
+    begin = time.perf_counter()
+    with_ranking(found, model, source, "test", config.eval)
+    return time.perf_counter() - begin
+
+
 def _watch_memory(peak: list[float]) -> None:
     """Keep the largest resident memory of this process that is not mapped from files."""
     while True:
@@ -163,12 +235,17 @@ def _watch_memory(peak: list[float]) -> None:
 def main() -> None:
     """Run it from the command line."""
     options = bench_arguments(__doc__).parse_args()
-    rows = bench_predict(
+    ranking = bench_ranking(
+        num_groups=20 if options.quick else 1000,
+        num_items=100 if options.quick else 12_000,
+        num_runs=1 if options.quick else 3,
+    )
+    predict = bench_predict(
         num_samples=50_000 if options.quick else 2_000_000,
         num_rounds=1 if options.quick else 6,
         table_sizes=[1000] * 26 if options.quick else (),
     )
-    show_rows(rows, options)
+    show_rows(chain(ranking, predict), options)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ B=2048 with bfloat16 and with row-wise Adagrad.
 from __future__ import annotations
 
 from itertools import cycle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ def _whole_steps(
     for embeddings in _WHOLE:
         config = load_config(
             batch_size=batch_size,
-            embeddings=embeddings,
+            embeddings="recsys" if embeddings == "recsys" else "torch",
             precision=precision,
             synthetic={
                 "num_samples": max(14, 2 * batch_size * num_batches),
@@ -206,6 +206,13 @@ def _whole_steps(
         )
         source = build.open_source(config)
         model, optimizers = build.build_model(config, source)
+        if embeddings == "fbgemm":
+            from fbgemm import FbgemmEmbeddingBags
+
+            arch: Any = model.model.sparse_arch
+            tables = arch.embedding_bag_collection.embedding_bag_configs()
+            fused = FbgemmEmbeddingBags(tables, "sgd", config.optimizer.lr)
+            arch.embedding_bag_collection, optimizers[-1] = fused, fused.optimizer
         batches = [read_batch(source, batch_size, number) for number in range(num_batches)]
         for batch in batches:
             batch.sparse_features.offsets()  # made when first asked for; recsys never asks

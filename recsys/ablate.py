@@ -15,7 +15,7 @@ The file of an ablation is a base configuration and the table `[ablate]`:
     optimizer.lr = 0.1
 
     [ablate.grid]                  # ... crossed with every combination of these values
-    embeddings = ["torch", "fbgemm"]
+    embeddings = ["recsys", "torch"]
 
 Variations or grid may be left out, but not both. All other keys are those of `recsys train`.
 

@@ -91,7 +91,7 @@ __all__ = [
     "to_toml",
 ]
 
-EMBEDDINGS = ("recsys", "torch", "fbgemm")
+EMBEDDINGS = ("recsys", "torch")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
@@ -236,9 +236,7 @@ class TrainConfig:
     callbacks: tuple[str, ...] = _key(
         (), "called while the run trains: tensorboard, mlflow, wandb, or module:Class"
     )
-    embeddings: str = _key(
-        "recsys", "implementation; torch: nn.EmbeddingBag, fbgemm: TBE", choices=EMBEDDINGS
-    )
+    embeddings: str = _key("recsys", "implementation; torch: nn.EmbeddingBag", choices=EMBEDDINGS)
     budget: str = _key(
         "",
         "fast memory for rows: 256MiB, or a number of bytes; empty: every row is resident",

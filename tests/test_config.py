@@ -77,7 +77,7 @@ def test_what_is_written_is_what_was_read(tmp_path, settings):
         (["optimizer.name=adagrad", "optimizer.lr=0.01"], "adagrad", 0.01),
         (["optimizer.name=adagrad", "dense_optimizer.lr=0.5"], "adagrad", 0.5),
         (["dense_optimizer.name=adagrad"], "adagrad", 0.1),
-        (["optimizer.name=rowwise_adagrad", "embeddings=fbgemm"], "adagrad", 0.1),
+        (["optimizer.name=rowwise_adagrad"], "adagrad", 0.1),
     ],
 )
 def test_the_dense_part_takes_from_the_rows_what_is_not_set(settings, name, lr):

@@ -23,7 +23,6 @@ MODULES = (
     "recsys.datasets",
     "recsys.distributed",
     "recsys.embeddings",
-    "recsys.train.parts.baselines",
     "recsys.errors",
     "recsys.models",
     "recsys.pipeline",

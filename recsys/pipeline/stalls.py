@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
+
+from numba.core import event
 
 from recsys._support.states import SavedState
 
@@ -26,11 +29,33 @@ STAGES = (
     "forward",
     "backward",
     "update",
+    "compile",
     "evaluate",
     "checkpoint",
     "other",
 )
+_NOT_TRAINING = ("compile", "evaluate")
 _NOT_DIVIDED = ("evaluate", "checkpoint")
+
+
+class _Compiling(event.Listener, threading.local):  # type: ignore[misc]  # numba has no types
+    """Counts the seconds in which each thread compiles kernels, or loads compiled ones."""
+
+    seconds, begin, depth = 0.0, 0.0, 0
+
+    def on_start(self, event: Any) -> None:
+        if not self.depth:
+            self.begin = time.perf_counter()
+        self.depth += 1
+
+    def on_end(self, event: Any) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.seconds += time.perf_counter() - self.begin
+
+
+_COMPILING = _Compiling()
+event.register("numba:compiler_lock", _COMPILING)
 
 
 class StageClock:
@@ -42,6 +67,7 @@ class StageClock:
         forward           also claiming slots for later mini-batches
         backward
         update            optimizer steps (fused optimizers update within backward)
+        compile           compiling kernels, or loading them; not part of `train_seconds`
         evaluate          not part of `train_seconds`
         checkpoint        copying what a checkpoint holds; it is written in the background
         other             reports, the progress bar, everything between two steps
@@ -61,6 +87,7 @@ class StageClock:
     def start(self) -> None:
         """Begin now; the time before is not counted."""
         self._last, self._waited = time.perf_counter(), self._count_waiting()
+        self._compiled = _COMPILING.seconds
 
     def watch(self, count_waiting: Callable[[], float]) -> None:
         """Count waiting for rows from now on; a `TrainPipeline` calls this.
@@ -76,9 +103,11 @@ class StageClock:
         Args:
             stage: One of `STAGES`.
         """
-        last, before = self._last, self._waited
-        self._last, self._waited = time.perf_counter(), self._count_waiting()
-        self.seconds[stage] += self._last - last
+        last, before, compiled = self._last, self._waited, self._compiled
+        self.start()
+        compiling = self._compiled - compiled
+        self.seconds[stage] += self._last - last - compiling
+        self.seconds["compile"] += compiling
         if stage not in _NOT_DIVIDED and self._waited != before:
             waited = self._waited - before
             self.seconds[stage] -= waited
@@ -86,8 +115,8 @@ class StageClock:
 
     @property
     def train_seconds(self) -> float:
-        """All stages except evaluation."""
-        return sum(self.seconds.values()) - self.seconds["evaluate"]
+        """All stages except evaluation and compiling."""
+        return sum(self.seconds.values()) - sum(self.seconds[stage] for stage in _NOT_TRAINING)
 
     def state_dict(self) -> dict[str, Any]:
         """The seconds measured so far, in JSON types; called between two steps."""
@@ -130,7 +159,7 @@ def describe_stalls(clock: StageClock) -> dict[str, Any]:
         `<stage>_seconds`; `binding`, the stage that takes the most time of training, None before
         the first step.
     """
-    training = {stage: spent for stage, spent in clock.seconds.items() if stage != "evaluate"}
+    training = {each: spent for each, spent in clock.seconds.items() if each not in _NOT_TRAINING}
     return {
         **{f"{stage}_seconds": spent for stage, spent in clock.seconds.items()},
         "binding": max(training, key=training.__getitem__) if clock.train_seconds else None,
@@ -141,10 +170,11 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
     """The stages of training in one line, each with its share of the time.
 
     Args:
-        stalls: As returned by `describe_stalls`; evaluation, and stages below 1 %, are left out.
+        stalls: As returned by `describe_stalls`; what is no training, and stages below 1 %, are
+            left out.
     """
-    training = stage_seconds(stalls)
-    del training["evaluate"]
+    spent_on = stage_seconds(stalls)
+    training = {stage: spent for stage, spent in spent_on.items() if stage not in _NOT_TRAINING}
     total = sum(training.values())
     shares = {stage_title(stage): spent / total for stage, spent in training.items() if total}
     found = [f"{title} {share:.0%}" for title, share in shares.items() if share >= 0.01]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from recsys._support.sizes import round_up_as_written
 from recsys.batch import features_by_table
 from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
-from recsys.errors import ConfigError
 from recsys.train.callbacks import callbacks_of, require_metric
 from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch
 from recsys.train.parts.build import (
@@ -79,11 +78,6 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
         MissingDependency: a package that a callback logs to is not installed.
     """
     run_dir = Path(run_dir)
-    if config.embeddings == "fbgemm":
-        raise ConfigError(
-            "a dry run builds tables without memory, which embeddings 'fbgemm' cannot; leave out "
-            "--dry-run, or size embeddings 'torch', whose rows take the same"
-        )
     callbacks_of(config)
     source = open_source(config)
     if config.early_stopping.patience:

@@ -206,9 +206,8 @@ def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel
     if folder.record_file.is_file():
         require_features_of(folder.read_record(), source)
     set_num_threads(config.num_threads)
-    # FBGEMM cannot map: it keeps all tables in one array that it allocates.
-    is_mapped = config.device == "cpu" and config.embeddings != "fbgemm"
-    model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
+    table_device = "meta" if config.device == "cpu" else None
+    model, _ = build_model(config, source, table_device=table_device)
     folder.load_model(model.model)
     return SavedModel(config, source, model.eval())
 

@@ -50,7 +50,6 @@ from recsys.train.parts.build import (
     build_pipeline,
     choose_plan,
     cold_folder,
-    compile_kernels,
     describe_schedule,
     describe_source,
     describe_tiers,
@@ -184,7 +183,6 @@ def _build(
     if first_model is not None:
         first_model.load_model(built.saved, INIT_FROM_NEEDS)
     full_steps = FullSteps(loader, config.epochs)
-    compile_kernels(config, source)
     folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
     clock = StageClock()
     with processes.warnings_once():

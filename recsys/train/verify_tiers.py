@@ -25,7 +25,6 @@ from recsys.train.parts.build import (
     build_loader,
     build_model,
     build_pipeline,
-    compile_kernels,
     describe_tiers,
     open_source,
 )
@@ -111,7 +110,6 @@ def verify_budgets(
     resident = replace(
         config, budget="", plan="", cold_tier="host", cold_path="", schedule=ScheduleConfig()
     )
-    compile_kernels(resident, source)
     expected = _Run(resident, source, max_steps)
     cold_path = config.cold_path or gettempdir() if config.cold_tier == "file" else ""
     found = []

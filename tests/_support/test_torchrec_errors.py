@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from recsys.batch import JaggedIds
-from recsys.config import OptimizerConfig
 from recsys.embeddings import TableConfig
 from recsys.errors import MissingDependency
-from recsys.train.parts.baselines import FbgemmEmbeddingBags
 
 PACKAGES = ("torchrec", "fbgemm_gpu")
 TABLE = TableConfig(name="a", num_embeddings=4, embedding_dim=4, feature_names=("a",))
@@ -70,13 +68,3 @@ def test_what_needs_torchrec_names_the_way_out(imports_raise, user, error, told)
         USERS[user]()
 
     assert str(caught.value) == f"{user} needs TorchRec, {told}"
-
-
-@pytest.mark.parametrize("error", [ImportError("no fbgemm"), OSError("no fbgemm")])
-def test_embeddings_of_fbgemm_say_which_fbgemm_they_need(imports_raise, error):
-    imports_raise(error)
-
-    with pytest.raises(
-        MissingDependency, match=r"built for this torch \(no fbgemm\); install it, or choose"
-    ):
-        FbgemmEmbeddingBags([TABLE], OptimizerConfig())

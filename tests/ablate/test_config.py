@@ -23,7 +23,7 @@ def test_named_variations_are_crossed_with_the_grid(tmp_path):
         seeds = [0]
         {TWO_VARIATIONS}
         [ablate.grid]
-        embeddings = ["torch", "fbgemm"]
+        embeddings = ["recsys", "torch"]
         "model.dense_arch" = [[8, 16], [16]]
     """)
 
@@ -40,7 +40,7 @@ def test_named_variations_are_crossed_with_the_grid(tmp_path):
     ] == [
         (f"{name},embeddings={provider},model.dense_arch={shown}", name, provider, built)
         for name in ("sgd", "adagrad")
-        for provider in ("torch", "fbgemm")
+        for provider in ("recsys", "torch")
         for shown, built in (("[8;16]", (8, 16)), ("[16]", (16,)))
     ]
 

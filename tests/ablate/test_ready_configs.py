@@ -113,7 +113,7 @@ def test_slipstream_asks_every_policy_for_the_same_shares_without_a_guard(ready)
 def test_parts_has_every_provider_every_depth_every_order_and_policies(ready):
     cells = [cell.config for cell in ready("parts").cells]
 
-    assert {each.embeddings for each in cells} == {"torch", "fbgemm", "recsys"}
+    assert {each.embeddings for each in cells} == {"torch", "recsys"}
     assert {each.precision for each in cells} == {"fp32", "bf16"}
     assert {each.budget for each in cells} == {"", "3MiB", "8MiB"}
     assert {each.schedule.depth for each in cells if each.schedule.name == "lookahead"} == {1, 2, 4}

@@ -11,7 +11,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
-from recsys.train.parts.baselines import TorchEmbeddingBags
+from recsys.train.parts.providers import TorchEmbeddingBags
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4, data_type="bf16"),

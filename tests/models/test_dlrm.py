@@ -11,7 +11,7 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
 from recsys.models import DCNv2
 from recsys.models.dlrm import SparseArch, initialize_classic
-from recsys.train.parts.baselines import TorchEmbeddingBags
+from recsys.train.parts.providers import TorchEmbeddingBags
 
 SIZES = {"cat_0": 11, "cat_1": 1, "cat_2": 7}
 

@@ -8,8 +8,8 @@ import torch
 from recsys.ablate import load_ablation
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
-from recsys.train.parts.baselines import TorchEmbeddingBags
 from recsys.train.parts.models import build_network
+from recsys.train.parts.providers import TorchEmbeddingBags
 from recsys.train.parts.tables import tables_of
 
 MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.toml"))

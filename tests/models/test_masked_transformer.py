@@ -9,7 +9,7 @@ import torch
 from recsys import DLRM
 from recsys.models.interaction import InteractionArch
 from recsys.models.masked_transformer import MASKS, MaskedTransformerArch, keep_highest
-from recsys.train.parts.baselines import TorchEmbeddingBags
+from recsys.train.parts.providers import TorchEmbeddingBags
 
 NUM_TOKENS, NUM_HEADS, KEPT = 4, 2, 2
 

@@ -10,7 +10,7 @@ from recsys.embeddings import SGD, HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.models.dlrm import SparseArch
-from recsys.train.parts.baselines import TorchEmbeddingBags
+from recsys.train.parts.providers import TorchEmbeddingBags
 
 DIMS = (4, 2, 3)
 

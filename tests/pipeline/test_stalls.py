@@ -3,6 +3,7 @@
 import json
 import time
 
+import numba
 import pytest
 
 from recsys.embeddings.optimizer import SGD
@@ -142,6 +143,21 @@ def test_without_a_step_nothing_binds(now):
 
     assert stalls["binding"] is None
     assert format_stalls(stalls) == "no step was made"
+
+
+def test_compiling_a_kernel_is_a_stage_of_its_own():
+    clock = StageClock()
+    kernel = numba.njit(lambda number: number + 1)
+
+    kernel(1)
+    clock.mark("forward")
+    compiled = clock.seconds["compile"]
+    kernel(2)
+    clock.mark("forward")
+
+    assert compiled > 0
+    assert clock.seconds["compile"] == compiled
+    assert clock.train_seconds == clock.seconds["forward"]
 
 
 def test_the_line_has_every_stage_of_training_that_takes_time():

@@ -125,7 +125,6 @@ REFUSALS = [
     (["model.name=dcn_v2", "model.interaction=masked_transformer"], "'masked_transformer'"),
     (["model.name=din", "model.table_dims.item=8"], "table_dims"),
     (["model.pooling.tags=mean", "embeddings=torch"], "model.pooling.tags"),
-    (["model.pooling.tags=mean", "embeddings=fbgemm"], "model.pooling.tags"),
 ]
 FILES = [
     ("a file that is no TOML", "seed = "),

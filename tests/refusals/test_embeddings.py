@@ -87,8 +87,6 @@ def no_features():
 
 
 def provided(provider, tables=TABLES, device=None, **optimizer):
-    if provider == "fbgemm":
-        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
     build_embeddings(provider, tables, OptimizerConfig(**optimizer), device)
 
 
@@ -307,15 +305,7 @@ REFUSALS = [
         "torch.optim",
     ),
     ("means of torch", lambda: provided("torch", [table(pooling="mean")]), ValueError, "pooling"),
-    ("another provider", lambda: provided("mine"), ConfigError, "'mine'"),
     ("a table twice of torch", lambda: provided("torch", TABLES * 2), ValueError, "names"),
-    ("6 dims", lambda: provided("fbgemm", [table(embedding_dim=6)]), ConfigError, "embedding_dim"),
-    (
-        "fbgemm elsewhere",
-        lambda: provided("fbgemm", device=torch.device("cuda")),
-        ConfigError,
-        "'cuda'",
-    ),
     ("a part of a model to save", save_a_part, ConfigError, "not in this model"),
     ("nothing to follow", lambda: StalenessTracker(nn.Linear(2, 2)), ValueError, "recsys"),
     (

@@ -217,12 +217,6 @@ REFUSALS = [
         ConfigError,
         "nosuch",
     ),
-    (
-        "a dry run of another provider",
-        lambda config, folder: dry_run(config("embeddings=fbgemm"), folder / "run"),
-        ConfigError,
-        "embeddings",
-    ),
     ("a score of NaN", lambda *_: auc(np.array([0.5, np.nan]), LABELS[:2]), ValueError, "NaN"),
     ("more labels", lambda *_: auc(np.zeros(2), np.zeros(3)), ValueError, "(N,)"),
     ("a logit of inf", lambda *_: judge([np.inf, 0], [0, 1]), ValueError, "1 of 2 logits"),

@@ -46,7 +46,6 @@ def first(tmp_path):
 
 
 @pytest.mark.in_ci("file")
-@pytest.mark.filterwarnings("ignore:settings of checkpoint have no effect")  # with fbgemm
 @pytest.mark.parametrize(
     "settings",
     [
@@ -54,14 +53,10 @@ def first(tmp_path):
         TIERED,
         (*TIERED, "cold_tier=file"),
         ("embeddings=torch",),
-        ("embeddings=fbgemm",),
     ],
-    ids=["resident", "host", "file", "torch", "fbgemm"],
+    ids=["resident", "host", "file", "torch"],
 )
 def test_the_first_values_are_those_of_the_other_run(tmp_path, first, settings):
-    if "embeddings=fbgemm" in settings:
-        pytest.importorskip("fbgemm_gpu")
-
     run(config_of(*STILL, *settings, init_from=str(first)), tmp_path / "run")
 
     require_same(model_of(tmp_path / "run"), model_of(first))

@@ -340,14 +340,12 @@ def scores_of_samples(dlrm, store, samples):
     return dlrm(batch.dense_features, ids).view(len(samples), num_items).float().numpy()
 
 
-@pytest.mark.parametrize("provider", ["recsys", "torch", "fbgemm"])
+@pytest.mark.parametrize("provider", ["recsys", "torch"])
 @pytest.mark.parametrize(("has_history", "num_dense"), [(True, 1), (True, 0), (False, 1)])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2)])
 def test_scores_are_those_of_samples_with_the_item(
     write, monkeypatch, provider, has_history, num_dense, precision, tolerance
 ):
-    if provider == "fbgemm":
-        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
     sizes = (30, 14, 2)
     samples = random_samples(4, sizes)
     samples[30:44] = [(1, group, *samples[30 + group][2:]) for group in range(14)]

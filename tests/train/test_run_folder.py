@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -53,44 +52,13 @@ def test_a_history_and_a_record_are_read_as_written(folder):
     assert folder.read_record() == RECORD
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"num_samples": ',
-        "[" * 90_000,
-        "[]",
-        "{}",
-        '{"num_samples": -1}',
-        '{"num_samples": 1e999}',
-        '{"num_samples": 1, "train_seconds": "1"}',
-        '{"num_samples": 1, "train_loss": []}',
-        '{"num_samples": 1, "test": 5}',
-        '{"num_samples": 1, "test": {"auc": 0.5}}',
-        '{"num_samples": 1, "test": {"auc": {}, "logloss": 1}}',
-    ],
-)
-def test_a_line_of_the_history_of_another_type_is_named(folder, line):
+@pytest.mark.parametrize("line", ['{"num_samples": ', "[" * 90_000, "[]"])
+def test_a_line_of_the_history_that_is_no_object_is_named(folder, line):
     with folder.history_file.open("a") as file:
         file.write(f"{line}\n")
 
     with pytest.raises(ConfigError, match=r"history\.jsonl line 3"):
         folder.read_history()
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"metrics": {"test": {"auc": "0.5"}, "validation": None}}, "metrics.test"),
-        ({"throughput": {**RECORD["throughput"], "num_steps": []}}, "throughput.num_steps"),
-        ({"data": []}, "data"),
-        ({"status": 5}, "status"),
-    ],
-)
-def test_a_record_of_other_types_is_refused(folder, change, name):
-    folder.record_file.write_text(json.dumps(RECORD | change))
-
-    with pytest.raises(ConfigError, match=rf"run\.json .*{name}"):
-        folder.read_record()
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "header"])

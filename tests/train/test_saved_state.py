@@ -60,12 +60,6 @@ class Towers(nn.Module):
         return (self.user(batch) * self.item(batch)).sum(1)
 
 
-class View(Base):
-    def __init__(self, embeddings, num_dense):
-        super().__init__(embeddings, num_dense)
-        self.register_buffer("start", self.top.weight.detach()[:, :2])
-
-
 class Extra(Base):
     def get_extra_state(self):
         return {"size": self.size}
@@ -170,17 +164,16 @@ def test_buffers_of_whole_numbers_and_bits_are_saved_and_loaded(config_of):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "key"),
     [
-        ("View", r"start and top\.weight"),
         ("Extra", "_extra_state"),
-        ("Lazy", r"top\.weight .*lazy"),
-        ("Expanded", "scale .*expanded"),
-        ("Complex", r"turn .*torch\.complex64"),
+        ("Lazy", "top.weight"),
+        ("Expanded", "scale"),
+        ("Complex", "turn"),
     ],
 )
-def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(config_of, name, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(config_of, name, key):
+    with pytest.raises(ConfigError, match=f"{key} of its state dict cannot be saved"):
         run(config_of(name))
 
     assert not Path("run").exists()

@@ -119,10 +119,8 @@ class PlainModel:
                 value.grad = None
 
 
-@pytest.mark.parametrize("provider", ["recsys", "torch", "fbgemm"])
+@pytest.mark.parametrize("provider", ["recsys", "torch"])
 def test_training_equals_plain_pytorch(small_config, table_store, tmp_path, provider):
-    if provider == "fbgemm":
-        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
     config = small_config(
         *SETTINGS, f"embeddings={provider}", "shuffle=false", data=str(table_store())
     )

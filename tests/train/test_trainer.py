@@ -16,12 +16,7 @@ from recsys.train.ranks.processes import Processes
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 
-PROVIDERS = ["recsys", "torch", "fbgemm"]
-
-
-def need(provider):
-    if provider == "fbgemm":
-        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+PROVIDERS = ["recsys", "torch"]
 
 
 def run(config, folder):
@@ -35,7 +30,6 @@ def history(folder):
 @pytest.mark.usefixtures("whole_pictures")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
-    need(provider)
     config = small_config(f"embeddings={provider}", "epochs=2", "seed=3")
 
     record = run(config, tmp_path / "run")
@@ -272,8 +266,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small_config,
 
 
 def test_all_providers_start_from_the_same_model_and_learn_alike(small_config, tmp_path):
-    need("fbgemm")
-
     records = {
         provider: run(small_config(f"embeddings={provider}"), tmp_path / provider)
         for provider in PROVIDERS
@@ -285,7 +277,6 @@ def test_all_providers_start_from_the_same_model_and_learn_alike(small_config, t
 
 @pytest.mark.parametrize("trained_with", PROVIDERS)
 def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_path, trained_with):
-    need(trained_with)
     record = run(small_config(f"embeddings={trained_with}"), tmp_path / "run")
 
     found = evaluate_run(tmp_path / "run")
@@ -296,7 +287,6 @@ def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_pat
 @pytest.mark.in_ci("recsys")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path, provider):
-    need(provider)
     settings = [f"embeddings={provider}", "lr_schedule.decay=linear", "lr_schedule.decay_steps=4"]
     records = [
         run(small_config(*settings, f"epochs={epochs}"), tmp_path / str(epochs))
@@ -310,7 +300,6 @@ def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path,
 @pytest.mark.in_ci("recsys")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
-    need(provider)
     settings = [f"embeddings={provider}", "synthetic.num_samples=12000", "optimizer.lr=0.05"]
     settings += ["eval.max_samples=500"]  # on the way
     fp32 = run(small_config(*settings), tmp_path / "fp32")

@@ -7,7 +7,6 @@ import warnings
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from recsys.config_checkpoint import CheckpointConfig
 from recsys.errors import RecsysError
 from recsys.train.checkpoint import Checkpoints, newest
 
@@ -18,22 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from recsys.config import TrainConfig
+    from recsys.config import CheckpointConfig
 
-__all__ = ["RunCheckpoints", "writes_checkpoints"]
-
-
-def writes_checkpoints(config: TrainConfig) -> bool:
-    """Whether a run writes checkpoints; warns if settings of `checkpoint` have no effect."""
-    if config.embeddings != "fbgemm":
-        return config.checkpoint.is_on
-    if config.checkpoint != CheckpointConfig():
-        warnings.warn(
-            "settings of checkpoint have no effect: embeddings 'fbgemm' does not give access to "
-            "the optimizer state of its rows; choose embeddings 'recsys' or 'torch'",
-            stacklevel=4,
-        )
-    return False
+__all__ = ["RunCheckpoints"]
 
 
 class RunCheckpoints:

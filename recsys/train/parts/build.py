@@ -8,12 +8,11 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys.batch import features_by_table, has_bags
+from recsys.batch import features_by_table
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
@@ -25,7 +24,6 @@ from recsys.embeddings.tiers.budget import slot_bytes
 from recsys.embeddings.tiers.fetch import HitRates
 from recsys.embeddings.tiers.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.errors import BudgetTooSmall, ConfigError
-from recsys.models.interaction import InteractionArch
 from recsys.pipeline import (
     FAE,
     Auto,
@@ -38,7 +36,6 @@ from recsys.pipeline import (
 from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
 from recsys.train.parts.budget import tracker_bytes, window_lookups
-from recsys.train.parts.compile_skipping import compile_skipping
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
 from recsys.train.parts.tables import tables_of
@@ -66,7 +63,6 @@ __all__ = [
     "build_pipeline",
     "choose_plan",
     "cold_folder",
-    "compile_kernels",
     "dense_optimizer",
     "describe_schedule",
     "describe_source",
@@ -379,7 +375,6 @@ def build_model(
         plan=plan,
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,
-        has_bags=has_bags(source),
         is_pooled=not needs_rows(config.model),
     )
     model = build_network(config.model, source, embeddings, device)
@@ -536,21 +531,6 @@ def cold_folder(config: TrainConfig, run_dir: Path) -> str:
     if config.cold_tier == "host":
         return ""
     return config.cold_path or str(existing(run_dir))
-
-
-def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
-    """Compile the kernels of a run before its clock starts.
-
-    A kernel is compiled, or loaded from the disk, on its first call. That takes a tenth of a second
-    to several seconds.
-    """
-    source.read(np.arange(1))
-    dense, sparse = torch.ones(2, 1, requires_grad=True), torch.ones(2, 1, 1)
-    with autocast(config):
-        # Two samples and an unaligned output, as in training: numba compiles a kernel again for
-        # arrays with another layout.
-        InteractionArch(1)(dense, sparse).sum().backward()
-    compile_skipping(config, source)
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

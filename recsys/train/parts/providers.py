@@ -1,34 +1,39 @@
-"""Build the embeddings of a model by the name of their provider: recsys or a baseline."""
+"""The embeddings of a model: those of recsys, or plain PyTorch for comparison.
+
+    embeddings   lookup                              update
+    recsys       one kernel for all tables           the optimizer's `step`
+    torch        nn.EmbeddingBag(sparse=True)        torch.optim on sparse gradients
+
+Both accept `JaggedIds` or a `KeyedJaggedTensor`, return `PooledEmbeddings`, and draw the same
+initial rows from the same seed. They have TorchRec's `state_dict` keys, so a model saved with one
+loads with the other.
+"""
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from recsys.batch import JaggedIds
+from recsys.batch import PooledEmbeddings
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
-from recsys.embeddings.kernels.cpu.lookup import MIN_SHARED_BYTES
+from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
-from recsys.train.parts.baselines import (
-    FbgemmEmbeddingBags,
-    TorchEmbeddingBags,
-    require_torch_optimizer,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from recsys.batch import Features
     from recsys.config import OptimizerConfig
-    from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tables_module import TableModule
 
-__all__ = ["build_embeddings", "row_optimizer", "with_bags"]
+__all__ = ["TorchEmbeddingBags", "build_embeddings", "row_optimizer"]
 
 
 def build_embeddings(
@@ -41,24 +46,19 @@ def build_embeddings(
     plan: HotPlan | None = None,
     cold_tier: str = "host",
     cold_path: str = "",
-    has_bags: bool = False,
     is_pooled: bool = True,
 ) -> tuple[AbstractEmbeddingBags | TableModule, torch.optim.Optimizer]:
-    """A provider's embedding module and the optimizer of its rows.
-
-    "recsys" and "torch" update rows in the optimizer's `step`. "fbgemm" updates them in backward:
-    its `step` does nothing, but schedulers can change the learning rate in its `param_groups`.
+    """The embedding module of a provider, and the optimizer whose `step` updates its rows.
 
     Args:
-        provider: "recsys", "torch" or "fbgemm".
+        provider: "recsys" or "torch".
         tables: All tables, with distinct names.
         optimizer: Settings of the row optimizer.
-        device: Device of the tables; "fbgemm" supports only the CPU here.
+        device: Device of the tables.
         budget: Fast memory, empty for no limit; only for "recsys", as are the next three.
         plan: Rows that never leave fast memory.
         cold_tier: "host" or "file".
         cold_path: Folder of the cold tier "file".
-        has_bags: Whether mini-batches have features with any number of rows per sample.
         is_pooled: Whether the rows of a bag are pooled; only "recsys" has another module.
 
     Returns:
@@ -66,8 +66,7 @@ def build_embeddings(
 
     Raises:
         BudgetTooSmall: the budget is below the floor.
-        ConfigError: the provider is unknown, or does not support the optimizer or the device.
-        MissingDependency: the provider's package is not installed.
+        ConfigError: the provider does not support the optimizer, or lookups without pooling.
     """
     if not is_pooled and provider != "recsys":
         raise ConfigError(
@@ -76,15 +75,6 @@ def build_embeddings(
         )
     if provider == "recsys":
         kind = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
-        if device is None or device.type == "cpu":
-            dims = {table.embedding_dim for table in tables}
-            _compile_kernels(
-                dims,
-                row_optimizer(optimizer),
-                is_tiered=bool(budget) or plan is not None,
-                has_bags=has_bags,
-                kind=kind,
-            )
         collection = kind(
             tables,
             device=device,
@@ -97,68 +87,91 @@ def build_embeddings(
         )
         assert collection.row_optimizer is not None
         return collection, collection.row_optimizer
-    if provider == "torch":
-        require_torch_optimizer(optimizer)  # before the tables are initialized
-        module = TorchEmbeddingBags(tables, device)
-        return module, module.make_optimizer(optimizer)
-    if provider == "fbgemm":
-        if device is not None and device.type != "cpu":
-            raise ConfigError(
-                f"embeddings 'fbgemm' runs on device 'cpu' here, got {device.type!r}; choose "
-                "embeddings 'torch'"
-            )
-        fused = FbgemmEmbeddingBags(tables, optimizer)
-        return fused, fused.optimizer
-    raise ConfigError(f"embeddings must be one of ('recsys', 'torch', 'fbgemm'), got {provider!r}")
+    require_torch_optimizer(optimizer)  # before the tables are initialized
+    module = TorchEmbeddingBags(tables, device)
+    return module, module.make_optimizer(optimizer)
 
 
-def _compile_kernels(
-    dims: set[int],
-    optimizer: RowOptimizer,
-    *,
-    is_tiered: bool,
-    has_bags: bool,
-    kind: type[HotColdEmbeddingBagCollection | HotColdEmbeddingCollection],
-) -> None:
-    """Train small tables, one per dim, so that kernels are compiled before training begins.
+class TorchEmbeddingBags(AbstractEmbeddingBags):
+    """One `nn.EmbeddingBag(mode="sum", sparse=True)` per table; lookups run one after another.
 
-    A small and a large mini-batch, since lookups are compiled for one thread and for several.
+    Args:
+        tables: All tables.
+        device: Device of the tables.
     """
-    large = -(-MIN_SHARED_BYTES // (4 * min(dims)))
-    with torch.random.fork_rng(devices=[]):
-        tables = [
-            TableConfig(
-                name=str(dim), num_embeddings=100, embedding_dim=dim, feature_names=("table",)
-            )
-            for dim in sorted(dims)
+
+    def __init__(self, tables: Sequence[TableConfig], device: torch.device | None = None) -> None:
+        super().__init__(tables)
+        rows = [
+            torch.empty(each.num_embeddings, each.embedding_dim, device=device)
+            for each in self._tables
         ]
-        budget = sum(8 * table.num_embeddings + 16 * table.embedding_dim for table in tables)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that small tables may fit the budget completely
-            module = kind(tables, optimizer=optimizer, budget=budget if is_tiered else None)
-        for batch_size in (1, large):
-            ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
-            _sum(module(ids)).backward()
-            if has_bags:
-                ids = JaggedIds.from_one_hot(["table"], ids.values().expand(2, -1).reshape(1, -1))
-                _sum(module(with_bags(ids))).backward()
-        # A thread that works alone fetches rows in the background.
-        ids = JaggedIds.from_one_hot(["table"], torch.ones(1, 1, dtype=torch.int64))
-        module.prefetch(ids)
-        _sum(module(ids)).backward()
+        self.embedding_bags = make_bags(self._tables, rows)
+        self.reset_parameters()
+
+    def table_weights(self) -> Sequence[Tensor]:
+        """The rows of every table, (E, D)."""
+        return [bag.weight for bag in self.embedding_bags.values()]  # type: ignore[misc]  # Module.__getattr__
+
+    def make_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
+        """The `torch.optim` optimizer that updates these rows.
+
+        Args:
+            config: Its name and constants.
+
+        Raises:
+            ConfigError: `torch.optim` has no such optimizer for sparse gradients.
+        """
+        require_torch_optimizer(config)
+        if config.name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=config.lr)
+        if config.name == "adam":
+            return torch.optim.SparseAdam(
+                self.parameters(),
+                lr=config.lr,
+                betas=(config.betas[0], config.betas[1]),
+                eps=config.eps,
+            )
+        checks = torch.sparse.check_sparse_tensor_invariants
+        if not checks.is_enabled():  # type: ignore[no-untyped-call]
+            # torch's Adagrad builds sparse tensors. Unless their checks are switched off
+            # explicitly, torch warns that they are not checked.
+            checks.disable()  # type: ignore[no-untyped-call]
+        return torch.optim.Adagrad(self.parameters(), lr=config.lr, eps=config.eps)
+
+    def forward(self, features: Features) -> PooledEmbeddings:
+        """Look up and pool the rows of every bag.
+
+        Args:
+            features: `JaggedIds`, or a `KeyedJaggedTensor` of TorchRec.
+
+        Shape:
+            result (B, sum of dims).
+        """
+        modules = list(self.embedding_bags.values())
+        pooled = [
+            modules[table](values, offsets[:-1], weights)
+            for (table, _), (values, offsets, weights) in zip(
+                self._lookups, self._bags(features), strict=True
+            )
+        ]
+        return PooledEmbeddings(self._output_keys, self._output_dims, torch.cat(pooled, dim=1))
 
 
-def _sum(found: Any) -> Any:
-    """The sum of all numbers of a lookup, pooled or not."""
-    parts = found.values() if isinstance(found, dict) else [found]
-    return torch.stack([part.values().sum() for part in parts]).sum()
+def require_torch_optimizer(config: OptimizerConfig) -> None:
+    """Refuse a row optimizer that `torch.optim` does not have.
 
+    Args:
+        config: The optimizer of the rows.
 
-def with_bags(ids: JaggedIds) -> JaggedIds:
-    """The same rows of one feature in bags: the first has two rows, and the last is empty."""
-    offsets = ids.offsets().clone()
-    offsets[1:-1] = ids.offsets()[2:]
-    return JaggedIds(ids.keys(), ids.values(), offsets)
+    Raises:
+        ConfigError: it has no such optimizer for sparse gradients.
+    """
+    if config.name not in ("sgd", "adagrad", "adam"):
+        raise ConfigError(
+            f"optimizer.name {config.name!r} is not in torch.optim, so embeddings 'torch' cannot "
+            "use it; choose 'sgd', 'adagrad' or 'adam', or embeddings 'recsys'"
+        )
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:

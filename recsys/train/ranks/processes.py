@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.train.checkpoint import load_checkpoint, newest
 from recsys.train.loop.resume import reopened
-from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
+from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.parts.build import build_model
 from recsys.train.shards.folder import remove_older
 from recsys.train.shards.restore import restore_shards
@@ -133,7 +133,7 @@ class Processes:
         self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
     ) -> RunCheckpoints | None:
         """What writes the checkpoints of the run; None if it writes none. A collective."""
-        if not writes_checkpoints(config):
+        if not config.checkpoint.is_on:
             return None
         after, numbers_after = None, 0
         if earlier is not None and earlier.saved is not None:

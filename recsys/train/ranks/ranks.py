@@ -34,7 +34,7 @@ from recsys.pipeline.loss_and_output import explain_loss
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
 from recsys.train.loop.resume import Reopened, reopened
-from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
+from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.parts.models import needs_rows
 from recsys.train.ranks.processes import BuiltModel, Processes
 from recsys.train.ranks.rank_model import RankModel, rank_model
@@ -198,7 +198,7 @@ class Ranks(Processes):
         self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
     ) -> RunCheckpoints | None:
         """This process's rows, in a folder of its own."""
-        if not writes_checkpoints(config):
+        if not config.checkpoint.is_on:
             return None
         assert self._built is not None
         last_number = 0 if earlier is None else earlier.last_number

@@ -33,7 +33,7 @@ from recsys._support.files import (
     make_folders,
     require_place,
 )
-from recsys._support.untrusted import is_finite_number, is_int, is_text, parse_json
+from recsys._support.untrusted import parse_json
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 
@@ -43,15 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["RunFolder", "read_json", "write_json"]
-
-# Keys that every record has, however its run ended, each with its inner keys.
-_RECORD_KEYS: dict[str, tuple[str, ...]] = {
-    "config": (),
-    "environment": (),
-    "data": ("name", "num_samples", "table_sizes"),
-    "metrics": ("test", "validation"),
-    "throughput": ("samples_per_second", "num_samples", "num_steps", "train_seconds"),
-}
 
 _SAME_DATA = "evaluate on the data the run was trained on, or data prepared with the same ids"
 
@@ -199,7 +190,7 @@ class RunFolder:
         An incomplete last line, which a killed run leaves, is dropped.
 
         Raises:
-            ConfigError: another line is damaged, or is neither a report nor an evaluation.
+            ConfigError: another line is damaged.
         """
         if not self.history_file.is_file():
             return []
@@ -211,12 +202,6 @@ class RunFolder:
         ]
         with suppress(ConfigError):  # the rest is empty if the last line is complete
             entries.append(_parse_object(rest, "the rest", ""))
-        for number, entry in enumerate(entries, 1):
-            fault = _fault_of_entry(entry)
-            if fault is not None:
-                raise ConfigError(
-                    f"{self.history_file} line {number} is damaged: {fault}; remove the line"
-                )
         return entries
 
     def write_record(self, record: dict[str, Any]) -> None:
@@ -232,10 +217,10 @@ class RunFolder:
         if not self.record_file.is_file():
             raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
         record = read_json(self.record_file)
-        fault = _fault_of_record(record)
-        if fault is not None:
+        if "status" not in record:
             raise ConfigError(
-                f"{self.record_file} is damaged: {fault}; remove {self.path} and train again"
+                f"{self.record_file} is damaged: it has no status; remove {self.path} and train "
+                "again"
             )
         return record
 
@@ -424,65 +409,6 @@ def write_json(file: Path, value: Any) -> None:
     make_folders(file.parent)
     with appearing_whole(file) as partial:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
-
-
-def _fault_of_record(record: dict[str, Any]) -> str | None:
-    """The first key that a record lacks, in words; None for a complete record."""
-    if not isinstance(record.get("status"), str):
-        return "it has no status"
-    for key, inner_keys in _RECORD_KEYS.items():
-        if not isinstance(record.get(key), dict):
-            return f"its {key} is not a JSON object"
-        for inner in inner_keys:
-            if inner not in record[key]:
-                return f"it has no {key}.{inner}"
-    if not _has_tables(record["data"]):
-        return "its data.table_sizes or data.features are not those of a run"
-    for split, metrics in record["metrics"].items():
-        if not (metrics is None or isinstance(metrics, dict)):
-            return f"its metrics.{split} is neither a JSON object nor null"
-        if not all(map(_is_measured, (metrics or {}).values())):
-            return f"its metrics.{split} has a value that is neither a number nor null"
-    for key, value in record["throughput"].items():
-        if not _is_measured(value):
-            return f"its throughput.{key} is neither a number nor null"
-    return None
-
-
-def _has_tables(data: dict[str, Any]) -> bool:
-    """Whether the entry of the data says how its tables are named, and which features they have."""
-    sizes, features = data["table_sizes"], data.get("features", [])
-    return (
-        isinstance(sizes, dict)
-        and isinstance(features, list)
-        and all(
-            isinstance(each, dict)
-            and is_text(each.get("name"))
-            and is_text(each.get("table"))
-            and each["table"] in sizes
-            for each in features
-        )
-    )
-
-
-def _fault_of_entry(entry: dict[str, Any]) -> str | None:
-    """What is wrong with an entry of the history, in words; None for a good one."""
-    if not is_int(entry.get("num_samples"), 0) or not _is_measured(entry.get("train_seconds", 0)):
-        return "it has no num_samples, or its train_seconds are not a number"
-    if not all(_is_measured(entry.get(key)) for key in ("train_loss", "train_auc")):
-        return "its train_loss or train_auc is not a number"
-    for split in ("test", "validation"):
-        metrics = entry.get(split)
-        if metrics is not None and not (
-            isinstance(metrics, dict)
-            and all(key in metrics and _is_measured(metrics[key]) for key in ("auc", "logloss"))
-        ):
-            return f"its {split} is not an evaluation"
-    return None
-
-
-def _is_measured(value: Any) -> bool:
-    return value is None or is_finite_number(value)
 
 
 def _parse_object(text: str, place: str, remedy: str) -> dict[str, Any]:
