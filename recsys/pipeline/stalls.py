@@ -19,7 +19,6 @@ __all__ = [
     "describe_stalls",
     "format_stalls",
     "stage_seconds",
-    "stage_title",
 ]
 
 STAGES = (
@@ -132,14 +131,6 @@ class StageClock:
         self.seconds = {stage: stages.number(stage) for stage in STAGES}
 
 
-_TITLES = {"prefetch_wait": "prefetch wait"}
-
-
-def stage_title(stage: str) -> str:
-    """The name of a stage in tables and pages."""
-    return _TITLES.get(stage, stage)
-
-
 def stage_seconds(stalls: Mapping[str, Any]) -> dict[str, float]:
     """The seconds of every stage, read from the `stalls` of a run record."""
     return {
@@ -176,6 +167,6 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
     spent_on = stage_seconds(stalls)
     training = {stage: spent for stage, spent in spent_on.items() if stage not in _NOT_TRAINING}
     total = sum(training.values())
-    shares = {stage_title(stage): spent / total for stage, spent in training.items() if total}
+    shares = {stage.replace("_", " "): spent / total for stage, spent in training.items() if total}
     found = [f"{title} {share:.0%}" for title, share in shares.items() if share >= 0.01]
     return ", ".join(found) or "no step was made"

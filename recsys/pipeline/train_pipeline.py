@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from functools import partial
 from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,10 @@ class TrainPipeline:
         self._current: MiniBatch | None = None
         self.skipping: Skipping | None = None
         if skip is not None:
-            self.skipping = Skipping(skip, model, self._tables, self._max_depth, self.clock)
+            self._new_skipping = partial(
+                Skipping, skip, model, self._tables, self._max_depth, self.clock
+            )
+            self.skipping = self._new_skipping()
 
     @property
     def mean_depth(self) -> float:
@@ -284,7 +288,8 @@ class TrainPipeline:
             self._switch_to(self.choice.current)
         if self.skipping is not None:
             self._windows.drop_all()  # what was taken ahead is taken again
-            self.skipping.reset()
+            self.skipping.close()
+            self.skipping = self._new_skipping()
             if found["skipping"] is not None:
                 self.skipping.load_state_dict(found["skipping"])
         if counts["depth"] == self._depth:

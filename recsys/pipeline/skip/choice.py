@@ -24,87 +24,74 @@ if TYPE_CHECKING:
     from recsys.embeddings.staleness.tracker import StalenessTracker
     from recsys.pipeline.model_tables import ModelTables
 
-__all__ = ["RandomChoice", "StaleChoice", "random_bits"]
+__all__ = ["choose_random", "choose_stale", "random_bits"]
 
 # Raw mini-batches from one whose samples the threshold is found from to the next one. Policies that
 # keep all samples look at no other ones, to cost less.
 _MOST_PERIOD = 32
 
 
-class StaleChoice:
-    """Leaves out samples all of whose rows are stale. Called with a raw mini-batch.
+def choose_stale(
+    policy: Observe | DropInput | FreezeRows | Subsample,
+    tables: ModelTables,
+    tracker: StalenessTracker,
+    factor_of: Callable[[int], float],
+    setting: str,
+    raw: RawBatch,
+) -> Chosen:
+    """Leave out samples all of whose rows are stale; equal arguments give equal choices.
 
     Args:
         policy: The policy; `Observe` and `FreezeRows` keep every sample.
         tables: The tables of the model.
-        tracker: Knows which rows are stale.
+        tracker: Knows which rows are stale; it gets samples to find the threshold from.
         factor_of: The part of the policy's share that holds for a mini-batch; 0: keep everything.
         setting: The policy, for errors.
+        raw: The raw mini-batch.
     """
-
-    def __init__(
-        self,
-        policy: Observe | DropInput | FreezeRows | Subsample,
-        tables: ModelTables,
-        tracker: StalenessTracker,
-        factor_of: Callable[[int], float],
-        setting: str,
-    ) -> None:
-        self._policy, self._tables, self._tracker = policy, tables, tracker
-        self._factor_of, self._setting = factor_of, setting
-
-    def __call__(self, raw: RawBatch) -> Chosen:
-        """Choose; equal arguments give equal choices."""
-        policy, tracker = self._policy, self._tracker
-        leaves_out = isinstance(policy, DropInput | Subsample) and self._factor_of(raw.taken_for)
-        # As many raw mini-batches as are needed, and at least every 32nd.
-        period = min(_MOST_PERIOD, max(1, policy.staleness.window * raw.size // MOST_INPUTS))
-        is_sampled = raw.number % period == 0
-        if leaves_out:
-            tracker.use_flags_of(raw.taken_for)
-            leaves_out = tracker.has_stale_rows
-        if not (is_sampled or leaves_out):
-            return EVERYTHING
-        parts = self._tables.parts(raw.batch, raw.size, self._setting)
-        if is_sampled:  # evenly spaced samples, from which the tracker finds the threshold
-            num_samples = -(-MOST_INPUTS * period // policy.staleness.window)
-            samples = np.arange(0, raw.size, max(1, raw.size // num_samples))
-            samples = samples[samples >= raw.offset]  # the others were added at the first time
-            tracker.add_inputs(raw.first_index, parts, raw.size, torch.from_numpy(samples))
-        if not leaves_out:
-            return EVERYTHING
-        is_stale = tracker.all_stale(parts, raw.size).numpy()
-        if not isinstance(policy, Subsample):
-            return Chosen(np.flatnonzero(~is_stale)) if is_stale.any() else EVERYTHING
-        is_drawn = is_stale & (random_bits(policy.seed, raw) < _threshold(policy.keep))
-        samples, weights = np.flatnonzero(~is_stale | is_drawn), None
-        if is_drawn.any():
-            weights = np.where(is_drawn, 1 / policy.keep, 1).astype(np.float32)[samples]
-        return Chosen(samples, weights)
+    leaves_out = isinstance(policy, DropInput | Subsample) and bool(factor_of(raw.taken_for))
+    # As many raw mini-batches as are needed, and at least every 32nd.
+    period = min(_MOST_PERIOD, max(1, policy.staleness.window * raw.size // MOST_INPUTS))
+    is_sampled = raw.number % period == 0
+    if leaves_out:
+        tracker.use_flags_of(raw.taken_for)
+        leaves_out = tracker.has_stale_rows
+    if not (is_sampled or leaves_out):
+        return EVERYTHING
+    parts = tables.parts(raw.batch, raw.size, setting)
+    if is_sampled:  # evenly spaced samples, from which the tracker finds the threshold
+        num_samples = -(-MOST_INPUTS * period // policy.staleness.window)
+        samples = np.arange(0, raw.size, max(1, raw.size // num_samples))
+        samples = samples[samples >= raw.offset]  # the others were added at the first time
+        tracker.add_inputs(raw.first_index, parts, raw.size, torch.from_numpy(samples))
+    if not leaves_out:
+        return EVERYTHING
+    is_stale = tracker.all_stale(parts, raw.size).numpy()
+    if not isinstance(policy, Subsample):
+        return Chosen(np.flatnonzero(~is_stale))
+    is_drawn = is_stale & (random_bits(policy.seed, raw) < _threshold(policy.keep))
+    samples, weights = np.flatnonzero(~is_stale | is_drawn), None
+    if is_drawn.any():
+        weights = np.where(is_drawn, 1 / policy.keep, 1).astype(np.float32)[samples]
+    return Chosen(samples, weights)
 
 
-class RandomChoice:
-    """Leaves out random samples. Called with a raw mini-batch.
+def choose_random(policy: RandomDrop, raw: RawBatch) -> Chosen:
+    """Leave out random samples; equal arguments give equal choices.
 
     Without refilling, the number of samples is the same for all mini-batches of a size, give or
     take one: torch prepares its matrix products anew for each new size.
     """
-
-    def __init__(self, policy: RandomDrop) -> None:
-        self._policy = policy
-
-    def __call__(self, raw: RawBatch) -> Chosen:
-        """Choose; equal arguments give equal choices."""
-        policy, bits = self._policy, random_bits(self._policy.seed, raw)
-        if policy.refill:
-            samples = np.flatnonzero(bits >= _threshold(policy.share))
-        else:
-            most = (1 - policy.share) * raw.size + int(mix64(bits[:1])[0]) / 2**64
-            samples = np.sort(np.argsort(bits, kind="stable")[: int(most)])
-        weights = None
-        if policy.weighted:
-            weights = np.full(len(samples), 1 / (1 - policy.share), np.float32)
-        return Chosen(samples, weights)
+    bits = random_bits(policy.seed, raw)
+    if policy.refill:
+        samples = np.flatnonzero(bits >= _threshold(policy.share))
+    else:
+        most = (1 - policy.share) * raw.size + int(mix64(bits[:1])[0]) / 2**64
+        samples = np.sort(np.argsort(bits, kind="stable")[: int(most)])
+    weights = None
+    if policy.weighted:
+        weights = np.full(len(samples), 1 / (1 - policy.share), np.float32)
+    return Chosen(samples, weights)
 
 
 def random_bits(seed: int, raw: RawBatch) -> NDArray[np.uint64]:

@@ -31,7 +31,7 @@ Standard errors, relative (delta method, samples are independent; N samples):
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -60,55 +60,35 @@ _LARGEST_LOGIT = 1e6
 
 
 @dataclass
-class _State:
-    """What later decisions depend on, in JSON types.
-
-    Attributes:
-        window: Number of the window that `sums` belongs to.
-        sums: Of its samples: n, l, l^2, y, l y, p, p^2, p y.
-        estimates: The logarithm of each measure.
-        factor: Of the share of samples that are skipped.
-        num_calm: Windows inside in a row.
-        was_outside: Whether the last window was outside.
-        num_windows: Windows that have ended.
-        decisions: As in `QualityGuard`.
-    """
-
-    window: int = -1
-    sums: list[float] = field(default_factory=lambda: [0.0] * 8)
-    estimates: dict[str, float] = field(default_factory=dict)
-    factor: float = 1.0
-    num_calm: int = 0
-    was_outside: bool = False
-    num_windows: int = 0
-    decisions: list[dict[str, Any]] = field(default_factory=list)
-
-
 class QualityGuard:
     """Measures quality in windows, and decides what part of the share is skipped.
 
+    All but `guard` is its state, in JSON types.
+
     Attributes:
         guard: The settings.
+        factor: The part of the share that is skipped by the last decision; 0 after a stop.
+        decisions: Changes of the factor, oldest first: `step`, the last of its window; `from_step`,
+            the mini-batch number from which it holds; `paused_until`, the number before which
+            nothing is skipped; `action`, "lowered", "stopped" or "raised"; `factor`; `reasons`, the
+            measures outside with `value` and `estimate`.
+        num_windows: Windows that have ended.
+        estimates: The logarithm of each measure.
+        window: Number of the window that `sums` belongs to.
+        sums: Of its samples: n, l, l^2, y, l y, p, p^2, p y.
+        num_calm: Windows inside in a row.
+        was_outside: Whether the last window was outside.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-        self._state = _State()
-
-    @property
-    def factor(self) -> float:
-        """The part of the share that is skipped by the last decision; 0 after a stop."""
-        return self._state.factor
-
-    @property
-    def decisions(self) -> list[dict[str, Any]]:
-        """Changes of the factor, oldest first, in JSON types.
-
-        `step`, the last of its window; `from_step`, the mini-batch number from which it holds;
-        `paused_until`, the number before which nothing is skipped; `action`, "lowered", "stopped"
-        or "raised"; `factor`; `reasons`, the measures outside with `value` and `estimate`.
-        """
-        return self._state.decisions
+    guard: Guard
+    factor: float = 1.0
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    num_windows: int = 0
+    estimates: dict[str, float] = field(default_factory=dict)
+    window: int = -1
+    sums: list[float] = field(default_factory=list)
+    num_calm: int = 0
+    was_outside: bool = False
 
     def is_open(self, number: int) -> bool:
         """Whether the mini-batch with this number is in a window: nothing is skipped in it."""
@@ -123,7 +103,7 @@ class QualityGuard:
                 return float(decision["factor"]) if decision["paused_until"] <= number else 0.0
         return 1.0
 
-    def add(self, number: int, logits: Tensor, labels: Tensor) -> bool:
+    def add(self, number: int, logits: Tensor, labels: Tensor) -> None:
         """Add the predictions of a step that is in a window; the last step of one decides.
 
         A step that failed is not in its window. If it was the last one, the window is dropped. So
@@ -137,46 +117,41 @@ class QualityGuard:
         Shape:
             logits, labels (B,) or (B, 1).
 
-        Returns:
-            Whether the factor changes. The change holds for mini-batches from number + LEAD on.
-
         Raises:
             ValueError: a label is neither 0 nor 1.
         """
-        state = self._state
-        if state.window != number // self.guard.every:
-            state.window, state.sums = number // self.guard.every, _State().sums
+        if self.window != number // self.guard.every:
+            self.window, self.sums = number // self.guard.every, [0.0] * 8
         scores, truth = _to_numpy(logits), _to_numpy(labels)
         if not ((truth == 0) | (truth == 1)).all():
             raise ValueError("a guard needs labels of 0 and 1; set guard=None")
         if np.isfinite(scores).all():
-            state.sums = (np.array(state.sums) + _sums_of(scores, truth)).tolist()
-        return number % self.guard.every == self.guard.steps - 1 and self._end_window(number)
+            self.sums = (np.array(self.sums) + _sums_of(scores, truth)).tolist()
+        if number % self.guard.every == self.guard.steps - 1:
+            self._end_window(number)
 
     def report(self) -> dict[str, Any]:
         """For a run record, in JSON types: the factor, the estimates, and the decisions."""
-        state = self._state
         return {
-            "num_windows": state.num_windows,
-            "factor": state.factor,
-            "estimates": {measure: exp(value) for measure, value in state.estimates.items()},
-            "decisions": deepcopy(state.decisions),
+            "num_windows": self.num_windows,
+            "factor": self.factor,
+            "estimates": {measure: exp(value) for measure, value in self.estimates.items()},
+            "decisions": deepcopy(self.decisions),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, in JSON types."""
-        return asdict(self._state)
+        return {key: deepcopy(value) for key, value in vars(self).items() if key != "guard"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
-        self._state = _State(**deepcopy(state))
+        vars(self).update(deepcopy(state))
 
-    def _end_window(self, step: int) -> bool:
-        state = self._state
-        state.num_windows += 1
+    def _end_window(self, step: int) -> None:
+        self.num_windows += 1
         reasons, is_far = [], False
-        for measure, (value, error) in _measures(state.sums).items():
-            known = state.estimates.get(measure, value)
+        for measure, (value, error) in _measures(self.sums).items():
+            known = self.estimates.get(measure, value)
             band = getattr(self.guard, measure)
             reach = band + _STANDARD_ERRORS * error
             is_ratio = measure == "calibration"  # 1 is right
@@ -186,20 +161,16 @@ class QualityGuard:
                 reasons.append({"measure": measure, "value": exp(value), "estimate": exp(known)})
             if worse < -reach:
                 known = value
-            state.estimates[measure] = known + _RATE * min(max(value - known, -band), band)
-        was_outside = state.was_outside
-        if not state.factor or (state.decisions and state.decisions[-1]["paused_until"] > step):
-            return False
-        state.was_outside = bool(reasons)
-        state.num_calm = 0 if reasons else state.num_calm + 1
+            self.estimates[measure] = known + _RATE * min(max(value - known, -band), band)
+        if not self.factor or (self.decisions and self.decisions[-1]["paused_until"] > step):
+            return  # nothing was skipped before it
+        was_outside, self.was_outside = self.was_outside, bool(reasons)
+        self.num_calm = 0 if reasons else self.num_calm + 1
         if reasons:
-            is_over = is_far or was_outside or state.factor / 2 < _LEAST_FACTOR
-            self._set_factor(step, 0.0 if is_over else state.factor / 2, reasons)
-        elif state.factor < 1 and state.num_calm == _CALM:
-            self._set_factor(step, 2 * state.factor, [])
-        else:
-            return False
-        return True
+            is_over = is_far or was_outside or self.factor / 2 < _LEAST_FACTOR
+            self._set_factor(step, 0.0 if is_over else self.factor / 2, reasons)
+        elif self.factor < 1 and self.num_calm == _CALM:
+            self._set_factor(step, 2 * self.factor, [])
 
     def _set_factor(self, step: int, factor: float, reasons: list[dict[str, Any]]) -> None:
         action = "raised" if not reasons else "lowered" if factor else "stopped"
@@ -211,8 +182,8 @@ class QualityGuard:
                 f"skips nothing until mini-batch {paused_until}, and then {factor:.0%} of the "
                 "share that was asked for"
             )
-        self._state.factor, self._state.num_calm = factor, 0
-        self._state.decisions.append(
+        self.factor, self.num_calm = factor, 0
+        self.decisions.append(
             {
                 "step": step,
                 "from_step": from_step,
@@ -223,7 +194,7 @@ class QualityGuard:
             }
         )
         if reasons:
-            self._state.estimates = {}
+            self.estimates = {}
             why = ", ".join(
                 f"{one['measure']} is {one['value']:.4g} (estimate {one['estimate']:.4g})"
                 for one in reasons

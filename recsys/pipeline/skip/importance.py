@@ -250,24 +250,22 @@ def features_of(
     Shape:
         dense (B, K).
     """
-    inputs = [given_ids(lookups, bags) for (_, lookups), bags in parts]
-    ends = np.zeros(batch_size + 1, np.int64)
-    for _, positions, _, offsets, is_one_hot, size in inputs:
+    bounds, inputs = np.zeros(batch_size + 1, np.int64), []
+    for (_, lookups), bags in parts:
+        _, positions, ids, offsets, is_one_hot, _ = given_ids(lookups, bags)
+        inputs.append((positions, ids, offsets))
         if is_one_hot:
-            ends[1:] += len(positions)
+            bounds[1:] += len(positions)
         else:
-            _add_lengths(ends[1:], positions, offsets, size)
-    bounds = ends.cumsum()
+            lengths = np.diff(offsets).reshape(-1, batch_size)
+            bounds[1:] += lengths[positions.astype(np.int64)].sum(0)
+    bounds = bounds.cumsum()
     slots, places = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
-    num_lookups = 0
-    for _, positions, values, offsets, is_one_hot, size in inputs:
+    num_lookups, shift = 0, np.uint64(64 - bits)
+    for positions, ids, offsets in inputs:
         numbers = np.arange(num_lookups + 1, num_lookups + len(positions) + 1, dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            salts = mix64(numbers * GOLDEN)
         num_lookups += len(positions)
-        _write_slots(
-            slots, places, salts, positions, values, offsets, is_one_hot, size, np.uint64(64 - bits)
-        )
+        _write_slots(slots, places, mix64(numbers * GOLDEN), positions, ids, offsets, shift)
     return SampleFeatures(slots, bounds, dense)
 
 
@@ -384,50 +382,34 @@ _mix64 = kernel(mix64)
 
 
 @kernel
-def _add_lengths(
-    counts_B: NDArray[np.int64],
-    positions_L: NDArray[np.uint64],
-    offsets: NDArray[Any],
-    batch_size: int,
-) -> None:
-    """Add the lengths of each sample's bags."""
-    for lookup in range(len(positions_L)):
-        first = np.int64(positions_L[lookup]) * batch_size
-        for sample in range(batch_size):
-            counts_B[sample] += offsets[first + sample + 1] - offsets[first + sample]
-
-
-@kernel
 def _write_slots(
     slots_V: NDArray[np.uint32],
     places_B: NDArray[np.int64],
     salts_L: NDArray[np.uint64],
     positions_L: NDArray[np.uint64],
-    values: NDArray[Any],
+    ids: NDArray[Any],
     offsets: NDArray[Any],
-    is_one_hot: int,
-    batch_size: int,
     shift: np.uint64,
 ) -> None:
-    """Write the slots of each sample's rows from its place on, and advance the place."""
-    num_lookups = len(positions_L)
+    """Write the slots of each sample's rows from its place on, and advance the place.
+
+    Without offsets, bag i is id i: a loop of its own, which is vectorised.
+    """
+    batch_size = len(places_B)
     for begin in range(0, batch_size, _BLOCK):
         end = min(begin + _BLOCK, batch_size)
-        for lookup in range(num_lookups):
-            first = np.int64(positions_L[lookup]) * batch_size
-            salt = salts_L[lookup]
-            if is_one_hot:
-                for sample in range(begin, end):
-                    row = np.uint64(values[first + sample])
-                    slots_V[places_B[sample] + lookup] = _mix64(salt + row * GOLDEN) >> shift
-                continue
-            for sample in range(begin, end):
-                for place in range(offsets[first + sample], offsets[first + sample + 1]):
-                    row = np.uint64(values[place])
-                    slots_V[places_B[sample]] = _mix64(salt + row * GOLDEN) >> shift
+        for lookup in range(len(positions_L)):
+            first, salt = np.int64(positions_L[lookup]) * batch_size, salts_L[lookup]
+            for sample in range(begin, end if not len(offsets) else begin):
+                bits = _mix64(salt + np.uint64(ids[first + sample]) * GOLDEN)
+                slots_V[places_B[sample] + lookup] = bits >> shift
+            for sample in range(begin, end if len(offsets) else begin):
+                for number in range(offsets[first + sample], offsets[first + sample + 1]):
+                    bits = _mix64(salt + np.uint64(ids[number]) * GOLDEN)
+                    slots_V[places_B[sample]] = bits >> shift
                     places_B[sample] += 1
-        if is_one_hot:
-            places_B[begin:end] += num_lookups
+        if not len(offsets):
+            places_B[begin:end] += len(positions_L)
 
 
 @kernel_part

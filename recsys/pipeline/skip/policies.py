@@ -74,8 +74,54 @@ class Guard:
                 raise ConfigError(f"Guard: {name} must be a number above 0, got {value!r}")
 
 
+class AbstractPolicy:
+    """What training leaves out, as a value; checked when it is made.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        name, values = type(self).__name__, vars(self)
+        for key, value in values.items():
+            if key in _SHARES and not (is_finite_number(value) and 0 < value < 1):
+                raise ConfigError(f"{name}: {key} must be a number in (0, 1), got {value!r}")
+            allowed = _WHOLES.get(key)
+            if allowed and not (type(value) is int and value in allowed):
+                rule = f"[{allowed[0]}, {allowed[-1]}]"
+                raise ConfigError(f"{name}: {key} must be a whole number in {rule}, got {value!r}")
+        guard, staleness = values.get("guard"), values.get("staleness", Staleness())
+        if not isinstance(guard, Guard | None) or not isinstance(staleness, Staleness):
+            raise ConfigError(
+                f"{name}: guard must be a Guard or None, and staleness a Staleness, got {guard!r} "
+                f"and {staleness!r}"
+            )
+        least = values.get("keep", values.get("least", 0))
+        if self.share > 1 - least:
+            raise ConfigError(
+                f"{name}: share must be at most {1 - least:g}, because every sample is kept with "
+                f"a probability of at least {least:g}, got {self.share:g}; lower one of them"
+            )
+        if "staleness" not in values:
+            return
+        if staleness.threshold is not None and (self.share != type(self).share or guard):
+            raise ConfigError(
+                f"{name}: staleness.threshold means that neither share nor guard has an effect, "
+                "because a threshold is found from the share or given, and a guard lowers the "
+                f"share; got threshold {staleness.threshold!r}; drop it, or give neither"
+            )
+        if guard is not None and guard.every < staleness.window:
+            raise ConfigError(
+                f"{name}: guard.every must be at least staleness.window, because a lowered share "
+                f"holds from the next window of staleness on; got every {guard.every} and window "
+                f"{staleness.window}"
+            )
+
+
 @dataclass(frozen=True)
-class Observe:
+class Observe(AbstractPolicy):
     """Trains as without it, and measures which rows are stale.
 
     Args:
@@ -90,12 +136,9 @@ class Observe:
     share: float = 0.2
     staleness: Staleness = field(default_factory=Staleness)
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True)
-class DropInput:
+class DropInput(AbstractPolicy):
     """Leaves out samples all of whose rows are stale.
 
     Args:
@@ -112,12 +155,9 @@ class DropInput:
     staleness: Staleness = field(default_factory=Staleness)
     guard: Guard | None = field(default_factory=Guard)
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True)
-class FreezeRows:
+class FreezeRows(AbstractPolicy):
     """Trains on all samples, but neither updates stale rows nor writes them back.
 
     Args:
@@ -134,12 +174,9 @@ class FreezeRows:
     staleness: Staleness = field(default_factory=Staleness)
     guard: Guard | None = field(default_factory=Guard)
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True)
-class Subsample:
+class Subsample(AbstractPolicy):
     """Keeps a sample all of whose rows are stale with probability `keep`, and weight 1 / `keep`.
 
     So every sample adds to the gradient what it adds without skipping, in expectation. The model
@@ -163,12 +200,9 @@ class Subsample:
     guard: Guard | None = field(default_factory=Guard)
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(AbstractPolicy):
     """Leaves out samples that are already predicted well, and gives the others a larger weight.
 
     A logistic model predicts p, the probability of label 1, for each sample before its step. A
@@ -218,12 +252,9 @@ class Importance:
     warm_up: int = 100
     guard: Guard | None = field(default_factory=Guard)
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True)
-class RandomDrop:
+class RandomDrop(AbstractPolicy):
     """Leaves out random samples, each with probability `share`. Needs no recsys modules.
 
     Args:
@@ -244,9 +275,6 @@ class RandomDrop:
     weighted: bool = False
     refill: bool = True
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 Policy = Observe | DropInput | FreezeRows | Subsample | Importance | RandomDrop
 
@@ -256,45 +284,3 @@ def stale_share(policy: Any) -> float:
     if isinstance(policy, Subsample):
         return min(1.0, policy.share / (1 - policy.keep))
     return float(policy.share)
-
-
-def _check(policy: Any) -> None:
-    """Check the fields of a policy.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    name, values = type(policy).__name__, vars(policy)
-    for key, value in values.items():
-        if key in _SHARES and not (is_finite_number(value) and 0 < value < 1):
-            raise ConfigError(f"{name}: {key} must be a number in (0, 1), got {value!r}")
-        allowed = _WHOLES.get(key)
-        if allowed and not (type(value) is int and value in allowed):
-            rule = f"[{allowed[0]}, {allowed[-1]}]"
-            raise ConfigError(f"{name}: {key} must be a whole number in {rule}, got {value!r}")
-    guard, staleness = values.get("guard"), values.get("staleness", Staleness())
-    if not isinstance(guard, Guard | None) or not isinstance(staleness, Staleness):
-        raise ConfigError(
-            f"{name}: guard must be a Guard or None, and staleness a Staleness, got {guard!r} and "
-            f"{staleness!r}"
-        )
-    least = values.get("keep", values.get("least", 0))
-    if policy.share > 1 - least:
-        raise ConfigError(
-            f"{name}: share must be at most {1 - least:g}, because every sample is kept with at "
-            f"least probability {least:g}, got {policy.share:g}; lower one of them"
-        )
-    if "staleness" not in values:
-        return
-    if staleness.threshold is not None and (policy.share != type(policy).share or guard):
-        raise ConfigError(
-            f"{name}: staleness.threshold means that neither share nor guard has an effect, "
-            "because a threshold is found from the share or given, and a guard lowers the share; "
-            f"got threshold {staleness.threshold!r}; drop it, or give neither share nor guard"
-        )
-    if guard is not None and guard.every < staleness.window:
-        raise ConfigError(
-            f"{name}: guard.every must be at least staleness.window, because a lowered share holds "
-            f"from the next window of staleness on; got every {guard.every} and window "
-            f"{staleness.window}"
-        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from recsys._support.states import SavedState
 from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.pipeline.skip.choice import RandomChoice, StaleChoice
+from recsys.pipeline.skip.choice import choose_random, choose_stale
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.importance import ImportanceChoice
 from recsys.pipeline.skip.paper import Paper
@@ -71,10 +72,6 @@ class Skipping:
         ValueError: the model or the schedule does not fit the policy.
     """
 
-    guard: QualityGuard | None
-    importance: ImportanceChoice | None
-    _choose: Callable[[RawBatch], Chosen]
-
     def __init__(
         self,
         policy: Policy | Paper,
@@ -87,9 +84,9 @@ class Skipping:
             raise TypeError(
                 f"skip must be a policy such as DropInput(), or None, got {type(policy).__name__}"
             )
-        self.policy, self._tables, self._clock = policy, tables, clock
-        share = "..." if isinstance(policy, Paper) else f"share={policy.share:g}"
-        self._setting = f"skip={type(policy).__name__}({share})"
+        self.policy, self._clock = policy, clock
+        named = "..." if isinstance(policy, Paper) else f"share={policy.share:g}"
+        self._setting = f"skip={type(policy).__name__}({named})"
         gives_weights = getattr(policy, "weighted", isinstance(policy, Subsample | Importance))
         if gives_weights and not getattr(model, "uses_sample_weights", False):
             raise ValueError(
@@ -97,48 +94,42 @@ class Skipping:
                 "that it reads them: multiply each sample's loss by batch.weights, divide the sum "
                 "by B, and set uses_sample_weights = True in the class"
             )
+        guard = getattr(policy, "guard", None)
+        self.guard = None if guard is None else QualityGuard(guard)
+        factor_of = (lambda _: 1.0) if self.guard is None else self.guard.factor_of
         self.tracker: StalenessTracker | None = None
         self.paper: PaperClassifier | None = None
-        if isinstance(policy, Paper):  # `attach` makes its choice, by iterator
-            self.paper = PaperClassifier(policy, model, tables, self._setting, max_depth)
-        elif max_depth >= LEAD:
+        self.importance: ImportanceChoice | None = None
+        self._choose: Callable[[RawBatch], Chosen]
+        if max_depth >= LEAD:
             raise ValueError(
                 f"{self._setting}: a schedule may make at most {LEAD - 1} mini-batches ahead, "
                 f"because it takes {LEAD} steps until a decision holds, got {max_depth}; use "
                 f"LookAhead({LEAD - 1})"
             )
-        elif not isinstance(policy, RandomDrop | Importance):
-            self.tracker = StalenessTracker(
-                model,
-                policy.staleness,
-                share=stale_share(policy),
-                freezes_rows=isinstance(policy, FreezeRows),
-            )
+        if isinstance(policy, Paper):  # `attach` makes its choice, by iterator
+            self.paper = PaperClassifier(policy, model, tables, self._setting, max_depth)
+        elif isinstance(policy, RandomDrop):
+            self._choose = partial(choose_random, policy)
+        elif isinstance(policy, Importance):
+            self.importance = ImportanceChoice(policy, tables, factor_of, self._setting)
+            self._choose = self.importance
+        else:
+            freezes = isinstance(policy, FreezeRows)
+            share = stale_share(policy)
+            tracker = StalenessTracker(model, policy.staleness, share=share, freezes_rows=freezes)
+            self.tracker, setting = tracker, self._setting
+            self._choose = partial(choose_stale, policy, tables, tracker, factor_of, setting)
+        parts = {
+            "staleness": self.tracker,
+            "guard": self.guard,
+            "paper": self.paper,
+            "importance": self.importance,
+        }
+        self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part}
         self._is_closed = False
         self._refill: Refill | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Start anew: no sample was seen, and nothing was found."""
-        policy, setting = self.policy, self._setting
-        guard = getattr(policy, "guard", None)
-        self.guard = None if guard is None else QualityGuard(guard)
-        factor_of = (lambda _: 1.0) if self.guard is None else self.guard.factor_of
-        self.importance = None
-        if isinstance(policy, RandomDrop):
-            self._choose = RandomChoice(policy)
-        elif isinstance(policy, Importance):
-            self.importance = ImportanceChoice(policy, self._tables, factor_of, setting)
-            self._choose = self.importance
-        elif self.tracker is not None and not isinstance(policy, Paper):
-            self._choose = StaleChoice(policy, self._tables, self.tracker, factor_of, setting)
-        for follower in (self.tracker, self.paper):
-            if follower is not None:
-                follower.reset()
-        self._set_share()
-        if self._refill is not None:
-            self._refill.close()
-        self._refill, self._position = None, Position()
+        self._position = Position()  # without a refill
         self._num_seen = 0  # after the last step that began
         # What continues at the position: the loader of the last iterator, or any after a load.
         self._loader: Any = None
@@ -250,9 +241,10 @@ class Skipping:
                     "(loss, (loss, logits, labels)) as TorchRec's train models do, got an output "
                     f"of type {type(output).__name__}; return that, or set guard=None"
                 )
-            if guard.add(number, output[1], output[2]):
-                self._set_share()
+            guard.add(number, output[1], output[2])
         if self.tracker is not None:
+            if guard is not None:  # the next window uses the lower share
+                self.tracker.share = stale_share(self.policy) * guard.factor
             self.tracker.end_step(self._num_seen)
         if self.importance is not None:
             self.importance.end_step(current.refilled, current.batch)
@@ -266,9 +258,9 @@ class Skipping:
     def close(self) -> None:
         """Stop following rows; later training steps raise."""
         self._is_closed = True
-        for follower in (self.tracker, self.paper):
-            if follower is not None:
-                follower.close()
+        follower = self.tracker or self.paper
+        if follower is not None:
+            follower.close()
 
     def report(self) -> dict[str, Any]:
         """What was left out, for a run record, in JSON types.
@@ -278,7 +270,8 @@ class Skipping:
             `num_lookups_left_out` of updates, and their share of all, `share_lookups_left_out`;
             `staleness`, `guard`, `paper` and `importance`: the reports of these parts, or null.
         """
-        found = {name: None if part is None else part.report() for name, part in self._parts()}
+        found = dict.fromkeys(("staleness", "guard", "paper", "importance"))
+        found |= {name: part.report() for name, part in self._parts.items()}
         lookups = found["staleness"] or {"num_lookups": 0, "num_lookups_left_out": 0}
         name = re.sub("(?<!^)(?=[A-Z])", "_", type(self.policy).__name__).lower()
         return {
@@ -298,11 +291,11 @@ class Skipping:
         return {
             "policy": repr(self.policy),
             "position": self.position._asdict(),
-            "parts": {name: part.state_dict() for name, part in self._parts() if part is not None},
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, after `reset`, with the next iterator.
+        """Continue where `state` was taken, before the first step, with the next iterator.
 
         That iterator begins with the first raw mini-batch that was not used up, as a loader does
         whose state was taken with it. If `state` is of another policy, only its position is used,
@@ -316,27 +309,10 @@ class Skipping:
         self._position = Position(**{name: position.whole(name) for name in Position._fields})
         self._is_loaded, self._num_seen = True, self._position.num_seen
         if found["policy"] == repr(self.policy):
-            for name, part in self._parts():
-                if part is not None:
-                    part.load_state_dict(found["parts"][name])
-            self._set_share()
+            for name, part in self._parts.items():
+                part.load_state_dict(found["parts"][name])
         elif self.tracker is not None:
             self.tracker.num_steps = self._position.num_batches
-
-    def _parts(self) -> list[tuple[str, Any]]:
-        """What learns during training, by its name in reports and states; None if there is none."""
-        return [
-            ("staleness", self.tracker),
-            ("guard", self.guard),
-            ("paper", self.paper),
-            ("importance", self.importance),
-        ]
-
-    def _set_share(self) -> None:
-        """Lower the tracker's target by the guard's last decision; the next window uses it."""
-        if self.tracker is not None:
-            factor = 1.0 if self.guard is None else self.guard.factor
-            self.tracker.share = stale_share(self.policy) * factor
 
 
 def _is_scored(output: Any) -> bool:

@@ -23,7 +23,7 @@ from recsys.pipeline import (
     Subsample,
     TrainPipeline,
 )
-from recsys.pipeline.skip.choice import RandomChoice
+from recsys.pipeline.skip.choice import choose_random
 from recsys.pipeline.skip.importance import (
     ImportanceChoice,
     draw_systematically,
@@ -288,9 +288,11 @@ def test_systematic_sampling_keeps_each_sample_with_its_probability():
 
 def test_random_drop_without_refill_keeps_each_sample_equally_often():
     policy = RandomDrop(0.3, refill=False)
-    choice = RandomChoice(policy)
 
-    chosen = [choice(RawBatch(None, 15, 0, 15 * number, 0, 0)).samples for number in range(4000)]
+    chosen = [
+        choose_random(policy, RawBatch(None, 15, 0, 15 * number, 0, 0)).samples
+        for number in range(4000)
+    ]
 
     shares = np.bincount(np.concatenate(chosen), minlength=15) / 4000
     np.testing.assert_allclose(shares, 0.7, atol=0.03)

@@ -21,7 +21,7 @@ from recsys.pipeline import (
     Sequential,
     Subsample,
 )
-from recsys.pipeline.skip.choice import StaleChoice
+from recsys.pipeline.skip.choice import choose_stale
 from recsys.pipeline.skip.refill import RawBatch
 
 NAMES = [
@@ -144,8 +144,8 @@ def test_subsample_is_unbiased(skips):
     draws = []
     for seed in range(2000):
         policy = Subsample(0.2, 0.3, skips.STALENESS, None, seed)
-        choice = StaleChoice(policy, inputs, tracker, lambda _: 1.0, "skip=test")
-        chosen = choice(RawBatch(None, 64, 0, 1000 * seed, 0, 0))
+        raw = RawBatch(None, 64, 0, 1000 * seed, 0, 0)
+        chosen = choose_stale(policy, inputs, tracker, lambda _: 1.0, "skip=test", raw)
         draws.append(gradient(torch.from_numpy(chosen.samples), torch.from_numpy(chosen.weights)))
     draws = torch.stack(draws)
 
@@ -253,7 +253,7 @@ def test_what_skipping_takes_is_a_stage_of_its_own(skips, monkeypatch):
         monkeypatch.setattr(owner, name, slow)
 
     run = skips.Run(Sequential(), skips.POLICIES["drop_input guarded"])
-    takes(StaleChoice, "__call__", 10)
+    takes(run.pipeline.skipping, "_choose", 10)
     takes(StalenessTracker, "end_step", 100)
     takes(torch.optim.Adagrad, "step", 1000)
     run.train(num_epochs=2)
