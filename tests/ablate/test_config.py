@@ -4,7 +4,6 @@ import pytest
 
 from recsys.ablate import load_ablation
 from recsys.errors import ConfigError
-from recsys.train.parts.build import open_source
 
 TWO_VARIATIONS = """
 [[ablate.variations]]
@@ -96,62 +95,17 @@ def test_a_setting_reaches_the_ablation_itself(ablation):
     assert [(cell.seed, cell.config.epochs) for cell in config.cells] == [(7, 2), (7, 2)]
 
 
+ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(
-    path.relative_to(Path(__file__).parents[2] / "examples")
-    for path in (Path(__file__).parents[2] / "examples").rglob("*.toml")
+    path.relative_to(ROOT)
+    for folder in ("examples", "benchmarks/slipstream")
+    for path in (ROOT / folder).rglob("*.toml")
     if path.parent.name != "models"  # configurations of single runs
 )
 
 
 @pytest.mark.parametrize("name", EXAMPLES, ids=str)
 def test_every_example_loads(pytestconfig, name):
-    config = load_ablation(pytestconfig.rootpath / "examples" / name)
+    config = load_ablation(pytestconfig.rootpath / name)
 
     assert config.cells
-
-
-@pytest.mark.parametrize("name", ["synthetic", "drift", "real"])
-def test_the_examples_of_skipping_aim_at_equal_shares(pytestconfig, name):
-    file = pytestconfig.rootpath / "examples" / "ablation" / f"slipstream_{name}.toml"
-
-    config = load_ablation(file)
-
-    controls = {"none", "fae", "paper-0.2-without-unseen-rows", "random_drop-0.14"}
-    policies = ("paper", "drop_input", "freeze_rows", "subsample", "random_drop")
-    names = [f"{policy}-{share}" for policy in policies for share in (0.1, 0.2, 0.4)]
-    found = list(config.variations)
-    assert [name for name in found if name not in controls] == names
-    assert found[0] == "none"
-    assert (config.keys.baseline, config.keys.seeds) == ("none", (0, 1, 2))
-    for cell in config.cells:
-        policy, _, share = cell.variation.partition("-")
-        skip = cell.config.skip
-        if cell.variation in controls:
-            assert skip.policy == (policy if share else "none")
-            continue
-        assert skip.policy == policy
-        # Policies that wait for windows aim higher than the share that they are to reach.
-        assert policy != "random_drop" or skip.share == float(share)
-        assert policy == "paper" or float(share) <= skip.share < 3 * float(share)
-        # A guard would lower the share.
-        assert policy not in ("drop_input", "freeze_rows", "subsample") or skip.guard.every == 0
-    targets = {
-        cell.config.skip.paper.target / float(cell.variation.partition("-")[2])
-        for cell in config.cells
-        if cell.config.skip.policy == "paper" and cell.variation not in controls
-    }
-    assert max(targets) / min(targets) < 1.2
-
-
-def test_the_synthetic_examples_train_on_4_million_samples_in_whole_mini_batches(pytestconfig):
-    for name, drift in (("synthetic", 0.0), ("drift", 0.1)):
-        file = pytestconfig.rootpath / "examples" / "ablation" / f"slipstream_{name}.toml"
-        config = load_ablation(file).cells[0].config
-
-        splits = open_source(config).splits
-
-        assert len(splits["train"]) == 1953 * 2048
-        assert len(splits["test"]) == 10**6
-        assert config.synthetic.drift == drift
-        assert not config.shuffle
-        assert config.batch_size == 2048
