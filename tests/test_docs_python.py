@@ -34,7 +34,6 @@ OTHER_PAGES = {
 # Private modules that pages import from, because they have no public name for it yet.
 PRIVATE = {
     "recsys.cli",
-    "recsys.pipeline.fae.hot_samples",
 }
 LANGUAGES = {"", "python", "sh", "text", "toml"}  # of blocks; "" is for output and drawings
 

@@ -7,18 +7,15 @@
     take                takes the next one, and finds out whether it overwrites those that wait
     model_tables        which module will look up which ids of a mini-batch, and its claims
     divided_tables      tables whose rows are divided among processes
-    popular_split       Hotline: divides a mini-batch into popular samples and the others
+    hotline             divides a mini-batch into popular samples and the others
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
     loss_and_output     checks what a model returned, and says why a loss is nan or inf
-    loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
     stalls              where the time went, stage by stage
 
 Results are the same under each schedule (Hotline: up to float summation order). FAE, in contrast,
 changes the order of samples:
 
-    hot_samples         finds the samples whose rows are all pinned
-    shuffle_scheduler   decides how many cold and hot mini-batches make a turn
-    hot_cold_loader     loads cold and hot mini-batches in turns
+    fae                 finds the samples whose rows are all pinned, and loads them in turns
 
 `TrainPipeline(..., skip=policy)` leaves out what has stopped changing:
 
@@ -39,8 +36,7 @@ from recsys._support.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from recsys.pipeline.auto import Auto
-    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
-    from recsys.pipeline.fae.shuffle_scheduler import FAE
+    from recsys.pipeline.fae import FAE, HotColdLoader
     from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
     from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import (
@@ -76,12 +72,12 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "FAE": "fae.shuffle_scheduler",
+            "FAE": "fae",
             "Auto": "auto",
             "DropInput": "skip.policies",
             "FreezeRows": "skip.policies",
             "Guard": "skip.policies",
-            "HotColdLoader": "fae.hot_cold_loader",
+            "HotColdLoader": "fae",
             "Hotline": "schedule",
             "Importance": "skip.policies",
             "LookAhead": "schedule",

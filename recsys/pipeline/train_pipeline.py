@@ -22,7 +22,7 @@ from recsys._support.states import SavedState
 from recsys._support.untrusted import is_whole
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
-from recsys.pipeline.hotline.popular_split import PopularSplit
+from recsys.pipeline.hotline import PopularSplit
 from recsys.pipeline.loss_and_output import explain_loss, require_loss_and_output
 from recsys.pipeline.micro_batches import join_outputs, labelled_samples
 from recsys.pipeline.model_tables import ModelTables
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from recsys.pipeline.hotline.popular_split import MicroBatch
+    from recsys.pipeline.hotline import MicroBatch
     from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import Policy
     from recsys.pipeline.window import MiniBatch, Window

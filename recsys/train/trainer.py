@@ -30,7 +30,7 @@ from recsys._support.machine import (
 from recsys.config import TrainConfig, describe_config
 from recsys.config_callbacks import RANKING_METRICS
 from recsys.errors import ConfigError, TrainingDiverged
-from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.callbacks import RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint.contents import errors_of_state

@@ -23,7 +23,7 @@ from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError
-from recsys.pipeline.fae.hot_samples import hot_samples
+from recsys.pipeline.fae import hot_samples
 from recsys.train.parts.tables import table_configs
 
 NUM_SAMPLES = 42

@@ -27,7 +27,6 @@ from recsys.pipeline import (
     TrainPipeline,
 )
 from recsys.pipeline.auto import Choice
-from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
 from recsys.pipeline.micro_batches import (
     concatenate,
     join_outputs,
@@ -272,14 +271,6 @@ def test_it_is_refused_by_name(act, error, name):
     assert name in str(raised.value)
 
 
-def scheduler():
-    return ShuffleScheduler(FAE())
-
-
-def fixed_scheduler():
-    return ShuffleScheduler(FAE(rate=50, is_adaptive=False))
-
-
 def loader():
     return load_hot([True, False] * 10)
 
@@ -289,30 +280,12 @@ def choice():
 
 
 STATES = [
-    (scheduler, {"rates": 5}, "keys"),
-    (scheduler, {"rate": 0.5}, "rate"),
-    (scheduler, {"rate": float("nan")}, "rate"),
-    (scheduler, {"rate": 10**400}, "rate"),
-    (scheduler, {"num_swaps": -1}, "num_swaps"),
-    (scheduler, {"num_falls": 4}, "num_falls"),
-    (scheduler, {"last_loss": "low"}, "last_loss"),
-    (fixed_scheduler, {"rate": 25}, "rate"),
     (loader, {"more": 1}, "keys"),
     (loader, {"is_hot": load_hot([False, True] * 10).state_dict()["is_hot"]}, "is_hot"),
     (loader, {"seed": 1}, "seed"),
     (loader, {"epoch": -1}, "epoch"),
     (loader, {"epoch": 1.0}, "epoch"),
-    (loader, {"num_done": [0]}, "num_done"),
-    (loader, {"num_done": [0, "1"]}, "num_done"),
-    (loader, {"num_done": [0, 11]}, "num_done"),
-    (loader, {"num_done": {"cold": 0, "hot": 0}}, "num_done"),
-    (loader, {"num_left": [-1, 0]}, "num_left"),
-    (loader, {"num_left": [11, 0]}, "num_left"),
-    (loader, {"num_left": [True, 0]}, "num_left"),
-    (loader, {"wants_loss": 1}, "wants_loss"),
-    (loader, {"num_left": [1, 0], "wants_loss": True}, "wants_loss"),
     (loader, {"batch_size": True}, "batch_size"),
-    (loader, {"scheduler": None}, "scheduler"),
     (choice, {"turn_seconds": [1.0] * 10}, "schedule choice state"),
     (choice, {"turn_seconds": [-1.0]}, "schedule choice state"),
     (choice, {"turn_seconds": ["fast"]}, "schedule choice state"),

@@ -25,7 +25,7 @@ from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS, SampledInputs
 from recsys.embeddings.staleness.tracked_tables import groups_in, names_of
 from recsys.errors import ConfigError
-from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.skip.hot_rows import HotRows
 from recsys.pipeline.skip.paper import draw_places, search_threshold
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen

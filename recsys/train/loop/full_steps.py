@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from recsys.datasets.loader import BatchLoader
-    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+    from recsys.pipeline.fae import HotColdLoader
 
 __all__ = ["FullSteps"]
 

@@ -33,7 +33,7 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
-from recsys.pipeline.fae.hot_samples import hot_samples
+from recsys.pipeline.fae import hot_samples
 from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
 from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.models import build_network, needs_rows

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
-from recsys.pipeline.fae.shuffle_scheduler import FAE
+from recsys.pipeline.fae import FAE, HotColdLoader
 
 NUM_SAMPLES = 210
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.pipeline.fae.shuffle_scheduler import FAE, ShuffleScheduler
+from recsys.pipeline.fae import FAE, ShuffleScheduler
 
 
 def rates_after(losses, **constants):

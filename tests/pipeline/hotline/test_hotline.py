@@ -18,7 +18,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
-from recsys.errors import ConfigError, TiersFailed
+from recsys.errors import TiersFailed
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 
 OPTIMIZERS = [
@@ -347,33 +347,6 @@ def test_a_state_loads_into_less_fast_memory_and_into_another_schedule(small, ti
     resumed.load_state_dict(state)
     assert len(fetcher.popular) == 0
     small.run(resumed, iter([in_turn(tables, [0, 1, 2, 3])]))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_steps", -1),
-        ("num_split", 1.5),
-        ("is_loss_a_sum", 1),
-        ("popular_rows", None),
-        ("popular_rows", []),
-        ("popular_rows", [torch.tensor([500], dtype=torch.int32)]),
-        ("popular_rows", [torch.tensor([-1], dtype=torch.int32)]),
-        ("popular_rows", [torch.tensor([3, 3], dtype=torch.int32)]),
-        ("popular_rows", [torch.tensor([[3]], dtype=torch.int32)]),
-        ("popular_rows", [torch.tensor([3.0])]),
-    ],
-)
-def test_a_malformed_state_of_a_split_is_refused_by_name(tiered, key, value):
-    _, model, dense, fetcher = tiered(num_slots=40)
-    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=4))
-    state = pipeline.state_dict()
-    state["popular_split"][key] = value
-
-    with pytest.raises(ConfigError, match=f"popular split state: {key} must be"):
-        pipeline.load_state_dict(state)
-
-    assert len(fetcher.popular) == 0
 
 
 def test_a_row_that_does_not_come_fails_the_step_and_every_later_use(small, tiered):

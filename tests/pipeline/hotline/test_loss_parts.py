@@ -9,7 +9,7 @@ from torch import nn
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
 from recsys.pipeline import Hotline, Sequential, TrainPipeline
-from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
+from recsys.pipeline.hotline import is_loss_a_sum
 
 HALVES = Hotline(learning_steps=3)
 

@@ -1,22 +1,26 @@
-"""Hotline's split of a mini-batch: popular samples, and the others, whose rows are fetched."""
+"""Hotline's split of a mini-batch: popular samples, and the others, whose rows are fetched.
+
+`PopularSplit` divides mini-batches and learns which rows are popular. `is_loss_a_sum` measures
+whether the loss of a mini-batch is the mean or the sum of the losses of its parts.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import reduce
+from math import isfinite
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
-from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
-from recsys.pipeline.micro_batches import select_samples
+from recsys.pipeline.micro_batches import join_outputs, select_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -24,9 +28,10 @@ if TYPE_CHECKING:
     from recsys.pipeline.model_tables import ModelTables
     from recsys.pipeline.schedule import Hotline
 
-__all__ = ["MicroBatch", "PopularSplit"]
+__all__ = ["MicroBatch", "PopularSplit", "is_loss_a_sum"]
 
 _NUM_SIZES = 16  # different sizes that a part can have
+_TOLERANCE = 1e-3
 _COUNTERS = (
     "num_steps",
     "num_split",
@@ -180,19 +185,12 @@ class PopularSplit:
         """
         found = SavedState("popular split state", state, self.state_dict())
         fetchers = self._tables.fetchers
-        counters = {name: found.whole(name) for name in _COUNTERS}
-        is_loss_a_sum = None if found["is_loss_a_sum"] is None else found.flag("is_loss_a_sum")
-        num_rows = [len(each.marks.slot_of_row) for each in fetchers]
-        if found["num_rows"] == num_rows:
-            popular = found.items("popular_rows", (len(fetchers),), "tensors")
-            for rows, most in zip(popular, num_rows, strict=True):
-                if not _are_distinct_rows(rows, most):
-                    raise found.error("popular_rows", f"distinct rows in [0, {most})")
-            for fetcher, rows in zip(fetchers, popular, strict=True):
+        if found["num_rows"] == [len(each.marks.slot_of_row) for each in fetchers]:
+            for fetcher, rows in zip(fetchers, found["popular_rows"], strict=True):
                 fetcher.pin(rows.cpu().numpy(), self._most_pinned(fetcher))
-        for name, value in counters.items():
-            setattr(self, name, value)
-        self.is_loss_a_sum = is_loss_a_sum
+        for name in _COUNTERS:
+            setattr(self, name, found[name])
+        self.is_loss_a_sum = found["is_loss_a_sum"]
 
     def _warn_of_sizes(self, sizes: set[int]) -> None:
         if sizes and not self._has_warned_of_sizes:
@@ -203,15 +201,6 @@ class PopularSplit:
                 "sample; call modules with ids of B samples, such as (B, K) instead of (B * K,), "
                 "or use LookAhead, which fetches these rows ahead",
             )
-
-
-def _are_distinct_rows(rows: Any, num_rows: int) -> bool:
-    """Whether a value from a state is a tensor of distinct rows in [0, num_rows)."""
-    if not isinstance(rows, torch.Tensor) or rows.dim() != 1 or rows.dtype != torch.int32:
-        return False
-    found = rows.cpu().numpy()
-    is_inside = bool(((found >= 0) & (found < num_rows)).all())
-    return is_inside and len(np.unique(found)) == len(found)
 
 
 def _warn_of_modules(schedule: Hotline, model: nn.Module) -> None:
@@ -239,3 +228,90 @@ def _rounded(num_popular: int, batch_size: int) -> int:
     """
     step = max(1, batch_size // _NUM_SIZES)
     return num_popular // step * step
+
+
+def is_loss_a_sum(
+    schedule: Hotline,
+    model: nn.Module,
+    compute: Callable[[Any], tuple[Tensor, Any]],
+    batch: Any,
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+) -> bool | None:
+    """Whether the loss of a mini-batch is the sum of its parts' losses, or their weighted mean.
+
+    The model computes the loss of the mini-batch and of each part, in evaluation mode and without
+    gradient. So dropout and BatchNorm have no effect, and no slot is claimed. Afterwards every
+    module's mode and torch's random state are as before.
+
+    Two values count as equal if they differ by at most 0.001 of the largest loss, or by 4 times the
+    machine epsilon of the loss's dtype if that is more. Losses in float32 differ by about 1e-6,
+    because floats are summed in another order. Under bfloat16 autocast, where the loss is float32,
+    they differ by less than 1e-4. A loss in bfloat16 is itself rounded to 0.004. A term of the loss
+    that is smaller than this tolerance is not detected.
+
+    Args:
+        schedule: Named in errors.
+        model: Its modules are in evaluation mode while this function runs.
+        compute: Maps a mini-batch to (loss, output).
+        batch: The mini-batch.
+        parts: Its two parts.
+        sizes: The number of samples of each part.
+
+    Returns:
+        None if this mini-batch cannot decide it: both hold (losses near 0), or a loss is not
+        finite.
+
+    Raises:
+        ValueError: neither holds, or there is a loss for each sample; or an output does not have
+            one row for each sample.
+    """
+    with _evaluating(model):
+        found: list[Any] = [compute(each) for each in (batch, *parts)]
+    if not all(isinstance(each, tuple | list) and len(each) == 2 for each in found):
+        raise ValueError(
+            f"schedule={schedule} measures the loss in evaluation mode, and there the model must "
+            f"return (loss, output) as in training, got {type(found[0]).__name__}; return both, or "
+            "use LookAhead"
+        )
+    # Raises if the output does not have one row for each sample of the mini-batch.
+    join_outputs(found[:1], [torch.arange(sum(sizes))])
+    losses: list[Tensor] = [loss for loss, _ in found]
+    if losses[0].dim():
+        raise ValueError(
+            f"schedule={schedule} needs a loss that is a mean or a sum over samples, got one of "
+            f"shape {tuple(losses[0].shape)}; return its mean or sum, or use LookAhead"
+        )
+    whole, *of_parts = (loss.item() for loss in losses)
+    if not all(isfinite(loss) for loss in (whole, *of_parts)):
+        return None
+    mean = sum(loss * size for loss, size in zip(of_parts, sizes, strict=True)) / sum(sizes)
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(losses[0].dtype).eps)
+    allowed = tolerance * max(map(abs, (whole, *of_parts)))
+    is_mean, is_sum = (bool(abs(whole - made) <= allowed) for made in (mean, sum(of_parts)))
+    if is_mean and is_sum:
+        return None
+    if is_mean or is_sum:
+        return is_sum
+    raise ValueError(
+        f"schedule={schedule} computes on a mini-batch in two parts, so the loss must be a mean or "
+        f"a sum over samples, but it is {whole:.6g} of {sum(sizes)} samples, {of_parts[0]:.6g} of "
+        f"{sizes[0]} of them and {of_parts[1]:.6g} of the other {sizes[1]}; return a mean over "
+        "samples, or use LookAhead"
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modes and torch's random state are restored afterwards."""
+    # Not `model.eval()`: a module may override it and do more.
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {each.device for each in model.parameters() if each.is_cuda}
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

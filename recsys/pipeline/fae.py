@@ -1,7 +1,14 @@
-"""Loads mini-batches of only hot samples and of only cold samples, in turns, for FAE.
+"""FAE: mini-batches of hot samples alone, and of others alone, in turns.
 
-    turn     a share of the cold mini-batches, then the same share of the hot ones
+    hot      a sample whose rows are all pinned by a plan; `hot_samples` finds them in one pass
+    turn     a share of the cold mini-batches, the *rate*, then the same share of the hot ones
     swap     the end of a turn; the validation loss then decides how long the next turn is
+
+A rate near 100 trains on all cold samples and then on all hot ones. A rate near 1 is close to a
+random order, at the price of more swaps. The scheduler reads a validation loss after each swap: it
+divides the rate when the loss rises, and multiplies it when the loss falls several times in a row.
+The rule is a reconstruction: the paper describes its purpose, and the published code has no
+scheduler. So every constant is a field.
 
 Each sample comes once per epoch. The order of the hot samples and that of the cold ones are
 functions of (seed, epoch).
@@ -10,30 +17,134 @@ functions of (seed, epoch).
 from __future__ import annotations
 
 import hashlib
-from contextlib import closing
-from dataclasses import dataclass
+import json
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.files import appearing_whole
 from recsys._support.states import SavedState
-from recsys._support.untrusted import is_whole
+from recsys._support.untrusted import is_number, is_whole
 from recsys.datasets.loader import ReadAhead, ResumableLoader
 from recsys.errors import ConfigError
-from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
     from recsys.batch import Batch, SampleSource
     from recsys.datasets.loader import BatchIterator
-    from recsys.pipeline.fae.shuffle_scheduler import FAE
+    from recsys.embeddings.popularity.plan import HotPlan
 
-__all__ = ["HotColdLoader"]
+__all__ = ["FAE", "HotColdLoader", "ShuffleScheduler", "hot_samples"]
 
 _COLD, _HOT = 0, 1
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (is_number, "a finite number"),
+    "int": (partial(is_whole, least=1), "an integer of at least 1"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+}
+
+
+@dataclass(frozen=True)
+class FAE:
+    """Trains on mini-batches of only hot samples, whose rows are all pinned, or only cold ones.
+
+    This changes the order of samples, and therefore losses and rows. A run equals, to the last bit,
+    a plain run over the samples in that order.
+
+    Args:
+        rate: The first rate, in percent.
+        is_adaptive: Whether losses change the rate.
+        min_rate: The lowest rate.
+        max_rate: The highest rate.
+        patience: How many times in a row the loss must fall before the rate is multiplied.
+        factor: What the rate is multiplied and divided by.
+
+    Raises:
+        ConfigError: a constant is out of range, or of another type.
+    """
+
+    rate: float = 50.0
+    is_adaptive: bool = True
+    min_rate: float = 1.0
+    max_rate: float = 100.0
+    patience: int = 4
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, (is_right, rule) = getattr(self, field.name), _CHECKS[str(field.type)]
+            if not is_right(value):
+                raise ConfigError(f"FAE: {field.name} must be {rule}, got {value!r}")
+        if not 0 < self.min_rate <= self.rate <= self.max_rate <= 100:
+            raise ConfigError(
+                "FAE: rates are percentages with 0 < min_rate <= rate <= max_rate <= 100, got "
+                f"{self.min_rate}, {self.rate} and {self.max_rate}"
+            )
+        if not self.factor > 1:
+            raise ConfigError(f"FAE: factor must be above 1, got {self.factor}")
+
+
+class ShuffleScheduler:
+    """Adapts the rate to the losses.
+
+    Args:
+        fae: The constants.
+
+    Attributes:
+        rate: The current rate, in percent.
+        num_swaps: Losses seen.
+    """
+
+    def __init__(self, fae: FAE) -> None:
+        self._fae = fae
+        self.rate, self.num_swaps = float(fae.rate), 0
+        self._last_loss: float | None = None
+        self._num_falls = 0
+
+    def share_of(self, num_batches: int) -> int:
+        """How many of `num_batches` come before the next swap: at least one, if there is any."""
+        return min(num_batches, max(1, ceil(num_batches * self.rate / 100)))
+
+    def observe(self, loss: float) -> None:
+        """Adapt the rate to the loss after a swap; nan leaves it as it is."""
+        loss = float(loss)  # a tensor, or a number of numpy
+        last, self._last_loss = self._last_loss, loss
+        self.num_swaps += 1
+        if not self._fae.is_adaptive or last is None:
+            return
+        if loss > last:
+            self.rate = max(self._fae.min_rate, self.rate / self._fae.factor)
+            self._num_falls = 0
+        elif loss < last:
+            self._num_falls += 1
+            if self._num_falls == self._fae.patience:
+                self.rate = min(self._fae.max_rate, self.rate * self._fae.factor)
+                self._num_falls = 0
+        else:
+            self._num_falls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later rates depend on, in JSON types."""
+        return {
+            "rate": self.rate,
+            "num_swaps": self.num_swaps,
+            "last_loss": self._last_loss,
+            "num_falls": self._num_falls,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self.rate, self.num_swaps = state["rate"], state["num_swaps"]
+        self._last_loss, self._num_falls = state["last_loss"], state["num_falls"]
 
 
 @dataclass
@@ -199,12 +310,9 @@ class HotColdLoader(ResumableLoader[_Position]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, what the order depends on, and the scheduler's state, in JSON types."""
-        place = self._position
         return {
             "epoch": self.epoch,
-            "num_done": list(place.num_done),
-            "num_left": list(place.num_left),
-            "wants_loss": place.wants_loss,
+            **asdict(self._position),
             "scheduler": self.scheduler.state_dict(),
             **self._identity(),
         }
@@ -216,32 +324,16 @@ class HotColdLoader(ResumableLoader[_Position]):
             state: What `state_dict` returned.
 
         Raises:
-            ConfigError: `state` comes from other data, another plan, seed or batch size, or it is
-                no state of a loader.
+            ConfigError: `state` comes from other data, another plan, seed or batch size.
         """
         found = SavedState("loader state", state, self.state_dict())
         found.require_same("loader", self._identity())
-        epoch, place = found.whole("epoch"), self._position_in(found)
         self._require_idle("given a state")
         self.scheduler.load_state_dict(found["scheduler"])
-        self.epoch, self._settled = epoch, place
-
-    def _position_in(self, found: SavedState) -> _Position:
-        """The position that a state holds.
-
-        Raises:
-            ConfigError: it is no position in an epoch of this loader.
-        """
-        num_done, num_left = found.wholes("num_done", 2), found.wholes("num_left", 2)
-        wants_loss = found.flag("wants_loss")
-        limits = list(zip(num_done, num_left, self._num_batches, strict=True))
-        if any(done > most for done, _, most in limits):
-            raise found.error("num_done", f"at most {self._num_batches} mini-batches of each kind")
-        if any(done + left > most for done, left, most in limits):
-            raise found.error("num_left", "mini-batches that are not done yet")
-        if wants_loss and (any(num_left) or not self.fae.is_adaptive):
-            raise found.error("wants_loss", "false within a turn and with a fixed rate")
-        return _Position(num_done, num_left, wants_loss)
+        self.epoch = found.whole("epoch")
+        self._settled = _Position(
+            list(found["num_done"]), list(found["num_left"]), found["wants_loss"]
+        )
 
     @property
     def _num_batches(self) -> list[int]:
@@ -312,3 +404,44 @@ _WHY_NOT_AHEAD = (
     "mini-batches come next; use schedule=Sequential() and no skip= that leaves samples out, or "
     "FAE(is_adaptive=False)"
 )
+
+
+def hot_samples(
+    plan: HotPlan, source: SampleSource, samples: range, folder: Path | str | None = None
+) -> NDArray[np.bool_]:
+    """Tell which samples are hot, by reading the file of an earlier call or by a pass over them.
+
+    Args:
+        plan: Says which rows are pinned; features of the source look up its tables.
+        source: Where samples come from.
+        samples: A contiguous range of samples.
+        folder: Where the file is kept, if it can be written; None keeps none.
+
+    Shape:
+        result (N,), one value for each sample.
+
+    Raises:
+        ConfigError, IdOutOfRange, ProfileError: as for `HotPlan.find_hot_samples`.
+    """
+    if folder is None:
+        return plan.find_hot_samples(source, samples)
+    file = Path(folder) / f"hot_samples-{_digest(plan, source, samples)}.npy"
+    if file.is_file():
+        return np.unpackbits(np.load(file), count=len(samples)).astype(np.bool_)
+    found = plan.find_hot_samples(source, samples)
+    # In a folder that cannot be written, or that another run writes to, the next run finds them.
+    with suppress(OSError), appearing_whole(file) as partly, partly.open("wb") as opened:
+        np.save(opened, np.packbits(found))
+    return found
+
+
+def _digest(plan: HotPlan, source: SampleSource, samples: range) -> str:
+    """A digest of everything that the result depends on."""
+    digest = hashlib.sha256()
+    features = plan.profile.features
+    about = [source.fingerprint, samples.start, samples.stop, plan.profile.table_sizes, features]
+    digest.update(json.dumps(about).encode())
+    for table in plan.tables:
+        digest.update(plan.pinned_rows(table).astype("<i8").tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()[:16]

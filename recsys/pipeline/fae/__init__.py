@@ -1,1 +1,0 @@
-"""FAE: mini-batches of hot samples alone, and of others alone."""

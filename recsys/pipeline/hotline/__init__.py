@@ -1,1 +1,0 @@
-"""Hotline: popular samples of a mini-batch first."""
