@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -231,7 +232,6 @@ class _Provider:
     """Lives in a worker: a provider's tables, and the steps of its turns."""
 
     def __init__(self, name: str, sizes: Sequence[int], dim: int, optimizer: str) -> None:
-        from recsys.config import OptimizerConfig
         from recsys.train.parts.providers import build_embeddings
 
         prepare_process()
@@ -243,7 +243,8 @@ class _Provider:
             self._module: Any = FbgemmEmbeddingBags(tables, optimizer, 0.01)
             self._optimizer: torch.optim.Optimizer = self._module.optimizer
         else:
-            config = OptimizerConfig(name=optimizer, lr=0.01)
+            # Not an OptimizerConfig, which needs pydantic.
+            config: Any = SimpleNamespace(name=optimizer, lr=0.01, eps=1e-10, betas=(0.9, 0.999))
             self._module, self._optimizer = build_embeddings(name, tables, config)
         self._keys = [name for table in tables for name in table.feature_names]
         self._dim = dim

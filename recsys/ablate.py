@@ -33,7 +33,7 @@ import shutil
 import sys
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
@@ -41,11 +41,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.config_fields import build, build_with_file, check_fields, flat
-from recsys._support.config_fields import key as _key
+from recsys._support.config_fields import flat
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads
-from recsys.config import build_config, describe_config, put_key, read_tree
+from recsys.config import (
+    AblationKeys,
+    build_config,
+    build_from_file,
+    describe_config,
+    put_key,
+    replace,
+)
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
 from recsys.report import make_differences, make_rows, write_report
 from recsys.train.run_files.run_folder import RunFolder, write_json
@@ -60,27 +66,6 @@ __all__ = ["AblationConfig", "AblationKeys", "Cell", "ablate", "load_ablation"]
 
 _MOST_VARIATIONS = 10_000
 _TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblationKeys:
-    """The keys of the table `[ablate]`, without variations and grid."""
-
-    seeds: tuple[int, ...] = _key((), "seeds of every variation, in the order in which they run")
-    target_auc: float = _key(0.0, "measure the training time to it; 0: none", least=0, most=1)
-    target_split: str = _key("test", "split of that AUC", choices=("validation", "test"))
-    eval_every_samples: int = _key(4096, "training samples between two evaluations", least=1)
-    baseline: str = _key("", "variation with which the others are compared; empty: none")
-    late_share: float = _key(
-        0.0, "last share of the training over which quality is averaged; 0: none", least=0, most=1
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ConfigError(
-                f"seeds must be a list of distinct integers of at least 0, got {list(self.seeds)}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +110,7 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
     Raises:
         ConfigError: a key is unknown, is set in two places, or has a wrong value.
     """
-    tree, others = read_tree(file, settings), read_tree(None, settings)
-    return build_with_file(partial(_build_ablation, settings=settings), tree, others, file)
+    return build_from_file(partial(_build_ablation, settings=settings), file, settings)
 
 
 def _build_ablation(tree: Mapping[str, Any], settings: Sequence[str]) -> AblationConfig:
@@ -135,7 +119,10 @@ def _build_ablation(tree: Mapping[str, Any], settings: Sequence[str]) -> Ablatio
         raise ConfigError("there is no table [ablate]; it needs seeds, and variations or a grid")
     table, base = dict(table), {key: value for key, value in tree.items() if key != "ablate"}
     variations = _variations(table.pop("variations", []), table.pop("grid", {}))
-    keys = build(AblationKeys, table, "ablate.")
+    try:
+        keys = AblationKeys(**table)
+    except ConfigError as error:
+        raise ConfigError(f"ablate.{error}") from None
     if keys.baseline and (keys.baseline not in variations or len(variations) < 2):
         raise ConfigError(
             f"ablate.baseline must name one of two or more variations, got {keys.baseline!r}; "
@@ -410,7 +397,7 @@ def _tabulate(
     """Write `ablate.json`, the page and the tables; returns the record."""
     cells = [cell for cell in found.values() if cell is not None]
     environments = [cell["run"]["environment"] for cell in cells] or [describe_environment()]
-    described = asdict(config.keys) | {"variations": config.variations, "base": config.base}
+    described = config.keys.model_dump() | {"variations": config.variations, "base": config.base}
     record = {
         "command": " ".join(["recsys", *sys.argv[1:]]),
         "status": "finished" if len(cells) == len(config.cells) else "unfinished",

@@ -1,52 +1,37 @@
-"""The configuration of a training run: frozen dataclasses, valid once built.
+"""The configuration of a training run: frozen models of keys, valid once built.
 
     TrainConfig
     |-- model: ModelConfig                architecture and its sizes
-    |   |-- dcn: CrossNetConfig           constants of dcn_v2
-    |   |-- transformer: TransformerConfig
-    |   |-- din: DINConfig
-    |   `-- tbsm: TBSMConfig
+    |   |-- interaction: InteractionConfig  dot, masked_transformer
+    |   `-- dcn_v2, din, tbsm           constants of the model of this name
     |-- optimizer: OptimizerConfig          of the embedding rows
     |-- dense_optimizer: OptimizerConfig    of the dense part; a key not set is as in `optimizer`
     |-- lr_schedule: LearningRateConfig     of both optimizers
     |-- schedule: ScheduleConfig            order of fetching, computing and updating
     |-- skip: SkipConfig                    samples, or updates of rows, that are left out
-    |   |-- staleness: StalenessConfig      when a row is stale
-    |   |-- guard: GuardConfig              checks of quality
-    |   |-- importance: ImportanceConfig    constants of policy importance
-    |   `-- paper: PaperConfig              constants of policy paper
     |-- eval: EvalConfig
     |-- early_stopping: EarlyStoppingConfig
     |-- checkpoint: CheckpointConfig        how often the run saves its state
     `-- synthetic: SyntheticConfig          used when `data` is synthetic
 
 Later sources win: defaults, then a TOML file, then `key=value` settings. `to_toml` writes what
-`load_config` reads.
+`load_config` reads. Only `recsys.train` and what is above it import this module, which needs
+pydantic.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import cos, pi
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tomli_w
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from recsys._support.config_fields import build, build_with_file, check_fields, walk_keys
+from recsys._support.config_fields import Keys, Kinds, replace, table_of, walk_keys
 from recsys._support.config_fields import key as _key
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
-from recsys.config_callbacks import EarlyStoppingConfig, check_callbacks
-from recsys.config_checkpoint import CheckpointConfig
-from recsys.config_model import (
-    CrossNetConfig,
-    DINConfig,
-    ModelConfig,
-    TBSMConfig,
-    TransformerConfig,
-)
+from recsys._support.user_classes import names_class
 from recsys.config_schedule import ScheduleConfig
 from recsys.config_skip import (
     GuardConfig,
@@ -55,15 +40,14 @@ from recsys.config_skip import (
     SkipConfig,
     StalenessConfig,
 )
-from recsys.datasets.synthetic.config import SyntheticConfig
-from recsys.embeddings.tiers import COLD_TIERS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = [
+    "AblationKeys",
     "CheckpointConfig",
     "CrossNetConfig",
     "DINConfig",
@@ -71,6 +55,7 @@ __all__ = [
     "EvalConfig",
     "GuardConfig",
     "ImportanceConfig",
+    "InteractionConfig",
     "LearningRateConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -83,82 +68,121 @@ __all__ = [
     "TrainConfig",
     "TransformerConfig",
     "build_config",
+    "build_from_file",
     "describe_config",
     "describe_keys",
     "load_config",
     "put_key",
     "read_tree",
+    "replace",
     "to_toml",
 ]
 
-EMBEDDINGS = ("recsys", "torch")
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
-_DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
-_ADAMS = ("adam", "partial_rowwise_adam")
+_T = TypeVar("_T")
 SYNTHETIC_PREFIX = "synthetic:"
 _SYNTHETIC = f"{SYNTHETIC_PREFIX}criteo-kaggle"
+_MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm")
+_MODELS_WITH_KEYS = ("dcn_v2", "din", "tbsm")
+_CALLBACKS = ("tensorboard", "mlflow", "wandb")
+_HIDDEN = (512, 256, 64)  # of the default dense_arch
+_MOST_ROWS = 2**31  # a rank times a multiplier below the table's size must fit in 63 bits
 _MOST_TABLES = 16
+# The metrics of an evaluation during training that say how good predictions are.
+IS_HIGHER_BETTER = {
+    "auc": True,
+    "gauc": True,
+    "accuracy": True,
+    "logloss": False,
+    "normalized_entropy": False,
+    "recall_at_k": True,
+    "ndcg_at_k": True,
+}
+RANKING_METRICS = ("recall_at_k", "ndcg_at_k")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+def _as_text(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else value  # `budget=135050380`, in bytes
+
+
+def _check_callback(name: str) -> str:
+    if name not in _CALLBACKS and not names_class(name):
+        raise ValueError(
+            f"must be one of {', '.join(map(repr, _CALLBACKS))}, or module:Class, with the module "
+            "named as in an import, not by its file"
+        )
+    return name
+
+
+_Text = Annotated[str, BeforeValidator(_as_text)]
+_Size = Annotated[int, Field(ge=1, lt=2**63)]
+_Sizes = Annotated[tuple[_Size, ...], Field(strict=False, min_length=1)]
+_TwoSizes = Annotated[tuple[_Size, ...], Field(strict=False, min_length=2)]
+_Rows = Annotated[int, Field(ge=1, le=_MOST_ROWS)]
+_Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_Rate = Annotated[float, Field(ge=0, lt=1)]
+_Callback = Annotated[str, AfterValidator(_check_callback)]
+
+
+class OptimizerConfig(Keys):
     """How parameters are updated."""
 
-    name: str = _key(
+    name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"] = _key(
         "sgd",
         "update rule; rowwise_adagrad and partial_rowwise_adam are for rows only",
-        choices=OPTIMIZERS,
+        common=True,
     )
-    lr: float = _key(0.1, "learning rate", least=0)
+    lr: float = _key(0.1, "learning rate", least=0, common=True)
     eps: float = _key(
         None,
         "added to the denominator; torch's default: adam 1e-8, else 1e-10",
         derived="depends on name",
         least=0,
     )
-    betas: tuple[float, ...] = _key((0.9, 0.999), "decay rates of Adam's two averages, per step")
+    betas: Annotated[tuple[_Rate, _Rate], Field(strict=False)] = _key(
+        (0.9, 0.999), "decay rates of Adam's two averages, per step"
+    )
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _derive(self) -> OptimizerConfig:
         if vars(self)["eps"] is None:
-            object.__setattr__(self, "eps", 1e-8 if self.name in _ADAMS else 1e-10)
-        check_fields(self)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas must be two numbers in [0, 1), got {list(self.betas)}")
+            object.__setattr__(self, "eps", 1e-8 if self.name.endswith("adam") else 1e-10)
+        return self
 
-    def for_dense(self) -> OptimizerConfig:
-        """The matching optimizer of the dense part."""
+    def for_dense(self, dense: OptimizerConfig | None = None) -> OptimizerConfig:
+        """The optimizer of the dense part, which takes from this one what it does not set.
+
+        Args:
+            dense: What it sets; None for nothing.
+        """
         counterparts = {"rowwise_adagrad": "adagrad", "partial_rowwise_adam": "adam"}
-        return dataclasses.replace(self, name=counterparts.get(self.name, self.name))
+        matching = replace(self, name=counterparts.get(self.name, self.name))
+        own = () if dense is None else dense.model_fields_set
+        return replace(matching, **{name: getattr(dense, name) for name in own})
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningRateConfig:
+class LearningRateConfig(Keys):
     """How learning rates change over a run; the same factor for the dense part and the rows."""
 
     warmup_steps: int = _key(0, "steps over which rates rise to their full value", least=0)
-    decay: str = _key("none", "how rates fall", choices=("none", "linear", "cosine"))
+    decay: Literal["none", "linear", "cosine"] = _key("none", "how rates fall")
     decay_start: int = _key(0, "step at which rates begin to fall; 0: after warm-up", least=0)
     decay_steps: int = _key(0, "steps over which they fall; 0: to the end of the run", least=0)
     final: float = _key(0.0, "factor that remains at the end", least=0, most=1)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for key in ("decay_start", "decay_steps", "final"):
-            if self.decay == "none" and getattr(self, key):
+    @model_validator(mode="after")
+    def _check(self) -> LearningRateConfig:
+        for name in ("decay_start", "decay_steps", "final"):
+            if self.decay == "none" and getattr(self, name):
                 raise ConfigError(
-                    f"{key} means nothing with decay 'none', got {getattr(self, key)}; "
-                    "set decay to 'linear' or 'cosine', or drop the key"
+                    f"{name} needs a decay, got {getattr(self, name)} with decay 'none'; set decay "
+                    "to 'linear' or 'cosine', or drop the key"
                 )
         if 0 < self.decay_start < self.warmup_steps:
             raise ConfigError(
                 f"decay_start must be at least warmup_steps {self.warmup_steps}, or 0 for the end "
                 f"of warm-up; got {self.decay_start}"
             )
-
-    @property
-    def first_decay_step(self) -> int:
-        """The step after which rates fall, if they fall at all."""
-        return max(self.warmup_steps, self.decay_start)
+        return self
 
     @property
     def is_constant(self) -> bool:
@@ -176,23 +200,30 @@ class LearningRateConfig:
             return (step + 1) / self.warmup_steps
         if self.decay == "none":
             return 1.0
-        start = self.first_decay_step
+        start = max(self.warmup_steps, self.decay_start)
         length = self.decay_steps or max(1, num_steps - start)
         progress = min(max((step - start) / length, 0.0), 1.0)
         fallen = progress if self.decay == "linear" else (1 - cos(pi * progress)) / 2
         return 1 - (1 - self.final) * fallen
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Keys):
     """Evaluation during training; the last evaluation always covers all samples of every split."""
 
     every_steps: int = _key(
-        0, "steps between evaluations; 0: ten evaluations an epoch, or one each step", least=0
+        0,
+        "steps between evaluations; 0: ten evaluations an epoch, or one each step",
+        least=0,
+        common=True,
     )
-    split: str = _key("validation", "split to evaluate on", choices=("validation", "test"))
-    max_samples: int = _key(50_000, "samples per evaluation, from the start of the split", least=1)
-    batch_size: int = _key(2048, "samples per forward pass", least=1)
+    split: Literal["validation", "test"] = _key("validation", "split to evaluate on")
+    max_samples: int = _key(
+        50_000,
+        "samples per evaluation, from the start of the split",
+        least=1,
+        resume="free without fae",
+    )
+    batch_size: int = _key(2048, "samples per forward pass", least=1, resume="free without fae")
     ranking_k: int = _key(
         20, "recall and NDCG count the first k items, for data to be ranked", least=1
     )
@@ -203,126 +234,381 @@ class EvalConfig:
         least=0,
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+
+class EarlyStoppingConfig(Keys):
+    """When training ends before its last step: once evaluations stop improving."""
+
+    patience: int = _key(
+        0, "evaluations without an improvement after which training ends; 0: never", least=0
+    )
+    metric: Literal[
+        "auc",
+        "gauc",
+        "accuracy",
+        "logloss",
+        "normalized_entropy",
+        "recall_at_k",
+        "ndcg_at_k",
+    ] = _key("auc", "metric of the evaluations on eval.split")
+    min_delta: float = _key(
+        0.0, "an evaluation that is better by more than this is an improvement", least=0
+    )
+    keep: Literal["best", "last"] = _key(
+        "best", "weights that the run saves and evaluates at its end"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EarlyStoppingConfig:
+        unused = self.keys_set()
+        if not self.patience and unused:
+            raise ConfigError(
+                f"{unused[0]} needs patience, got {getattr(self, unused[0])!r} with patience 0; "
+                "set patience, or drop the key"
+            )
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class CheckpointConfig(Keys):
+    """When a run writes checkpoints: after a time or a number of steps, whichever comes first.
+
+    With `every_seconds` and `every_steps` both 0 it writes none, not even after Ctrl-C.
+    """
+
+    every_seconds: float = _key(600.0, "seconds between checkpoints; 0: not by time", least=0)
+    every_steps: int = _key(0, "steps between checkpoints; 0: not by steps", least=0)
+    buffer: _Text = _key("128MiB", "memory for rows that wait to be written")
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        parse_bytes(self.buffer, "buffer")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return bool(self.every_seconds or self.every_steps)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of `buffer`."""
+        return parse_bytes(self.buffer, "buffer")
+
+
+class SyntheticConfig(Keys):
+    """What synthetic data looks like; see `recsys.datasets.SyntheticCriteo`."""
+
+    num_samples: int = _key(1_000_000, "samples in all splits together", least=7)
+    seed: int = _key(0, "seed of the data; the run has its own", least=0)
+    table_sizes: Annotated[tuple[_Rows, ...], Field(strict=False)] = _key(
+        (), "rows per table; empty: Kaggle's 26 sizes"
+    )
+    drift: float = _key(
+        0.0,
+        "share of popularity that moves to other rows per million samples",
+        least=0,
+        most=1e6,
+    )
+    test_samples: int = _key(
+        0,
+        "samples to test on, and as many to validate on; 0: a fourteenth of all samples each",
+        least=0,
+    )
+
+
+class CrossNetConfig(Keys):
+    """The cross network of `dcn_v2`."""
+
+    num_layers: int = _key(3, "cross layers", least=1)
+    low_rank_dim: int = _key(64, "rank of each layer's matrix", least=1)
+
+
+class DINConfig(Keys):
+    """The attention of `din`."""
+
+    attention: _Sizes = _key((80, 40), "hidden layers of the activation unit")
+
+
+class TBSMConfig(Keys):
+    """The tower and the time-series layer of `tbsm`."""
+
+    num_steps: int = _key(20, "steps of the history; older ones are left out", least=1)
+    num_heads: int = _key(1, "contexts that are computed from the history", least=1)
+    tower: _TwoSizes = _key((15, 15), "MLP after the dot products of one step")
+
+
+class TransformerConfig(Keys):
+    """The interaction `masked_transformer`."""
+
+    num_layers: int = _key(1, "blocks of attention and MLP", least=1)
+    num_heads: int = _key(2, "attention heads; they divide embedding_dim", least=1)
+    feedforward: int = _key(2, "hidden width of a block's MLP, in units of embedding_dim", least=1)
+    mask: Literal["none", "causal", "learned"] = _key("learned", "what a token attends to")
+    kept: int = _key(8, "tokens that a token attends to with mask learned", least=1)
+
+
+class InteractionConfig(Kinds):
+    """How `dlrm` combines the rows of a sample."""
+
+    default_kind = "dot"
+
+    dot: Keys | None = _key(None, "dot products of all pairs")
+    masked_transformer: TransformerConfig | None = _key(None, "masked attention before them")
+
+
+class ModelConfig(Keys):
+    """Shape of the model."""
+
+    name: _Text = _key(
+        "dlrm",
+        f"architecture: {', '.join(_MODELS)}, or module:Class for a module of your own",
+        common=True,
+    )
+    embedding_dim: int = _key(16, "columns of every table", least=1, common=True)
+    table_dims: dict[str, _Size] = _key({}, "embedding_dim of single tables: table_dims.NAME=N")
+    pooling: dict[str, Literal["sum", "mean"]] = _key(
+        {}, "sum or mean of a bag's rows, by table: pooling.NAME=mean; default: sum"
+    )
+    dense_arch: _Sizes = _key(
+        None,
+        "bottom MLP; ends in embedding_dim",
+        derived=f"[{', '.join(map(str, _HIDDEN))}, embedding_dim]",
+    )
+    over_arch: _TwoSizes = _key((512, 256, 1), "top MLP; ends in 1")
+    interaction: Annotated[InteractionConfig, BeforeValidator(InteractionConfig.from_text)] = _key(
+        InteractionConfig, "of dlrm: dot products of all pairs, or masked attention before them"
+    )
+    init: Literal["classic", "torch"] = _key(
+        "classic", "initial values: facebookresearch/dlrm's, or nn.Linear's own"
+    )
+    dcn_v2: CrossNetConfig | None = _key(None, "constants of dcn_v2")
+    din: DINConfig | None = _key(None, "constants of din")
+    tbsm: TBSMConfig | None = _key(None, "constants of tbsm")
+
+    @model_validator(mode="after")
+    def _derive(self) -> ModelConfig:
+        """A table of constants chooses its model; the model without one has its defaults."""
+        named = [name for name in _MODELS_WITH_KEYS if getattr(self, name) is not None]
+        if named and "name" not in self.model_fields_set:
+            object.__setattr__(self, "name", named[0])
+        for name in named:
+            if name != self.name:
+                raise ConfigError(
+                    f"{name} is a table of name {name!r}, got name {self.name!r}; drop one of them"
+                )
+        for name, table in (("dcn_v2", CrossNetConfig), ("din", DINConfig), ("tbsm", TBSMConfig)):
+            if name == self.name and not named:
+                object.__setattr__(self, name, table())
+        if vars(self)["dense_arch"] is None:
+            object.__setattr__(self, "dense_arch", (*_HIDDEN, self.embedding_dim))
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.name not in _MODELS and not names_class(self.name):
+            raise ConfigError(
+                f"name must be one of {', '.join(map(repr, _MODELS))}, or module:Class; got "
+                f"{self.name!r}; a module is named as in an import, not by its file"
+            )
+        has_bottom = self.name in ("dlrm", "dcn_v2", "deepfm", "tbsm")
+        if has_bottom and self.dense_arch[-1] != self.embedding_dim:
+            raise ConfigError(
+                f"dense_arch must end in embedding_dim {self.embedding_dim}, "
+                f"got {list(self.dense_arch)}"
+            )
+        if self.over_arch[-1] != 1:
+            raise ConfigError(f"over_arch must end in 1, got {list(self.over_arch)}")
+        if self.name != "dlrm" and self.interaction.kind != "dot":
+            raise ConfigError(
+                f"interaction {self.interaction.kind!r} is for name 'dlrm', got {self.name!r}; "
+                "drop one"
+            )
+        if self.name in ("din", "tbsm") and (self.table_dims or self.pooling):
+            raise ConfigError(
+                f"table_dims and pooling are for models that pool their bags in the lookup, got "
+                f"name {self.name!r}; drop them"
+            )
+        return self
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the model is a class of the user's."""
+        return ":" in self.name
+
+    def dim_of(self, table: str) -> int:
+        """Columns of a table.
+
+        Args:
+            table: Its name.
+        """
+        return self.table_dims.get(table, self.embedding_dim)
+
+
+class TrainConfig(Keys):
     """One training run."""
 
-    data: str = _key(
-        _SYNTHETIC, "a store, or synthetic:criteo-kaggle; a command is given it as STORE"
+    data: _Text = _key(
+        _SYNTHETIC,
+        "a store, or synthetic:criteo-kaggle; a command is given it as STORE",
+        resume="free",
     )
     seed: int = _key(0, "seed of initial values and of the order of samples", least=0)
-    epochs: int = _key(1, "passes over the training split", least=1)
-    batch_size: int = _key(128, "samples per step", least=1)
-    device: str = _key("cpu", "device of the model", choices=("cpu", "cuda"))
+    epochs: int = _key(1, "passes over the training split", least=1, resume="free", common=True)
+    batch_size: int = _key(128, "samples per step", least=1, common=True)
+    device: Literal["cpu", "cuda"] = _key("cpu", "device of the model", resume="free", common=True)
     num_threads: int = _key(
-        0, "threads that compute; 0: OMP_NUM_THREADS if it is set, else one per free core", least=0
+        0,
+        "threads that compute; 0: OMP_NUM_THREADS if it is set, else one per free core",
+        least=0,
+        resume="free",
     )
-    prefetch: int = _key(4, "mini-batches read ahead, at least", least=1)
+    prefetch: int = _key(4, "mini-batches read ahead, at least", least=1, resume="free")
     shuffle: bool = _key(
         True, "train on the samples in an order drawn for every epoch; false: in that of the data"
     )
-    precision: str = _key(
-        "fp32", "of the dense part; bf16 keeps parameters in fp32", choices=("fp32", "bf16")
+    precision: Literal["fp32", "bf16"] = _key(
+        "fp32", "of the dense part; bf16 keeps parameters in fp32"
     )
-    init_from: str = _key(
+    row_dtype: Literal["float32"] = _key("float32", "type of the numbers in embedding rows")
+    init_from: _Text = _key(
         "",
         "folder of a run whose saved model is the start of this one; empty: initial values by seed",
     )
-    save_model: bool = _key(True, "keep the model in the run's folder")
-    callbacks: tuple[str, ...] = _key(
-        (), "called while the run trains: tensorboard, mlflow, wandb, or module:Class"
+    save_model: bool = _key(True, "keep the model in the run's folder", resume="free")
+    callbacks: Annotated[tuple[_Callback, ...], Field(strict=False)] = _key(
+        (),
+        "called while the run trains: tensorboard, mlflow, wandb, or module:Class",
+        resume="free",
     )
-    embeddings: str = _key("recsys", "implementation; torch: nn.EmbeddingBag", choices=EMBEDDINGS)
-    budget: str = _key(
+    embeddings: Literal["recsys", "torch"] = _key(
+        "recsys", "implementation; torch: nn.EmbeddingBag"
+    )
+    budget: _Text = _key(
         "",
         "fast memory for rows: 256MiB, or a number of bytes; empty: every row is resident",
+        resume="free without fae",
+        common=True,
     )
-    plan: str = _key("", "file written by `recsys plan`: rows that never leave fast memory")
-    cold_tier: str = _key("host", "tier of the other rows: RAM, or disk", choices=COLD_TIERS)
-    cold_path: str = _key("", "folder on the disk for cold_tier file; empty: the disk of the run")
+    plan: _Text = _key(
+        "",
+        "file written by `recsys plan`: rows that never leave fast memory",
+        resume="free without fae",
+    )
+    cold_tier: Literal["host", "file"] = _key(
+        "host", "tier of the other rows: RAM, or disk", resume="free", common=True
+    )
+    cold_path: _Text = _key(
+        "", "folder on the disk for cold_tier file; empty: the disk of the run", resume="free"
+    )
     model: ModelConfig = _key(ModelConfig, "shape of the model")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "update of the embedding rows")
     dense_optimizer: OptimizerConfig | None = _key(None, "update of the dense part")
     lr_schedule: LearningRateConfig = _key(LearningRateConfig, "learning rates over the run")
     schedule: ScheduleConfig = _key(
-        ScheduleConfig, "order of fetching rows, computing and updating"
+        ScheduleConfig, "order of fetching rows, computing and updating", resume="free without fae"
     )
     skip: SkipConfig = _key(SkipConfig, "samples, or updates of rows, that are left out")
-    eval: EvalConfig = _key(EvalConfig, "evaluation during training")
+    eval: EvalConfig = _key(EvalConfig, "evaluation during training", resume="free")
     early_stopping: EarlyStoppingConfig = _key(
-        EarlyStoppingConfig, "end of training once evaluations stop improving"
+        EarlyStoppingConfig, "end of training once evaluations stop improving", resume="free"
     )
-    checkpoint: CheckpointConfig = _key(CheckpointConfig, "checkpoints, to resume the run")
+    checkpoint: CheckpointConfig = _key(
+        CheckpointConfig, "checkpoints, to resume the run", resume="free"
+    )
     synthetic: SyntheticConfig = _key(SyntheticConfig, "synthetic data")
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_callbacks(self.callbacks)
-        if self.seed >= 2**63:
-            raise ConfigError(f"seed must be less than 2**63, got {self.seed}")
-        if self.data.startswith(SYNTHETIC_PREFIX) and self.data != _SYNTHETIC:
-            raise ConfigError(f"synthetic data must be {_SYNTHETIC!r}, got {self.data!r}")
-        if type(vars(self)["budget"]) is int:  # bytes
-            object.__setattr__(self, "budget", str(self.budget))
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        """Check keys that need each other, and complete the optimizer of the dense part."""
+        if self.is_synthetic and self.data != _SYNTHETIC:
+            raise ConfigError(f"data must be {_SYNTHETIC!r} if synthetic, got {self.data!r}")
+        if len(set(self.callbacks)) < len(self.callbacks):
+            raise ConfigError(f"callbacks must have each name once, got {list(self.callbacks)}")
         if self.budget:
             parse_bytes(self.budget, "budget")
-        if not self.shuffle and self.schedule.name == "fae":
-            raise ConfigError(
-                "shuffle false is not for schedule 'fae', which orders samples by their rows; "
-                "drop the key, or choose another schedule"
-            )
         if self.cold_path and self.cold_tier == "host":
             raise ConfigError(
                 f"cold_path is for cold_tier 'file', got {self.cold_path!r} with 'host'; "
                 "leave it out, or set cold_tier to 'file'"
             )
-        if (self.budget or self.plan) and self.embeddings != "recsys":
-            raise ConfigError(
-                f"budget and plan are for embeddings 'recsys', got {self.embeddings!r}; leave them "
-                "out, or choose embeddings 'recsys'"
-            )
-        averaged = [table for table, pooling in self.model.pooling.items() if pooling == "mean"]
-        if averaged and self.embeddings != "recsys":
-            raise ConfigError(
-                f"model.pooling.{averaged[0]} 'mean' is for embeddings 'recsys', got "
-                f"{self.embeddings!r}; leave it out, or choose embeddings 'recsys'"
-            )
-        if self.skip.needs_rows and self.embeddings != "recsys":
-            raise ConfigError(
-                f"skip.policy {self.skip.policy!r} is for embeddings 'recsys', got "
-                f"{self.embeddings!r}; choose embeddings 'recsys', or policy 'random_drop'"
-            )
-        _check_order_of_skipping(self.skip, self.schedule)
-        if self.skip.policy == "paper" and self.model.table_dims:
-            raise ConfigError(
-                "skip.policy 'paper' is for tables of one embedding_dim, got model.table_dims "
-                f"{self.model.table_dims}; drop one"
-            )
-        if self.dense_optimizer is not None and self.dense_optimizer.name not in _DENSE_OPTIMIZERS:
-            raise ConfigError(
-                f"dense_optimizer.name must be one of {_DENSE_OPTIMIZERS} (others are for rows), "
-                f"got {self.dense_optimizer.name!r}"
-            )
+        if self.dense_optimizer is not None:
+            dense = self.optimizer.for_dense(self.dense_optimizer)
+            if "rowwise" in dense.name:
+                raise ConfigError(
+                    f"dense_optimizer.name must be 'sgd', 'adagrad' or 'adam', got {dense.name!r}, "
+                    "which is for rows"
+                )
+            object.__setattr__(self, "dense_optimizer", dense)
+        _check_embeddings(self)
+        _check_order(self)
+        return self
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the data is made, not read."""
+        return self.data.startswith(SYNTHETIC_PREFIX)
 
     @property
     def resolved_dense_optimizer(self) -> OptimizerConfig:
         """The optimizer of the dense part; derived from `optimizer` when not set."""
-        if self.dense_optimizer is not None:
-            return self.dense_optimizer
-        return self.optimizer.for_dense()
+        return self.dense_optimizer or self.optimizer.for_dense()
 
 
-def _check_order_of_skipping(skip: SkipConfig, schedule: ScheduleConfig) -> None:
-    """Refuse a policy with a schedule whose order of samples it cannot take."""
+class AblationKeys(Keys):
+    """The keys of the table `[ablate]` of an ablation, without variations and grid."""
+
+    seeds: Annotated[tuple[_Seed, ...], Field(strict=False, min_length=1)] = _key(
+        ..., "seeds of every variation, in the order in which they run"
+    )
+    target_auc: float = _key(0.0, "measure the training time to it; 0: none", least=0, most=1)
+    target_split: Literal["validation", "test"] = _key("test", "split of that AUC")
+    eval_every_samples: int = _key(4096, "training samples between two evaluations", least=1)
+    baseline: _Text = _key("", "variation with which the others are compared; empty: none")
+    late_share: float = _key(
+        0.0, "last share of the training over which quality is averaged; 0: none", least=0, most=1
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> AblationKeys:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds must be distinct, got {list(self.seeds)}")
+        return self
+
+
+def _check_embeddings(config: TrainConfig) -> None:
+    """Refuse keys that need the embeddings of recsys with other ones."""
+    averaged = [table for table, pooling in config.model.pooling.items() if pooling == "mean"]
+    needed = (
+        (bool(config.budget), "budget"),
+        (bool(config.plan), "plan"),
+        (bool(averaged), f"model.pooling.{''.join(averaged[:1])}"),
+        (config.skip.needs_rows, f"skip.policy {config.skip.policy!r}"),
+    )
+    for is_set, name in needed:
+        if is_set and config.embeddings != "recsys":
+            raise ConfigError(
+                f"{name} needs embeddings 'recsys', got {config.embeddings!r}; leave it out, or "
+                "choose embeddings 'recsys'"
+            )
+
+
+def _check_order(config: TrainConfig) -> None:
+    """Refuse what does not go together because both decide the order of samples."""
+    skip, schedule = config.skip, config.schedule
     is_fae = schedule.name == "fae"
+    if is_fae and not config.shuffle:
+        raise ConfigError(
+            "shuffle false is not for schedule 'fae', which orders samples by their rows; "
+            "drop the key, or choose another schedule"
+        )
     if skip.policy == "paper" and not (is_fae and schedule.rate == 100 and not schedule.adaptive):
         raise ConfigError(
             "skip.policy 'paper' trains on all cold and then on all hot mini-batches of an epoch; "
             "set schedule.name to 'fae', schedule.rate to 100 and schedule.adaptive to false"
+        )
+    if skip.policy == "paper" and config.model.table_dims:
+        raise ConfigError(
+            "skip.policy 'paper' is for tables of one embedding_dim, got model.table_dims "
+            f"{config.model.table_dims}; drop one"
         )
     if skip.policy not in ("none", "paper") and is_fae:
         raise ConfigError(
@@ -349,11 +635,41 @@ def load_config(
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
     for setting in settings:
-        key = setting.partition("=")[0].strip()
-        if key in values:
-            raise ConfigError(f"{key} is set elsewhere on the command line; drop {setting!r}")
-    tree, others = (read_tree(each, settings) | values for each in (file, None))
-    return build_with_file(build_config, tree, others, file)
+        name = setting.partition("=")[0].strip()
+        if name in values:
+            raise ConfigError(f"{name} is set elsewhere on the command line; drop {setting!r}")
+    return build_from_file(lambda tree: build_config(tree | values), file, settings)
+
+
+def build_from_file(
+    make: Callable[[dict[str, Any]], _T],
+    file: Path | None,
+    settings: Sequence[str],
+) -> _T:
+    """Build a configuration from a TOML file and settings; errors name the file if it is at fault.
+
+    Args:
+        make: Builds a configuration from nested keys.
+        file: As for `read_tree`.
+        settings: As for `read_tree`.
+
+    Returns:
+        What `make` returns.
+
+    Raises:
+        ConfigError: as `read_tree` and `make` raise it.
+    """
+    tree = read_tree(file, settings)
+    try:
+        return make(tree)
+    except ConfigError as error:
+        fault = error
+    try:
+        make(read_tree(None, settings))
+    except ConfigError as error:
+        if str(error) == str(fault):  # the settings have the fault without the file
+            raise
+    raise ConfigError(f"{file}: {fault}")
 
 
 def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
@@ -380,10 +696,10 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
                 f"configuration {file} cannot be read: {error.strerror}; name a TOML file"
             ) from error
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key.strip():
+        name, equals, text = setting.partition("=")
+        if not equals or not name.strip():
             raise ConfigError(f"a setting must be key=value, got {setting!r}")
-        put_key(tree, key.strip(), _parse_value(text.strip()))
+        put_key(tree, name.strip(), _parse_value(text.strip()))
     return tree
 
 
@@ -399,42 +715,35 @@ def build_config(tree: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
-    # A key that dense_optimizer does not set is taken from the optimizer of the rows.
-    rows = build(OptimizerConfig, tree.get("optimizer", {}), "optimizer.")
-    dense = tree.get("dense_optimizer")
-    if isinstance(dense, Mapping):
-        inherited = dataclasses.asdict(rows.for_dense())
-        if "eps" not in tree.get("optimizer", {}):
-            del inherited["eps"]  # its default depends on the name, which may differ
-        tree = {**tree, "dense_optimizer": {**inherited, **dense}}
-    return build(TrainConfig, tree, "")
+    return TrainConfig(**tree)
 
 
 def to_toml(config: TrainConfig) -> str:
     """The whole `config` as TOML."""
-    tree = dataclasses.asdict(config)
-    return tomli_w.dumps({key: value for key, value in tree.items() if value is not None})
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def describe_config(config: TrainConfig) -> dict[str, Any]:
     """The whole `config` in JSON types, with the dense optimizer resolved."""
-    dense = dataclasses.asdict(config.resolved_dense_optimizer)
-    return {**dataclasses.asdict(config), "dense_optimizer": dense}
+    dense = config.resolved_dense_optimizer.model_dump()
+    return {**config.model_dump(exclude_none=True), "dense_optimizer": dense}
 
 
-def describe_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+def describe_keys(
+    kind: type[Keys] = TrainConfig, prefix: str = ""
+) -> Iterator[tuple[str, Any, str]]:
     """Every key of a configuration: its name, its default and its meaning.
 
     Args:
         kind: The class of the configuration.
         prefix: What stands before each name, with a dot at its end.
     """
-    for each in walk_keys(kind, prefix):
-        yield each.name, each.default, each.meaning
+    for found in walk_keys(kind, prefix):
+        yield found.name, found.default, found.meaning
 
 
 def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested keys.
+    """Set a dotted key in nested keys; a key of another kind, as of schedule, replaces the first.
 
     Args:
         tree: The nested keys; changed.
@@ -444,15 +753,26 @@ def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
     Raises:
         ConfigError: a part before the last dot is a value, not a table, or there are many dots.
     """
-    *tables, last = key.split(".")
+    parts = key.split(".")
+    *tables, last = parts
     if len(tables) > _MOST_TABLES:
         raise ConfigError(
             f"key {key[:40]}... must be in at most {_MOST_TABLES} tables, got {len(tables)}"
         )
-    for table in tables:
-        tree = tree.setdefault(table, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"key {key}: {table} is a value, not a table")
+    keys: type[Keys] | None = TrainConfig
+    for name, inner_name in zip(tables, parts[1:], strict=True):
+        keys = table_of(keys, name)
+        is_choice = keys is not None and issubclass(keys, Kinds)
+        inner = tree.setdefault(name, {})
+        if is_choice and isinstance(inner, str):
+            inner = tree[name] = {inner: {}}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"key {key}: {name} is a value, not a table")
+        if is_choice and inner_name not in inner:
+            inner.clear()
+        tree = inner
+    if isinstance(value, str) and isinstance(tree.get(last), dict) and value in tree[last]:
+        return  # the kind that it is, whose keys stay
     tree[last] = value
 
 

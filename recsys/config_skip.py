@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
-from recsys._support.config_fields import check_fields, key, keys_set
+from pydantic import model_validator
+
+from recsys._support.config_fields import Keys, key
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline.skip.paper import Paper
@@ -45,8 +46,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StalenessConfig:
+class StalenessConfig(Keys):
     """When a row counts as stale; see `recsys.embeddings.Staleness`."""
 
     window: int = key(1000, "steps over which rows' drift is measured", least=33)
@@ -61,9 +61,10 @@ class StalenessConfig:
     period_step: int = key(1, "windows added to the period after a passed trial", least=0)
     period_cut: float = key(0.5, "factor of the period when a row moves again", least=0, most=1)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @model_validator(mode="after")
+    def _check(self) -> StalenessConfig:
         self.settings()
+        return self
 
     def settings(self) -> Staleness:
         """The settings of a tracker with these keys.
@@ -72,13 +73,12 @@ class StalenessConfig:
             ConfigError: keys conflict.
         """
         try:
-            return Staleness(**{**asdict(self), "threshold": self.threshold or None})
+            return Staleness(**{**self.model_dump(), "threshold": self.threshold or None})
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("staleness: ")) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardConfig:
+class GuardConfig(Keys):
     """When quality is checked, and what it may lose; see `recsys.pipeline.Guard`."""
 
     every: int = key(1000, "steps from one check to the next; 0: no guard", least=0)
@@ -86,15 +86,16 @@ class GuardConfig:
     logloss: float = key(0.01, "rise of the logloss allowed, relative", above=0)
     calibration: float = key(0.02, "change of calibration allowed, relative", above=0)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        others = [name for name in keys_set(self) if name != "every"]
+    @model_validator(mode="after")
+    def _check(self) -> GuardConfig:
+        others = [name for name in self.keys_set() if name != "every"]
         if self.every == 0 and others:
             raise ConfigError(
                 f"{others[0]} means nothing with every 0, got {getattr(self, others[0])}; set "
                 "every above 0, or drop the key"
             )
         self.settings()
+        return self
 
     def settings(self) -> Guard | None:
         """The guard of these keys; None for no guard.
@@ -105,13 +106,12 @@ class GuardConfig:
         if self.every == 0:
             return None
         try:
-            return Guard(**asdict(self))
+            return Guard(**self.model_dump())
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("Guard: ")) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperConfig:
+class PaperConfig(Keys):
     """The constants of Slipstream's published code; see `recsys.pipeline.Paper`."""
 
     first_snapshot: int = key(1000, "hot mini-batch of an epoch before the first snapshot", least=0)
@@ -130,9 +130,10 @@ class PaperConfig:
         True, "whether hot rows without a lookup between the snapshots are stale"
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @model_validator(mode="after")
+    def _check(self) -> PaperConfig:
         self.settings(0)
+        return self
 
     def settings(self, seed: int) -> Paper:
         """The policy of these keys.
@@ -144,13 +145,12 @@ class PaperConfig:
             ConfigError: keys conflict.
         """
         try:
-            return Paper(**asdict(self), seed=seed)
+            return Paper(**self.model_dump(), seed=seed)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("Paper: ")) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportanceConfig:
+class ImportanceConfig(Keys):
     """Which samples policy importance keeps; see `recsys.pipeline.Importance`."""
 
     least: float = key(0.1, "least probability of a sample to be kept", above=0, most=0.95)
@@ -158,12 +158,8 @@ class ImportanceConfig:
     lr: float = key(0.05, "its learning rate", above=0, most=1)
     warm_up: int = key(100, "mini-batches that are kept whole first", least=0)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SkipConfig:
+class SkipConfig(Keys):
     """Which samples, or updates of rows, a run leaves out.
 
     "observe" measures and changes nothing. "drop_input" leaves out samples whose rows are all
@@ -174,7 +170,16 @@ class SkipConfig:
     published code does.
     """
 
-    policy: str = key("none", "what is left out", choices=tuple(_KEYS_OF))
+    policy: Literal[
+        "none",
+        "observe",
+        "drop_input",
+        "freeze_rows",
+        "subsample",
+        "importance",
+        "random_drop",
+        "paper",
+    ] = key("none", "what is left out")
     share: float = key(0.2, "share of the samples to skip", above=0, most=0.95)
     keep: float = key(0.25, "subsample: share of stale samples that it keeps", above=0, most=0.95)
     weighted: bool = key(False, "random_drop: whether the others get weight 1 / (1 - share)")
@@ -185,23 +190,24 @@ class SkipConfig:
     importance: ImportanceConfig = key(ImportanceConfig, "constants of policy importance")
     paper: PaperConfig = key(PaperConfig, "constants of policy paper")
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @model_validator(mode="after")
+    def _check(self) -> SkipConfig:
         try:
             self.settings(0)
         except ConfigError as error:
             raise ConfigError(str(error).partition(": ")[2]) from None
-        for name in keys_set(self):
+        for name in self.keys_set():
             if name == "policy" or name in _KEYS_OF[self.policy]:
                 continue
             value = getattr(self, name)
-            inner = f".{keys_set(value)[0]}" if is_dataclass(value) else ""
+            inner = f".{value.keys_set()[0]}" if isinstance(value, Keys) else ""
             fitting = " or ".join(repr(each) for each, keys in _KEYS_OF.items() if name in keys)
             instead = "set paper.target" if (self.policy, name) == ("paper", "share") else ""
             raise ConfigError(
                 f"{name}{inner} means nothing with policy {self.policy!r}; "
                 f"{instead or f'set policy to {fitting}'}, or drop the key"
             )
+        return self
 
     def settings(self, run_seed: int) -> Policy | Paper | None:
         """The policy of these keys; None to train on everything.
@@ -221,7 +227,7 @@ class SkipConfig:
         if "seed" in values:
             values["seed"] = seed
         if self.policy == "importance":
-            values |= asdict(values.pop("importance"))
+            values |= values.pop("importance").model_dump()
         found: Policy | None = _KINDS[self.policy](**values)
         return found
 

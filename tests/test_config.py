@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from recsys.config import (
     describe_config,
     describe_keys,
     load_config,
+    replace,
     to_toml,
 )
 from recsys.embeddings import Adagrad, Adam
@@ -59,6 +58,9 @@ def test_the_bottom_mlp_ends_in_the_embedding_dim_unless_it_is_set():
         ["optimizer.name=adam"],
         ["model.table_dims.C3=8", "model.table_dims.C4=2", "model.pooling.C3=mean"],
         ["skip.policy=drop_input", "skip.guard.every=1500", "skip.share=0.4"],
+        ["model.din.attention=[8]"],
+        ["model.interaction=masked_transformer"],
+        ["model.interaction.masked_transformer.kept=4"],
     ],
 )
 def test_what_is_written_is_what_was_read(tmp_path, settings):
@@ -178,3 +180,38 @@ def test_tables_of_values_are_keys_of_their_own():
     assert config.model.table_dims == {"C3": 8, "C4": 2}
     assert config.model.dim_of("C3") == 8
     assert config.model.dim_of("C5") == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "heads"),
+    [
+        ([], "dot", None),
+        (["model.interaction=masked_transformer"], "masked_transformer", 2),
+        (["model.interaction.masked_transformer.num_heads=4"], "masked_transformer", 4),
+        (
+            [
+                "model.interaction.masked_transformer.num_heads=4",
+                "model.interaction=masked_transformer",
+            ],
+            "masked_transformer",
+            4,
+        ),
+        (
+            ["model.interaction.masked_transformer.num_heads=4", "model.interaction=dot"],
+            "dot",
+            None,
+        ),
+    ],
+)
+def test_the_last_kind_wins_and_keeps_its_own_keys(settings, kind, heads):
+    interaction = load_config(None, settings).model.interaction
+
+    transformer = interaction.masked_transformer
+    assert (interaction.kind, transformer and transformer.num_heads) == (kind, heads)
+
+
+def test_a_table_of_constants_chooses_its_model():
+    model = load_config(None, ["model.tbsm.num_heads=2"]).model
+
+    assert (model.name, model.tbsm.num_heads, model.tbsm.num_steps) == ("tbsm", 2, 20)
+    assert load_config(None, ["model.name=din"]).model.din.attention == (80, 40)

@@ -4,7 +4,6 @@ import argparse
 import re
 import shlex
 import tomllib
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
@@ -170,7 +169,7 @@ def test_toml_blocks_are_ablations_configurations_or_schemas(tmp_path):
         file.write_text(block)
         if "ablate" in keys:
             load_ablation(file, ())
-        elif keys.keys() <= {field.name for field in fields(TrainConfig)}:
+        elif keys.keys() <= TrainConfig.model_fields.keys():
             load_config(file, ())
         else:  # a part of a schema may leave the label to the reader
             Schema.from_dict({"label": "click", **keys})

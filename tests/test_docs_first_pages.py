@@ -1,6 +1,5 @@
 """What the pages for newcomers show is what the commands print, and their blocks run."""
 
-import dataclasses
 import json
 import re
 import tomllib
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from recsys.cli import main
-from recsys.config import build_config, load_config
+from recsys.config import build_config, load_config, replace
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
     )
 
     assert build_config(tomllib.loads(recipe) | {"data": "store"}) == resident
-    assert dataclasses.replace(resident, budget="8MiB") == budget
+    assert replace(resident, budget="8MiB") == budget
 
 
 @pytest.mark.slow

@@ -1,84 +1,67 @@
-"""Configuration dataclasses in general: their fields, checks, construction and help.
+"""Models of configuration keys: what a key accepts is stated once, in its field.
 
-A field states once what its key accepts. `check_fields` enforces it; `format_keys` prints it.
+Checks, errors, `--help`, the page of keys and what may differ on resume come from the fields.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
+import re
 import shutil
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from itertools import groupby
-from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from math import inf
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from dataclasses import Field
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
 __all__ = [
-    "build",
-    "build_with_file",
-    "check_fields",
+    "Key",
+    "Keys",
+    "Kinds",
+    "Resume",
     "flat",
     "format_keys",
     "key",
-    "keys_set",
+    "replace",
+    "table_of",
     "walk_keys",
 ]
 
-_T = TypeVar("_T")
-_MOST_MEANT = 3  # keys that the error for an unknown one names
+_KeysT = TypeVar("_KeysT", bound="Keys")
+Resume = Literal["", "free", "fixed", "free without fae"]
 _MEANING_COLUMN = 34  # of the help
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-_TYPE_NAMES: dict[Any, str] = {
+_WORDS: dict[Any, str] = {
     int: "integer",
     float: "number",
     str: "text",
     bool: "true or false",
-    tuple[int, ...]: "list of integers",
-    tuple[float, ...]: "list of numbers",
-    tuple[str, ...]: "list of texts",
-    dict[str, int]: "integers by name",
-    dict[str, str]: "texts by name",
 }
-# The types that items of a list may have; they become the first one.
-_ITEM_TYPES: dict[Any, tuple[type, ...]] = {
-    tuple[int, ...]: (int,),
-    tuple[float, ...]: (float, int),
-    tuple[str, ...]: (str,),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """An interval of finite numbers.
-
-    Attributes:
-        least: The lower end.
-        most: The upper end, included; infinite for none.
-        excludes_least: Whether the lower end itself is outside.
-    """
-
-    least: float
-    most: float = inf
-    excludes_least: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        is_above = value > self.least if self.excludes_least else value >= self.least
-        return is_above and value <= self.most and abs(value) < inf  # isfinite fails for huge ints
-
-    def __str__(self) -> str:
-        if isfinite(self.most):
-            return f"in {'(' if self.excludes_least else '['}{self.least:g}, {self.most:g}]"
-        return f"{'above' if self.excludes_least else 'at least'} {self.least:g}"
 
 
 def key(
@@ -86,183 +69,126 @@ def key(
     meaning: str,
     *,
     derived: str = "",
-    choices: tuple[str, ...] = (),
     least: float | None = None,
     above: float | None = None,
     most: float = inf,
+    resume: Resume = "",
+    common: bool = False,
 ) -> Any:
-    """A dataclass field for one key.
+    """The field of one key, or of a table of keys.
 
     Args:
-        default: Its default; a class for a table of keys of its own; None if it is derived.
+        default: Its default; a class of keys for a table of them; None if it is derived.
         meaning: The line that `recsys train --help` prints.
-        derived: The default in words, where the dataclass derives it from other keys.
-        choices: The values it accepts; empty for any.
+        derived: The default in words, where it is derived from other keys.
         least: The lowest number it accepts.
         above: A number it must exceed; instead of `least`.
         most: The highest number it accepts.
+        resume: Whether a run that continues may have another value: "free", "fixed", or
+            "free without fae"; empty: as the table that it is in. The whole is fixed.
+        common: Whether most runs set it; help shows it first.
     """
-    least, excludes_least = (least, False) if above is None else (above, True)
-    interval = (
-        None if least is None else Range(least=least, most=most, excludes_least=excludes_least)
-    )
-    metadata = {"meaning": meaning, "derived": derived, "choices": choices, "range": interval}
+    begin = "at least" if above is None else "above"
+    low = least if above is None else above
+    words = "" if low is None else f" {begin} {low:g}"
+    if low is not None and most < inf:
+        words = f" in {'[' if above is None else '('}{low:g}, {most:g}]"
+    about: Any = {"derived": derived, "range": words, "resume": resume, "common": common}
+    ends: dict[str, Any] = {"ge": least, "gt": above, "le": most if most < inf else None}
+    if type(default) is int and most == inf:
+        ends["lt"] = 2**63
+    limits = {name: end for name, end in ends.items() if end is not None}
     if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return Field(default_factory=default, description=meaning, json_schema_extra=about)
+    return Field(default, description=meaning, json_schema_extra=about, **limits)
 
 
-def check_fields(config: Any) -> None:
-    """Check every key of a configuration dataclass against its choices and its range.
-
-    Raises:
-        ConfigError: a value is not one of the choices, or is out of range.
-    """
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        choices, interval = entry.metadata["choices"], entry.metadata["range"]
-        if choices and value not in choices:
-            shown = ", ".join(repr(choice) for choice in choices if choice)
-            raise ConfigError(f"{entry.name} must be one of {shown}; got {value!r}")
-        if interval is not None and value not in interval:
-            finite = "finite and " if isinstance(value, float) and interval.most == inf else ""
-            raise ConfigError(f"{entry.name} must be {finite}{interval}, got {value}")
-
-
-def keys_set(config: Any) -> list[str]:
-    """The keys of a configuration dataclass that differ from their defaults."""
-    return [each.name for each in fields(config) if getattr(config, each.name) != _default(each)]
-
-
-def _default(entry: Field[Any]) -> Any:
-    made = entry.default_factory
-    return entry.default if made is dataclasses.MISSING else made()
-
-
-def build(kind: type[_T], tree: Any, prefix: str) -> _T:
-    """Build a configuration dataclass from nested mappings.
-
-    Args:
-        kind: The class.
-        tree: Its keys; those of its tables are mappings.
-        prefix: Dotted name of `tree` with a dot at its end, for messages; empty for the whole.
+class Keys(BaseModel):
+    """A table of keys; valid once built, and never changed.
 
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
-    if not isinstance(tree, Mapping):
-        raise _not_a_table(kind, tree, prefix)
-    types = get_type_hints(kind)
-    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
-    built: dict[str, Any] = {}
-    for name, value in tree.items():
-        if name not in names:
-            raise ConfigError(f"unknown key {prefix}{name}; {_hint(kind, name, names, prefix)}")
-        table = _table_of(types[name])
-        if table is not None:
-            built[name] = build(table, value, f"{prefix}{name}.")
-        else:
-            built[name] = _checked(prefix + name, value, types[name])
-    try:
-        return kind(**built)
-    except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from None
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from None
+
+    def keys_set(self) -> list[str]:
+        """The keys that differ from their defaults."""
+        fields = type(self).model_fields.items()
+        return [
+            name
+            for name, field in fields
+            if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
 
 
-def build_with_file(
-    make: Callable[[Mapping[str, Any]], _T],
-    tree: Mapping[str, Any],
-    others: Mapping[str, Any],
-    file: Path | None,
-) -> _T:
-    """Build a configuration of which some keys are from a file, which errors name.
+class Kinds(Keys):
+    """Tables of keys of which one is set at most: its name, the kind, says what is done.
+
+    A kind whose keys have their defaults may be given by its name: "lookahead" is
+    `{"lookahead": {}}`.
+    """
+
+    default_kind: ClassVar[str] = ""
+
+    @classmethod
+    def from_text(cls, value: Any) -> Any:
+        """The table of a kind that is given by its name; any other `value` as it is.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        if not isinstance(value, str) or not value:
+            return value or {}
+        if value not in cls.model_fields:
+            raise ValueError(f"must be one of {', '.join(map(repr, cls.model_fields))}")
+        return {value: {}}
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Self:
+        if len(self._chosen()) > 1:
+            raise ConfigError(f"{' and '.join(self._chosen())} are set; drop one of the tables")
+        default = table_of(type(self), self.default_kind)
+        if not self._chosen() and default is not None:
+            object.__setattr__(self, self.default_kind, default())
+        return self
+
+    @model_serializer
+    def _as_tree(self) -> Any:
+        keys = getattr(self, self.kind, None)
+        tree = {} if keys is None else keys.model_dump(exclude_none=True)
+        return {self.kind: tree} if tree else self.kind
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind."""
+        return next(iter(self._chosen()), self.default_kind)
+
+    def _chosen(self) -> list[str]:
+        return [name for name in type(self).model_fields if getattr(self, name) is not None]
+
+
+def replace(keys: _KeysT, **changes: Any) -> _KeysT:
+    """Keys with some of them changed; what is derived from others is derived anew.
 
     Args:
-        make: Builds a configuration from nested keys.
-        tree: All keys.
-        others: The keys without those of the file. If they have the same fault, it is not the
-            file's.
-        file: The file; None for none.
+        keys: The keys.
+        changes: The new values, by name.
 
     Raises:
-        ConfigError: as `make` raises it.
+        ConfigError: a value is not what its key accepts.
     """
-    try:
-        return make(tree)
-    except ConfigError as error:
-        fault = str(error)
-    try:
-        make(others)
-    except ConfigError as error:
-        if str(error) == fault:
-            raise
-    raise ConfigError(f"{file}: {fault}")
+    kept = {name: getattr(keys, name) for name in keys.model_fields_set}
+    return type(keys)(**kept | changes)
 
 
-def _hint(kind: type, name: str, names: list[str], prefix: str) -> str:
-    """Keys that an unknown one may mean: of the same name in a table, or of a similar name."""
-    meant = [each for each in _names_in_tables(kind, prefix) if each.endswith(f".{name}")]
-    meant = meant or [f"{prefix}{each}" for each in difflib.get_close_matches(name, names, n=1)]
-    if not meant:
-        return f"keys are {names}"
-    *others, last = meant[:_MOST_MEANT]
-    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
-
-
-def _names_in_tables(kind: type, prefix: str) -> Iterator[str]:
-    """Dotted names of the keys in the tables of a configuration class, at any depth."""
-    types = get_type_hints(kind)
-    for entry in fields(kind):
-        table = _table_of(types[entry.name])
-        if table is not None:
-            inner = f"{prefix}{entry.name}."
-            yield from (f"{inner}{each.name}" for each in fields(table))
-            yield from _names_in_tables(table, inner)
-
-
-def _not_a_table(kind: type, value: Any, prefix: str) -> ConfigError:
-    """The error for a value in place of a table of keys; it names the key that takes the value."""
-    meant = [each.name for each in fields(kind) if value in each.metadata.get("choices", ())]
-    if isinstance(value, str):  # names of models are not limited to a list
-        meant += [each.name for each in fields(kind) if each.name == "name"]
-    hint = f"; did you mean {prefix}{meant[0]}={value}?" if meant else ""
-    return ConfigError(f"{prefix.rstrip('.')} must be a table of keys, got {value!r}{hint}")
-
-
-def _table_of(kind: Any) -> type | None:
-    """The configuration class of a key that is a table, optional or not; None for a plain key."""
-    for choice in (kind, *get_args(kind)):
-        if dataclasses.is_dataclass(choice) and isinstance(choice, type):
-            return choice
-    return None
-
-
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Check the type of a value; numbers become floats or text, and lists tuples, if needed."""
-    for number in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(number, int) and not -(2**63) <= number < 2**63:
-            raise ConfigError(
-                f"{name} must be less than 2**63, and not below -2**63, got {str(number)[:40]}"
-            )
-    if kind in (float, str) and type(value) in (int, float):  # text: `budget=135050380`, in bytes
-        return kind(value)
-    if kind in _ITEM_TYPES:
-        allowed = _ITEM_TYPES[kind]
-        if not isinstance(value, list | tuple) or any(type(each) not in allowed for each in value):
-            raise ConfigError(f"{name} must be a {_TYPE_NAMES[kind]}, got {value!r}")
-        return tuple(map(allowed[0], value))
-    if kind in (dict[str, int], dict[str, str]):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} must be a table of {_TYPE_NAMES[kind]}, got {value!r}")
-        of_value = get_args(kind)[1]
-        return {each: _checked(f"{name}.{each}", found, of_value) for each, found in value.items()}
-    if type(value) is not kind:
-        raise ConfigError(f"{name} must be {_WORDS.get(kind, kind.__name__)}, got {value!r}")
-    return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Key:
+class Key(NamedTuple):
     """One key of a configuration, as help shows it.
 
     Attributes:
@@ -271,6 +197,8 @@ class Key:
         default: Its default, or words for one that depends on other keys.
         meaning: What it means.
         accepts: The values it accepts, in words.
+        resume: As in `key`, and never empty.
+        common: As in `key`.
     """
 
     group: str
@@ -278,52 +206,130 @@ class Key:
     default: Any
     meaning: str
     accepts: str
+    resume: Resume
+    common: bool
 
 
-def walk_keys(kind: type, prefix: str = "", group: str = "run") -> Iterator[Key]:
-    """Every key of a configuration dataclass and of the tables in it."""
-    types = get_type_hints(kind)
-    for entry in fields(kind):
-        meaning, table = entry.metadata["meaning"], _table_of(types[entry.name])
+def walk_keys(
+    keys: type[Keys], prefix: str = "", group: str = "run", resume: Resume = "fixed"
+) -> Iterator[Key]:
+    """Every key of a table and of the tables in it.
+
+    Args:
+        keys: The table.
+        prefix: What stands before each name, with a dot at its end.
+        group: The title of the table.
+        resume: What holds for keys of it that do not say.
+    """
+    for name, field in keys.model_fields.items():
+        about = cast("dict[str, Any]", field.json_schema_extra)
+        meaning, table = field.description or "", table_of(keys, name)
+        of_resume = about["resume"] or resume
         if table is not None:
-            yield from walk_keys(table, f"{prefix}{entry.name}.", f"{entry.name}: {meaning}")
+            title = f"{prefix}{name}: {meaning}"
+            if issubclass(table, Kinds):
+                accepts = f"one of {', '.join(table.model_fields)}"
+                default = about["derived"] or table.default_kind
+                yield Key(
+                    group, prefix + name, default, meaning, accepts, of_resume, about["common"]
+                )
+            yield from walk_keys(table, f"{prefix}{name}.", title, of_resume)
             continue
-        choices, interval = entry.metadata["choices"], entry.metadata["range"]
-        accepts = _TYPE_NAMES[types[entry.name]] + (f" {interval}" if interval else "")
-        if choices:
-            accepts = f"one of {', '.join(filter(None, choices))}"
-        default = entry.metadata["derived"] or _default(entry)
+        default = about["derived"] or field.get_default(call_default_factory=True)
+        is_common = about["common"]
         if prefix == "dense_optimizer.":
-            default = "as in optimizer"
-        yield Key(
-            group=group,
-            name=prefix + entry.name,
-            default=default,
-            meaning=meaning,
-            accepts=accepts,
-        )
+            default, is_common = "as in optimizer", False
+        accepts = _words(field.annotation) + about["range"]
+        yield Key(group, prefix + name, default, meaning, accepts, of_resume, is_common)
 
 
-def format_keys(kind: type) -> str:
+def table_of(keys: type[Keys] | None, name: str) -> type[Keys] | None:
+    """The class of a key that is a table of keys, optional or not; None for any other key.
+
+    Args:
+        keys: The table that it is in; None for none.
+        name: The key.
+    """
+    annotation = (
+        None
+        if keys is None or name not in keys.model_fields
+        else keys.model_fields[name].annotation
+    )
+    for choice in (annotation, *get_args(annotation)):
+        if isinstance(choice, type) and issubclass(choice, Keys):
+            return choice
+    return None
+
+
+def _words(kind: Any) -> str:
+    """What values of a type are."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(filter(None, inner))}"
+    if origin is Annotated:
+        return _words(inner[0])
+    if origin is tuple:
+        return f"list of {_words(inner[0])}s"
+    if origin is dict:
+        return f"by name: {_words(inner[1])}"
+    return _WORDS[kind]
+
+
+def _explain(keys: type[Keys], error: ValidationError) -> str:
+    """The first fault that pydantic found: key, rule, value and hint."""
+    fault = error.errors()[0]
+    path, kind, cause = fault["loc"], fault["type"], fault.get("ctx", {}).get("error")
+    name, value = ".".join(map(str, path)), repr(fault["input"])[:60]
+    if isinstance(cause, ConfigError):  # of keys beside each other, or in a table
+        return f"{name}.{cause}" if name else str(cause)
+    if kind == "missing":
+        return f"{name} is required; set it"
+    if kind == "extra_forbidden":
+        return f"{name} is not a key; {_nearest(keys, str(path[-1]))}"
+    if kind == "model_type":
+        table = table_of(keys, str(path[0]))
+        has_name = isinstance(fault["input"], str) and table and "name" in table.model_fields
+        hint = f"; did you mean {name}.name={fault['input']}?" if has_name else ""
+        return f"{name} must be a table of keys, got {value}{hint}"
+    rule = re.sub(r"^(Value error,|\w+) (should|must)", "must", fault["msg"])
+    rule = rule.replace("tuple", "list").replace("dictionary", "table")
+    return f"{name} {rule}, got {value}"
+
+
+def _nearest(keys: type[Keys], name: str) -> str:
+    """The keys of a table, or of the tables in it, whose own name is most like a mistyped one."""
+    places = {own: [own] for own in keys.model_fields}
+    for found in walk_keys(keys):
+        if "." in found.name:
+            places.setdefault(found.name.rpartition(".")[2], []).append(found.name)
+    close = difflib.get_close_matches(name, places, n=1)
+    if not close:
+        return f"keys are {', '.join(keys.model_fields)}"
+    return f"did you mean {' or '.join(places[close[0]][:3])}?"
+
+
+def format_keys(keys: type[Keys], *, common: bool = False) -> str:
     """Every key with its meaning, type, range and default, in groups, as `--help` prints them.
 
     Args:
-        kind: The configuration dataclass.
+        keys: The keys.
+        common: Show those alone that most runs set.
     """
     width = max(80, shutil.get_terminal_size().columns)
-    lines = ["configuration keys, for --set and for the TOML file"]
-    for group, keys in groupby(walk_keys(kind), lambda each: each.group):
-        lines += ["", group]
-        for each in keys:
-            is_bare = isinstance(each.default, str) and each.default
-            default = each.default if is_bare else json.dumps(each.default)
+    lines: list[str] = []
+    shown = [found for found in walk_keys(keys) if found.common or not common]
+    for group, members in groupby(shown, lambda found: "" if common else found.group):
+        lines += ["", group] if group else []
+        for found in members:
+            is_bare = isinstance(found.default, str) and found.default
+            default = found.default if is_bare else json.dumps(found.default)
             meaning = textwrap.wrap(
-                f"{each.meaning} ({each.accepts}; default {default})",
+                f"{found.meaning} ({found.accepts}; default {default})",
                 width - _MEANING_COLUMN,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            name = f"  {each.name}"
+            name = f"  {found.name}"
             if len(name) > _MEANING_COLUMN - 2:  # the meaning begins on the next line
                 lines.append(name)
                 name = ""
@@ -335,9 +341,9 @@ def format_keys(kind: type) -> str:
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested keys, by dotted key: `{"eval": {"split": x}}` has `eval.split`."""
     found: dict[str, Any] = {}
-    for key, value in tree.items():
+    for name, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{key}"] = value
+            found[f"{prefix}{name}"] = value
     return found

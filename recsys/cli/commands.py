@@ -119,7 +119,11 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Give the commands about runs their options."""
     train = commands["train"]
     train.formatter_class = argparse.RawDescriptionHelpFormatter
-    train.epilog = f"{TRAIN_EXAMPLES}\n{format_keys(TrainConfig)}"
+    train.epilog = (
+        "keys that most runs set, for --set and for the TOML file:\n"
+        f"{format_keys(TrainConfig, common=True)}\n\n{TRAIN_EXAMPLES}\n"
+        f"every key:\n{format_keys(TrainConfig)}"
+    )
     train.add_argument(
         "data",
         nargs="?",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.config_fields import flat
 from recsys._support.user_classes import current_folder_last, import_class
-from recsys.config_callbacks import IS_HIGHER_BETTER, KEPT, RANKING_METRICS
+from recsys.config import IS_HIGHER_BETTER, RANKING_METRICS, EarlyStoppingConfig
 from recsys.errors import CallbackFailed, ConfigError, MissingDependency
 
 if TYPE_CHECKING:
@@ -127,13 +127,13 @@ class EarlyStopping(Callback):
     def __init__(
         self, patience: int, *, metric: str = "auc", min_delta: float = 0.0, keep: str = "best"
     ) -> None:
-        if keep not in KEPT:
-            raise ConfigError(f"EarlyStopping: keep must be one of {KEPT}, got {keep!r}")
         if patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be at least 1, got {patience}")
-        if metric not in IS_HIGHER_BETTER:
-            known = ", ".join(map(repr, IS_HIGHER_BETTER))
-            raise ConfigError(f"EarlyStopping: metric must be one of {known}, got {metric!r}")
+        keys: dict[str, Any] = {"metric": metric, "min_delta": min_delta, "keep": keep}
+        try:
+            EarlyStoppingConfig(patience=patience, **keys)
+        except ConfigError as error:
+            raise ConfigError(f"EarlyStopping: {error}") from None
         self._patience, self._metric, self._min_delta = patience, metric, min_delta
         self.keeps_best = keep == "best"
         self._split: str | None

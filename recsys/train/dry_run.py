@@ -6,12 +6,13 @@ device. No table is allocated, and nothing is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._support.sizes import round_up_as_written
 from recsys.batch import features_by_table
+from recsys.config import replace
 from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
 from recsys.train.callbacks import callbacks_of, require_metric
 from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch

@@ -6,9 +6,9 @@ that holds positive samples alone outside training has recall and NDCG at k.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm  # in a notebook, its own bar
 
 from recsys._support.machine import set_num_threads
-from recsys.config import OptimizerConfig
+from recsys.config import OptimizerConfig, replace
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
@@ -164,7 +164,7 @@ def with_ranking(
             batch_size=config.batch_size,
         )
     check_input(model)
-    return replace(found, ranking=ranking)
+    return dataclasses.replace(found, ranking=ranking)
 
 
 def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:

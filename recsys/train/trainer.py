@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,7 @@ from recsys._support.machine import (
     set_num_threads,
     tune_allocator,
 )
-from recsys.config import TrainConfig, describe_config
-from recsys.config_callbacks import RANKING_METRICS
+from recsys.config import RANKING_METRICS, TrainConfig, describe_config, replace
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
@@ -39,7 +38,6 @@ from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import LOWER_LR, Progress
 from recsys.train.loop.settings_warnings import (
-    warn_of_no_effect,
     warn_of_other_rates,
     warn_of_threads,
 )
@@ -187,7 +185,6 @@ def _build(
     clock = StageClock()
     with processes.warnings_once():
         warn_of_threads(config.num_threads)
-        warn_of_no_effect(config, full_steps)
         pipeline = build_pipeline(
             built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
         )

@@ -7,7 +7,7 @@ and the dense part at the end (contract C2).
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import counted, format_bytes, parse_bytes
-from recsys.config import ScheduleConfig
+from recsys.config import ScheduleConfig, replace
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock

@@ -1,11 +1,11 @@
 """The ready configurations of examples/ablation: what they vary, and that their cells train."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from recsys.ablate import load_ablation
+from recsys.config import replace
 from recsys.errors import ConfigError
 from recsys.train.trainer import train
 

@@ -4,14 +4,13 @@ import json
 import re
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from recsys.cli import main
-from recsys.config import load_config
+from recsys.config import load_config, replace
 from recsys.errors import AlreadyExists
 from recsys.report import format_run
 from recsys.train.run_files.run_folder import RunFolder

@@ -35,9 +35,12 @@ class Wide(nn.Module):
 
 POOLED = {
     "dlrm": [],
-    "dcn_v2": ["model.name=dcn_v2", "model.dcn.low_rank_dim=4"],
+    "dcn_v2": ["model.name=dcn_v2", "model.dcn_v2.low_rank_dim=4"],
     "deepfm": ["model.name=deepfm"],
-    "masked_transformer": ["model.interaction=masked_transformer", "model.transformer.kept=3"],
+    "masked_transformer": [
+        "model.interaction=masked_transformer",
+        "model.interaction.masked_transformer.kept=3",
+    ],
     "of one's own": [f"model.name={__name__}:Wide"],
 }
 WITHOUT_DENSE = [setting for setting in SMALL if not setting.startswith("model.dense_arch")]

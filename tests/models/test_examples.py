@@ -19,7 +19,7 @@ MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.toml
 def test_each_model_has_a_configuration(file):
     model = load_config(file).model
 
-    assert file.stem in (model.name, model.interaction)
+    assert file.stem in (model.name, model.interaction.kind)
 
 
 def num_dense_parameters(model):

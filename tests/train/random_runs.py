@@ -20,10 +20,10 @@ _MODELS = {
     "dlrm": ("model.name=dlrm",),
     "masked transformer": (
         "model.interaction=masked_transformer",
-        "model.transformer.kept=2",
-        "model.transformer.num_heads=2",
+        "model.interaction.masked_transformer.kept=2",
+        "model.interaction.masked_transformer.num_heads=2",
     ),
-    "dcn_v2": ("model.name=dcn_v2", "model.dcn.low_rank_dim=3", "model.dcn.num_layers=2"),
+    "dcn_v2": ("model.name=dcn_v2", "model.dcn_v2.low_rank_dim=3", "model.dcn_v2.num_layers=2"),
     "deepfm": ("model.name=deepfm",),
 }
 _MODELS_OF_HISTORIES = {

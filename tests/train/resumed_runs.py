@@ -2,12 +2,12 @@
 
 import json
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from recsys.config import replace
 from recsys.train.checkpoint import load_checkpoint
 from recsys.train.loop.progress import Progress
 from recsys.train.parts.build import build_model, choose_plan, open_source

@@ -1,12 +1,12 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
 from recsys.cli import main
-from recsys.config import EvalConfig, load_config
+from recsys.config import EvalConfig, load_config, replace
 from recsys.datasets import write_store as write_store_of_frame
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys.config import load_config
+from recsys.config import load_config, replace
 from recsys.datasets import Schema, write_store
 from recsys.datasets.store import Store
 from recsys.errors import ConfigError

@@ -1,13 +1,12 @@
 """Every `model.name` in training: it learns, is saved, evaluated, verified, and ranked."""
 
-import dataclasses
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from recsys.config import load_config
+from recsys.config import load_config, replace
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import Feature
 from recsys.errors import ConfigError
@@ -29,8 +28,11 @@ SMALL = (
 )
 MODELS = {
     "dlrm": ("model.name=dlrm",),
-    "masked_transformer": ("model.interaction=masked_transformer", "model.transformer.kept=2"),
-    "dcn_v2": ("model.name=dcn_v2", "model.dcn.low_rank_dim=3"),
+    "masked_transformer": (
+        "model.interaction=masked_transformer",
+        "model.interaction.masked_transformer.kept=2",
+    ),
+    "dcn_v2": ("model.name=dcn_v2", "model.dcn_v2.low_rank_dim=3"),
     "deepfm": ("model.name=deepfm",),
     "din": ("model.name=din", "model.din.attention=[6]"),
     "tbsm": ("model.name=tbsm", "model.tbsm.num_steps=3", "model.tbsm.tower=[6, 5]"),
@@ -206,7 +208,7 @@ def test_a_class_of_the_users_trains_and_is_evaluated(
     path = list(sys.path)
     config = load_config(None, [*SMALL, "model.name=my_models:Sum"], data=str(table_store()))
 
-    record = run(dataclasses.replace(config, epochs=3), tmp_path / "run")
+    record = run(replace(config, epochs=3), tmp_path / "run")
     found = evaluate_run(tmp_path / "run")
 
     assert sys.path == path
@@ -228,7 +230,10 @@ REFUSALS = [
     ("", ["model.table_dims.users=8"], "model.table_dims.users"),
     (
         "",
-        ["model.interaction=masked_transformer", "model.transformer.num_heads=3"],
+        [
+            "model.interaction=masked_transformer",
+            "model.interaction.masked_transformer.num_heads=3",
+        ],
         "num_heads",
     ),
     ("", [f"model.table_dims.{each}=8" for each in ("item", "user", "tag")], "model.table_dims"),

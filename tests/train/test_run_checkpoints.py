@@ -2,7 +2,7 @@
 
 import pytest
 
-from recsys.config_checkpoint import CheckpointConfig
+from recsys.config import CheckpointConfig
 from recsys.train.checkpoint import newest, save_checkpoint
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from tests.train.checkpoint.trainings import make_training

@@ -3,11 +3,11 @@
 import json
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
 
+from recsys.config import replace
 from recsys.embeddings import StalenessTracker
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train.parts.build import open_source

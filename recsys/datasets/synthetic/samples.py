@@ -14,7 +14,7 @@ thread, and the source keeps no state. `docs/synthetic.md` has the measurements.
   c / (c + 300). Without this, rare rows would have effects that no model can learn, and the best
   AUC could not be reached. Gain and bias are solved on 32,768 samples: for any seed and table
   sizes, the click rate is Kaggle's 0.256, and no model can expect an AUC above about 0.80.
-- Popularity may drift with time; see `SyntheticConfig` and `drift_cycle`. Time is divided into
+- Popularity may drift with time; see `SyntheticCriteo` and `drift_cycle`. Time is divided into
   cycles of 1e6 / drift samples. In every cycle, a random reflection of [0, num_embeddings) pairs
   the ranks of a column, and each pair swaps its rows once, at a random moment. So at any time ranks
   and rows map one-to-one, and the popularity curve does not change. The rows of a time need no
@@ -42,7 +42,6 @@ from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel, kernel_part
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.splits import classic_splits
-from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.datasets.synthetic.shape import (
     KAGGLE_COLUMNS,
     KAGGLE_DENSE,
@@ -108,7 +107,7 @@ class SyntheticCriteo:
         splits: The sample numbers of "train", "test" and "validation", in this order.
 
     Raises:
-        ConfigError: `SyntheticConfig` refuses a value.
+        ConfigError: a number is out of range.
     """
 
     def __init__(
@@ -121,29 +120,21 @@ class SyntheticCriteo:
         test_samples: int = 0,
     ) -> None:
         sizes = tuple(map(int, table_sizes)) or KAGGLE_TABLE_SIZES
-        try:
-            config = SyntheticConfig(
-                num_samples=int(num_samples),
-                table_sizes=sizes,
-                drift=float(drift),
-                test_samples=int(test_samples),
-            )
-        except ConfigError as error:
-            raise ConfigError(f"synthetic.{error}") from None
-        self.num_samples = config.num_samples
+        self.num_samples, num_test = int(num_samples), int(test_samples)
+        _check(self.num_samples, sizes, drift, num_test)
         self.num_dense = len(KAGGLE_DENSE)
         self.table_sizes = {f"cat_{column}": size for column, size in enumerate(sizes)}
         self.splits = classic_splits(self.num_samples)
-        if num_test := config.test_samples:
+        if num_test:
             train_end, test_end = self.num_samples - 2 * num_test, self.num_samples - num_test
             self.splits = {
                 "train": range(train_end),
                 "test": range(train_end, test_end),
                 "validation": range(test_end, self.num_samples),
             }
-        self._config, self._seed = config, int(seed)
-        num_timed = max(self.num_samples if config.drift else 0, _NUM_CALIBRATION_SAMPLES)
-        self._calibrated = _calibrated(self._seed, sizes, config.drift, num_timed)
+        self._drift, self._test_samples, self._seed = float(drift), num_test, int(seed)
+        num_timed = max(self.num_samples if drift else 0, _NUM_CALIBRATION_SAMPLES)
+        self._calibrated = _calibrated(self._seed, sizes, self._drift, num_timed)
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """The given samples, in the given order. Several threads may call it at once.
@@ -189,10 +180,10 @@ class SyntheticCriteo:
     def fingerprint(self) -> str:
         """Equal for equal settings."""
         sizes = ",".join(map(str, self.table_sizes.values()))
-        num_test = self._config.test_samples
+        num_test = self._test_samples
         return (
             f"synthetic:criteo-kaggle {_VERSION} {self.num_samples} {self._seed} {sizes} "
-            f"drift={self._config.drift!r}{f' test={num_test}' if num_test else ''}"
+            f"drift={self._drift!r}{f' test={num_test}' if num_test else ''}"
         )
 
     def describe(self) -> dict[str, Any]:
@@ -210,8 +201,8 @@ class SyntheticCriteo:
             "seed": self._seed,
             "num_dense": self.num_dense,
             "table_sizes": self.table_sizes,
-            "drift": self._config.drift,
-            "test_samples": self._config.test_samples,
+            "drift": self._drift,
+            "test_samples": self._test_samples,
             "planted_click_rate": CLICK_RATE,
             "planted_auc": BEST_AUC,
             "best_auc": best_auc,
@@ -226,6 +217,24 @@ class SyntheticCriteo:
                 f"[0, {self.num_samples}); raise num_samples"
             )
         return _make(samples, *self._calibrated)
+
+
+def _check(num_samples: int, sizes: tuple[int, ...], drift: float, test_samples: int) -> None:
+    """Check the arguments of `SyntheticCriteo`, whose names are keys of `recsys train`.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+    most_test = (num_samples - 1) // 2
+    for name, values, least, most in (
+        ("num_samples", (num_samples,), 7, 2**63 - 1),
+        ("table_sizes", sizes, 1, 2**31),  # a rank times a multiplier fits in 63 bits
+        ("drift", (drift,), 0, 1e6),
+        ("test_samples", (test_samples,), 0, most_test),
+    ):
+        for value in values:
+            if not least <= value <= most:
+                raise ConfigError(f"synthetic.{name} must be in [{least}, {most}], got {value}")
 
 
 @lru_cache(maxsize=16)

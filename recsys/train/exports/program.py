@@ -14,7 +14,6 @@ twice the largest table in int8. `torch.export.load` reads all tables to memory.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from recsys._support.files import appearing_whole, require_new
 from recsys._support.machine import set_num_threads
 from recsys._version import __version__
 from recsys.batch import feature_tables, has_bags, histories_of
+from recsys.config import replace
 from recsys.errors import ConfigError
 from recsys.train.evaluate import evaluation_config
 from recsys.train.exports import QUANTIZATIONS

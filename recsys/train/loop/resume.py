@@ -10,9 +10,17 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys._support.config_fields import build_with_file, flat
+from recsys._support.config_fields import flat, walk_keys
 from recsys._support.files import alone_in, as_argument
-from recsys.config import build_config, describe_config, load_config, read_tree
+from recsys.config import (
+    TrainConfig,
+    build_config,
+    build_from_file,
+    describe_config,
+    load_config,
+    put_key,
+    read_tree,
+)
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -20,29 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from recsys.config import TrainConfig
     from recsys.train.shards.folder import Saved
 
 __all__ = ["Reopened", "reopened", "resumed_config"]
-
-_MAY_DIFFER = (
-    "data",  # its fingerprint may not
-    "epochs",
-    "device",
-    "num_threads",
-    "prefetch",
-    "save_model",
-    "callbacks",
-    "budget",
-    "plan",
-    "cold_tier",
-    "cold_path",
-)
-_TABLES_THAT_MAY_DIFFER = ("schedule", "eval", "checkpoint", "early_stopping")
-# They decide which samples come when, or in which order.
-_OF_ORDER = ("schedule.permute_within_batch", "schedule.permutation_seed")
-# The adaptive rate of "fae" follows the loss of these evaluations.
-_OF_FAE = ("budget", "plan", "eval.max_samples", "eval.batch_size")
 
 
 class Reopened(NamedTuple):
@@ -135,7 +123,7 @@ def resumed_config(
 ) -> TrainConfig:
     """The configuration of a run to continue: the one that it had, with some keys changed.
 
-    A new `schedule.name` resets the keys of the schedule that it had, `cold_tier` "host" resets
+    Another schedule replaces the one that it had, with its keys; `cold_tier` "host" resets
     `cold_path`, and `early_stopping.patience` 0 resets the other keys of early stopping.
 
     Args:
@@ -157,18 +145,23 @@ def resumed_config(
                 f"--run {as_argument(run_dir)} --resume"
             )
         return load_config(file, settings, **values)
-    base, changes = read_tree(stored), read_tree(file, settings)
-    schedule, old_schedule = changes.get("schedule"), base.get("schedule", {})
-    if isinstance(schedule, dict) and schedule.get("name") not in (None, old_schedule.get("name")):
-        kept = [key.removeprefix("schedule.") for key in _OF_ORDER]
-        base["schedule"] = {key: old_schedule[key] for key in kept if key in old_schedule}
-    if changes.get("cold_tier") == "host":
-        base.pop("cold_path", None)
-    stopping = changes.get("early_stopping")
-    if isinstance(stopping, dict) and stopping.get("patience") == 0:
-        base.pop("early_stopping", None)
-    tree, others = (_merged(base, each) | values for each in (changes, read_tree(None, settings)))
-    return build_with_file(build_config, tree, others, file)
+    return build_from_file(lambda changes: _changed(stored, changes | values), file, settings)
+
+
+def _changed(stored: Path, changes: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run with some of its keys changed."""
+    tree, found = read_tree(stored), flat(changes)
+    if found.get("cold_tier") == "host":
+        tree.pop("cold_path", None)
+    if found.get("early_stopping.patience") == 0:
+        tree.pop("early_stopping", None)
+    schedule = tree.get("schedule", {})
+    if found.get("schedule.name") not in (None, schedule.get("name")):
+        orders = ("permute_within_batch", "permutation_seed")
+        tree["schedule"] = {name: schedule[name] for name in orders if name in schedule}
+    for name, value in found.items():
+        put_key(tree, name, value)
+    return build_config(tree)
 
 
 def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> None:
@@ -179,11 +172,12 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
     """
     old, new = flat(describe_config(before)), flat(describe_config(config))
     is_fae = "fae" in (before.schedule.name, config.schedule.name)
+    markers = {key.name: key.resume for key in walk_keys(TrainConfig)}
     for key in old | new:  # tables such as model.pooling may have a key in one of them alone
-        before_value, value = old.get(key), new.get(key)
-        if value == before_value or _may_differ(key, is_fae=is_fae):
+        before_value, value, marker = old.get(key), new.get(key), markers.get(key, "fixed")
+        if value == before_value or marker == "free" or (marker != "fixed" and not is_fae):
             continue
-        why = " and schedule.name 'fae'" if is_fae and _may_differ(key, is_fae=False) else ""
+        why = "" if marker == "fixed" else " and schedule.name 'fae'"
         raise ConfigError(
             f"{folder.path} cannot continue with {key} {value!r}: it was trained with "
             f"{before_value!r}{why}; leave {key} as it was, or train a new run in another folder"
@@ -230,24 +224,6 @@ def _fingerprint_of(folder: RunFolder, saved: Saved) -> Any:
     place = folder.checkpoints_folder if shards is None else shards.folders[0]
     with errors_of_state():
         return read_manifest(place, saved.number).state["state"]["state"]["data"]
-
-
-def _may_differ(key: str, *, is_fae: bool) -> bool:
-    table = key.partition(".")[0]
-    if key in _OF_ORDER or (is_fae and (table == "schedule" or key in _OF_FAE)):
-        return False
-    return key in _MAY_DIFFER or (table != key and table in _TABLES_THAT_MAY_DIFFER)
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested keys with some of them changed."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = base.get(key)
-        merged[key] = (
-            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
-    return merged
 
 
 def _say(message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import torch
 from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.batch import features_by_table
-from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
@@ -39,7 +37,6 @@ from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
 from recsys.train.parts.tables import tables_of
-from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +51,7 @@ if TYPE_CHECKING:
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
+    from recsys.train.run_files.run_folder import RunFolder
 
 __all__ = [
     "INIT_FROM_NEEDS",
@@ -91,7 +89,7 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
             with a key.
     """
     source: SampleSource
-    if not config.data.startswith(SYNTHETIC_PREFIX):
+    if not config.is_synthetic:
         source = Store(config.data)
         if source.label_names:
             raise ConfigError(
@@ -100,7 +98,7 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
                 "label"
             )
     else:
-        source = SyntheticCriteo(**asdict(config.synthetic))
+        source = SyntheticCriteo(**config.synthetic.model_dump())
     for split, samples in source.splits.items():
         if to_train and not samples:
             way_out = (
@@ -177,6 +175,9 @@ def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | N
     """
     if not config.init_from:
         return None
+    # It needs pydantic, and benchmarks use this file where there is none.
+    from recsys.train.run_files.run_folder import RunFolder
+
     folder = RunFolder.open(config.init_from)
     folder.require_model()
     record = folder.read_record()

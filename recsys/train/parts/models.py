@@ -123,13 +123,13 @@ def _build(
         return DLRM(
             embeddings, *sizes, device, interaction=_interaction(config, embeddings, device)
         )
-    if config.name == "dcn_v2":
-        dcn = config.dcn
-        return DCNv2(embeddings, *sizes, dcn.num_layers, dcn.low_rank_dim, device)
+    if config.dcn_v2 is not None:
+        cross = config.dcn_v2
+        return DCNv2(embeddings, *sizes, cross.num_layers, cross.low_rank_dim, device)
     if config.name == "deepfm":
         return DeepFM(embeddings, *sizes, device)
     histories = _histories(config.name, source)
-    if config.name == "din":
+    if config.din is not None:
         return DIN(
             embeddings,
             source.num_dense,
@@ -139,6 +139,7 @@ def _build(
             dense_device=device,
         )
     tbsm = config.tbsm
+    assert tbsm is not None
     return TBSM(
         embeddings,
         source.num_dense,
@@ -156,9 +157,9 @@ def _interaction(
     config: ModelConfig, embeddings: Any, device: torch.device
 ) -> MaskedTransformerArch | None:
     """The interaction of a DLRM, if it is not the dot product."""
-    if config.interaction == "dot":
+    transformer = config.interaction.masked_transformer
+    if transformer is None:
         return None
-    transformer = config.transformer
     return MaskedTransformerArch(
         len(embeddings.output_keys()),
         config.embedding_dim,

@@ -2,12 +2,11 @@
 
 import signal
 import warnings
-from dataclasses import replace
 
 import pytest
 
 from recsys.ablate import ablate
-from recsys.config import load_config
+from recsys.config import load_config, replace
 from recsys.errors import CallbackFailed, ConfigError
 from recsys.train import Callback, EarlyStopping, train
 from tests.train import resumed_runs
