@@ -232,11 +232,6 @@ class SkipConfig(Keys):
         return found
 
     @property
-    def has_guard(self) -> bool:
-        """Whether a guard checks quality."""
-        return "guard" in _KEYS_OF[self.policy] and self.guard.every > 0
-
-    @property
     def needs_stale_rows(self) -> bool:
         """Whether the policy follows the drift of rows."""
         return "staleness" in _KEYS_OF[self.policy]

@@ -176,35 +176,31 @@ class Skipping:
             self.paper.require_loader(iterator)
             self._choose = self.paper.chooser(iterator)
         leaves_out = isinstance(policy, DropInput | Subsample | Importance | RandomDrop | Paper)
-        if reason and leaves_out:
-            raise ValueError(
-                f"{self._setting} takes mini-batches ahead to replace the samples that it leaves "
-                f"out, but {reason}"
-            )
         if self._refill is not None and self._refill.holds_samples:
             raise ValueError(
                 f"{self._setting} trains on one iterator at a time, and samples of an earlier one "
                 "wait; use that one to its end, or close or delete it (that of a list cannot be: "
                 "use a loader or a generator)"
             )
+        loader = iterator.loader if isinstance(iterator, BatchIterator) else None
+        refills = leaves_out and getattr(policy, "refill", not isinstance(policy, Importance))
+        if refills and getattr(loader, "num_ranks", 1) > 1:
+            reason = (
+                "the loader hands out the parts of several processes (num_ranks), which would make "
+                "different numbers of steps; use Importance or RandomDrop(refill=False)"
+            )
+        if reason and leaves_out:
+            raise ValueError(
+                f"{self._setting} takes mini-batches ahead to replace the samples that it leaves "
+                f"out, but {reason}"
+            )
         windows.drop_refilled()
         window, position = windows.of(iterator), self.position
-        loader = iterator.loader if isinstance(iterator, BatchIterator) else None
         is_continued = self._is_loaded or (loader is not None and loader is self._loader)
         if position.offset and not is_continued:
             # The samples that wait are dropped, as mini-batches are with their iterator.
             position = position._replace(offset=0, num_raw=position.num_raw + 1)
-        refills = leaves_out and getattr(policy, "refill", not isinstance(policy, Importance))
-        if refills and getattr(loader, "num_ranks", 1) > 1:
-            raise ValueError(
-                f"{self._setting} fills mini-batches up with later samples, so it needs whole "
-                "ones, but the loader hands out the parts of several processes (num_ranks), which "
-                "would make different numbers of steps; train on one process, or use Importance or "
-                "RandomDrop(refill=False), which make a step of each part"
-            )
-        position = position._replace(
-            full_size=getattr(loader, "batch_size", position.full_size),
-        )
+        position = position._replace(full_size=getattr(loader, "batch_size", position.full_size))
         self._is_loaded, self._loader = False, loader
         mark = self._clock.mark
         self._refill = Refill(self._choose, position, self._setting, mark, refills=refills)

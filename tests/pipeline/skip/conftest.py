@@ -1,6 +1,7 @@
 """What tests of skipping share: data whose popular rows settle, models, and runs to compare."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from recsys.pipeline import (
     DropInput,
     FreezeRows,
     Guard,
+    Importance,
     Observe,
     RandomDrop,
     Subsample,
@@ -30,8 +32,12 @@ BUDGET = 36_000
 # A window of the least length, so that rows go stale within a short run.
 STALENESS = Staleness(window=33, min_updates=4, patience=1, count_every=1, max_rows=64)
 GUARD = Guard(every=64, steps=12)
+IMPORTANCE = Importance(0.3, warm_up=0, bits=10, guard=None)
 POLICIES = {
     "random_drop": RandomDrop(share=0.3, seed=5),
+    "random_drop weighted": RandomDrop(0.3, weighted=True, refill=False),
+    "importance": IMPORTANCE,
+    "importance guarded": replace(IMPORTANCE, seed=3, guard=GUARD),
     "drop_input": DropInput(0.3, STALENESS, None),
     "drop_input guarded": DropInput(0.3, STALENESS, GUARD),
     "freeze_rows": FreezeRows(0.3, STALENESS, None),

@@ -1,7 +1,6 @@
 """Importance: unbiased, the same under every schedule and after a resume; its share is reached."""
 
 import copy
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +12,7 @@ from recsys.batch import Batch, JaggedIds
 from recsys.embeddings.optimizer import RowWiseAdagrad
 from recsys.embeddings.rows.bags import Bags, Lookups
 from recsys.pipeline import (
-    Auto,
     Guard,
-    Hotline,
     Importance,
     LookAhead,
     RandomDrop,
@@ -33,96 +30,10 @@ from recsys.pipeline.skip.importance import (
 from recsys.pipeline.skip.refill import Position, RawBatch, Refill, Refilled
 
 IMPORTANCE = Importance(0.3, warm_up=0, bits=10, guard=None)
-POLICIES = {
-    "importance": IMPORTANCE,
-    "guarded": replace(IMPORTANCE, seed=3, guard=Guard(every=64, steps=12)),
-    "random": RandomDrop(0.3, weighted=True, refill=False),
-}
-RUNS = {
-    "few ahead": [
-        ("resident", LookAhead(2)),
-        ("host", Sequential()),
-        ("host", LookAhead(1)),
-        ("host", LookAhead(4)),
-    ],
-    "others": [
-        ("host", LookAhead(31)),
-        ("host", Hotline(learning_steps=1000)),
-        ("host", Auto(candidates=(Sequential(), LookAhead(2)), steps_per_turn=2, num_rounds=1)),
-        ("file", LookAhead(3)),
-    ],
-}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
     pytest.mark.filterwarnings("ignore:schedule=.*no effect"),
 ]
-
-
-@pytest.mark.in_ci("guarded-others")
-@pytest.mark.parametrize("runs", RUNS)
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path):
-    policy = POLICIES[name]
-    expected = skips.Run(Sequential(), policy).train(num_epochs=2)
-
-    for tier, schedule in RUNS[runs]:
-        options = skips.options_of(tier, tmp_path / "rows")
-        run = skips.Run(schedule, policy, options).train(num_epochs=2)
-        skips.require_equal(expected, run)
-        assert run.pipeline.skipping.position == expected.pipeline.skipping.position
-        assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
-
-    skipping = expected.pipeline.skipping
-    assert len(expected.losses) == 200  # one step for each raw mini-batch
-    assert skipping.num_seen == 3200
-    assert skipping.num_skipped > 300
-    json.dumps(skipping.report())
-
-
-def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
-    expected = skips.Run(Sequential(), IMPORTANCE).train(num_epochs=1)
-
-    options = skips.options_of("host", None)
-    run = skips.Run(Hotline(learning_steps=5), IMPORTANCE, options).train(num_epochs=1)
-
-    assert run.pipeline.popular_split.num_split > 0
-    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
-    assert run.pipeline.skipping.position == expected.pipeline.skipping.position
-
-
-@pytest.mark.in_ci("3-guarded")
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("depth", [0, 3])
-def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):
-    policy = POLICIES[name]
-    schedule = LookAhead(depth) if depth else Sequential()
-    options = skips.options_of("host", None)
-    expected = skips.Run(schedule, policy, options).train(num_epochs=2)
-
-    run = skips.Run(schedule, policy, options)
-    # Versions are made after 16, 32, ... steps, and hold from 48, 64, ... on.
-    for stop in (1, 15, 16, 17, *range(46, 50), 63, 64, 65, 76, 100, 101, 150, 199):
-        run.train(stop, num_epochs=2)
-        state = run.state()
-        losses, run = run.losses, skips.Run(schedule, policy, options).load(state)
-        run.losses = losses
-    run.train(num_epochs=2)
-
-    skips.require_equal(expected, run)
-    assert run.pipeline.skipping.position == expected.pipeline.skipping.position
-    assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
-
-
-def test_an_epoch_left_early_continues_with_the_next_sample(skips):
-    options = skips.options_of("host", None)
-    expected = skips.Run(LookAhead(4), IMPORTANCE, options).train(num_epochs=2)
-    run = skips.Run(LookAhead(4), IMPORTANCE, options)
-
-    for stop in (1, 16, 48, 49, 66, 110):
-        run.train(stop, num_epochs=2)  # closes its iterator
-    run.train(num_epochs=2)
-
-    skips.require_equal(expected, run)
 
 
 class OneTable:
@@ -299,12 +210,12 @@ def test_random_drop_without_refill_keeps_each_sample_equally_often():
     assert {len(samples) for samples in chosen} == {10, 11}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["importance", "random_drop weighted"])
 def test_mini_batches_without_refill_count_as_their_raw_ones(skips, name):
     """They have fewer samples than a whole one on purpose."""
-    run = skips.Run(Sequential(), POLICIES[name]).train()
-    whole = skips.Run(Sequential(), POLICIES[name], whole=16).train()
-    half = skips.Run(Sequential(), POLICIES[name], whole=32).train()
+    run = skips.Run(Sequential(), skips.POLICIES[name]).train()
+    whole = skips.Run(Sequential(), skips.POLICIES[name], whole=16).train()
+    half = skips.Run(Sequential(), skips.POLICIES[name], whole=32).train()
 
     skips.require_equal(run, whole)
     assert half.losses[0] == run.losses[0]

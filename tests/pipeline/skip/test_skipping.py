@@ -26,6 +26,9 @@ from recsys.pipeline.skip.refill import RawBatch
 
 NAMES = [
     "random_drop",
+    "random_drop weighted",
+    "importance",
+    "importance guarded",
     "drop_input",
     "drop_input guarded",
     "freeze_rows",
@@ -50,7 +53,7 @@ RUNS = {
 }
 
 
-@pytest.mark.in_ci("freeze_rows guarded-ahead")
+@pytest.mark.in_ci("freeze_rows guarded-ahead", "importance guarded-others")
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path):
@@ -61,7 +64,7 @@ def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path
         options = skips.options_of(tier, tmp_path / "rows")
         run = skips.Run(schedule, policy, options).train(num_epochs=2)
         skips.require_equal(expected, run)
-        assert run.pipeline.skipping.position == expected.pipeline.skipping.position
+        assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
 
     skipping = expected.pipeline.skipping
     assert skipping.num_seen == 2 * len(expected.loader.source.splits["train"])
@@ -70,8 +73,9 @@ def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path
         skips.require_equal(skips.Run(Sequential(), None).train(num_epochs=2), expected)
 
 
-def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
-    policy = skips.POLICIES["drop_input"]
+@pytest.mark.parametrize("name", ["drop_input", "importance"])
+def test_hotline_leaves_out_the_same_samples_when_it_splits(skips, name):
+    policy = skips.POLICIES[name]
     expected = skips.Run(Sequential(), policy).train(num_epochs=1)
 
     options = skips.options_of("host", None)
@@ -81,7 +85,7 @@ def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
     assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
-@pytest.mark.in_ci("3-freeze_rows guarded", "3-subsample")
+@pytest.mark.in_ci("3-freeze_rows guarded", "3-subsample", "3-importance guarded")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):
@@ -92,8 +96,10 @@ def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):
     num_steps = len(expected.losses)
 
     run = skips.Run(schedule, policy, options)
-    # Windows end after 33, 66 and 99 steps, and hold from 65, 98 and 131 on.
-    for stop in (1, 2, 33, 34, *range(63, 68), *range(97, 100), *range(129, 134), num_steps - 1):
+    # Windows end after 33, 66 and 99 steps, and hold from 65, 98 and 131 on; versions of
+    # importance are made after 16, 32, ... steps, and hold from 48, 64, ... on.
+    stops = (1, 2, 16, 17, 33, 34, *range(46, 50), *range(63, 68), *range(97, 100))
+    for stop in (*stops, *range(129, 134), num_steps - 1):
         run.train(stop, num_epochs=2)
         state = run.state()
         losses, run = run.losses, skips.Run(schedule, policy, options).load(state)
@@ -189,7 +195,7 @@ def test_evaluation_between_steps_is_not_filtered(skips):
     skips.require_equal(expected, run)
 
 
-@pytest.mark.parametrize("name", ["random_drop", "drop_input"])
+@pytest.mark.parametrize("name", ["random_drop", "drop_input", "importance"])
 def test_an_epoch_left_early_continues_with_the_next_sample(skips, name):
     policy = skips.POLICIES[name]
     expected = skips.Run(LookAhead(2), policy, skips.options_of("host", None)).train()

@@ -42,6 +42,15 @@ def test_two_training_iterators_at_once_are_refused(skips):
     run.pipeline.progress(second)
 
 
+def test_an_iterator_that_cannot_be_deleted_must_be_used_up(skips):
+    run = skips.Run(LookAhead(2), skips.POLICIES["random_drop"], skips.options_of("host", None))
+    batches = list(run.loader)
+    run.pipeline.progress(iter(batches))
+
+    with pytest.raises(ValueError, match="that of a list cannot be"):
+        run.pipeline.progress(iter(batches))
+
+
 def adaptive_loader(source):
     return HotColdLoader(source, "train", 16, np.arange(1600) % 3 == 0, FAE())
 
