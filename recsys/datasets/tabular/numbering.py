@@ -59,8 +59,6 @@ _MAX_VALUES = 2**31 - 2
 _FNV_BASIS: Final = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME: Final = np.uint64(0x100000001B3)
 _NO_NULLS = np.empty(0, np.bool_)
-_NO_BYTES = np.empty(0, np.uint8)
-_NO_BYTES.flags.writeable = False  # as arrays over Arrow's buffers: one compiled loop for both
 
 
 class Numbers:
@@ -81,9 +79,8 @@ class Numbers:
         self.is_integer = is_integer
         self._name = name
         self._slots = np.zeros(1 << 12, np.uint64)
-        self._integers = np.empty(1 << 11 if is_integer else 0, np.int64)
-        self._ends = np.zeros(1 << 11, np.int64)  # of texts in their bytes
-        self._bytes = np.empty(1 << 14, np.uint8)
+        self._known = np.empty(1 << 14, np.int64 if is_integer else np.uint8)
+        self._ends = None if is_integer else np.zeros(1 << 11, np.int64)  # of texts in their bytes
 
     def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:
         """The number of each value; `MISSING` for null.
@@ -98,33 +95,29 @@ class Numbers:
         Raises:
             ConfigError: there are more than 2**31 - 2 distinct values.
         """
-        numbers, nulls = np.empty(len(values), np.int32), _nulls_of(values)
-        most = self.num_values + len(values)
+        numbers, most = np.empty(len(values), np.int32), self.num_values + len(values)
+        offsets, data = (
+            (None, values.fill_null(0).to_numpy()) if self.is_integer else _texts_of(values)
+        )
         if grow:
             self._reserve_slots(most)
-        if self.is_integer:
-            self._integers = _with_room(self._integers, most if grow else 0)
-            integers = values.fill_null(0).to_numpy(), nulls, self._slots, self._integers
-            self.num_values = _number_integers_kernel(*integers, self.num_values, grow, numbers)
-            return numbers
-        offsets, data = _texts_of(values)
-        if grow:
-            self._ends = _with_room(self._ends, most + 1)
-            num_bytes = int(self._ends[self.num_values] + offsets[-1] - offsets[0])
-            self._bytes = _with_room(self._bytes, num_bytes)
-        texts = offsets, data, nulls, self._slots, self._ends, self._bytes
-        self.num_values = _number_texts_kernel(*texts, self.num_values, grow, numbers)
+            if offsets is not None and self._ends is not None:
+                self._ends = _with_room(self._ends, most + 1)
+                most = int(self._ends[self.num_values] + offsets[-1] - offsets[0])
+            self._known = _with_room(self._known, most)
+        table = self._slots, self._known, self._ends, self.num_values
+        self.num_values = _number_kernel(data, offsets, _nulls_of(values), *table, grow, numbers)
         return numbers
 
     def values(self) -> pa.Array:
         """All values, by number: int64 or large text. The array shares this object's memory."""
         import pyarrow as pa
 
-        if self.is_integer:
-            return pa.array(self._integers[: self.num_values])
+        if self._ends is None:
+            return pa.array(self._known[: self.num_values])
         ends = self._ends[: self.num_values + 1]
         return pa.LargeStringArray.from_buffers(
-            self.num_values, pa.py_buffer(ends), pa.py_buffer(self._bytes[: ends[-1]])
+            self.num_values, pa.py_buffer(ends), pa.py_buffer(self._known[: ends[-1]])
         )
 
     def _reserve_slots(self, num_values: int) -> None:
@@ -278,12 +271,10 @@ def _texts_of(values: pa.Array) -> tuple[NDArray[Any], NDArray[np.uint8]]:
 
     dtype = np.dtype(np.int64 if pa.types.is_large_string(values.type) else np.int32)
     _, offsets, data = values.buffers()
-    if not len(values) or offsets is None:
-        begins = np.zeros(1, dtype)
-        begins.flags.writeable = False
-    else:
-        begins = np.frombuffer(offsets, dtype, len(values) + 1, dtype.itemsize * values.offset)
-    return begins, np.frombuffer(data, np.uint8) if data is not None and data.size else _NO_BYTES
+    if not len(values):
+        offsets, values = bytes(8), pa.array([], values.type)
+    begins = np.frombuffer(offsets, dtype, len(values) + 1, dtype.itemsize * values.offset)
+    return begins, np.frombuffer(data if data is not None and data.size else bytes(1), np.uint8)
 
 
 def _with_room(array: NDArray[Any], size: int) -> NDArray[Any]:
@@ -299,97 +290,57 @@ _mix64: Any = kernel(mix64)  # of one number
 
 
 @kernel_part
-def _split_mix(value: np.uint64) -> Any:
-    """SplitMix64's output for the state `value`."""
-    return _mix64(value + GOLDEN)
-
-
-@kernel_part
-def _hash_text(data: NDArray[np.uint8], begin: np.int64, end: np.int64) -> Any:
+def _hash(data: NDArray[Any], begin: np.int64, size: np.int64) -> Any:
     bits = _FNV_BASIS
-    for place in range(begin, end):
-        bits = (bits ^ np.uint64(data[place])) * _FNV_PRIME
-    return _split_mix(bits)
+    for place in range(size):
+        bits = (bits ^ np.uint64(data[begin + place])) * _FNV_PRIME
+    return _mix64(bits + GOLDEN)
 
 
 @kernel
-def _number_integers_kernel(
-    integers: NDArray[np.int64],
+def _number_kernel(
+    data: NDArray[Any],
+    offsets: NDArray[Any] | None,
     nulls: NDArray[np.bool_],
     slots: NDArray[np.uint64],
-    values: NDArray[np.int64],
+    known: NDArray[Any],
+    ends: NDArray[np.int64] | None,
     num_values: int,
     grow: bool,
     numbers: NDArray[np.int32],
 ) -> int:
+    """Number n values; value k so far is `known[ends[k] : ends[k + 1]]`, or integer `known[k]`."""
     mask = np.uint64(len(slots) - 1)
     for position in range(len(numbers)):
-        if len(nulls) and nulls[position]:
+        begin = np.int64(position if offsets is None else offsets[position])
+        size = np.int64(1 if offsets is None else offsets[position + 1] - begin)
+        if size == 0 or (len(nulls) and nulls[position]):
             numbers[position] = MISSING
             continue
-        value = integers[position]
-        tag = _split_mix(np.uint64(value)) >> np.uint64(32)
+        tag = _hash(data, begin, size) >> np.uint64(32)
         slot = tag & mask
         number = np.int64(UNKNOWN)
         while slots[slot] != 0:
             entry = slots[slot]
             if (entry >> np.uint64(32)) == tag:
                 found = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
-                if values[found] == value:
-                    number = found
-                    break
-            slot = (slot + np.uint64(1)) & mask
-        if number == UNKNOWN and grow:
-            number = np.int64(num_values)
-            values[number] = value
-            num_values += 1
-            slots[slot] = (tag << np.uint64(32)) | np.uint64(num_values)
-        numbers[position] = number
-    return num_values
-
-
-@kernel
-def _number_texts_kernel(
-    offsets: NDArray[Any],
-    data: NDArray[np.uint8],
-    nulls: NDArray[np.bool_],
-    slots: NDArray[np.uint64],
-    ends: NDArray[np.int64],
-    texts: NDArray[np.uint8],
-    num_values: int,
-    grow: bool,
-    numbers: NDArray[np.int32],
-) -> int:
-    """Number n texts; text k so far is `texts[ends[k] : ends[k + 1]]`."""
-    mask = np.uint64(len(slots) - 1)
-    for position in range(len(numbers)):
-        begin, end = np.int64(offsets[position]), np.int64(offsets[position + 1])
-        if begin == end or (len(nulls) and nulls[position]):
-            numbers[position] = MISSING
-            continue
-        tag = _hash_text(data, begin, end) >> np.uint64(32)
-        slot = tag & mask
-        number = np.int64(UNKNOWN)
-        while slots[slot] != 0:
-            entry = slots[slot]
-            if (entry >> np.uint64(32)) == tag:
-                found = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
-                start = ends[found]
-                if ends[found + 1] - start == end - begin:
+                start = found if ends is None else ends[found]
+                if ends is None or ends[found + 1] - start == size:
                     place = np.int64(0)
-                    while place < end - begin and texts[start + place] == data[begin + place]:
+                    while place < size and known[start + place] == data[begin + place]:
                         place += 1
-                    if place == end - begin:
+                    if place == size:
                         number = found
                         break
             slot = (slot + np.uint64(1)) & mask
         if number == UNKNOWN and grow:
             number = np.int64(num_values)
-            start = ends[number]
-            for step in range(end - begin):
-                texts[start + step] = data[begin + step]
+            start = number if ends is None else ends[number]
+            for step in range(size):
+                known[start + step] = data[begin + step]
             num_values += 1
-            ends[num_values] = start + end - begin
+            if ends is not None:
+                ends[num_values] = start + size
             slots[slot] = (tag << np.uint64(32)) | np.uint64(num_values)
         numbers[position] = number
     return num_values
@@ -415,10 +366,13 @@ def _hash_texts_kernel(
     rows: NDArray[np.int32],
 ) -> None:
     for position in range(len(rows)):
-        begin, end = np.int64(offsets[position]), np.int64(offsets[position + 1])
+        begin, size = (
+            np.int64(offsets[position]),
+            np.int64(offsets[position + 1] - offsets[position]),
+        )
         if len(nulls) and nulls[position]:
-            end = begin
-        rows[position] = np.int32(_hash_text(data, begin, end) % num_rows)
+            size = np.int64(0)
+        rows[position] = np.int32(_hash(data, begin, size) % num_rows)
 
 
 @kernel
