@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from recsys.datasets.loader import BatchLoader
     from recsys.datasets.store import Store
     from recsys.datasets.synthetic.samples import SyntheticCriteo
-    from recsys.datasets.tabular.frames import write_store
-    from recsys.datasets.tabular.prepare import prepare_table
+    from recsys.datasets.tabular.prepare import prepare_table, write_store
     from recsys.datasets.tabular.schema import Schema
 
 __all__ = [
@@ -38,6 +37,6 @@ if not TYPE_CHECKING:
             "prepare_criteo_1tb": "criteo",
             "prepare_criteo_kaggle": "criteo",
             "prepare_table": "tabular.prepare",
-            "write_store": "tabular.frames",
+            "write_store": "tabular.prepare",
         },
     )

@@ -31,7 +31,7 @@ def findings_of(store: Store) -> list[str]:
     """A sentence for each thing that makes a model of this store, or its metrics, doubtful.
 
     - a part with fewer than 100 positive samples;
-    - columns that have one value, or none, in the training part;
+    - columns, the label among them, that have one value, or none, in the training part;
     - columns that tell a label, by their value or by being empty;
     - columns nearly all of whose values are unknown outside the training part;
     - a part in which most groups are new, where they are a feature, or none has both labels.
@@ -74,7 +74,9 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
     """Columns that have one value, and columns that tell a label."""
     samples = _some(store.splits["train"])
     labels_NK = labels_NK[samples]
-    constant: list[str] = []
+    constant = [
+        name for name, labels in zip(names, labels_NK.T, strict=True) if (labels == labels[0]).all()
+    ]
     telling: dict[str, list[str]] = {name: [] for name in names}
     for column, values in _columns(store, samples):
         if (values == values[0]).all():

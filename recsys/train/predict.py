@@ -25,9 +25,9 @@ from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.loader import ReadAhead, num_read_ahead, one_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import is_store
-from recsys.datasets.tabular.encode import NO_LABEL
-from recsys.datasets.tabular.encoder import Encoder
+from recsys.datasets.tabular.encode import Encoder
 from recsys.datasets.tabular.read import import_pyarrow
+from recsys.datasets.tabular.schema import NO_LABEL
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
@@ -119,8 +119,7 @@ def predict_run(
             assert isinstance(saved.source, Store)
             samples = _of_store(saved.source, batch_size)
         else:
-            encoder = Encoder(_store_of_run(run_dir, saved), data)
-            samples = _of_files(stack.enter_context(encoder), batch_size)
+            samples = _of_files(Encoder(_store_of_run(run_dir, saved), data), batch_size)
         file = stack.enter_context(appearing_whole(out))
         num_samples = _write(saved, samples, file)
     return PredictReport(

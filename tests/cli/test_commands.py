@@ -319,7 +319,7 @@ def test_a_full_disk_names_the_place_that_a_buffered_write_does_not(
     def fill(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("recsys.datasets.tabular.spool.Spool._write", fill)
+    monkeypatch.setattr("recsys.datasets.tabular.split.Spool._write", fill)
     (tmp_path / "clicks.csv").write_text("click,ad\n0,1\n1,2\n")
     (tmp_path / "schema.toml").write_text('label = "click"\n[categorical.ad]\n')
     files = [str(tmp_path / "clicks.csv"), "--schema", str(tmp_path / "schema.toml")]

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Store, prepare_table, write_store
-from recsys.datasets.tabular.encoder import Encoder
+from recsys.datasets.tabular.encode import Encoder
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 

@@ -2,22 +2,22 @@
 
     meaning                 type                    nulls
     ----------------------  ----------------------  --------------------------------
-    label                   int8, 0 or 1            none
-    weight                  float32, at least 0     none
-    timestamp               int64, seconds          none
-    group                   int64 or string         none
-    column of the split     string                  none
+    label: /label/0, ...    int8, 0 or 1            -1
+    weight: /weight         float32, at least 0     none
+    timestamp: /time        int64, seconds          none
+    group: /group           int64 or string         none
+    of the split: /part     uint8, place in SPLITS  none
     dense                   float64, finite         missing; none with missing "error"
     categorical             int64, string or a      missing; none with missing "error"
                             dictionary of strings
     multi, sequence         list of these           a null list is an empty one; no null elements
-    a condition on rows     int8, 0 or 1            none
+    a condition on rows     bool                    none
 
-A column that is categorical and also the group, or the column of the split, has the type of the
-categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
-They are no text, because text files write them in several ways; only the column of the split and
-conditions take them as true and false. Decimals of whole numbers, as databases write ids, are
-integers. Files and frames both pass through `conform`, so the same values give the same batch.
+A column with two meanings, such as a categorical one that is the group, is in the batch twice.
+Empty text and nan are missing. Booleans are integers, 1 for true. They are no text, because text
+files write them in several ways; only the column of the split and conditions take them as true and
+false. Decimals of whole numbers, as databases write ids, are integers. Files and frames both pass
+through `conform`, so the same values give the same batch.
 
 This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
 """
@@ -35,9 +35,13 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from recsys.datasets.tabular.schema import (
+    GROUP,
+    NO_LABEL,
+    PART,
+    TIME,
     TIME_UNITS,
+    WEIGHT,
     CategoricalColumn,
-    ColumnSplit,
     DenseColumn,
     Rule,
     rule_of,
@@ -76,26 +80,26 @@ def conform(
         batch: Columns that the schema names, in any order; columns it does not name are dropped.
         schema: What they mean.
         place: Names a row of the batch, by its number from 0, in messages, such as "a.csv, line 7".
-        optional: Labels may have nulls if they are named here.
+        optional: Labels may have nulls, which become `NO_LABEL`, if they are named here.
 
     Returns:
-        The columns of the batch that the schema names, in the schema's order, and whether each of
-        its conditions holds. Columns that only conditions name are dropped.
+        The features and roles of the schema that the batch has, and whether each of its conditions
+        holds.
 
     Raises:
         DatasetFormatError: a column has a type, or a value, that its meaning does not accept. The
             message names row, column, rule, value and hint.
     """
-    found = set(batch.schema.names)
-    arrays = {}
-    for name in schema.own_columns:
+    found, arrays = set(batch.schema.names), {}
+    features = {name: name for name in (*schema.dense, *schema.value_columns)}
+    for meaning, name in (features | schema.roles).items():
         if name in found:
             with _explained(batch, name, place):
-                array = batch.column(name)
-                arrays[name] = _convert(array, name, schema, may_be_null=name in optional)
+                column = batch.column(name)
+                arrays[meaning] = _convert(column, meaning, schema, may_be_null=name in optional)
     for condition, where in schema.conditions.items():
         holds = [_holds(batch, name, texts, place) for name, texts in where.items()]
-        arrays[condition] = reduce(pc.and_, holds).cast(pa.int8())
+        arrays[condition] = reduce(pc.and_, holds)
     return pa.RecordBatch.from_pydict(arrays)
 
 
@@ -134,55 +138,60 @@ def _holds(
         return _compare(array, rule).fill_null(False)
 
 
-def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
-    column: Any = schema.dense.get(name) or schema.value_columns.get(name)
-    is_split = name == getattr(schema.split, "column", None)
-    must_be_known = name == schema.group or is_split
-    must_be_known |= getattr(column, "missing", "") == "error"
+def _convert(array: pa.Array, meaning: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
+    column: Any = schema.dense.get(meaning) or schema.value_columns.get(meaning)
+    must_be_known = getattr(column, "missing", "") == "error"
     is_text = isinstance(column, CategoricalColumn) and column.values == "string"
     if is_text and types.is_dictionary(array.type) and not must_be_known:
         values = plain(array.dictionary)
         if types.is_string(values.type) and 2 * len(values) < len(array):
             return pa.DictionaryArray.from_arrays(array.indices, values)
     array = plain(array)
-    if column is None and types.is_nested(array.type):
-        raise _Fault(None, "must hold one value in each row", "lists are for multi and sequence")
+    if column is None:
+        must_be_known = not may_be_null
+        if types.is_nested(array.type):
+            rule = "must hold one value in each row"
+            raise _Fault(None, rule, "lists are for multi and sequence")
     if isinstance(column, DenseColumn):
         array = _dense(array)
     elif isinstance(column, CategoricalColumn):
         array = _values(array, column.values)
     elif column is not None:
         return _lists(array, column.values, column.split, schema.missing_values)
-    elif name in schema.label_columns:
-        array, must_be_known = _label(array, schema.positive_rule), not may_be_null
-    elif name == schema.timestamp:
-        return _seconds(array, schema.timestamp_format)
-    elif name == schema.weight:
-        _require(array.is_valid(), "must have a value", _FILL_IN)
+    elif meaning == TIME:
+        array = _seconds(array, schema.timestamp_format)
+    elif meaning == WEIGHT:
         array = _cast(array, pa.float32(), "must be a number", _CORRECT)
         is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
         _require(is_right, "a weight must be finite and at least 0", _CORRECT)
-        return array
-    elif name == schema.group:
+    elif meaning == GROUP:
         # Unsigned integers, such as hashes, may be too large for `_integers`.
         is_number = types.is_integer(array.type) or types.is_floating(array.type)
         array = (_integers if is_number and not types.is_uint64(array.type) else _strings)(array)
+    elif meaning == PART:
+        array = _part(array, schema.split)
     else:
-        array = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
+        array = _label(array, schema.positive_rule)
     if must_be_known:
         hint = f'{_FILL_IN}, or set missing to something other than "error"'
         _require(array.is_valid(), "must have a value", hint)
-    if isinstance(schema.split, ColumnSplit) and is_split:
-        known = [value for part in schema.split.parts for value in part]
-        is_right = pc.is_in(array.cast(pa.string()), value_set=pa.array(known, pa.string()))
-        _require(is_right, f"must be one of {known}", "list its value in [split]")
-    return array
+    return array.fill_null(NO_LABEL) if meaning.startswith("/label/") else array
+
+
+def _part(array: pa.Array, split: Any) -> pa.Array:
+    """The place of the list in which a column split has each value."""
+    values = [value for part in split.parts for value in part]
+    texts = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
+    places = pc.index_in(texts, pa.array(values, pa.string()))
+    _require(places.is_valid(), f"must be one of {values}", "list its value in [split]")
+    codes = np.repeat(np.arange(3, dtype=np.uint8), [len(part) for part in split.parts])
+    return pa.array(codes).take(places)
 
 
 def plain(array: pa.Array) -> pa.Array:
     """Without dictionary encoding or a large or view type; nulls for empty text and nan.
 
-    Decimals of whole numbers become integers, or text if one has more than 64 bits.
+    Decimals of whole numbers become text, which is read as integers where these are wanted.
     """
     kind = array.type
     if types.is_dictionary(kind):
@@ -195,10 +204,7 @@ def plain(array: pa.Array) -> pa.Array:
         if pc.any(is_missing).as_py():
             array = pc.if_else(is_missing, pa.scalar(None, kind), array)
     elif types.is_decimal(kind) and kind.scale == 0:
-        try:
-            array = array.cast(pa.int64())
-        except pa.ArrowInvalid:
-            array = array.cast(pa.string())
+        array = array.cast(pa.string())
     return array
 
 
@@ -278,13 +284,12 @@ def _integers(array: pa.Array) -> pa.Array:
 def _strings(array: pa.Array) -> pa.Array:
     kind = array.type
     is_empty = types.is_floating(kind) and array.null_count == len(array)  # as of a frame
-    if types.is_string(kind) or types.is_integer(kind) or is_empty:
-        return array.cast(pa.string())
-    # As text, true would be "true" or "True", and 3 would be "3.0".
-    hint = 'convert it to text or, as by .astype("Int64") of pandas, integers'
-    if types.is_boolean(kind):
-        hint = 'set values to "integer", or convert it to text'
-    raise _Fault(None, "must be text or integers", hint)
+    if not (types.is_string(kind) or types.is_integer(kind) or is_empty):
+        # As text, true would be "true" or "True", and 3 would be "3.0".
+        hint = 'convert it to text or, as by .astype("Int64") of pandas, integers'
+        hint = 'set values to "integer", or convert it to text' if types.is_boolean(kind) else hint
+        raise _Fault(None, "must be text or integers", hint)
+    return array.cast(pa.string())
 
 
 def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
@@ -356,17 +361,10 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
     if types.is_timestamp(array.type):
         per_second = TIME_UNITS.get(array.type.unit, 1)
         return pa.array(array.cast(pa.int64()).to_numpy() // per_second)
-    rule = "a time must be seconds since 1970, ISO text or a timestamp"
-    if types.is_floating(array.type):
-        if not types.is_float64(array.type):
-            rule = "floats of times must have 64 bits, as shorter ones are rounded"
-            raise _Fault(None, rule, "read the column as integers or float64")
-        array = pc.floor(array)
-    elif not types.is_integer(array.type):
-        raise _Fault(None, rule, "convert it")
-    array = _cast(array, pa.int64(), rule, _CORRECT)
+    array = _integers(pc.floor(array) if types.is_float64(array.type) else array)
     if form:
         return pa.array(array.to_numpy() // TIME_UNITS[form])
+    rule = "a time must be seconds since 1970, ISO text or a timestamp"
     hint = 'set timestamp_format: "ms" for milliseconds, or the form of its digits'
     _require(pc.less(pc.abs(array), _FIRST_MILLISECONDS), rule, hint)
     return array
@@ -377,10 +375,6 @@ def _parse_form(text: pa.Array, form: str) -> pa.Array:
     read = pc.strptime(text, format=form, unit="s", error_is_null=True)
     hint = "correct it, or set timestamp_format to the form of the column"
     _require(read.is_valid(), f"a time must have the form {form!r}", hint)
-    if "%Z" in form and "%z" not in form:
-        is_utc = pc.match_substring_regex(text, r"(^|[^A-Za-z])(UTC|GMT|Z)($|[^A-Za-z])")
-        rule = "the zone of a time must be UTC or GMT, as names of others are not read"
-        _require(is_utc, rule, "write offsets such as +01:00, with %z")
     if re.fullmatch("(%[YymdHMS])+", form):  # Arrow reads 1152025 under %m%d%Y as November 5
         is_whole = pc.equal(pc.utf8_length(text), len(form) + 2 * form.count("Y"))
         hint = "write times as text: integers lose leading zeros"
@@ -392,11 +386,10 @@ def _parse_times(array: pa.Array) -> pa.Array:
     """Times in text: integers, floats, or ISO with a zone or without one."""
     kinds = [pa.int64(), pa.float64()]
     kinds += [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")]
-    likely = None
     for kind in kinds:
         with suppress(pa.ArrowInvalid):
-            array[:1].cast(kind)
-            likely = likely or kind
             return array.cast(kind)
+    is_number = pc.match_substring_regex(array[:1], "^[0-9.]+$")[0].as_py()
     rule = "a time must be seconds since 1970 or ISO text, all in one form"
-    return _cast(array, likely or kinds[2], rule, "correct it, or set timestamp_format")
+    hint = "correct it, or set timestamp_format"
+    return _cast(array, kinds[1] if is_number else kinds[2], rule, hint)

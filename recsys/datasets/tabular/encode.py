@@ -2,6 +2,7 @@
 
     `RowEncoder`   a batch  ->  numbers for values, float64, seconds, 0/1 labels: what is spooled
     `RowMaker`     those    ->  rows of embedding tables, float32 features: what a store holds
+    `Encoder`      files    ->  rows of a store that exists: both steps, by its vocabularies
 
 Values of embedding tables get provisional numbers by first appearance in a column, block by block;
 their rows are known only after the training part was counted. Hashed values get their rows at once.
@@ -14,56 +15,68 @@ float64, block by block, by the update of Chan, Golub and LeVeque, and kept in t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from recsys._support.files import as_argument
 from recsys._support.machine import num_cores
 from recsys.datasets.tabular.numbering import (
     MISSING,
     HashedRows,
     Numbers,
+    new_numbers,
+    read_vocabulary,
+    vocabulary_file,
 )
-from recsys.datasets.tabular.schema import ColumnSplit, MultiColumn, SequenceColumn
-from recsys.errors import DatasetFormatError
+from recsys.datasets.tabular.read import TableFiles
+from recsys.datasets.tabular.schema import (
+    GROUP,
+    NO_LABEL,
+    TIME,
+    WEIGHT,
+    FractionSplit,
+    MultiColumn,
+    Schema,
+    SequenceColumn,
+)
+from recsys.errors import ConfigError, DatasetFormatError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import pyarrow as pa
     from numpy.typing import NDArray
 
     from recsys.batch import Batch
-    from recsys.datasets.tabular.schema import Schema, Table
+    from recsys.datasets.store import Store
+    from recsys.datasets.tabular.schema import Table
 
 __all__ = [
-    "GROUP",
-    "NO_LABEL",
-    "PART",
-    "TIME",
-    "WEIGHT",
     "Bags",
     "Columns",
     "DenseRule",
+    "Encoder",
     "Moments",
     "RowEncoder",
     "RowMaker",
     "StoreRows",
     "TableRows",
-    "labels_of",
+    "encoding_of",
     "places_of",
-    "roles_of",
+    "read_rules",
+    "read_schema",
     "woven",
 ]
 
-# Spooled columns that are no features; a feature's column has the feature's name.
-WEIGHT, GROUP, TIME, PART = "/weight", "/group", "/time", "/part"
-# The label of a row whose label is missing, which only rows to predict may be.
-NO_LABEL: Final = -1
-
+_VALUE_KINDS = ("categorical", "multi", "sequence", "history")
 _ROUNDING = 1e-13
 
 
@@ -117,35 +130,17 @@ def woven(bags: Sequence[Bags]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return values, lengths
 
 
-def labels_of(schema: Schema) -> list[str]:
-    """The encoded columns of labels."""
-    return [f"/label/{number}" for number in range(len(schema.label_columns))]
-
-
-def roles_of(schema: Schema) -> dict[str, str]:
-    """The column of each role that the schema has: labels, weight, group, time, part."""
-    columns = {
-        **dict(zip(labels_of(schema), schema.label_columns, strict=True)),
-        WEIGHT: schema.weight,
-        GROUP: schema.group,
-        TIME: schema.timestamp,
-        PART: schema.split.column if isinstance(schema.split, ColumnSplit) else "",
-    }
-    return {role: column for role, column in columns.items() if column}
-
-
 class RowEncoder:
-    """Encodes record batches; use it as a context manager.
+    """Encodes record batches.
 
     Args:
         schema: What the columns mean.
         numbers: The numbering of each table.
         grow: New values get new numbers; otherwise they are `UNKNOWN`.
-        without: Columns that the batches need not have: of a label, weight, and so on.
         num_threads: Tables are numbered in parallel; by default on all cores.
 
     Attributes:
-        group_numbers: The numbering of the groups; None before the first batch.
+        groups: The numbering of the groups; None before the first batch.
     """
 
     def __init__(
@@ -154,17 +149,11 @@ class RowEncoder:
         numbers: Mapping[str, Numbers | HashedRows],
         *,
         grow: bool = True,
-        without: Collection[str] = (),
         num_threads: int | None = None,
     ) -> None:
-        self.schema = schema
-        self.group_numbers: Numbers | None = None
-        self._numbers = dict(numbers)
-        self._grow = grow
-        self._roles = {
-            role: column for role, column in roles_of(schema).items() if role not in without
-        }
-        self._pool = ThreadPoolExecutor(num_threads or num_cores(), "recsys-encode")
+        self.groups: Numbers | None = None
+        self._schema, self._numbers, self._grow = schema, dict(numbers), grow
+        self._num_threads = num_threads or num_cores()
 
     def encode(self, batch: pa.RecordBatch) -> Columns:
         """Encode a block of rows.
@@ -173,27 +162,33 @@ class RowEncoder:
             batch: Columns that `conform` made.
 
         Returns:
-            An array for each column: (n,) float64 for dense columns, NaN where a value is missing;
-            (n,) int32 numbers, `MISSING` or `UNKNOWN`, or bags of them; (n,) int8 labels,
-            `NO_LABEL` where one is missing; (n,) bool for each condition of the schema.
+            For each column of an embedding table: (n,) int32 numbers, `MISSING` or `UNKNOWN`, or
+            bags of them; for `GROUP`: (n,) int32 numbers. Other columns as they are, NaN where a
+            dense value is missing.
         """
-        tables = self._pool.map(lambda table: self._encode_table(table, batch), self.schema.tables)
-        encoded: Columns = {role: self._role(role, batch) for role in self._roles}
-        for name in self.schema.dense:
-            encoded[name] = batch.column(name).to_numpy(zero_copy_only=False)
-        for name in self.schema.conditions:
-            encoded[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(np.bool_)
-        for columns in tables:
-            encoded |= columns
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        with ThreadPoolExecutor(self._num_threads, "recsys-encode") as pool:
+            tables = pool.map(lambda table: self._encode_table(table, columns), self._schema.tables)
+            encoded: Columns = {
+                name: column.to_numpy(zero_copy_only=False)
+                for name, column in columns.items()
+                if name not in {GROUP, *self._schema.value_columns}
+            }
+            if GROUP in columns:
+                encoded[GROUP] = self._group(columns[GROUP])
+            for found in tables:
+                encoded |= found
         return encoded
 
-    def _encode_table(self, table: Table, batch: pa.RecordBatch) -> Columns:
-        numbers, encoded = self._numbers[table.name], {}
+    def _encode_table(self, table: Table, columns: Mapping[str, pa.Array]) -> Columns:
+        numbers = self._numbers[table.name]
+        encoded: Columns = {}
         for name in table.columns:
-            rules, column = self.schema.value_columns[name], batch.column(name)
-            values = column.flatten() if isinstance(rules, MultiColumn) else column
-            found = self._number(values, numbers)
-            encoded[name] = _bags(found, column, rules) if isinstance(rules, MultiColumn) else found
+            rules, column = self._schema.value_columns[name], columns[name]
+            if isinstance(rules, MultiColumn):
+                encoded[name] = _bags(self._number(column.flatten(), numbers), column, rules)
+            else:
+                encoded[name] = self._number(column, numbers)
         return encoded
 
     def _number(self, values: pa.Array, numbers: Numbers | HashedRows) -> NDArray[np.int32]:
@@ -203,49 +198,16 @@ class RowEncoder:
             texts = pa.concat_arrays([values.dictionary, pa.nulls(1, pa.string())])
             places: NDArray[Any] = values.indices.fill_null(len(texts) - 1).to_numpy()
             return np.take(self._number(texts, numbers), places)
-        if isinstance(numbers, HashedRows):
-            return numbers.number(values)
         return numbers.number(values, grow=self._grow)
-
-    def _role(self, role: str, batch: pa.RecordBatch) -> NDArray[Any]:
-        column = batch.column(self._roles[role])
-        if role == GROUP:
-            return self._group(column)
-        if role == PART:
-            return self._part(column)
-        if role.startswith("/label"):
-            column = column.fill_null(NO_LABEL)
-        found: NDArray[Any] = column.to_numpy(zero_copy_only=False)
-        return found
 
     def _group(self, column: pa.Array) -> NDArray[np.int32]:
         """Numbers of groups: of integers if the first batch has integers, else of texts."""
         import pyarrow as pa
 
-        if self.group_numbers is None:
-            is_integer = pa.types.is_integer(column.type)
-            self.group_numbers = Numbers(self._roles[GROUP], is_integer=is_integer)
-        kind = pa.int64() if self.group_numbers.is_integer else pa.string()
-        return self.group_numbers.number(column.cast(kind))
-
-    def _part(self, column: pa.Array) -> NDArray[np.uint8]:
-        """The code of the part of each row: the place of its list in `ColumnSplit`."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        split = self.schema.split
-        assert isinstance(split, ColumnSplit)
-        known = pa.array([value for part in split.parts for value in part], pa.string())
-        places = pc.index_in(column.cast(pa.string()), known).to_numpy(zero_copy_only=False)
-        codes = np.repeat(np.arange(3, dtype=np.uint8), [len(part) for part in split.parts])
-        found: NDArray[np.uint8] = codes[places]
-        return found
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        if self.groups is None:
+            self.groups = Numbers("group", is_integer=pa.types.is_integer(column.type))
+        kind = pa.int64() if self.groups.is_integer else pa.string()
+        return self.groups.number(column.cast(kind))
 
 
 def _bags(found: NDArray[np.int32], lists: pa.Array, rules: MultiColumn) -> Bags:
@@ -275,17 +237,11 @@ class Moments:
         """Add a block of values; missing ones are NaN."""
         there = values[~np.isnan(values)]
         self.num_missing += len(values) - len(there)
-        if len(there):
-            mean = float(there.mean())
-            self._merge(len(there), mean, float(np.square(there - mean).sum()))
+        mean = float(there.mean()) if len(there) else 0.0
+        self.merge(len(there), mean, float(np.square(there - mean).sum()))
 
-    def filled(self, fill: float) -> Moments:
-        """The moments of all values, each missing one being `fill`."""
-        whole = Moments(self.count, self.mean, self.squares)
-        whole._merge(self.num_missing, fill, 0.0)
-        return whole
-
-    def _merge(self, count: int, mean: float, squares: float) -> None:
+    def merge(self, count: int, mean: float, squares: float) -> None:
+        """Add the moments of other values."""
         if count:
             total = self.count + count
             step = mean - self.mean
@@ -330,7 +286,8 @@ class DenseRule:
                 "no value in this column; set missing to a number, or ignore the column"
             )
         fill = moments.mean if missing == "mean" else 0.0 if missing == "error" else float(missing)
-        filled = moments.filled(fill)
+        filled = replace(moments)
+        filled.merge(moments.num_missing, fill, 0.0)
         deviation = math.sqrt(filled.squares / filled.count) if filled.count else 0.0
         if deviation <= _ROUNDING * abs(filled.mean):  # equal values, and rounding
             deviation = 0.0
@@ -367,10 +324,7 @@ class StoreRows:
         """The given rows, in the given order; a row may be given several times."""
         return StoreRows(
             self.dense[rows],
-            {
-                name: found.take(rows) if isinstance(found, Bags) else found[rows]
-                for name, found in self.features.items()
-            },
+            {name: found.take(rows) for name, found in self.features.items()},
             {name: array[rows] for name, array in self.others.items()},
         )
 
@@ -378,9 +332,7 @@ class StoreRows:
         """The arguments of `StoreWriter.append`."""
         ones = [found for found in self.features.values() if not isinstance(found, Bags)]
         bags = [found for found in self.features.values() if isinstance(found, Bags)]
-        sparse = np.empty((len(self.dense), len(ones)), np.int32)
-        for column, rows in enumerate(ones):
-            sparse[:, column] = rows
+        sparse = np.stack(ones, axis=1) if ones else np.empty((len(self.dense), 0), np.int32)
         arrays = {"dense": self.dense, "sparse": sparse, **self.others}
         if bags:
             arrays["bag_values"], arrays["bag_lengths"] = woven(bags)
@@ -443,25 +395,22 @@ class RowMaker:
             histories: The encoded bag of each history.
         """
         num_rows = len(Bags.of(next(iter(columns.values()))).lengths)
-        dense = np.empty((num_rows, len(self.dense)), np.float32)
-        for column, (name, rule) in enumerate(self.dense.items()):
-            dense[:, column] = rule.apply(np.asarray(columns[name]))
+        dense = [rule.apply(np.asarray(columns[name])) for name, rule in self.dense.items()]
+        dense_NI = np.stack(dense, axis=1) if dense else np.empty((num_rows, 0), np.float32)
         features: dict[str, NDArray[np.int32] | Bags] = {}
         for feature in self.schema.features:
-            history = self.schema.history.get(feature.name)
-            if history is None:
+            if feature.name in histories:
+                values, lengths = histories[feature.name]
+                rows = self.rows_of(values, self.schema.history[feature.name].of)
+                features[feature.name] = Bags(rows, lengths)
+            else:
                 features[feature.name] = self._rows(columns[feature.name], feature.name)
-                continue
-            values, lengths = histories[feature.name]
-            features[feature.name] = Bags(self.rows_of(values, history.of), lengths)
         roles = {"weights": WEIGHT, "groups": GROUP, "times": TIME}
-        others: dict[str, Any] = {
-            name: columns[role] for name, role in roles.items() if role in columns
-        }
-        labels = [columns[role] for role in labels_of(self.schema) if role in columns]
+        others: dict[str, Any] = {name: columns[r] for name, r in roles.items() if r in columns}
+        labels = [column for name, column in columns.items() if name.startswith("/label/")]
         if labels:
             others["labels"] = np.stack(labels, axis=1) if self.schema.labels else labels[0]
-        return StoreRows(dense, features, others)
+        return StoreRows(dense_NI, features, others)
 
     def rows_of(self, numbers: NDArray[np.int32], column: str) -> NDArray[np.int32]:
         """The rows of the values of a column, without counting unknown ones; of the same shape."""
@@ -482,3 +431,139 @@ class RowMaker:
         if rules.has_missing_row:
             rows[is_missing] = 1
         return Bags(rows, numbers.lengths) if isinstance(numbers, Bags) else rows
+
+
+class Encoder:
+    """Encodes raw rows by the vocabularies of a store, as its own rows were, to predict them.
+
+        encoder = Encoder(store, paths)
+        for batch in encoder.files.batches():
+            scores = model(encoder.encode(batch).as_batch())
+
+    Values that the store's training part did not have, or had too rarely, get row 0 of their table
+    and are counted.
+
+    Features are read, and labels where the files have them. Groups, times, weights, the column of
+    the split and those of the filter are not. The files may lack the label, and labels may be
+    missing.
+
+    Args:
+        store: A store that `recsys prepare table` made.
+        paths: The files.
+
+    Attributes:
+        files: The files; `encode` takes their rows from the first one on.
+        schema: The store's schema without group, times, weight, filter, split and negatives.
+        unknown: How many values of each numbered column had no row of their own so far; missing
+            values are not among them.
+
+    Raises:
+        StoreError: the store has no schema, or its vocabularies are damaged.
+        ConfigError: the schema has histories, which are made from the rows before.
+        ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
+    """
+
+    def __init__(self, store: Store, paths: Sequence[str | Path]) -> None:
+        schema = read_schema(store)
+        if schema.history:
+            labelled, others = "", ""
+            if schema.label_columns:
+                labelled, others = "labelled ", "; rows without labels cannot be predicted"
+            raise ConfigError(
+                f"store {store.path}: a history is made from earlier positive rows, so a model "
+                f"with histories predicts stores alone; make one of {labelled}rows with `recsys "
+                f"prepare table FILES --like {as_argument(store.path)} --out STORE`{others}"
+            )
+        numbers, self._maker = read_rules(store)
+        self.unknown = self._maker.unknown
+        unused = ("group", "timestamp", "timestamp_format", "weight", "filter", "negatives")
+        defaults = {name: Schema.model_fields[name].default for name in unused}
+        # Not checked again: rows to predict may have neither a label nor negatives.
+        self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
+        optional = self.schema.label_columns
+        self.files = TableFiles(paths, self.schema, optional=optional, with_hash=False)
+        self._encoder = RowEncoder(self.schema, numbers, grow=False)
+
+    def encode(self, batch: pa.RecordBatch) -> StoreRows:
+        """Encode a block of rows.
+
+        Labels are None if the files lack their column, and `NO_LABEL` where they are missing.
+        Weights, groups and times are None.
+
+        Args:
+            batch: The next batch of the files.
+        """
+        return self._maker.make(self._encoder.encode(batch), {})
+
+
+def read_schema(store: Store) -> Schema:
+    """The schema of a store, from its `meta.json`.
+
+    Raises:
+        StoreError: the store was not made from a table, or is damaged.
+    """
+    if "schema" not in store.meta:
+        raise StoreError(
+            f"store {store.path} has no schema; name one that `recsys prepare table` made"
+        )
+    try:
+        schema = Schema.from_dict(store.meta["schema"])
+    except ConfigError as error:
+        raise _damaged(store, f"schema: {error}") from error
+    if [table.name for table in schema.tables] != list(store.table_sizes):
+        raise _damaged(store, "num_embeddings and schema name different tables")
+    return schema
+
+
+def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]:
+    """How the rows of a store were made, from its `meta.json` and vocabularies.
+
+    Returns:
+        The numbering of each table, filled with its vocabulary; and what makes rows of numbers.
+
+    Raises:
+        StoreError: the store was not made from a table, or is damaged.
+    """
+    schema = read_schema(store)
+    numbers = {table.name: new_numbers(table) for table in schema.tables}
+    tables: dict[str, TableRows] = {}
+    for number, table in enumerate(schema.tables):
+        size, values = store.table_sizes[table.name], numbers[table.name]
+        row_of = None
+        if isinstance(values, Numbers):
+            read_vocabulary(vocabulary_file(store.path, number), values, table.first_row, size)
+            row_of = np.zeros(values.num_values + 2, np.int32)
+            row_of[:-2] = np.arange(table.first_row, size)
+        tables[table.name] = TableRows(size, row_of)
+    try:
+        rules = TypeAdapter(list[DenseRule]).validate_python(store.meta["dense_rules"])
+        dense = dict(zip(schema.dense, rules, strict=True))
+    except (KeyError, ValueError) as error:
+        raise _damaged(store, f"dense_rules: {error}") from error
+    return numbers, RowMaker(schema, tables, dense)
+
+
+def encoding_of(schema: Schema, dense: Mapping[str, DenseRule], folder: Path) -> str:
+    """The entry `encoding` of `meta.json`: SHA-256, in hex, of all that decides a row's features.
+
+    Stores with equal entries look up the same row of a table for the same value, and have the same
+    dense features in the same order. Labels, splits and the like do not count.
+
+    Args:
+        schema: The store's schema.
+        dense: The rule of each dense column, in order.
+        folder: The store's folder, with its vocabularies.
+    """
+    tree = schema.as_dict()
+    about = {kind: tree.get(kind, {}) for kind in _VALUE_KINDS}
+    about["dense"] = {name: asdict(rule) for name, rule in dense.items()}
+    digest = hashlib.sha256(json.dumps(about).encode())  # the order of columns counts
+    for number, table in enumerate(schema.tables):
+        if table.rules.numbering != "hash":
+            with vocabulary_file(folder, number).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _damaged(store: Store, reason: str) -> StoreError:
+    return StoreError(f"{store.path / 'meta.json'}: {reason}; prepare the store again")

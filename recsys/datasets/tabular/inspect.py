@@ -19,7 +19,7 @@ from pyarrow import types
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.convert import conform, is_list, plain
 from recsys.datasets.tabular.read import TextFile, find_files, open_table
-from recsys.datasets.tabular.schema import TIME_UNITS, Schema, check_delimiter
+from recsys.datasets.tabular.schema import TIME_UNITS, Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def inspect_table(
             label, and no group and item that negatives could be drawn for.
         DatasetFormatError: the file breaks its format, or has no rows or no line of names.
     """
-    check_delimiter("", quote)
+    Schema.from_dict({"label": "y", "categorical": {"c": {}}, "quote": quote})
     file, delimiter = _open(find_files(paths)[0], quote, names)
     shown = ", ".join(map(repr, file.column_names[:30]))
     read = [
@@ -204,23 +204,17 @@ class _Facts:
             that looks like times, but is not ISO text), or "other".
         array: The values of all rows; text that is numbers throughout is numbers.
         num_distinct: Different values; 0 for lists.
-        quantiles: Lowest number, median and highest number.
         counts: How often each value occurs, by the value as text, the rarest first; empty if there
             are more than 10.
         time_format: Key `timestamp_format` under which all values are times; None for no times.
-        separator: The character that splits most of the text into repeated parts; else "".
-        has_integers: Whether the values, or those of the lists, are integers.
     """
 
     name: str
     kind: str
     array: pa.Array
-    num_distinct: int = 0
-    quantiles: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    counts: dict[str, int] = field(default_factory=dict)
-    time_format: str | None = None
-    separator: str = ""
-    has_integers: bool = False
+    num_distinct: int
+    counts: dict[str, int]
+    time_format: str | None
 
     @property
     def stem(self) -> str:
@@ -233,6 +227,13 @@ class _Facts:
         values = {value.lower() for value in self.counts}
         return bool(values) and (values <= {"0", "1", "0.0", "1.0"} or values <= {"false", "true"})
 
+    @property
+    def quantiles(self) -> tuple[float, float, float]:
+        """Lowest number, median and highest number."""
+        numbers = self.array.cast(pa.float64(), safe=False)
+        least, median, most = pc.quantile(numbers, [0.0, 0.5, 1.0]).to_pylist()
+        return least, median, most
+
 
 def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
     """Measure one column of at least one row; it is text in text files."""
@@ -241,41 +242,44 @@ def _measure(name: str, column: pa.ChunkedArray) -> _Facts:
     if types.is_floating(array.type) and re.search(_ID_NAME, name):
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
         array = given if types.is_string(given.type) else _as_numbers(given)
-    kind, values = array.type, array.drop_null()
-    facts: dict[str, Any] = {"name": name, "array": array}
+    values, kind = array.drop_null(), _kind(array.drop_null())
+    counts: dict[str, int] = {}
+    counted: Any = [] if kind in ("empty", "other", "list") else values.value_counts()
+    if 0 < len(counted) <= 10:
+        pairs = sorted((pair["counts"], str(pair["values"])) for pair in counted.to_pylist())
+        counts = {value: count for count, value in pairs}
+    time_format = "" if kind == "time" else None
+    if kind in ("integer", "number"):
+        time_format = _time_format(values)
+    return _Facts(
+        name=name,
+        kind=kind,
+        array=array,
+        num_distinct=len(counted),
+        counts=counts,
+        time_format=time_format,
+    )
+
+
+def _kind(values: pa.Array) -> str:
+    """The kind of a column with these values; see `_Facts`."""
+    kind = values.type
     if not len(values):
-        return _Facts(kind="empty", **facts)
+        return "empty"
     if is_list(kind):
-        parts = _as_numbers(plain(values.flatten()).drop_null())
-        is_feature = types.is_integer(parts.type) or types.is_string(parts.type)
-        facts["has_integers"] = types.is_integer(parts.type)
-        return _Facts(kind="list" if is_feature else "other", **facts)
+        parts = _as_numbers(plain(values.flatten()).drop_null()).type
+        return "list" if types.is_integer(parts) or types.is_string(parts) else "other"
     is_value = types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)
     if not is_value or types.is_time(kind) or types.is_duration(kind):
-        return _Facts(kind="other", **facts)
-    counted = values.value_counts()
-    facts["num_distinct"] = len(counted)
-    if len(counted) <= 10:
-        pairs = sorted((pair["counts"], str(pair["values"])) for pair in counted.to_pylist())
-        facts["counts"] = {value: count for count, value in pairs}
+        return "other"
     is_iso = types.is_string(kind) and "-" in values[0].as_py()
     if types.is_temporal(kind) or (is_iso and _conformed(values, timestamp="x") is not None):
-        return _Facts(kind="time", time_format="", **facts)
-    if types.is_boolean(kind):
-        return _Facts(kind="bool", has_integers=True, **facts)
+        return "time"
     if types.is_string(kind):
-        if pc.mean(pc.match_substring_regex(values, _DATE_OR_CLOCK)).as_py() >= 0.9:
-            return _Facts(kind="unknown time", **facts)
-        return _Facts(kind="text", **_separator(values), **facts)
-    is_integer = types.is_integer(kind)
-    quantiles = pc.quantile(values.cast(pa.float64(), safe=False), [0.0, 0.5, 1.0]).to_pylist()
-    return _Facts(
-        kind="integer" if is_integer else "number",
-        quantiles=tuple(quantiles),
-        time_format=_time_format(values, quantiles[0], quantiles[2]),
-        has_integers=is_integer,
-        **facts,
-    )
+        is_time = pc.mean(pc.match_substring_regex(values, _DATE_OR_CLOCK)).as_py() >= 0.9
+        return "unknown time" if is_time else "text"
+    names = {pa.bool_(): "bool"}
+    return names.get(kind, "integer" if types.is_integer(kind) else "number")
 
 
 def _as_numbers(array: pa.Array) -> pa.Array:
@@ -293,12 +297,13 @@ def _conformed(array: pa.Array, **keys: str) -> pa.Array | None:
     schema = Schema.from_dict({"label": "y", "categorical": {"c": {}}, **keys})
     batch = pa.RecordBatch.from_arrays([array], ["x"])
     with suppress(DatasetFormatError):
-        return conform(batch, schema, "row {}".format, optional=["x"]).column("x")
+        return conform(batch, schema, "row {}".format, optional=["x"]).column(0)
     return None
 
 
-def _time_format(array: pa.Array, least: float, most: float) -> str | None:
+def _time_format(array: pa.Array) -> str | None:
     """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
+    least, most = pc.min(array).as_py(), pc.max(array).as_py()
     for form, per_second in {"": 1, **TIME_UNITS}.items():
         if _FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
             return form
@@ -309,8 +314,8 @@ def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     return None
 
 
-def _separator(array: pa.Array) -> dict[str, Any]:
-    """The character that splits the text into parts that repeat, as tags do and sentences do not.
+def _separator(array: pa.Array) -> str:
+    """The character that splits text into parts that repeat, as tags do and sentences do not.
 
     At least a fifth of the values must contain it. The parts must be far fewer than they would be
     if each were new; and a space must not split text that another character splits. Lists as Python
@@ -318,13 +323,11 @@ def _separator(array: pa.Array) -> dict[str, Any]:
     """
     is_list_of_code = pc.mean(pc.match_substring_regex(array, _IN_BRACKETS)).as_py() >= 0.9
     for separator in "" if is_list_of_code else _SEPARATORS:
-        if pc.mean(pc.match_substring(array, separator)).as_py() < 0.2:
-            continue
         parts = plain(pc.split_pattern(array, pattern=separator).flatten()).drop_null()
-        if len(parts.unique()) < min(len(array.unique()) + 1, len(parts) / 2):
-            has_integers = types.is_integer(_as_numbers(parts).type)
-            return {"separator": separator, "has_integers": has_integers}
-    return {}
+        is_found = pc.mean(pc.match_substring(array, separator)).as_py() >= 0.2
+        if is_found and len(parts.unique()) < min(len(array.unique()) + 1, len(parts) / 2):
+            return separator
+    return ""
 
 
 @dataclass
@@ -365,7 +368,7 @@ class _Guess:
             rule = {} if chosen.is_binary else {"positive": self.tree["positive"]}
             labels = _conformed(chosen.array, label="x", **rule)
             assert labels is not None
-            self.labels = labels.fill_null(-1).to_numpy(zero_copy_only=False)
+            self.labels = labels.to_numpy()
         split = self._find(("split",), lambda facts: set() < {*facts.counts} <= {*_PARTS})
         if split is not None:
             self.reasons[split.name] = self.key_reasons["split"] = "by its name and values"
@@ -403,33 +406,37 @@ class _Guess:
 
     def give_kind(self, facts: _Facts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group or the item."""
-        keys: dict[str, Any] = {"values": "integer" if facts.has_integers else "string"}
-        num_missing = facts.array.null_count
-        missing = f", {num_missing / self.num_rows:.1%} missing" if num_missing else ""
-        shown = f"{facts.num_distinct:,} different values in {self.num_rows:,} rows{missing}"
+        array, num_distinct = facts.array, facts.num_distinct
+        missing = f", {array.null_count / self.num_rows:.1%} missing" if array.null_count else ""
+        shown = f"{num_distinct:,} different values in {self.num_rows:,} rows{missing}"
         has_role = facts.name in (self.tree.get("group"), self.item)
         where = "" if has_role or self.labels is None else self._tells_label(facts, self.labels)
+        is_text = facts.kind == "text" and not has_role
+        separator = _separator(array.drop_null()) if is_text else ""
         if facts.kind in _NO_FEATURE:
             self.reasons[facts.name] = _NO_FEATURE[facts.kind]
         elif where:
             self.reasons[facts.name] = f"tells the label: {where}"
-        elif facts.num_distinct == 1 and self.num_rows > 1 and not has_role:
+        elif num_distinct == 1 and self.num_rows > 1 and not has_role:
             self.reasons[facts.name] = "one value in all these rows"
-        elif facts.kind == "list" or (facts.separator and not has_role):
-            what = f"split by {facts.separator!r}" if facts.separator else "lists"
+        elif facts.kind == "list" or separator:
+            lists = pc.split_pattern(array, pattern=separator) if separator else array
+            values = _values(_as_numbers(plain(lists.flatten()).drop_null()))
+            what = f"split by {separator!r}" if separator else "lists"
             why = f"{what}{missing}; a sequence if they are in order of time"
-            self._add("multi", facts, keys | {"split": facts.separator}, why)
+            self._add("multi", facts, why, values=values, split=separator)
         elif facts.kind == "number":
             least, median, most = facts.quantiles
             transform = "log" if least >= 0 and most > 20 * median else "standardize"
             why = f"numbers from {least:g} to {most:g}, median {median:g}{missing}"
-            self._add("dense", facts, {"transform": transform}, why)
-        elif facts.num_distinct > 0.98 * self.num_rows > 100 and not has_role:
+            self._add("dense", facts, why, transform=transform)
+        elif num_distinct > 0.98 * self.num_rows > 100 and not has_role:
             self.reasons[facts.name] = f"a number or name of the row: {shown}"
         else:
             names = {"bool": "true (1) or false (0)", "integer": "integers", "text": "text"}
             hint = "; dense if they are amounts" * (facts.kind == "integer" and not has_role)
-            self._add("categorical", facts, keys, f"{names[facts.kind]}, {shown}{hint}")
+            why = f"{names[facts.kind]}, {shown}{hint}"
+            self._add("categorical", facts, why, values=_values(array))
 
     def complete(self, path: str) -> None:
         """Add the split; for data without a label also negatives and a history.
@@ -466,31 +473,13 @@ class _Guess:
                 self.key_reasons["history"] = "earlier items of the group"
         elif has_time:
             split, why = {"by": "timestamp", **shares}, "the latest rows, as in use"
-        elif column := self._sorted_by(self.labels):
+        elif column := self._sorted_by():
             split = {"by": "random", **shares}
             why = f"rows with the same {column!r} stand together, so parts of the file differ"
         else:
             split, why = {"by": "fraction", **shares}, "order in the file, taken for that of time"
         if "split" not in tree:
             tree["split"], self.key_reasons["split"] = split, why
-        elif self.labels is None:
-            self._compare_parts(self.facts[tree["split"]["column"]], self.facts[tree["group"]])
-
-    def _compare_parts(self, parts: _Facts, groups: _Facts) -> None:
-        """Say so if each part has groups of its own, and those of one have far more rows."""
-        rows = pa.table({"part": parts.array, "group": groups.array})
-        sizes = rows.group_by(["part", "group"]).aggregate([([], "count_all")])
-        medians = {
-            part: pc.quantile(sizes.filter(pc.field("part") == part)["count_all"])[0].as_py()
-            for part in parts.counts
-        }
-        is_apart = sizes.num_rows == groups.num_distinct
-        if is_apart and max(medians.values()) > 2 * min(medians.values()):
-            shown = ", ".join(f"{part} {median:g}" for part, median in medians.items())
-            self.key_reasons["split"] += (
-                f"; rows of a group, by the median: {shown}: the groups of the parts are unlike, "
-                'so compare with by = "last_one_out"'
-            )
 
     def _draw_negatives(self) -> None:
         """Add negatives; columns that belong to the item change with it, or are left out."""
@@ -535,39 +524,36 @@ class _Guess:
 
     def _tells_label(self, facts: _Facts, labels: NDArray[np.int8]) -> str:
         """Where a column tells the label, as a column that is filled afterwards does; else ""."""
-        share = float(np.mean(labels[labels >= 0]))
         has_value = facts.array.is_valid().to_numpy(zero_copy_only=False)
         where = {"it is empty": ~has_value, "it is not empty": has_value}
-        num_sure = 2  # of the places above, those where "always 0" counts, too
         if facts.counts:
-            found = facts.array.dictionary_encode()
-            codes = found.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-            for code, value in enumerate(found.dictionary.to_pylist()):
-                where[f"it is {value!r}"] = codes == code
-            num_sure += 2 * (len(facts.counts) == 2)
-        elif facts.kind in ("integer", "number") and (has_value & (labels == 0)).any():
+            texts = np.array(facts.array.cast(pa.string()).to_pylist(), object)
+            where |= {f"it is {value!r}": texts == value for value in facts.counts}
+        elif facts.kind in ("integer", "number"):
             numbers = facts.array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
             others = numbers[has_value & (labels == 0)]
-            where |= {f"it is below {others.min():g}": numbers < others.min()}
-            where |= {f"it is above {others.max():g}": numbers > others.max()}
-        for place, (words, rows) in enumerate(where.items()):
+            least, most = others.min(initial=np.inf), others.max(initial=-np.inf)
+            outside = f"it is below {least:g} or above {most:g}"
+            where[outside] = (numbers < least) | (numbers > most)
+        share = float(np.mean(labels[labels >= 0]))
+        for words, rows in where.items():
             known = labels[rows & (labels >= 0)]
-            for label, chance in ((1, share), (0, 1 - share if place < num_sure else 1.0)):
-                if (known == label).all() and chance ** len(known) < _CHANCE:
-                    return f"where {words}, {self.tree['label']!r} is always {label}"
+            if known.all() and share ** len(known) < _CHANCE:
+                return f"where {words}, {self.tree['label']!r} is always 1"
+            # A value may well never come with a positive; that tells only if it is no value.
+            if "empty" in words and not known.any() and (1 - share) ** len(known) < _CHANCE:
+                return f"where {words}, {self.tree['label']!r} is always 0"
         return ""
 
-    def _sorted_by(self, labels: NDArray[np.int8]) -> str:
+    def _sorted_by(self) -> str:
         """The label or the group, if rows with one value of it stand together; else ""."""
-        share = float(np.mean(labels == 1))
-        changes = np.mean(labels[1:] != labels[:-1]) if self.num_rows > 1 else 1.0
-        if 0 < changes < share * (1 - share) / 2:
-            return str(self.tree["label"])
-        group = self.facts.get(self.tree.get("group", ""))
-        if group is None or 2 * group.num_distinct > self.num_rows:
-            return ""
-        changed = pc.not_equal(group.array[1:], group.array[:-1])
-        return group.name if changed.true_count < 1.1 * group.num_distinct else ""
+        for name in (self.tree["label"], self.tree.get("group")):
+            if name and 2 * self.facts[name].num_distinct <= self.num_rows:
+                array = self.facts[name].array
+                changed = pc.not_equal(array[1:], array[:-1]).true_count
+                if changed < 1.1 * self.facts[name].num_distinct:
+                    return str(name)
+        return ""
 
     def _find(self, names: Sequence[str], fits: Callable[[_Facts], bool]) -> _Facts | None:
         """The column without a meaning whose name is the earliest of `names`, and that fits."""
@@ -581,11 +567,16 @@ class _Guess:
         self.tree[role] = facts.name
         self.reasons[facts.name] = self.key_reasons[role] = why
 
-    def _add(self, kind: str, facts: _Facts, keys: dict[str, Any], why: str) -> None:
+    def _add(self, kind: str, facts: _Facts, why: str, **keys: str) -> None:
         if kind != "dense" and "." in facts.name:  # which names of tables do not have
             keys["table"] = facts.name.replace(".", "_")
         self.tree.setdefault(kind, {})[facts.name] = keys
         self.reasons[facts.name] = why
+
+
+def _values(array: pa.Array) -> str:
+    kind = array.type
+    return "integer" if types.is_integer(kind) or types.is_boolean(kind) else "string"
 
 
 def _positive(facts: _Facts) -> str:

@@ -144,8 +144,8 @@ class HashedRows:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
-    def number(self, values: pa.Array) -> NDArray[np.int32]:
-        """The row of each value, (len(values),); values are int64 or texts."""
+    def number(self, values: pa.Array, *, grow: bool = False) -> NDArray[np.int32]:
+        """The row of each value, (len(values),); values are int64 or texts. None is kept."""
         import pyarrow as pa
 
         num_rows = np.uint64(self.num_rows)

@@ -1,7 +1,8 @@
-"""Files of tables: CSV and TSV (plain, .gz, .zst) and Parquet, read as checked record batches.
+"""Tables, read as checked record batches: CSV, TSV (plain, .gz, .zst), Parquet, and data frames.
 
-`TableFiles` reads a list of files. A path with `://` is a URL, which fsspec opens. Arrow parses
-what is read; its errors are raised again with the file, the line or the row group, and the column.
+`TableFiles` reads a list of files, `Frames` frames of pandas or pyarrow. A path with `://` is a
+URL, which fsspec opens. Arrow parses what is read; its errors are raised again with the file, the
+line or the row group, and the column.
 
 pyarrow is imported in functions, so that a command can check its paths before.
 """
@@ -15,6 +16,7 @@ import io
 import os
 import re
 from collections import deque
+from collections.abc import Iterable
 from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 from glob import glob
@@ -29,12 +31,21 @@ from recsys.errors import ConfigError, DatasetFormatError, MissingDependency
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    import pandas as pd
     import pyarrow as pa
     from numpy.typing import NDArray
 
     from recsys.datasets.tabular.schema import Schema
 
-__all__ = ["ParquetFile", "TableFiles", "TextFile", "find_files", "import_pyarrow", "open_table"]
+__all__ = [
+    "Frames",
+    "ParquetFile",
+    "TableFiles",
+    "TextFile",
+    "find_files",
+    "import_pyarrow",
+    "open_table",
+]
 
 _COMPRESSIONS = {"gz": "gzip", "zst": "zstd"}
 _BLOCK_BYTES = 8 << 20
@@ -142,7 +153,6 @@ class TableFiles:
         optional: Columns of the schema that the files may lack, such as the label of rows to
             predict. They are read if the first file has them; then all must. Labels may be missing.
         with_hash: Whether to compute the hash of each file in `sources`.
-        way_out: What to do about a column that a file lacks, for the message.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder has no table in it.
@@ -158,7 +168,6 @@ class TableFiles:
         *,
         optional: Collection[str] = (),
         with_hash: bool = True,
-        way_out: str = "correct the schema, or its keys delimiter and names",
     ) -> None:
         import_pyarrow()
         self.schema = schema
@@ -176,7 +185,8 @@ class TableFiles:
         for file in self._files:
             for name in (name for name in self.columns if name not in file.column_names):
                 close = difflib.get_close_matches(name, file.column_names, n=1, cutoff=0.8)
-                hint = f"did you mean {close[0]!r}?" if close else way_out
+                hint = "add it, or correct the schema, or its keys delimiter and names"
+                hint = f"did you mean {close[0]!r}?" if close else hint
                 shown = ", ".join(map(repr, file.column_names[:30]))
                 raise DatasetFormatError(
                     f"{file.path} must have column {name!r}, has {shown}; {hint}"
@@ -223,6 +233,107 @@ class TableFiles:
                         "sha256": "" if digest is None else digest.hexdigest(),
                     }
                 )
+
+
+class Frames:
+    """Data frames with one table: their rows, in order, as batches of a schema's columns.
+
+    Args:
+        frames: A frame of pandas or a table of pyarrow, or any number of them, whose rows follow
+            each other.
+        schema: What the columns mean.
+    """
+
+    def __init__(
+        self, frames: pd.DataFrame | pa.Table | Iterable[pd.DataFrame | pa.Table], schema: Schema
+    ) -> None:
+        is_one = hasattr(frames, "columns") or not isinstance(frames, Iterable)
+        self._frames: Iterable[Any] = [frames] if is_one else frames
+        self._schema = schema
+        self._digest, self._num_rows = hashlib.sha256(), 0
+        texts = [name for name, rules in schema.categorical.items() if rules.values == "string"]
+        self._kinds = dict.fromkeys(texts, "")  # of their values so far
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """The entry `sources` of meta.json."""
+        digest = self._digest.hexdigest()
+        return [{"name": "frames", "num_rows": self._num_rows, "sha256": digest}]
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Read all frames once, as `recsys.datasets.tabular.convert.conform` describes.
+
+        Raises:
+            DatasetFormatError: a frame breaks the schema. The message names frame and row, column,
+                rule, value and hint.
+            TypeError: a frame is none.
+        """
+        from recsys.datasets.tabular.convert import conform, plain
+
+        arrow = import_pyarrow()
+        for number, frame in enumerate(self._frames):
+            if not (isinstance(frame, arrow.Table) or hasattr(frame, "iloc")):
+                raise TypeError(
+                    f"frame {number} must be a pandas.DataFrame or a pyarrow.Table, got "
+                    f"{type(frame).__name__}; pandas.DataFrame(rows) makes one"
+                )
+            found = list(getattr(frame, "column_names", frame.columns))
+            for name in (name for name in self._schema.columns if found.count(name) != 1):
+                raise DatasetFormatError(
+                    f"frame {number}: must have column {name!r} once, has columns {found[:30]}; "
+                    "correct the schema or the frame"
+                )
+            for start in range(0, len(frame), _BATCH_ROWS):
+                place = partial(_place_in_frame, number, start)
+                given = self._block(frame, start, place(0))
+                batch = conform(given, self._schema, place)
+                for name in self._kinds:
+                    self._require_one_kind(given.column(name), name, place(0))
+                values = [plain(column) for column in batch.columns]  # without dictionaries
+                whole = arrow.RecordBatch.from_arrays(values, batch.schema.names)
+                self._digest.update(whole.serialize())
+                self._num_rows += batch.num_rows
+                yield batch
+
+    def _block(self, frame: Any, start: int, place: str) -> pa.RecordBatch:
+        arrow, arrays = import_pyarrow(), {}
+        is_table = isinstance(frame, arrow.Table)
+        rows = (frame if is_table else frame.iloc)[start : start + _BATCH_ROWS]
+        for name in self._schema.columns:
+            try:
+                array = rows[name] if is_table else arrow.array(rows[name], from_pandas=True)
+            except (arrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+                raise DatasetFormatError(
+                    f"{place}, column {name!r}: from here on, must have values of one type that "
+                    f"Arrow has: {str(error)[:200]}; convert the column"
+                ) from error
+            is_chunked = isinstance(array, arrow.ChunkedArray)
+            arrays[name] = array.combine_chunks() if is_chunked else array
+        return arrow.RecordBatch.from_pydict(arrays)
+
+    def _require_one_kind(self, values: pa.Array, name: str, place: str) -> None:
+        """Refuse a column of text that has integers in some batches.
+
+        pandas guesses the types of a CSV chunk by chunk. Its integers have lost leading zeros, so a
+        value such as 007 would have another row in each kind of chunk.
+        """
+        types = import_pyarrow().types
+        kind = getattr(values.type, "value_type", values.type)  # of a dictionary
+        found = "integers" if types.is_integer(kind) or types.is_decimal(kind) else "text"
+        if values.null_count == len(values):
+            return
+        before = self._kinds[name] or found
+        self._kinds[name] = found
+        if found != before:
+            raise DatasetFormatError(
+                f"{place}, column {name!r}: values must be of one type in all frames, got {found} "
+                f"here and {before} before; integers may have lost leading zeros: read the column "
+                f"as text, such as by dtype={{{name!r}: str}} of pandas"
+            )
+
+
+def _place_in_frame(number: int, start: int, row: int) -> str:
+    return f"frame {number}, row {start + row} (from 0)"
 
 
 class TextFile:
@@ -373,7 +484,7 @@ class TextFile:
         from pyarrow import csv as arrow_csv
 
         if self.quote and is_strict:
-            text = _Tap(text, _Quotes(self).follow)
+            text = _Tap(text, _quote_check(self))
         yield from arrow_csv.open_csv(
             arrow.PythonFile(text, mode="r"),
             read_options=arrow_csv.ReadOptions(
@@ -598,29 +709,25 @@ class _Tap:
         """Do nothing: the code that opened the stream closes it."""
 
 
-class _Quotes:
-    """Refuses text after a closing quote, and a quote that is never closed.
+def _quote_check(file: TextFile) -> Callable[[bytes], None]:
+    """A function of each block, which refuses misplaced quotes; an empty block ends the text.
 
-    Arrow would read on in silence, and take several rows for one.
+    Arrow would read on in silence after a closing quote that text follows, or one that is never
+    closed, and take several rows for one.
     """
+    state, quote, delimiter = _START, file.quote.encode(), file.delimiter.encode()
 
-    def __init__(self, file: TextFile) -> None:
-        self._file, self._state, self._is_begun = file, _START, False
-
-    def follow(self, text: bytes) -> None:
-        """Follow the quotes of the next block; an empty one ends the text."""
-        if not self._is_begun:
-            text, self._is_begun = text.removeprefix(b"\xef\xbb\xbf"), True
-        if not text and self._state == _QUOTED:
-            raise self._file.misplaced_quote()
-        quote, delimiter = self._file.quote.encode(), self._file.delimiter.encode()
-        if quote in text or self._state == _CLOSED:
+    def check(text: bytes) -> None:
+        nonlocal state
+        if quote in text or state == _CLOSED:
             codes = np.frombuffer(text, np.uint8)
-            self._state = _follow_kernel()(codes, self._state, ord(delimiter), ord(quote))
-            if self._state == _MISPLACED:
-                raise self._file.misplaced_quote()
-        elif text and self._state != _QUOTED:
-            self._state = _START if text[-1:] in (delimiter, b"\n", b"\r") else _PLAIN
+            state = _follow_kernel()(codes, state, ord(delimiter), ord(quote))
+        elif text and state != _QUOTED:
+            state = _START if text[-1:] in (delimiter, b"\n", b"\r") else _PLAIN
+        if state == _MISPLACED or (not text and state == _QUOTED):
+            raise file.misplaced_quote()
+
+    return check
 
 
 # The place in the text after a byte. After a closing quote, the next byte may double it.
@@ -682,10 +789,8 @@ def _arrow_type(name: str, schema: Schema) -> Any:
     """The type that the CSV reader gives a column; `conform` does the rest."""
     arrow = import_pyarrow()
     rule, column = schema.positive_rule, schema.categorical.get(name)
-    if name in schema.dense or name == schema.weight:
+    is_label = name in schema.label_columns and rule is not None and isinstance(rule.value, float)
+    if name in schema.dense or name == schema.weight or is_label:
         return arrow.float64()
-    if column is not None and column.values == "integer":
-        return arrow.int64()
-    if name in schema.label_columns and rule is not None and isinstance(rule.value, float):
-        return arrow.float64()
-    return arrow.string()
+    is_integer = column is not None and column.values == "integer"
+    return arrow.int64() if is_integer else arrow.string()

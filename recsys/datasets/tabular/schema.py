@@ -13,10 +13,12 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime
 from fractions import Fraction
+from itertools import product
+from math import floor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import tomli_w
 from pydantic import (
@@ -37,7 +39,12 @@ from recsys.errors import ConfigError
 
 __all__ = [
     "ALL_FOR_TEST",
+    "GROUP",
+    "NO_LABEL",
+    "PART",
+    "TIME",
     "TIME_UNITS",
+    "WEIGHT",
     "CategoricalColumn",
     "ColumnSplit",
     "DenseColumn",
@@ -55,12 +62,15 @@ __all__ = [
     "Table",
     "TimestampSplit",
     "ValueColumn",
-    "check_delimiter",
     "find_schema",
     "named_schemas",
     "rule_of",
 ]
 
+# Columns of rows that are no features; those of a feature have its name, which begins otherwise.
+WEIGHT, GROUP, TIME, PART = "/weight", "/group", "/time", "/part"
+# The label of a row whose label is missing, which only rows to predict may be.
+NO_LABEL: Final = -1
 TIME_UNITS = {"ms": 10**3, "us": 10**6, "ns": 10**9}  # ticks of a second
 _RULE = re.compile(r"\s*(==|>=|<=|>|<)\s*(\S.*?)\s*")
 _NAMED = Path(__file__).with_name("named")
@@ -69,22 +79,35 @@ _KINDS = ("dense", "categorical", "multi", "sequence", "history")
 _SHARED = {"categorical", "group", "split.column", "filter"}
 
 
+def _refuse(*rules: tuple[Any, str]) -> None:
+    """Raise for the first rule that is broken.
+
+    Args:
+        rules: Whether each is, and what the error says then.
+    """
+    for is_broken, fault in rules:
+        if is_broken:
+            raise ValueError(fault)
+
+
 def _check_name(name: str) -> str:
-    if not name or not is_text(name):
-        raise ValueError(f"a name must be printable text, got {name!r}")
-    if name.startswith("/"):
-        raise ValueError(
-            f"a name must not begin with '/', as names of recsys's own do, got {name!r}; rename "
-            "the column"
-        )
+    is_good = name and is_text(name) and not name.startswith("/")
+    fault = f"a name must be printable text that does not begin with '/', got {name!r}"
+    _refuse((not is_good, f"{fault}; rename the column"))
     return name
 
 
 def _check_missing(value: Any) -> Any:
     is_number = is_finite_number(value) and abs(value) < 2.0**128  # of float32
     is_good = value in ("mean", "error") if isinstance(value, str) else is_number
-    if not is_good:
-        raise ValueError(f'must be a number of float32, "mean" or "error"; got {value!r}')
+    _refuse((not is_good, f'must be a number of float32, "mean" or "error"; got {value!r}'))
+    return value
+
+
+def _check_character(value: str) -> str:
+    hint = "; replace it in the file by a tab" if len(value) > 1 else ""
+    is_bad = len(value) > 1 or not value.isascii() or value in ("\n", "\r", "\0")
+    _refuse((is_bad, f"must be one character of ASCII, got {value!r}{hint}"))
     return value
 
 
@@ -94,18 +117,17 @@ def _parse_share(value: Any) -> Fraction:
         share = Fraction(int(top), int(bottom)) if slash else Fraction(repr(float(top)))
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
-    if not 0 <= share < 1:
-        raise ValueError(f'must be in [0, 1): a number, or text such as "1/14"; got {value!r}')
+    fault = f'must be in [0, 1): a number, or text such as "1/14"; got {value!r}'
+    _refuse((not 0 <= share < 1, fault))
     return share
 
 
 def _as_texts(value: Any) -> Any:
     """Values of a column as the text that it is compared by; one value stands for a list of it."""
     found = value if isinstance(value, list | tuple) else [value]
-    for each in found:
-        if not (isinstance(each, str | bool | date) or is_int(each)):
-            raise ValueError(f"must be text, integers or a list of them, got {str(each)[:40]!r}")
-    texts = tuple(str(each).lower() if isinstance(each, bool) else str(each) for each in found)
+    is_good = all(isinstance(one, str | bool | date) or is_int(one) for one in found)
+    _refuse((not is_good, f"must be text, integers or a list of them, got {str(value)[:40]!r}"))
+    texts = tuple(str(one).lower() if isinstance(one, bool) else str(one) for one in found)
     "".join(texts).encode()  # raises for surrogates, which JSON allows and UTF-8 does not
     return texts
 
@@ -118,25 +140,16 @@ def _as_condition(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"must be a list, got {str(value)[:40]!r}")  # noqa: TRY004  # see pydantic
+    _refuse((not isinstance(value, list | tuple), f"must be a list, got {str(value)[:40]!r}"))
     return _as_texts(value)
 
 
 def _as_seconds(value: Any) -> Any:
     """Seconds since 1970 of a moment: seconds, ISO text or a date; UTC where it names no zone."""
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value)
-        except ValueError:
-            raise ValueError(
-                f'must be seconds or ISO text as "2014-10-29"; got {value!r}'
-            ) from None
-    if isinstance(value, date) and not isinstance(value, datetime):
-        value = datetime.combine(value, time())
-    if isinstance(value, datetime):
-        value = value if value.tzinfo else value.replace(tzinfo=UTC)
-        return int((value - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() // 1)
+    if isinstance(value, str | date):
+        moment = datetime.fromisoformat(str(value))
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return floor(moment.timestamp())
     return value
 
 
@@ -148,6 +161,7 @@ _Columns = Annotated[tuple[_Column, ...], BeforeValidator(_as_list)]
 _Conditions = dict[
     _Column, Annotated[tuple[str, ...], BeforeValidator(_as_condition), Field(min_length=1)]
 ]
+_Character = Annotated[str, AfterValidator(_check_character)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Rows = Annotated[int, Field(ge=0, lt=2**31)]  # rows are int32 in the store
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -180,11 +194,11 @@ class Rule:
             if comparison == "==" and is_text(value) and value[0] not in "\"'":
                 return cls(comparison, value)
             number = float("nan")
-        if not is_finite_number(number):
-            raise ValueError(
-                'must be ==, >=, >, <= or < and a number, such as ">= 4", or == and text without '
-                f'quotes, such as "== yes"; got {text!r}'
-            )
+        fault = (
+            'must be ==, >=, >, <= or < and a number, such as ">= 4", or == and text without '
+            f'quotes, such as "== yes"; got {text!r}'
+        )
+        _refuse((not is_finite_number(number), fault))
         return cls(comparison, number)
 
 
@@ -247,21 +261,23 @@ class ValueColumn(_Keys):
     @model_validator(mode="after")
     def _check_numbering(self) -> ValueColumn:
         is_hash = self.numbering == "hash"
-        if is_hash == (self.num_rows == 0):
-            raise ValueError(
+        _refuse(
+            (
+                is_hash == (self.num_rows == 0),
                 f"num_rows must be set with numbering 'hash', and only then; got {self.num_rows} "
-                f"with {self.numbering!r}"
-            )
-        if is_hash and (self.min_count > 1 or self.max_rows or self.has_missing_row):
-            raise ValueError(
+                f"with {self.numbering!r}",
+            ),
+            (
+                is_hash and (self.min_count > 1 or self.max_rows or self.has_missing_row),
                 "min_count, max_rows and missing 'own' are for numbering 'first', got 'hash'; "
-                "leave them out"
-            )
-        if 0 < self.max_rows < 2 + self.has_missing_row:
-            raise ValueError(
+                "leave them out",
+            ),
+            (
+                0 < self.max_rows < 2 + self.has_missing_row,
                 "max_rows must be 0 (no limit), or at least 2, and 3 with missing 'own'; got "
-                f"{self.max_rows}"
-            )
+                f"{self.max_rows}",
+            ),
+        )
         return self
 
     @property
@@ -331,10 +347,8 @@ class SharesSplit(_Keys):
 
     @model_validator(mode="after")
     def _check_sum(self) -> SharesSplit:
-        if self.test + self.validation >= 1:
-            raise ValueError(
-                f"test + validation must be below 1, got {self.test} + {self.validation}"
-            )
+        fault = f"test + validation must be below 1, got {self.test} + {self.validation}"
+        _refuse((self.test + self.validation >= 1, fault))
         return self
 
 
@@ -391,9 +405,7 @@ class ColumnSplit(_Keys):
     @model_validator(mode="after")
     def _check_values(self) -> ColumnSplit:
         values = [value for part in self.parts for value in part]
-        for value in values:
-            if values.count(value) > 1:
-                raise ValueError(f"a value must be listed once, got {value!r} again")
+        _refuse((len({*values}) < len(values), f"each value must be listed once, got {values}"))
         return self
 
     @property
@@ -501,8 +513,8 @@ class Schema(_Keys):
     timestamp: _Role = ""
     timestamp_format: str = ""
     weight: _Role = ""
-    delimiter: str = ""
-    quote: str = '"'
+    delimiter: _Character = ""
+    quote: _Character = '"'
     names: _Texts = ()
     missing_values: _Texts = ()
     filter: _Conditions = {}
@@ -518,7 +530,6 @@ class Schema(_Keys):
 
     @model_validator(mode="after")
     def _check(self) -> Schema:
-        check_delimiter(self.delimiter, self.quote)
         _check_meanings(self)
         _check_rules(self)
         _check_tables(self)
@@ -536,15 +547,9 @@ class Schema(_Keys):
                 not what the key accepts. The message begins with the file.
         """
         try:
-            tree = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"schema {path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(f"schema {path} is not TOML: {error}") from error
-        try:
-            return cls.from_dict(tree)
-        except ConfigError as error:
-            raise ConfigError(f"schema {path}: {error}") from None
+            return cls.from_dict(parse_toml(Path(path).read_text(encoding="utf-8-sig")))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"schema {path}: {error}") from error
 
     @classmethod
     def from_dict(cls, tree: Any) -> Schema:
@@ -620,17 +625,19 @@ class Schema(_Keys):
         return {name: where for name, where in {"/filter": self.filter, **found}.items() if where}
 
     @property
-    def own_columns(self) -> tuple[str, ...]:
-        """Every column that has a meaning of its own, once: features first, then the others."""
+    def roles(self) -> dict[str, str]:
+        """The columns that are no features, by the names that they have in encoded rows."""
+        roles = {f"/label/{number}": name for number, name in enumerate(self.label_columns)}
         split = self.split.column if isinstance(self.split, ColumnSplit) else ""
-        others = (*self.label_columns, self.group, self.timestamp, self.weight, split)
-        return tuple(dict.fromkeys([*self.dense, *self.value_columns, *filter(None, others)]))
+        roles |= {GROUP: self.group, TIME: self.timestamp, WEIGHT: self.weight, PART: split}
+        return {role: name for role, name in roles.items() if name}
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column of the file that is read, once: those that conditions name come last."""
         compared = [name for where in self.conditions.values() for name in where]
-        return tuple(dict.fromkeys([*self.own_columns, *compared]))
+        own = (*self.dense, *self.value_columns, *self.roles.values())
+        return tuple(dict.fromkeys([*own, *compared]))
 
     @property
     def positive_rule(self) -> Rule | None:
@@ -667,33 +674,18 @@ def named_schemas() -> list[str]:
     return sorted(file.stem for file in _NAMED.glob("*.toml"))
 
 
-def check_delimiter(delimiter: str, quote: str) -> None:
-    """Check the keys `delimiter` and `quote`.
-
-    Raises:
-        ConfigError: one is not a character of ASCII, or both are the same.
-    """
-    for name, value in (("delimiter", delimiter), ("quote", quote)):
-        if len(value) > 1 or not value.isascii() or value in ("\n", "\r", "\0"):
-            hint = "; replace it in the file by a tab" if len(value) > 1 else ""
-            raise ConfigError(f"{name} must be one character of ASCII, got {value!r}{hint}")
-    if quote and quote in (delimiter or ",\t"):
-        raise ConfigError(f"quote must differ from the delimiter, got {quote!r}")
-
-
 def _check_meanings(schema: Schema) -> None:
     """Check that each column has one meaning, or some that go together."""
     named = [(kind, name) for kind in _KINDS for name in getattr(schema, kind)]
-    if not named:
-        raise ValueError("a schema must name at least one dense, categorical, multi or sequence")
+    _refuse((not named, "a schema must name at least one dense, categorical, multi or sequence"))
     named += [("label", name) for name in schema.label_columns]
     named += [(role, getattr(schema, role)) for role in ("timestamp", "weight", "group")]
     named.append(("split.column", getattr(schema.split, "column", "")))
     named += [("filter", name) for where in schema.conditions.values() for name in where]
     seen: dict[str, str] = {}
     for place, name in named:
-        if name and name in seen and not {seen[name], place} <= _SHARED:
-            raise ValueError(f"{place}: column {name!r} is named in {seen[name]}, too")
+        is_twice = name and name in seen and not {seen[name], place} <= _SHARED
+        _refuse((is_twice, f"{place}: column {name!r} is named in {seen.get(name)}, too"))
         seen.setdefault(name, place)
 
 
@@ -707,7 +699,7 @@ def _check_rules(schema: Schema) -> None:
     categorical = [(f"history.{name}.of", keys.of) for name, keys in schema.history.items()]
     categorical += [("negatives", name) for name in items]
     unknown = [f"{key} {name!r}" for key, name in categorical if name not in schema.categorical]
-    rules = [
+    _refuse(
         (schema.label and schema.labels, "label and labels: take one of the two"),
         (schema.positive and not label, "positive needs the key label"),
         (
@@ -734,6 +726,11 @@ def _check_rules(schema: Schema) -> None:
             f'"%Y%m%d"; got {form!r}',
         ),
         (
+            "%Z" in form and "%z" not in form,
+            "timestamp_format: %Z knows no offsets; write %z for them, or the name itself, such as "
+            f'"%d.%m.%Y %H:%M UTC", for times of UTC; got {form!r}',
+        ),
+        (
             ("%I" in form) != ("%p" in form) or re.search("%[UWVGg]", form),
             "timestamp_format must have %I (an hour up to 12) and %p (AM or PM) together, or %H, "
             f"and days in place of weeks; got {form!r}",
@@ -748,30 +745,30 @@ def _check_rules(schema: Schema) -> None:
             "with a label; take another split, or keep the positive rows alone by [filter], leave "
             "out label and add [negatives]",
         ),
-    ]
-    for is_broken, fault in rules:
-        if is_broken:
-            raise ValueError(fault)
+        (
+            schema.quote and schema.quote in (schema.delimiter or ",\t"),
+            f"quote must differ from the delimiter, got {schema.quote!r}",
+        ),
+    )
 
 
 def _check_tables(schema: Schema) -> None:
     """Check the names of tables, and that the columns of each agree."""
     for table in schema.tables:
-        if not is_text(table.name) or "." in table.name:
-            plain = re.sub(r"[^\w-]", "_", table.name)
-            raise ValueError(
-                f"column {table.columns[0]!r}: the name of its table must be printable text "
-                f"without a '.', got {table.name!r}; set the key table of the column to another "
-                f'name, such as "{plain}"'
+        plain = re.sub(r"[^\w-]", "_", table.name)
+        fault = (
+            f"column {table.columns[0]!r}: the name of its table must be printable text without a "
+            f"'.', got {table.name!r}; set the key table of the column to another name, such as "
+            f'"{plain}"'
+        )
+        _refuse((not is_text(table.name) or "." in table.name, fault))
+        for name, key in product(table.columns, _TABLE_KEYS):
+            mine, first = getattr(schema.value_columns[name], key), getattr(table.rules, key)
+            fault = (
+                f"columns {table.columns[0]!r} and {name!r} share table {table.name!r} and must "
+                f"have the same {key}, got {first!r} and {mine!r}"
             )
-        for name in table.columns:
-            for key in _TABLE_KEYS:
-                mine, first = getattr(schema.value_columns[name], key), getattr(table.rules, key)
-                if mine != first:
-                    raise ValueError(
-                        f"columns {table.columns[0]!r} and {name!r} share table {table.name!r} and "
-                        f"must have the same {key}, got {first!r} and {mine!r}"
-                    )
+            _refuse((mine != first, fault))
 
 
 def _explain(error: ValidationError) -> str:
@@ -780,25 +777,17 @@ def _explain(error: ValidationError) -> str:
     path = [str(part) for part in fault["loc"] if part != "[key]"]
     if path[:1] == ["split"]:
         del path[1:2]  # the kind of the split
-    key, kind, value = ".".join(path), fault["type"], repr(fault["input"])[:40]
-    if kind == "value_error":
-        return f"{key}: {fault['ctx']['error']}" if key else str(fault["ctx"]["error"])
-    if kind == "missing":
-        return f"{key} is required; set it"
-    if kind == "extra_forbidden":
+    key, value = ".".join(path), repr(fault["input"])[:40]
+    if fault["type"] == "value_error":
+        return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
+    if fault["type"] == "extra_forbidden":
         models = _MODELS[:1] if len(path) == 1 else _MODELS[1:]
         known = {name for model in models for name in model.model_fields} - {path[-1]}
         close = difflib.get_close_matches(path[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "docs/tables.md lists the keys"
         return f"unknown key {key}; {hint}"
-    if kind in ("model_type", "dict_type", "model_attributes_type"):
-        return f"{key or 'a schema'} must be a table of keys, got {value}"
-    if kind == "union_tag_invalid":
-        return (
-            f"split.by must be one of {fault['ctx']['expected_tags']}; got {fault['ctx']['tag']!r}"
-        )
     rule = re.sub("^(Input|Value) should", "must", fault["msg"])
-    return f"{key} {rule}, got {value}"
+    return f"{key or 'a schema'}: {rule}, got {value}"
 
 
 _MODELS: tuple[type[_Keys], ...] = (

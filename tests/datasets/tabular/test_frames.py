@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Store, write_store
-from recsys.datasets.tabular import frames
+from recsys.datasets.tabular import read
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
 
@@ -79,7 +79,7 @@ def test_other_values_are_other_data(tmp_path, column, values):
 
 
 def test_columns_of_a_frame_are_taken_block_by_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(frames, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(read, "_BATCH_ROWS", 2)
     taken, take = [], pd.DataFrame.__getitem__
 
     def record(frame, key):

@@ -1,6 +1,6 @@
 import numpy as np
 
-from recsys.datasets.tabular.history import Histories
+from recsys.datasets.tabular.split import Histories
 
 
 def histories_of(groups, is_listed, times=None, *, ends_at_equal_times=False, max_length=9):

@@ -150,7 +150,7 @@ def test_forms_of_times(tmp_path, value, form, seconds):
     schema = draft(tmp_path, path).schema
 
     assert (schema.timestamp, schema.timestamp_format) == ("hour", form)
-    assert next(TableFiles([path], schema).batches())["hour"][0].as_py() == seconds
+    assert next(TableFiles([path], schema).batches())["/time"][0].as_py() == seconds
 
 
 @pytest.mark.parametrize("name", ["ts", "event_time", "created_at", "Timestamp"])
@@ -211,7 +211,7 @@ def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
 
     assert found.schema.positive == rule
     batches = TableFiles([tmp_path / "a.csv"], found.schema).batches()
-    assert {label for batch in batches for label in batch["bought"].to_pylist()} == {0, 1}
+    assert {label for batch in batches for label in batch["/label/0"].to_pylist()} == {0, 1}
 
 
 def test_columns_may_be_named_and_ignored(tmp_path):
@@ -325,18 +325,6 @@ def test_sessions_have_no_table(tmp_path):
 
     assert (tree["group"], list(tree["categorical"])) == ("session", ["item"])
     assert (tree["split"], tree["history"]) == ({"by": "last_one_out"}, RECENT)
-
-
-@pytest.mark.parametrize(
-    ("length", "first", "is_told"), [(4, 1000, False), (20, 1000, True), (20, 0, False)]
-)
-def test_parts_whose_new_groups_have_other_lengths_are_told(tmp_path, length, first, is_told):
-    sessions = [row // 4 for row in range(1600)] + [first + row // length for row in range(400)]
-    parts = ["train"] * 1600 + ["test"] * 400
-
-    found = draft(tmp_path, {"session": sessions, "item": pairs()["item"], "split": parts})
-
-    assert ("last_one_out" in found.key_reasons["split"]) == is_told
 
 
 def test_data_without_a_label_needs_a_group_and_an_item(tmp_path):

@@ -9,16 +9,6 @@ from recsys.datasets.tabular.schema import Schema
 pytest.importorskip("pyarrow")
 
 
-def test_a_label_with_one_value_is_told_once(tmp_path):
-    (tmp_path / "a.csv").write_text("click,ad\n" + "1,a\n" * 20)
-    schema = Schema.from_dict({"label": "click", "categorical": {"ad": {}}})
-
-    with pytest.warns(UserWarning, match="rows of the training part") as told:
-        prepare_table([tmp_path / "a.csv"], tmp_path / "store", schema)
-
-    assert len(told) == 1
-
-
 def test_no_progress_bar_is_drawn_where_a_warning_is_printed(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("click,ad\n1,a\n1,b\n")
     (tmp_path / ".store.12345678").mkdir()  # as a killed preparation leaves it
@@ -33,4 +23,4 @@ def test_no_progress_bar_is_drawn_where_a_warning_is_printed(tmp_path, monkeypat
         monkeypatch.setattr(warnings, "showwarning", look)
         prepare_table([tmp_path / "a.csv"], tmp_path / "store", schema, show_progress=True)
 
-    assert bars == [[], []]
+    assert bars == [[]]

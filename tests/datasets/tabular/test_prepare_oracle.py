@@ -11,9 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from recsys.datasets import Store, store_writer
-from recsys.datasets.tabular import numbering, spool
-from recsys.datasets.tabular.frames import write_store
-from recsys.datasets.tabular.prepare import prepare_table
+from recsys.datasets.tabular import numbering, split
+from recsys.datasets.tabular.prepare import prepare_table, write_store
 from recsys.datasets.tabular.schema import Schema
 from tests.datasets.tabular.table_oracle import Expected
 
@@ -195,7 +194,7 @@ def samples_of(store):
 @pytest.fixture(autouse=True)
 def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(store_writer, "flush_to_disk", lambda path: None)
-    monkeypatch.setattr(spool, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(split, "BLOCK_ROWS", 4)
     monkeypatch.setattr(numbering, "_BLOCK_VALUES", 3)
 
 

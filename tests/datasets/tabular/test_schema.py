@@ -149,7 +149,7 @@ REFUSED = [
     ({**SMALL, "timestamp_format": "ms"}, "timestamp"),
     *[
         ({**SMALL, "timestamp": "t", "timestamp_format": form}, f"timestamp_format.*{form}")
-        for form in ("min", "%d.%m.%Y %I:%M", "%Y%m%d %H %p", "%G-W%V")
+        for form in ("min", "%H:%M %Z", "%d.%m.%Y %I:%M", "%Y%m%d %H %p", "%G-W%V")
     ],
     *[
         ({"label": "y", "categorical": {"c": keys}}, "categorical.c")
@@ -164,7 +164,7 @@ REFUSED = [
     ({**SMALL, "group": "u", "history": {"h": {"of": "u"}}}, "history.h.of.*'u'"),
     ({**SMALL, "group": "u", "history": {"h": {}}}, "history.h.of"),
     ({**SMALL, "group": "u", "history": {"c": {"of": "c"}}}, "history.*'c'"),
-    ({**SMALL, "split": {"by": "user"}}, "split.by.*'user'"),
+    ({**SMALL, "split": {"by": "user"}}, "split.*'user'.*'by'"),
     ({**SMALL, "split": {"by": "timestamp"}}, "timestamp"),
     *[({**SMALL, "split": {"by": by}}, f"{by}.*group") for by in ("last_one_out", "group")],
     ({**SMALL, "group": "u", "split": {"by": "last_one_out"}}, "label"),
@@ -201,7 +201,7 @@ REFUSED = [
         )
     ],
     ({**POSITIVES, "categorical": {"u": {}, "i": HASH}, "negatives": {"item": "i"}}, "'i'"),
-    ([], "table of keys"),
+    ([], "a schema"),
 ]
 
 

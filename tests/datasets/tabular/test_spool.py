@@ -9,8 +9,7 @@ import pytest
 from recsys.datasets import write_store
 from recsys.datasets.tabular import prepare
 from recsys.datasets.tabular.schema import Schema
-from recsys.datasets.tabular.split import SpooledRows
-from recsys.datasets.tabular.spool import Spool
+from recsys.datasets.tabular.split import Spool, SpooledRows
 
 
 def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, monkeypatch):
