@@ -249,20 +249,14 @@ def _cast(array: pa.Array, kind: pa.DataType, rule: str, hint: str) -> pa.Array:
 
 
 def _dense(array: pa.Array) -> pa.Array:
-    if types.is_temporal(array.type):
-        raise _Fault(None, "must be numbers", "convert it, or leave it out of dense")
-    if not types.is_float64(array.type):
-        hint = "correct it, leave the value out, or make the column categorical"
-        array = plain(_cast(array, pa.float64(), "must be a number", hint))
+    hint = "correct it, leave the value out, or make the column categorical"
+    array = plain(_cast(array, pa.float64(), "must be a number", hint))
     is_right = pc.is_finite(array.cast(pa.float32(), safe=False))
     _require(is_right, "must be a finite number of float32", "correct it, or leave the value out")
     return array
 
 
 def _values(array: pa.Array, values: str) -> pa.Array:
-    if types.is_nested(array.type):
-        rule = "must hold single values"
-        raise _Fault(None, rule, "write lists of numbers or text, for multi or sequence columns")
     return _integers(array) if values == "integer" else _strings(array)
 
 
@@ -286,7 +280,9 @@ def _strings(array: pa.Array) -> pa.Array:
     is_empty = types.is_floating(kind) and array.null_count == len(array)  # as of a frame
     if not (types.is_string(kind) or types.is_integer(kind) or is_empty):
         # As text, true would be "true" or "True", and 3 would be "3.0".
-        hint = 'convert it to text or, as by .astype("Int64") of pandas, integers'
+        hint = (
+            'convert it to text or, as by .astype("Int64") of pandas, integers; lists are for multi'
+        )
         hint = 'set values to "integer", or convert it to text' if types.is_boolean(kind) else hint
         raise _Fault(None, "must be text or integers", hint)
     return array.cast(pa.string())
@@ -339,8 +335,6 @@ def _compare(array: pa.Array, rule: Rule) -> pa.Array:
 def _label(array: pa.Array, rule: Rule | None) -> pa.Array:
     if rule is not None:
         return _compare(array, rule).cast(pa.int8())
-    if types.is_boolean(array.type):
-        return array.cast(pa.int8())
     found = array.dictionary_encode()
     known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
     numbers = [known.get(str(value).lower(), -1) for value in found.dictionary.to_pylist()]

@@ -303,13 +303,10 @@ def _conformed(array: pa.Array, **keys: str) -> pa.Array | None:
 
 def _time_format(array: pa.Array) -> str | None:
     """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
-    least, most = pc.min(array).as_py(), pc.max(array).as_py()
-    for form, per_second in {"": 1, **TIME_UNITS}.items():
-        if _FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
-            return form
-    for form in _FORMS:
+    for form in ("", *TIME_UNITS, *_FORMS):
         times = _conformed(array, timestamp="x", timestamp_format=form)
-        if times is not None and pc.min(times).as_py() >= _FIRST_SECONDS:
+        seconds = [] if times is None else [pc.min(times).as_py(), pc.max(times).as_py()]
+        if seconds and seconds[0] >= _FIRST_SECONDS and seconds[1] < _LAST_SECONDS:
             return form
     return None
 
@@ -360,12 +357,10 @@ class _Guess:
             _LABELS, lambda facts: facts.is_binary or facts.kind in ("integer", "number")
         )
         if chosen is not None:
+            rule = {} if chosen.is_binary else {"positive": _positive(chosen)}
+            self.tree |= rule
             why = "named by --label" if label else "by its name"
-            if not chosen.is_binary:
-                self.tree["positive"] = _positive(chosen)
-                why += "; the rule is a guess"
-            self._take("label", chosen, why)
-            rule = {} if chosen.is_binary else {"positive": self.tree["positive"]}
+            self._take("label", chosen, why + "; the rule is a guess" * bool(rule))
             labels = _conformed(chosen.array, label="x", **rule)
             assert labels is not None
             self.labels = labels.to_numpy()

@@ -407,16 +407,14 @@ class TextFile:
         types = {name: _arrow_type(name, schema) for name in columns}
         parse = partial(self._parse, types=types, missing_values=schema.missing_values)
         try:
-            yield from parse(self._decompressed(raw))
-        except (arrow.ArrowInvalid, arrow.ArrowKeyError, OSError) as error:
-            told: Exception = error
-            if isinstance(error, arrow.ArrowInvalid):  # one thread counts the rows that it reads
+            try:
+                yield from parse(self._decompressed(raw))
+            except arrow.ArrowInvalid:  # one thread counts the rows that it reads
                 with closing(_open(self.path)) as again:
-                    try:
-                        deque(parse(self._decompressed(again), use_threads=False), 0)
-                    except (arrow.ArrowInvalid, OSError) as found:
-                        told = found
-            raise self._error(told) from None
+                    deque(parse(self._decompressed(again), use_threads=False), 0)
+                raise
+        except (arrow.ArrowInvalid, OSError) as error:
+            raise self._error(error) from None
 
     def sample(self) -> pa.Table:
         """Rows of the whole file, in blocks of lines; each column is text, nulls for empty fields.

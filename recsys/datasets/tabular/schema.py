@@ -458,19 +458,15 @@ class Table:
     Attributes:
         name: Its name.
         rules: A column that shares it; all agree in `_TABLE_KEYS`.
-        has_missing_row: Whether row 1 is for missing values.
+        first_row: The first row that belongs to a value, with numbering "first"; row 1 may be for
+            missing values.
         columns: The columns that share it, in order of the features; histories are not among them.
     """
 
     name: str
     rules: ValueColumn
-    has_missing_row: bool
+    first_row: int
     columns: tuple[str, ...]
-
-    @property
-    def first_row(self) -> int:
-        """The first row that belongs to a value, with numbering "first"."""
-        return 2 if self.has_missing_row else 1
 
 
 # What all columns of one table must say alike.
@@ -607,7 +603,7 @@ class Schema(_Keys):
             Table(
                 table,
                 next(iter(columns.values())),
-                any(column.has_missing_row for column in columns.values()),
+                2 if any(column.has_missing_row for column in columns.values()) else 1,
                 tuple(columns),
             )
             for table, columns in sharing.items()

@@ -82,7 +82,7 @@ def test_features_tables_and_columns_are_in_order():
     )
     assert [table.name for table in schema.tables] == ["user", "item", "site", "tags"]
     assert schema.tables[1].columns == ("item", "seen")
-    assert [table.has_missing_row for table in schema.tables] == [False, True, False, False]
+    assert [table.first_row for table in schema.tables] == [1, 2, 1, 1]
     features = ("price", "a.b", "user", "item", "site", "tags", "seen")
     assert schema.columns == (*features, "stars", "ts", "w", "kind", "day")
 
