@@ -608,8 +608,8 @@ class Trainer:
         history_bytes = 0
         if earlier.saved is not None:
             of_run = self.processes.restore(self.folder, earlier, self.built)
-            with errors_of_state(f"checkpoint {earlier.saved.number}"):
-                history_bytes = self.load_state_dict(of_run, earlier.saved.number)
+            with errors_of_state(f"checkpoint {earlier.saved}"):
+                history_bytes = self.load_state_dict(of_run, earlier.saved)
             self._set_rates(self.full_steps.advance(self.progress.num_steps, self._num_seen))
             with self.processes.warnings_once():
                 warn_of_other_rates(earlier.config, self.config, self.full_steps)

@@ -128,18 +128,6 @@ def test_a_finished_run_that_saved_no_model_is_continued_to_save_it(
     assert f"{folder} is finished" in capsys.readouterr().err
 
 
-def test_a_run_of_several_processes_that_saved_no_model_is_said_to_be_one_to_continue(
-    small_config, tmp_path, capsys
-):
-    folder = tmp_path / "run"
-    run(small_config(*SETTINGS, "save_model=false"), folder)
-    (folder / "checkpoints").rename(folder / "shards")  # where several write theirs
-
-    assert main(["evaluate", str(folder)]) == 2
-
-    assert "--resume --set save_model=true`" in capsys.readouterr().err
-
-
 def test_a_finished_run_without_model_and_checkpoint_says_what_to_do(small_config, tmp_path):
     config = small_config(*SETTINGS, "checkpoint.every_steps=0", "save_model=false")
     record = run(config, tmp_path / "run")

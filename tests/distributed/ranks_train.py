@@ -18,7 +18,8 @@ from recsys.datasets import SyntheticCriteo
 from recsys.distributed.input_checks import InputChecks
 from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train import Callback
-from recsys.train.checkpoint import writer
+from recsys.train.checkpoint.format import piece_number
+from recsys.train.checkpoint.writer import PieceWriter
 from recsys.train.loop.progress import Progress
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.ranks.rank_model import average_in_order
@@ -194,13 +195,13 @@ def has_other_data(rank, world, run):
 
 
 def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
-    """As `trains_a_run`, but one rank's newest checkpoint is gone, as after a crash."""
-    [folder] = (Path(run) / "shards").iterdir()
+    """As `trains_a_run`, but the newest checkpoint is gone, as after a crash of one rank."""
+    folder = Path(run) / "checkpoints"
     if rank == cut_rank:
-        of_rank = folder / f"rank-{rank}-of-{world}"
-        newest = max(of_rank.glob("0*.json"))
+        newest = max(folder.glob("0*.json"))
         newest.unlink()
-        (of_rank / "LAST").unlink()
+        (folder / f"delta-{newest.stem}-1" / "piece.json").unlink()
+        (folder / "LAST").unlink()
     dist.barrier()
     return trains_a_run(rank, world, run=run, **arguments)
 
@@ -253,15 +254,15 @@ def has_full_disks(rank, world, failing, **arguments):
     Args:
         failing: The first number, and the one after the last, by rank.
     """
-    commit, (begin, end) = writer.commit, failing[rank]
+    finish, (begin, end) = PieceWriter.finish, failing[rank]
 
-    def fails(folder, manifest):
-        if begin <= manifest.number < end:
+    def fails(piece, tables):
+        if begin <= piece_number(piece.path.name) < end:
             raise OSError(errno.ENOSPC, "No space left on device")
-        commit(folder, manifest)
+        finish(piece, tables)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recsys.train.checkpoint.checkpoints.commit", fails)
+        patch.setattr(PieceWriter, "finish", fails)
         return trains_a_run(rank, world, **arguments)
 
 

@@ -32,7 +32,7 @@ import recsys.cli
 import recsys.train.trainer
 from recsys._support.machine import describe_environment
 from recsys.train.checkpoint import newest
-from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
+from recsys.train.checkpoint.format import manifest_numbers, read_manifest
 from recsys.train.run_files.run_folder import write_json
 
 SETTINGS = {
@@ -104,9 +104,7 @@ def pieces(folder: Path) -> set[str]:
 def written_at_kill(folder: Path) -> set[str]:
     """Kinds of the pieces that no checkpoint has: the kill came while they were written."""
     known = {
-        piece.folder
-        for number in manifest_numbers(folder)
-        for piece in read_manifest(folder, number).pieces
+        name for number in manifest_numbers(folder) for name in read_manifest(folder, number).pieces
     }
     return {name.partition("-")[0] for name in pieces(folder) - known}
 

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import load_config
-from recsys.errors import AlreadyExists, CheckpointError, ConfigError
-from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
+from recsys.errors import AlreadyExists, ConfigError
+from recsys.train.exports.export import export_run
 from recsys.train.trainer import train
 
 
@@ -68,15 +68,3 @@ def test_an_unknown_format_and_a_run_without_a_model_are_refused(run, tmp_path):
         (tmp_path / file).touch()
         with pytest.raises(ConfigError, match=name):
             export_run(tmp_path, "safetensors", tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    "export", [export_run_checkpoint, lambda run, file: export_run_delta(run, file, 1)]
-)
-def test_checkpoints_of_several_processes_are_refused_by_name(tmp_path, export):
-    (tmp_path / "config.toml").touch()
-    (tmp_path / "shards" / "after-00000000").mkdir(parents=True)
-
-    with pytest.raises(CheckpointError, match="shards"):
-        export(tmp_path, tmp_path / "file")
-    assert not (tmp_path / "file").exists()

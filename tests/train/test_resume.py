@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.pipeline.stalls import stage_seconds
-from recsys.train.checkpoint.contents import TableArrays
+from recsys.train.checkpoint.writer import PieceWriter
 from tests.train.resumed_runs import (
     CASES,
     SETTINGS,
@@ -90,13 +90,13 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
 ):
     config = small_config(*SETTINGS)
     run(config, tmp_path / "whole")
-    add_range = TableArrays.add_range
+    write = PieceWriter.write_rows
 
-    def add_slowly(arrays, builder):
+    def write_slowly(*given):
         time.sleep(0.05)  # longer than a step
-        yield from add_range(arrays, builder)
+        write(*given)
 
-    monkeypatch.setattr(TableArrays, "add_range", add_slowly)
+    monkeypatch.setattr(PieceWriter, "write_rows", write_slowly)
     run_and_resume(config, tmp_path / "run", [(7, None)], stop_at)
 
     require_same_run(config, tmp_path / "run", tmp_path / "whole")

@@ -21,7 +21,7 @@ from recsys.errors import (
     TrainingDiverged,
 )
 from recsys.train.checkpoint import newest
-from recsys.train.checkpoint.manifest import read_manifest
+from recsys.train.checkpoint.format import read_blocks, read_manifest, read_piece
 from recsys.train.loop.progress import Progress
 from recsys.train.loop.resume import resumed_config
 from recsys.train.loop.run_checkpoints import RunCheckpoints
@@ -324,13 +324,9 @@ def test_the_first_checkpoint_of_a_resumed_run_has_only_updated_rows(
     run(config, tmp_path / "run")
     run(config, tmp_path / "run", resume=True)
 
-    manifest = read_manifest(tmp_path / "run" / "checkpoints")
-    rows = sum(
-        load_file(tmp_path / "run" / "checkpoints" / piece.folder / block.file)[name].numel()
-        for piece in manifest.pieces[-1:]
-        for block in piece.blocks
-        for name in {part.rows for part in block.parts if part.rows}
-    )
+    folder = tmp_path / "run" / "checkpoints"
+    last = read_piece(folder, read_manifest(folder).pieces[-1])
+    rows = sum(len(block.rows) for block in read_blocks(folder, last))
     assert 0 < rows <= 4 * 64  # one mini-batch
 
 
@@ -433,3 +429,11 @@ def test_the_stored_configuration_is_the_base_and_settings_change_it(small_confi
         resumed("epochs=3", file=tmp_path / "more.toml")
     with pytest.raises(ConfigError, match="has no run to continue; name the data to start one"):
         resumed_config(tmp_path / "new", None, (), None)
+
+
+def test_checkpoints_of_several_processes_by_an_older_recsys_are_refused(small_config, tmp_path):
+    RunFolder.create(tmp_path / "run", small_config())
+    (tmp_path / "run" / "shards").mkdir()
+
+    with pytest.raises(CheckpointError, match="shards: an older recsys wrote"):
+        run(small_config(), tmp_path / "run", resume=True)

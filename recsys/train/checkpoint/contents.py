@@ -1,10 +1,10 @@
-"""What a checkpoint holds: the tables of a model, and everything else as a tree with arrays.
+"""What a checkpoint holds: the tables of a model, and everything else as one state.
 
-    tables        tables that recsys updates, and their state: large, most rows change seldom
-    other arrays  the dense part, its optimizer's state, tables that torch updates: written whole
-    tree          settings of optimizers, random states, the caller's state
+    tables   tables that recsys updates, and the optimizer's state of their rows; `SavedTables`
+    state    the model's state dict without the tables, its optimizers, random states, and the
+             state of the caller
 
-Names of arrays: `model/KEY`, `optimizers/NUMBER/...`, `table-state/KEY/NAME`, `rows/KEY`.
+One process has all rows of the tables, and one of several a `Share` of them.
 """
 
 from __future__ import annotations
@@ -17,121 +17,47 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from recsys._support.safetensors_dtypes import DTYPE_NAMES
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.saved_tables import SavedTables
-from recsys.embeddings.update.changed_rows import rows_of
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
-from recsys.train.checkpoint.blocks import row_ranges
-from recsys.train.checkpoint.manifest import Array, Part, dtype_name
-from recsys.train.checkpoint.tree import from_tree, to_tree
+from recsys.train.checkpoint.format import Array, Table
 from recsys.train.run_files.saved_state import is_expanded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from recsys.embeddings.saved_tables import SavedTable
-    from recsys.train.checkpoint.blocks import BlockBuilder
 
-__all__ = [
-    "Contents",
-    "Small",
-    "TableArrays",
-    "add_arrays",
-    "check_optimizer_state",
-    "errors_of_state",
-]
+__all__ = ["Contents", "Layout", "Share", "errors_of_state", "listed"]
 
-_LISTED_WORDS = 2**14  # a million rows: their numbers take 8 MiB
-# Arrays of torch's optimizers that have one number for each number of the parameter.
-_OF_PARAMETER = {
-    "acc_delta",
-    "ax",
-    "exp_avg",
-    "exp_avg_sq",
-    "exp_inf",
-    "grad_avg",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "prev",
-    "square_avg",
-    "step_size",
-    "sum",
-}
+# For each table, by its key in the model's `state_dict`: the first row of each process, and the row
+# after its last one. Both are 0 for a process without rows of the table.
+Layout = dict[str, list[tuple[int, int]]]
+_OF_ROWS = FusedOptimizer.__name__
+_MOST_INT = 2**2000  # `torch.load` reads no larger one
 
 
-class TableArrays(NamedTuple):
-    """A table and the arrays that a checkpoint has of it.
+class Share(NamedTuple):
+    """What one of several processes saves and restores.
 
     Attributes:
-        table: Reads and writes its rows.
-        names: For each array of the table ("weight", then its state): its name in the checkpoint.
+        rank: Its number.
+        num_ranks: How many there are.
+        layout: Which rows each has.
+        gather: Returns what every process gave, by rank. A collective.
+        numbers_after: Checkpoints get higher numbers than this one, the same for all.
     """
 
-    table: SavedTable
-    names: Mapping[str, str]
-
-    def add_range(self, builder: BlockBuilder) -> Iterator[None]:
-        """Add every row; yields after each range of rows.
-
-        Raises:
-            CheckpointError: the table's state was removed meanwhile.
-        """
-        try:
-            for begin, end in row_ranges(self.table.num_rows, self._row_bytes()):
-                tensors = {
-                    name: self.table.read(own, begin, end) for own, name in self.names.items()
-                }
-                builder.add(tensors, [Part(name, begin, end) for name in tensors])
-                yield
-        except KeyError as error:
-            raise CheckpointError(
-                f"table {self.table.key!r}: {error} was removed from its state while every row was "
-                "copied; the next checkpoint copies them again"
-            ) from error
-
-    def add_rows(self, builder: BlockBuilder, bits: NDArray[np.uint64]) -> None:
-        """Add some rows with their numbers.
-
-        Args:
-            builder: Receives them.
-            bits: One bit per row, as `ChangedRows.take` returns them.
-        """
-        numbers = f"rows/{self.table.key}"
-        row_bytes = self._row_bytes() + 8
-        for word in range(0, len(bits), _LISTED_WORDS):
-            rows = rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word
-            for begin, end in row_ranges(len(rows), row_bytes):
-                chosen = rows[begin:end]
-                tensors = {name: self.table.gather(own, chosen) for own, name in self.names.items()}
-                first, last = int(chosen[0]), int(chosen[-1])
-                parts = [Part(name, first, last + 1, numbers) for name in tensors]
-                builder.add({numbers: torch.from_numpy(chosen), **tensors}, parts)
-
-    def arrays(self) -> dict[str, Array]:
-        """The arrays by their names in the checkpoint."""
-        state = {"weight": self.table.weight, **self.table.state()}
-        with DisableTorchFunctionSubclass():  # internal read of the table
-            return {name: _array_of(state[own], name) for own, name in self.names.items()}
-
-    def _row_bytes(self) -> int:
-        return sum(each.row_bytes for each in self.arrays().values())
-
-
-class Small(NamedTuple):
-    """Everything but the tables.
-
-    Attributes:
-        arrays: Tensors by their names in the checkpoint; not copies.
-        tree: JSON values with references to these and to the tables' state.
-    """
-
-    arrays: dict[str, Tensor]
-    tree: Any
+    rank: int
+    num_ranks: int
+    layout: Layout
+    gather: Callable[[Any], list[Any]]
+    numbers_after: int
 
 
 class Contents:
@@ -141,183 +67,184 @@ class Contents:
         model: The model.
         optimizers: Its optimizers, always in the same order. Those that recsys modules have made
             for their rows need not be among them.
+        share: The rows of the model; None if it has all.
 
     Attributes:
         tables: The tables that recsys updates.
+        share: As given.
 
     Raises:
         CheckpointError: an optimizer that the caller made updates rows, and is not given.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], share: Share | None = None
+    ) -> None:
         self.tables = SavedTables(model)
-        self._model, self._optimizers = model, _with_row_optimizers(optimizers, self.tables)
-
-    def table_arrays(self) -> list[TableArrays]:
-        """The arrays that each table has now; a table that was never updated has no state."""
-        found = []
+        self._model, self._optimizers = model, list(optimizers)
+        self.share = share
         for table in self.tables.tables:
-            names = {"weight": f"model/{table.key}"}
-            for name, value in table.state().items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    names[name] = f"table-state/{table.key}/{name}"
-            found.append(TableArrays(table, names))
+            if any(table.optimizer is each for each in self._optimizers):
+                continue
+            if not isinstance(table.optimizer, FusedOptimizer):
+                raise CheckpointError(
+                    f"table {table.key!r} is updated in the step of a "
+                    f"{type(table.optimizer).__name__} that is not among optimizers=; give it, too"
+                )
+            self._optimizers.append(table.optimizer)
+
+    def rows_of(self, table: SavedTable) -> tuple[int, int]:
+        """The first row of a table that this process has, and the row after the last one."""
+        if self.share is None:
+            return 0, table.num_rows
+        return self.share.layout[table.key][self.share.rank]
+
+    def describe_tables(self) -> dict[str, Table]:
+        """The arrays that each table has now; a table that was never updated has no state."""
+        found = {}
+        with DisableTorchFunctionSubclass():  # internal read of tables, in the writing thread too
+            for table in self.tables.tables:
+                arrays = {"weight": table.weight, **_state_arrays(table)}
+                described = {
+                    name: Array(DTYPE_NAMES[each.dtype], tuple(each.shape[1:]))
+                    for name, each in arrays.items()
+                }
+                found[table.key] = Table(*self.rows_of(table), described)
         return found
 
-    def small(self, state: Any) -> Small:
-        """Everything but the tables, as it is now.
+    def state(self, of_caller: Any) -> dict[str, Any]:
+        """Everything but tables, as it is now; tensors are not copied.
 
         Args:
-            state: The caller's state.
+            of_caller: The caller's state.
 
         Raises:
             CheckpointError: a value cannot be saved.
         """
-        arrays: dict[str, Tensor] = {}
-        of_tables = self._names_of_states()
-
-        def refer(name: str, tensor: Tensor) -> str:
-            known = of_tables.get(id(tensor))
-            if known is not None:
-                return known
-            name = name.encode("ascii", "backslashreplace").decode()  # as safetensors can hold it
-            while name in arrays:  # {"a/b": ...} and {"a": {"b": ...}} have one name
-                name += "~"
-            _array_of(tensor, name)  # raises before anything is taken
-            arrays[name] = tensor.detach()
-            return name
-
-        tree = {
-            "optimizers": [
-                {"kind": type(each).__name__, "state": each.state_dict()}
-                for each in self._optimizers
-            ],
-            "random": _random_states(),
-            "state": state,
+        arrays = {
+            id(each) for table in self.tables.tables for each in _state_arrays(table).values()
         }
-        encoded = {key: to_tree(each, key, refer) for key, each in tree.items()}
-        encoded["extra"] = {}
-        for key, value in self._model_state().items():
-            if _is_tensor(key, value):
-                _require_writable(value, f"model/{key}")
-                arrays[f"model/{key}"] = value
-            else:
-                encoded["extra"][key] = to_tree(value, f"extra/{key}", refer)
-        return Small(arrays, encoded)
+        optimizers = [each.state_dict() for each in self._optimizers]
+        return {
+            "model": self._model_state(),
+            "kinds": [_describe_optimizer(each) for each in self._optimizers],
+            "optimizers": _plain(optimizers, "optimizers", arrays),
+            "random": _random_states(),
+            "state": _plain(of_caller, "state"),
+        }
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the model besides the tables, by their names in the checkpoint.
-
-        Raises:
-            CheckpointError: a tensor cannot be overwritten.
-        """
-        state = self._model_state().items()
-        found = {f"model/{key}": value for key, value in state if _is_tensor(key, value)}
-        for name, value in found.items():
-            _require_writable(value, name)
-        return found
-
-    def restore_tree(
-        self, tree: Any, array: Callable[[str], Tensor], *, only_dense: bool = False
-    ) -> dict[str, Any]:
-        """Restore optimizers and random states; the arrays of the model are restored already.
+    def require_same(
+        self, saved: Mapping[str, Any], tables: Mapping[str, Table], at: str, *, is_shared: bool
+    ) -> None:
+        """Check that a checkpoint is of this model and these optimizers, before it is restored.
 
         Args:
-            tree: As `small` made it.
-            array: Returns an array by its name in the checkpoint.
-            only_dense: Leave out recsys optimizers of rows. Their state is restored with the rows,
-                and they keep their own settings.
+            saved: Its state.
+            tables: Its tables, with the number of all rows as their end.
+            at: The checkpoint's name.
+            is_shared: Whether several processes saved it, or restore it. Their rows have optimizers
+                of their own, whose settings are kept.
+
+        Raises:
+            CheckpointError: it is of others.
+        """
+        own = {key: _describe(key, value) for key, value in self._model_state().items()}
+        found = {key: _describe(key, value) for key, value in saved["model"].items()}
+        own |= {key: _describe_table(each) for key, each in self._whole_tables().items()}
+        found |= {
+            key: _describe_table(each)
+            for key, each in tables.items()
+            if self.share is None or key in own
+        }
+        for key in sorted(own | found):
+            if own.get(key) != found.get(key):
+                raise CheckpointError(
+                    f"{at} is of another model: {key} is {found.get(key, 'absent')} there and "
+                    f"{own.get(key, 'absent')} in this model; build and accelerate the model as "
+                    "for the run that was saved"
+                )
+        kinds = [_describe_optimizer(each) for each in _of_dense(self._optimizers, is_shared)]
+        of_saved = [
+            kind for kind in saved["kinds"] if not (is_shared and kind.startswith(_OF_ROWS))
+        ]
+        if kinds != of_saved:
+            raise CheckpointError(
+                f"{at} has optimizers {of_saved}, and {kinds} were given; give the same ones, with "
+                "their parameters in the same order"
+            )
+
+    def restore(
+        self,
+        saved: Mapping[str, Any],
+        arrays: Container[int],
+        random_states: Any,
+        *,
+        is_shared: bool,
+    ) -> Any:
+        """Restore everything but tables, which are restored already.
+
+        Args:
+            saved: The state of a checkpoint.
+            arrays: The `id` of each array that was restored with the tables.
+            random_states: The random states.
+            is_shared: As for `require_same`.
 
         Returns:
-            The caller's state, with the keys that `Checkpoints.save` gives it.
-
-        Raises:
-            CheckpointError: the tree is damaged, or of other optimizers.
+            The caller's state.
         """
-        with errors_of_state():
-            own, saved = self._optimizers, tree["optimizers"]
-            if only_dense:
-                own = [each for each in own if not isinstance(each, FusedOptimizer)]
-                saved = [each for each in saved if each["kind"] != FusedOptimizer.__name__]
-            optimizers = [from_tree(each["state"], array) for each in saved]
-            extra = {key: from_tree(each, array) for key, each in tree["extra"].items()}
-            extra |= {key: array(f"model/{key}") for key in self._made_keys()}
-            generators = from_tree(tree["random"], array)
-            state: dict[str, Any] = from_tree(tree["state"], array)
-            tables = {id(table.weight) for table in self.tables.tables}
-            for optimizer, each in zip(own, optimizers, strict=True):
-                check_optimizer_state(optimizer, each, tables)
-            for optimizer, each in zip(own, optimizers, strict=True):
-                optimizer.load_state_dict(each)
-            if extra:
-                self._model.load_state_dict(extra, strict=False)
-            _set_random_states(generators)
-        return state
-
-    def require_tree(self, tree: Any) -> None:
-        """Check what can be checked of a tree before anything is restored.
-
-        Raises:
-            CheckpointError: the tree is damaged, or of other optimizers or another model.
-        """
-        with errors_of_state():
-            saved = [
-                f"{each['kind']} with {len(each['state']['param_groups'])} param groups"
-                for each in tree["optimizers"]
-            ]
-            extra = sorted(tree["extra"])
-        own = [
-            f"{type(each).__name__} with {len(each.param_groups)} param groups"
-            for each in self._optimizers
+        states = [
+            state
+            for state, kind in zip(saved["optimizers"], saved["kinds"], strict=True)
+            if not (is_shared and kind.startswith(_OF_ROWS))
         ]
-        own_extra = sorted(
-            key for key, value in self._model_state().items() if not _is_tensor(key, value)
-        )
-        if extra != own_extra:
-            raise CheckpointError(
-                f"the checkpoint has {extra[:5]} of modules with a state of their own, and this "
-                f"model has {own_extra[:5]}; build the model as for the run that was saved"
-            )
-        if saved != own:
-            raise CheckpointError(
-                f"the checkpoint has optimizers {saved}, and {own} were given; give the same kinds "
-                "with as many param groups, in the same order"
-            )
+        for optimizer, state in zip(_of_dense(self._optimizers, is_shared), states, strict=True):
+            for key, values in optimizer.state_dict()["state"].items():
+                known = {name: each for name, each in values.items() if id(each) in arrays}
+                if known:
+                    state["state"][key] = state["state"].get(key, {}) | known
+            optimizer.load_state_dict(state)
+        self._model.load_state_dict(saved["model"], strict=False)
+        _set_random_states(random_states)
+        return saved["state"]
 
     def _model_state(self) -> dict[str, Any]:
-        """The model's state dict without the tables; rows in slots stay where they are."""
-        with DisableTorchFunctionSubclass():
+        """The model's state dict without the tables; rows in slots stay where they are.
+
+        Raises:
+            CheckpointError: a value cannot be saved, or not be overwritten.
+        """
+        with DisableTorchFunctionSubclass():  # internal read of tables
             state = self._model.state_dict()
         tables = {id(table.weight) for table in self.tables.tables}
         parameters = self._model.named_parameters(remove_duplicate=False)
         keys = {key for key, parameter in parameters if id(parameter) in tables}
-        return {key: value for key, value in state.items() if key not in keys}
+        found = {}
+        for key, value in state.items():
+            if key in keys:
+                continue
+            found[key] = _plain(value, f"model/{key}")
+            if isinstance(value, torch.Tensor) and is_expanded(value):
+                raise CheckpointError(
+                    f"model/{key}: is expanded, so several of its values are one in memory and it "
+                    "cannot be restored; hold its clone()"
+                )
+        return found
 
-    def _made_keys(self) -> list[str]:
-        """Keys of tensors that the model makes for its state dict.
-
-        Writing to such a tensor changes no value of the model; `load_state_dict` does.
-        """
-        with DisableTorchFunctionSubclass():  # internal read of tables
-            own = {
-                each.untyped_storage().data_ptr()
-                for each in (*self._model.parameters(), *self._model.buffers())
-            }
-        return [
-            key
-            for key, value in self._model_state().items()
-            if _is_tensor(key, value) and value.untyped_storage().data_ptr() not in own
-        ]
-
-    def _names_of_states(self) -> dict[int, str]:
-        """The names of the tables' state arrays, by the `id` of the array."""
+    def _whole_tables(self) -> dict[str, Table]:
+        """The tables of this process, with all rows."""
+        found = self.describe_tables()
+        if self.share is None:
+            return found
+        layout = self.share.layout
         return {
-            id(state[own]): name
-            for each in self.table_arrays()
-            for state in [each.table.state()]
-            for own, name in each.names.items()
-            if own != "weight"
+            key: each._replace(begin=0, end=max(end for _, end in layout[key]))
+            for key, each in found.items()
         }
+
+
+def listed(value: Any) -> list[Any]:
+    """One value or several, as a list."""
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 @contextmanager
@@ -350,105 +277,81 @@ def errors_of_state(place: str = "the checkpoint") -> Iterator[None]:
         ) from error
 
 
-def _with_row_optimizers(optimizers: Sequence[Optimizer], tables: SavedTables) -> list[Optimizer]:
-    """The given optimizers, and those that recsys modules have made for their rows."""
-    found = list(optimizers)
-    for table in tables.tables:
-        optimizer = table.optimizer
-        if any(each is optimizer for each in found):
-            continue
-        if not isinstance(optimizer, FusedOptimizer):
-            raise CheckpointError(
-                f"table {table.key!r} is updated in the step of a {type(optimizer).__name__} that "
-                "is not among optimizers=; give it, too"
-            )
-        found.append(optimizer)
-    return found
-
-
-def check_optimizer_state(optimizer: Optimizer, state: Any, tables: Collection[int]) -> None:
-    """Check the shapes in a state before an optimizer takes it.
-
-    torch accepts any shapes. If an array is too small, a fused kernel then writes out of bounds.
+def _plain(value: Any, name: str, left_out: Container[int] = ()) -> Any:
+    """A state of values that `torch.load` reads without running code; tensors are not copied.
 
     Args:
-        optimizer: Will take it.
-        state: As `optimizer.state_dict()` returns it.
-        tables: The `id` of parameters whose state is checked elsewhere.
+        value: The state.
+        name: Its name, for errors.
+        left_out: The `id` of values of dictionaries that are left out.
 
     Raises:
-        ValueError, KeyError: it is not a state of this optimizer.
+        CheckpointError: a value is of another type.
     """
-    parameters: dict[Any, Tensor] = {}
-    for group, each in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        parameters.update(zip(each["params"], group["params"], strict=True))
-    for key, values in state["state"].items():
-        parameter = parameters[key]
-        for name, value in values.items():
-            if id(parameter) in tables or name not in _OF_PARAMETER or value is None:
-                continue
-            # Known from the start is the state of TorchRec's RowWiseAdagrad, (E, 1).
-            known = optimizer.state.get(parameter, {}).get(name)
-            shape = (known if isinstance(known, torch.Tensor) else parameter).shape
-            if not isinstance(value, torch.Tensor) or value.shape != shape:
-                raise ValueError(f"{name} of parameter {key} must have shape {tuple(shape)}")
+    if isinstance(value, torch.Tensor):
+        if is_lazy(value) or value.is_meta:
+            raise CheckpointError(
+                f"{name}: has no values or no shape yet; give it memory, or run the model once"
+            )
+        value = value.detach()
+        is_view = value.layout is torch.strided and value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_view else value  # torch.save writes all of its memory
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        return {
+            _plain(key, name): _plain(each, f"{name}/{key}", left_out)
+            for key, each in value.items()
+            if id(each) not in left_out
+        }
+    if isinstance(value, list | tuple):
+        items = [_plain(each, f"{name}/{place}", left_out) for place, each in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int) and abs(value) < _MOST_INT:
+        return int(value)
+    raise CheckpointError(
+        f"{name}: a checkpoint holds numbers, texts, tensors, and lists and dictionaries of them, "
+        f"got {type(value).__name__}; convert it"
+    )
 
 
-def add_arrays(builder: BlockBuilder, arrays: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Add copies of whole arrays, in ranges of rows.
+def _of_dense(optimizers: Sequence[Optimizer], is_shared: bool) -> list[Optimizer]:
+    """The optimizers whose state is restored from a checkpoint."""
+    return [each for each in optimizers if not (is_shared and isinstance(each, FusedOptimizer))]
 
-    Returns:
-        Their descriptions.
+
+def _state_arrays(table: SavedTable) -> dict[str, Tensor]:
+    """The arrays of a table's optimizer state, with a row for each of its rows."""
+    state = table.state().items()
+    return {name: each for name, each in state if isinstance(each, torch.Tensor) and each.dim()}
+
+
+def _describe(key: str, value: Any) -> str:
+    if key.endswith("_extra_state") or not isinstance(value, torch.Tensor):
+        return "a state of a module's own"
+    return f"{value.dtype} of shape {tuple(value.shape)}"
+
+
+def _describe_table(table: Table) -> str:
+    weight = table.arrays["weight"]
+    return f"a table that recsys updates, {weight.dtype} {(table.end, *weight.row_shape)}"
+
+
+def _describe_optimizer(optimizer: Optimizer) -> str:
+    """Its kind and the shapes of its parameters.
+
+    An optimizer accepts a state of another shape, and its kernel may then write out of bounds.
     """
-    described = {}
-    for name, tensor in arrays.items():
-        array = described[name] = _array_of(tensor, name)
-        rows = tensor if tensor.dim() else tensor.reshape(1)
-        for begin, end in row_ranges(array.num_rows, array.row_bytes):
-            copy = rows[begin:end].to("cpu", copy=True)
-            builder.add({name: copy}, [Part(name, begin, end)])
-    return described
-
-
-def _is_tensor(key: str, value: Any) -> bool:
-    """Whether an entry of a model's state is a tensor that can be restored in place."""
-    # `get_extra_state` may return a new tensor each time.
-    return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
-
-
-def _require_writable(tensor: Tensor, name: str) -> None:
-    """Check that a checkpoint can hold a tensor of the model, and be restored into it.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
-    _array_of(tensor, name)
-    if is_expanded(tensor):
-        raise CheckpointError(
-            f"{name}: is expanded, so several of its values are one in memory and it cannot be "
-            "restored; hold its clone()"
-        )
-
-
-def _array_of(tensor: Tensor, name: str) -> Array:
-    """Describe a tensor; reads none of its numbers.
-
-    The writing thread calls it, too. So it may use only attributes that a table in two tiers gives
-    without writing rows back.
-
-    Raises:
-        CheckpointError: a checkpoint cannot hold it.
-    """
-    fault = ""
-    if is_lazy(tensor):
-        fault = "has no shape yet; run the model once before"
-    elif tensor.is_meta:
-        fault = "is on the 'meta' device and has no values; give it memory before"
-    elif tensor.layout is not torch.strided:
-        fault = f"must be a dense tensor, got {tensor.layout} in {tensor.dtype}; convert it"
-    if fault:
-        raise CheckpointError(f"{name}: {fault}")
-    return Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))
+    kind = type(optimizer).__name__
+    shapes = [
+        " ".join("x".join(map(str, each.shape)) or "1" for each in group["params"])
+        for group in optimizer.param_groups
+    ]
+    return f"{kind} with {len(shapes)} param groups ({'; '.join(shapes)})"
 
 
 def _random_states() -> dict[str, Any]:

@@ -1,219 +1,249 @@
 """Restores a checkpoint: checks every file first, then applies the pieces in order.
 
-Nothing is changed before all files have the right length and checksum, and all arrays of the model
-the right shape. Memory is bounded: one block is read at a time, and rows go straight to their
-tables.
+Nothing is changed before all files have the right length and checksum, and the model is found to be
+that of the checkpoint. One block is read at a time, and its rows go straight to their tables. One
+of several processes takes the rows that it has; everything else comes from the first process that
+saved. Random states come from the same process, if as many processes have saved.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
+from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from recsys._support.files import read_together
 from recsys._support.safetensors_dtypes import DTYPES
 from recsys.errors import CheckpointError, WeightsError
-from recsys.train.checkpoint.blocks import check_block, read_block
-from recsys.train.checkpoint.contents import Contents
-from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
+from recsys.train.checkpoint.contents import Contents, errors_of_state, listed
+from recsys.train.checkpoint.format import (
+    STATE_FILE,
+    check_file,
+    manifest_numbers,
+    read_blocks,
+    read_manifest,
+    read_piece,
+    read_state,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
-    from recsys.train.checkpoint.manifest import Manifest, Part
+    from recsys.train.checkpoint.format import Manifest, Piece, Rows, Table
 
-__all__ = [
-    "OtherArrays",
-    "names_in_tables",
-    "require_same_arrays",
-    "require_whole",
-    "restore",
-    "whole_other",
-]
+__all__ = ["load_checkpoint", "read_pieces", "require_same", "restore", "whole_tables"]
 
 
-def restore(
-    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], number: int | None
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    pipeline: Any = None,
+    loader: Any = None,
+    schedulers: Any = (),
+    number: int | None = None,
 ) -> Any:
+    """Restore what `save_checkpoint` saved, and the random states of Python, numpy and torch.
+
+    Nothing is changed before every file is found to be whole. Tables are read in blocks. Budget,
+    plan, tier and device may differ from those of the run that was saved. What was saved of a
+    pipeline, a loader or schedulers and is not given here is not restored, with a warning.
+
+    The `grad` of every parameter becomes None, because it belongs to the weights before. Torch's
+    `load_state_dict` keeps it. Gradients of rows that no update has used are dropped, too.
+
+    Args:
+        folder: The folder of checkpoints.
+        model: A model of the same shape.
+        optimizers: Its optimizers, in the same order.
+        pipeline: As for `save_checkpoint`; its state is ignored under another schedule.
+        loader: As for `save_checkpoint`.
+        schedulers: As for `save_checkpoint`.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Returns:
+        The `state` that was saved.
+
+    Raises:
+        CheckpointError: there is none, it is damaged (then the message names one that is whole), or
+            it is of another model.
+        ConfigError: the state of `pipeline` or `loader` is that of another one.
+        TypeError: `number` is no whole number.
+    """
+    folder = Path(folder)
+    if (folder / "checkpoints").is_dir():
+        raise CheckpointError(f"{folder}: its checkpoints are in {folder / 'checkpoints'}")
+    number = None if number is None else index(number)
+    found = restore(folder, Contents(model, listed(optimizers)), number)
+    model.zero_grad()  # those of tables that recsys updates are dropped already
+    given = {"pipeline": pipeline, "loader": loader}
+    for name, target in given.items():
+        if target is not None and found[name] is None:
+            raise CheckpointError(f"{folder}: the checkpoint was saved without {name}=")
+    of_schedulers = listed(schedulers)
+    if of_schedulers and len(of_schedulers) != len(found["schedulers"]):
+        raise CheckpointError(
+            f"{folder}: the checkpoint has {len(found['schedulers'])} schedulers, and "
+            f"{len(of_schedulers)} were given; give as many"
+        )
+    with errors_of_state():
+        for name, target in given.items():
+            if target is not None:
+                target.load_state_dict(found[name])
+        for scheduler, saved in zip(of_schedulers, found["schedulers"], strict=False):
+            own = scheduler.state_dict()
+            for key, value in saved.items():
+                if isinstance(own.get(key), Counter):  # such as the milestones of `MultiStepLR`
+                    saved[key] = Counter(value)
+            scheduler.load_state_dict(saved)
+    given["schedulers"] = of_schedulers or None
+    left_out = [name for name, target in given.items() if target is None and found[name]]
+    if left_out:
+        arguments = ", ".join(f"{name}=" for name in left_out)
+        warnings.warn(
+            f"{folder}: the state of {', '.join(left_out)} in the checkpoint is not restored; give "
+            f"{arguments} to load_checkpoint, or go on without",
+            stacklevel=2,
+        )
+    return found["state"]
+
+
+def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
     """Restore a model, its optimizers and the random states.
 
     Args:
         folder: The folder of checkpoints.
-        model: Built as for the run that was saved; budget, tier and device may differ.
-        optimizers: Its optimizers, in the same order.
+        contents: The model, built as for the run that was saved; budget, tier and device may
+            differ.
         number: Number of the checkpoint; None for the newest complete one.
 
     Returns:
-        The state that was given to `save`.
+        The state that was given to `Checkpoints.save`, with what it adds.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it is of another model. The
             message names another one that is whole, if there is one.
     """
     with read_together(folder):
-        return _restore(folder, Contents(model, optimizers), number)
+        manifest = read_manifest(folder, number)
+        try:
+            pieces = read_pieces(folder, manifest)
+        except CheckpointError as error:
+            hint = _whole_other(folder, manifest.number)
+            raise CheckpointError(f"checkpoint {manifest.number}: {error}; {hint}") from error
+        saved = read_state(folder, manifest.deltas[0])
+        is_shared = require_same(manifest, pieces, saved, contents)
+        of_random = saved
+        if contents.share is not None and contents.share.num_ranks == len(manifest.deltas):
+            of_random = read_state(folder, manifest.deltas[contents.share.rank])
+        with contents.tables.restoring(), errors_of_state():
+            tables = whole_tables(manifest, pieces)
+            arrays = _make_arrays(contents, tables)
+            for piece in pieces:
+                for rows in read_blocks(folder, piece):
+                    if rows.key in tables:
+                        _write(contents, rows, tables[rows.key])
+            return contents.restore(saved, arrays, of_random["random"], is_shared=is_shared)
 
 
-def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
-    manifest = read_manifest(folder, number)
-    try:
-        require_whole(folder, manifest)
-    except CheckpointError as error:
-        way_out = whole_other([folder], manifest_numbers(folder), manifest.number)
-        raise CheckpointError(f"checkpoint {manifest.number}: {error}; {way_out}") from error
-    require_same_arrays(manifest, contents)
-    contents.require_tree(manifest.state)
-    with contents.tables.restoring():
-        names = names_in_tables(manifest)
-        tables = {table.key: table for table in contents.tables.tables}
-        others = OtherArrays(manifest, contents)
-        for array_name, (key, name) in names.items():
-            if name != "weight":
-                array = manifest.arrays[array_name]
-                made = tables[key].make_array(name, array.shape, DTYPES[array.dtype])
-                others.tensors[array_name] = made
-        for piece in manifest.pieces:
-            for block in piece.blocks:
-                tensors = read_block(folder, piece, block)
-                for part in block.parts:
-                    if part.array not in names:
-                        others.write(part, tensors)
-                        continue
-                    key, name = names[part.array]
-                    if part.rows:
-                        rows = tensors[part.rows].numpy()
-                        tables[key].scatter(name, rows, tensors[part.array])
-                    else:
-                        tables[key].write(name, part.begin, tensors[part.array])
-        return contents.restore_tree(manifest.state, others.array)
-
-
-def require_whole(folder: Path, manifest: Manifest) -> None:
-    """Check the length and the checksum of every file.
+def read_pieces(folder: Path, manifest: Manifest) -> list[Piece]:
+    """The pieces of a checkpoint, after a check of the length and the checksum of every file.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    for piece in manifest.pieces:
-        for block in piece.blocks:
-            check_block(folder, piece, block)
+    pieces = [read_piece(folder, name) for name in manifest.pieces]
+    for piece in pieces:
+        for file in piece.files:
+            if file.name != STATE_FILE or piece.name in manifest.deltas:
+                check_file(folder, piece.name, file)
+    return pieces
 
 
-def whole_other(folders: Sequence[Path], numbers: Sequence[int], number: int) -> str:
-    """The way out where a checkpoint is damaged: the newest other one whose files are whole.
+def whole_tables(manifest: Manifest, pieces: Sequence[Piece]) -> dict[str, Table]:
+    """The tables of a checkpoint, of all processes, with the number of all rows as their end."""
+    found: dict[str, Table] = {}
+    for piece in pieces:
+        if piece.name in manifest.deltas:
+            for key, table in piece.tables.items():
+                known = found.get(key, table)
+                end, arrays = max(known.end, table.end), known.arrays | table.arrays
+                found[key] = table._replace(begin=0, end=end, arrays=arrays)
+    return found
+
+
+def require_same(
+    manifest: Manifest, pieces: Sequence[Piece], saved: dict[str, Any], contents: Contents
+) -> bool:
+    """Check that a checkpoint is of this model; returns whether several processes have its rows.
 
     Args:
-        folders: The folders of checkpoints: one, or those of processes that have saved together.
-        numbers: Numbers of the checkpoints that all of them have, ascending.
-        number: Number of the damaged one.
+        manifest: The checkpoint.
+        pieces: Its pieces.
+        saved: Its state.
+        contents: The model.
+
+    Raises:
+        CheckpointError: it is of another model, or of other optimizers.
     """
-    for other in reversed(numbers):
+    tables, at = whole_tables(manifest, pieces), f"checkpoint {manifest.number}"
+    is_shared = contents.share is not None or len(manifest.deltas) > 1
+    with errors_of_state():
+        contents.require_same(saved, tables, at, is_shared=is_shared)
+    for table in contents.tables.tables:
+        for name, array in tables[table.key].arrays.items():
+            if name != "weight":
+                shape = table.num_rows, *array.row_shape
+                try:
+                    table.require_state(name, shape, DTYPES[array.dtype])
+                except WeightsError as error:
+                    raise CheckpointError(f"{at}: {error}") from error
+    return is_shared
+
+
+def _make_arrays(contents: Contents, tables: dict[str, Table]) -> set[int]:
+    """Make the arrays of the tables' state, of zeros; the `id` of each."""
+    return {
+        id(table.make_array(name, (table.num_rows, *array.row_shape), DTYPES[array.dtype]))
+        for table in contents.tables.tables
+        for name, array in tables[table.key].arrays.items()
+        if name != "weight"
+    }
+
+
+def _write(contents: Contents, rows: Rows, saved: Table) -> None:
+    """Write those rows of a block that this process has, and that are of an array in `saved`."""
+    for table in contents.tables.tables:
+        if table.key != rows.key:
+            continue
+        begin, end = contents.rows_of(table)
+        arrays = {name: each for name, each in rows.arrays.items() if name in saved.arrays}
+        if rows.rows is not None:
+            is_here = (rows.rows >= begin) & (rows.rows < end)
+            numbers = (rows.rows[is_here] - begin).numpy()
+            for name, values in arrays.items():
+                table.scatter(name, numbers, values[is_here])
+        elif max(begin, rows.begin) < min(end, rows.end):
+            here = slice(max(begin - rows.begin, 0), min(end, rows.end) - rows.begin)
+            for name, values in arrays.items():
+                table.write(name, rows.begin + here.start - begin, values[here])
+
+
+def _whole_other(folder: Path, number: int) -> str:
+    """The hint where a checkpoint is damaged: the newest other one whose files are whole."""
+    for other in reversed(manifest_numbers(folder)):
         if other != number:
             try:
-                for folder in folders:
-                    require_whole(folder, read_manifest(folder, other))
+                read_pieces(folder, read_manifest(folder, other))
             except CheckpointError:
                 continue
             return (
                 f"checkpoint {other} is whole: load that one by its number (--checkpoint {other})"
             )
     return "no other checkpoint in this folder is whole; train from the start"
-
-
-def require_same_arrays(manifest: Manifest, contents: Contents) -> None:
-    """Check that the arrays of the model are those of the checkpoint.
-
-    Raises:
-        CheckpointError: an array is missing, or has another dtype or shape.
-    """
-    expected = {name: _shape_of(tensor) for name, tensor in contents.model_tensors().items()}
-    for table in contents.tables.tables:
-        expected[f"model/{table.key}"] = _shape_of(table.weight)
-    saved = {
-        name: (DTYPES[array.dtype], array.shape)
-        for name, array in manifest.arrays.items()
-        if name.startswith("model/")
-    }
-    for name in sorted(expected | saved):
-        if expected.get(name) != saved.get(name):
-            raise CheckpointError(
-                f"checkpoint {manifest.number} is of another model: {name.removeprefix('model/')} "
-                f"is {_shown(saved.get(name))} there and {_shown(expected.get(name))} in this "
-                "model; build the model as for the run that was saved"
-            )
-    own = {table.key for table in contents.tables.tables}
-    if own != manifest.tables.keys():
-        key = min(own ^ manifest.tables.keys())
-        raise CheckpointError(
-            f"checkpoint {manifest.number}: table {key!r} is updated by recsys "
-            f"{'in this model only' if key in own else 'in the checkpoint only'}; accelerate the "
-            "model as for the run that was saved"
-        )
-    for table in contents.tables.tables:
-        for name in manifest.tables[table.key][1:]:
-            array = manifest.arrays[name]
-            own_name = name.rpartition("/")[2]
-            try:
-                table.require_state(own_name, array.shape, DTYPES[array.dtype])
-            except WeightsError as error:
-                raise CheckpointError(f"checkpoint {manifest.number}: {error}") from error
-
-
-def names_in_tables(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """For each array of a table: the table's key, and the array's name in the table."""
-    return {
-        name: (key, name.rpartition("/")[2] if place else "weight")
-        for key, names in manifest.tables.items()
-        for place, name in enumerate(names)
-    }
-
-
-class OtherArrays:
-    """The arrays besides those of tables: the model's are written in place, and others are made.
-
-    Args:
-        manifest: The checkpoint.
-        contents: The model.
-
-    Attributes:
-        tensors: The arrays so far, by name. State of tables that the tree refers to may be added.
-    """
-
-    def __init__(self, manifest: Manifest, contents: Contents) -> None:
-        of_tables = names_in_tables(manifest)
-        self._arrays = {
-            name: array
-            for name, array in manifest.arrays.items()
-            # Numbers of last changes are for exports; they are not read.
-            if name not in of_tables and not name.startswith("changed/")
-        }
-        self.tensors = contents.model_tensors()
-
-    def write(self, part: Part, tensors: Mapping[str, Tensor]) -> None:
-        """Write the rows of one part."""
-        if part.array not in self._arrays:
-            return
-        target = self.array(part.array)
-        with torch.no_grad():
-            rows = target if target.dim() else target.reshape(1)
-            rows.detach()[part.begin : part.end].copy_(tensors[part.array])
-
-    def array(self, name: str) -> Tensor:
-        """An array, such as one that the tree refers to."""
-        if name not in self.tensors:
-            array = self._arrays[name]
-            self.tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
-        return self.tensors[name]
-
-
-def _shape_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def _shown(found: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return "absent" if found is None else f"{found[0]} of shape {found[1]}"

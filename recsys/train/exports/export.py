@@ -14,8 +14,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from recsys._support.files import appearing_whole, as_argument, require_new
-from recsys.errors import CheckpointError, ConfigError
+from recsys._support.files import appearing_whole, require_new
+from recsys.errors import ConfigError
 from recsys.train.exports import FORMATS
 from recsys.train.exports.deltas import export_checkpoint, export_delta
 from recsys.train.run_files.run_folder import RunFolder
@@ -66,11 +66,11 @@ def export_run_checkpoint(run_dir: str | Path, file: str | Path, number: int | N
 
     Raises:
         AlreadyExists: `file` exists.
-        CheckpointError: there is no such checkpoint, it is damaged, or several processes wrote it.
+        CheckpointError: there is no such checkpoint, or it is damaged.
         ConfigError: `run_dir` is not a run.
         OSError: the disk is full, or cannot be written.
     """
-    return export_checkpoint(_checkpoints_of(run_dir), file, number)
+    return export_checkpoint(RunFolder.open(run_dir).checkpoints_folder, file, number)
 
 
 def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
@@ -84,22 +84,4 @@ def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
     Raises:
         AlreadyExists, CheckpointError, ConfigError: as for `export_run_checkpoint`.
     """
-    return export_delta(_checkpoints_of(run_dir), file, since)
-
-
-def _checkpoints_of(run_dir: str | Path) -> Path:
-    """The folder of the checkpoints of a run.
-
-    Raises:
-        CheckpointError: several processes wrote its checkpoints.
-        ConfigError: `run_dir` is not a run.
-    """
-    folder = RunFolder.open(run_dir)
-    if folder.shards_folder.exists() and not folder.checkpoints_folder.exists():
-        raise CheckpointError(
-            f"{folder.shards_folder}: checkpoints of several processes cannot be exported; export "
-            "the model of the finished run, without --checkpoint and --since, or continue the run "
-            f"on one process by `recsys train --run {as_argument(run_dir)} --resume`, which writes "
-            "others"
-        )
-    return folder.checkpoints_folder
+    return export_delta(RunFolder.open(run_dir).checkpoints_folder, file, since)

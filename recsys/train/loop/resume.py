@@ -21,14 +21,12 @@ from recsys.config import (
     put_key,
     read_tree,
 )
-from recsys.errors import AlreadyExists, ConfigError
+from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from recsys.train.shards.folder import Saved
 
 __all__ = ["Reopened", "reopened", "resumed_config"]
 
@@ -39,15 +37,13 @@ class Reopened(NamedTuple):
     Attributes:
         folder: Its folder.
         config: The configuration that it had.
-        saved: The checkpoint to continue from; None to start from the first sample.
-        last_number: The highest number of its checkpoints; 0 without one.
+        saved: The number of the checkpoint to continue from; None to start from the first sample.
         record: Its record, if it is finished and nothing is left to do.
     """
 
     folder: RunFolder
     config: TrainConfig
-    saved: Saved | None
-    last_number: int
+    saved: int | None
     record: dict[str, Any] | None
 
 
@@ -97,13 +93,16 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
                     f"leave out --checkpoint, or set epochs above {before.epochs}"
                 )
             _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
-            yield Reopened(folder, before, None, 0, record)
+            yield Reopened(folder, before, None, record)
             return
-        from recsys.train.shards.folder import find_saved, newest_saved  # imports PyTorch
+        from recsys.train.checkpoint import newest  # imports PyTorch
 
-        places = folder.checkpoints_folder, folder.shards_folder
-        last = newest_saved(*places)
-        saved = last if number is None else find_saved(*places, number)
+        if (run_dir / "shards").is_dir():
+            raise CheckpointError(
+                f"{run_dir / 'shards'}: an older recsys wrote these checkpoints; continue the run "
+                "with that one, or train from the start in another folder"
+            )
+        saved = newest(folder.checkpoints_folder) if number is None else number
         if saved is None:
             if is_finished:
                 raise AlreadyExists(
@@ -115,7 +114,7 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
             _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
         elif record is None:  # the run was killed
             _require_same_data(folder, _fingerprint_of(folder, saved), config)
-        yield Reopened(folder, before, saved, 0 if last is None else last.number, None)
+        yield Reopened(folder, before, saved, None)
 
 
 def resumed_config(
@@ -211,19 +210,19 @@ def _require_same_data(folder: RunFolder, known: Any, config: TrainConfig) -> No
         )
 
 
-def _fingerprint_of(folder: RunFolder, saved: Saved) -> Any:
+def _fingerprint_of(folder: RunFolder, saved: int) -> Any:
     """The fingerprint of the data of a checkpoint.
 
     Raises:
-        CheckpointError: its manifest is damaged.
+        CheckpointError: it is damaged.
     """
     from recsys.train.checkpoint.contents import errors_of_state  # imports PyTorch
-    from recsys.train.checkpoint.manifest import read_manifest
+    from recsys.train.checkpoint.format import read_manifest, read_state
 
-    shards = saved.shards
-    place = folder.checkpoints_folder if shards is None else shards.folders[0]
+    place = folder.checkpoints_folder
     with errors_of_state():
-        return read_manifest(place, saved.number).state["state"]["state"]["data"]
+        state = read_state(place, read_manifest(place, saved).deltas[0], is_mapped=True)
+        return state["state"]["state"]["data"]
 
 
 def _say(message: str) -> None:

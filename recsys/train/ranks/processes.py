@@ -6,16 +6,13 @@ whose files are the run's, and what the processes tell each other after a step.
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys.train.checkpoint import load_checkpoint, newest
+from recsys.train.checkpoint import load_checkpoint
 from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.parts.build import build_model
-from recsys.train.shards.folder import remove_older
-from recsys.train.shards.restore import restore_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,15 +115,11 @@ class Processes:
         Raises:
             CheckpointError: the checkpoint is damaged, or of another model.
         """
-        assert earlier.saved is not None
-        number, shards = earlier.saved
-        if shards is not None:
-            return restore_shards(shards, number, model.saved, model.optimizers)["state"]
         return load_checkpoint(
             folder.checkpoints_folder,
             model=model.saved,
             optimizers=model.optimizers,
-            number=number,
+            number=earlier.saved,
         )
 
     def checkpoints(
@@ -135,25 +128,12 @@ class Processes:
         """What writes the checkpoints of the run; None if it writes none. A collective."""
         if not config.checkpoint.is_on:
             return None
-        after, numbers_after = None, 0
-        if earlier is not None and earlier.saved is not None:
-            after = earlier.saved.number
-            if earlier.saved.shards is not None:  # in another folder
-                older = newest(folder.checkpoints_folder)
-                if older is not None and older < after:  # maybe removed in part
-                    shutil.rmtree(folder.checkpoints_folder)
-                after, numbers_after = None, earlier.last_number
         return RunCheckpoints(
             config.checkpoint,
             folder.checkpoints_folder,
             model.saved,
             model.optimizers,
-            after,
-            numbers_after,
-            # Once there is one, those that several processes wrote are older.
-            when_complete=lambda: remove_older(
-                folder.checkpoints_folder, folder.shards_folder, None
-            ),
+            None if earlier is None else earlier.saved,
         )
 
     def gather_step(

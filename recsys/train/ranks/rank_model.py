@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
-    from recsys.train.shards.folder import Layout
+    from recsys.train.checkpoint.contents import Layout
 
 __all__ = ["RankModel", "average_in_order", "rank_model"]
 

@@ -5,7 +5,7 @@
     dense part    every process has it; TorchRec averages its gradients
     reports       after each forward, every process gets all losses, logits and labels, so all know
                   the same metrics; the first one writes the run folder
-    checkpoints   each process writes its rows to its own folder in `DIR/shards`
+    checkpoints   each process writes its rows to pieces of its own
 
 So all processes must see the same file system.
 """
@@ -17,7 +17,6 @@ import os
 import warnings
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -31,8 +30,10 @@ from recsys.distributed.agreement import OtherRankFailed, require_same
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import ConfigError, RecsysError, TrainingDiverged
 from recsys.pipeline.loss_and_output import explain_loss
-from recsys.train.checkpoint.blocks import row_ranges
-from recsys.train.checkpoint.manifest import manifest_numbers
+from recsys.train.checkpoint.contents import Contents, Share
+from recsys.train.checkpoint.format import last_number, newest, row_ranges
+from recsys.train.checkpoint.restore import restore
+from recsys.train.checkpoint.writer import remove_unneeded
 from recsys.train.loop.resume import Reopened, reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.parts.models import needs_rows
@@ -40,8 +41,6 @@ from recsys.train.ranks.processes import BuiltModel, Processes
 from recsys.train.ranks.rank_model import RankModel, rank_model
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.run_files.saved_state import tied_names
-from recsys.train.shards.folder import Shards, remove_older
-from recsys.train.shards.restore import restore_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -180,16 +179,8 @@ class Ranks(Processes):
 
     def restore(self, folder: RunFolder, earlier: Reopened, model: BuiltModel) -> Any:
         """Restore this process's rows."""
-        assert self._built is not None
-        assert earlier.saved is not None
-        number, shards = earlier.saved
-        layout = self._built.layout
-        if shards is None:
-            whole = {key: [(0, max(end for _, end in ranges))] for key, ranges in layout.items()}
-            shards = Shards([self._folder.checkpoints_folder], whole)
-        own = {key: ranges[self.rank] for key, ranges in layout.items() if any(ranges[self.rank])}
-        random_of = self.rank if len(shards.folders) == self.num_ranks else 0
-        found = restore_shards(shards, number, model.saved, model.optimizers, own, random_of)
+        contents = Contents(model.saved, model.optimizers, self._share())
+        found = restore(self._folder.checkpoints_folder, contents, earlier.saved)
         if self.rank:
             found["state"]["history_bytes"] = 0  # this process's reports begin anew
         return found["state"]
@@ -197,27 +188,19 @@ class Ranks(Processes):
     def checkpoints(
         self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
     ) -> RunCheckpoints | None:
-        """This process's rows, in a folder of its own."""
+        """This process's rows, beside those of the others."""
         if not config.checkpoint.is_on:
             return None
-        assert self._built is not None
-        last_number = 0 if earlier is None else earlier.last_number
-        shards = Shards.after(self._folder.shards_folder, last_number, self._built.layout)
+        saved, place = None if earlier is None else earlier.saved, self._folder.checkpoints_folder
+        number = 0
         if not self.rank:
-            shards.clear()
-        dist.barrier()
+            if saved == newest(place):
+                remove_unneeded(place, unfinished=True)
+            number = last_number(place)
+        share = self._share(self._gather_objects(number)[0])
         if self.rank:
             self._require_shared_folder()
-        return RunCheckpoints(
-            config.checkpoint,
-            shards.folders[self.rank],
-            model.saved,
-            model.optimizers,
-            None,
-            last_number,
-            newest_of_all=partial(self._newest_of_all, shards),
-            when_complete=partial(self._remove_older, shards),
-        )
+        return RunCheckpoints(config.checkpoint, place, model.saved, model.optimizers, saved, share)
 
     def gather_step(
         self, most: int, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
@@ -314,23 +297,17 @@ class Ranks(Processes):
                 "checkpoint.every_seconds and checkpoint.every_steps to 0"
             )
 
-    def _newest_of_all(self, shards: Shards) -> int | None:
-        """The newest checkpoint that all processes have, or None. A collective."""
-        own: list[int] = manifest_numbers(shards.folders[self.rank])
-        if not self.rank:
-            try:
-                shards.write_layout()
-            except OSError as error:  # the next checkpoint tries again
-                warnings.warn(f"{shards.folder}: no checkpoint is complete ({error})", stacklevel=4)
-                own = []
-        of_ranks: list[list[int]] = [[] for _ in range(self.num_ranks)]
-        dist.all_gather_object(of_ranks, own)
-        return max(set.intersection(*map(set, of_ranks)), default=None)
+    def _gather_objects(self, value: Any) -> list[Any]:
+        """What every process gives, by rank. A collective."""
+        found = [None] * self.num_ranks
+        dist.all_gather_object(found, value)
+        return found
 
-    def _remove_older(self, shards: Shards) -> None:
-        if not self.rank:
-            folder = self._folder
-            remove_older(folder.checkpoints_folder, folder.shards_folder, shards)
+    def _share(self, numbers_after: int = 0) -> Share:
+        """What of the model this process saves and restores."""
+        assert self._built is not None
+        layout = self._built.layout
+        return Share(self.rank, self.num_ranks, layout, self._gather_objects, numbers_after)
 
 
 def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int) -> None:

@@ -7,7 +7,6 @@
         model.safetensors  the final state_dict, readable without this library; missing if
                            `save_model` is false
         checkpoints/       the newest checkpoint and the one before, from which the run continues
-        shards/            the same for a run on several processes
 
 All but `history.jsonl` and the checkpoints are written atomically. PyTorch is imported when a model
 is saved or loaded, so that commands can check a folder before.
@@ -62,7 +61,6 @@ class RunFolder:
         self.curves_file = path / "curves.png"
         self.model_file = path / "model.safetensors"
         self.checkpoints_folder = path / "checkpoints"
-        self.shards_folder = path / "shards"
 
     @staticmethod
     def require_place(path: Path) -> None:
@@ -293,9 +291,8 @@ class RunFolder:
                     f"was killed, continue it by `recsys train --run {own} --resume`"
                 )
             way_out = "train with save_model = true and to the end"
-            has_checkpoints = self.checkpoints_folder.is_dir() or self.shards_folder.is_dir()
             may_continue = "finished", "interrupted"
-            if has_checkpoints and self.read_record()["status"] in may_continue:
+            if self.checkpoints_folder.is_dir() and self.read_record()["status"] in may_continue:
                 way_out = (
                     f"continue it by `recsys train --run {own} --resume --set save_model=true`"
                 )

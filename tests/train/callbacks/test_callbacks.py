@@ -94,16 +94,16 @@ def test_a_callback_is_told_of_each_checkpoint_once_it_can_be_read(small_config,
 
 
 def test_a_checkpoint_that_cannot_be_written_is_not_told_of(small_config, tmp_path, monkeypatch):
-    from recsys.train.checkpoint import checkpoints
+    from recsys.train.checkpoint import save
 
-    commit = checkpoints.commit
+    commit = save.commit
 
     def fails(folder, manifest):
         if manifest.number == 2:
             raise OSError("no space")
         commit(folder, manifest)
 
-    monkeypatch.setattr(checkpoints, "commit", fails)
+    monkeypatch.setattr(save, "commit", fails)
     notes = Notes()
 
     with pytest.warns(UserWarning, match="could not be written"):

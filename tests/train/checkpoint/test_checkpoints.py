@@ -7,8 +7,13 @@ import torch
 
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import load_checkpoint, newest, save_checkpoint
-from recsys.train.checkpoint.blocks import PieceWriter
-from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
+from recsys.train.checkpoint.format import (
+    manifest_numbers,
+    read_blocks,
+    read_manifest,
+    read_piece,
+)
+from recsys.train.checkpoint.writer import PieceWriter
 from tests.train.checkpoint.trainings import (
     begin,
     load,
@@ -23,6 +28,15 @@ from tests.train.checkpoint.trainings import (
 @pytest.fixture(params=["resident", "host", "file"])
 def tier(request):
     return request.param
+
+
+def pieces_of(folder):
+    return [read_piece(folder, name) for name in read_manifest(folder).pieces]
+
+
+def rows_of(folder, piece):
+    """The rows of each table that a delta has."""
+    return {block.key: block.rows.tolist() for block in read_blocks(folder, piece)}
 
 
 def train(training, steps, most=1_000_000):
@@ -100,10 +114,9 @@ def test_each_checkpoint_has_the_rows_updated_since_the_one_before(tier, tmp_pat
     checkpoints.close()
 
     assert manifest_numbers(tmp_path / "saved") == [4, 5]
-    _, *deltas = read_manifest(tmp_path / "saved").pieces
-    rows = [part for block in deltas[1].blocks for part in block.parts if part.rows]
-    assert {part.array for part in rows} >= {
-        f"model/tables.embedding_bags.t{n}.weight" for n in range(3)
+    [third] = [piece for piece in pieces_of(tmp_path / "saved") if piece.name.endswith("3")]
+    assert rows_of(tmp_path / "saved", third).keys() == {
+        f"tables.embedding_bags.t{n}.weight" for n in range(3)
     }
 
 
@@ -111,7 +124,7 @@ def test_rows_that_change_during_the_first_copy_are_right(tier, tmp_path, monkey
     training = make_training(tier, tmp_path / "cold")
     train(training, range(3))
     checkpoints = saved(training, tmp_path / "saved")
-    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 64)
+    monkeypatch.setattr("recsys.train.checkpoint.format.BLOCK_BYTES", 64)
     checkpoints.prepare()
     train(training, range(3, 43, 2))
     save_and_wait(checkpoints)
@@ -149,32 +162,6 @@ def test_a_checkpoint_leaves_the_hot_tier_as_it_is(tmp_path):
     assert counts[0] == counts[1]
 
 
-def test_merged_pieces_give_the_same_checkpoint(tier, tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
-    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 1000)
-    training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
-    merged = 0
-    for number in range(1, 12):
-        train(training, range(number * 10, number * 10 + 2), most=20 * number)
-        save_and_wait(checkpoints, state=number)
-        checkpoints.finish_merge()
-        manifest = read_manifest(tmp_path / "saved")
-        merged += len(manifest.pieces) == 1
-        again = make_training(seed=number)
-        assert load(again, tmp_path / "saved") == number
-        require_equal(again.numbers(), training.numbers())
-    checkpoints.close()
-
-    assert merged >= 2
-    kept = {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()}
-    needed = {
-        piece.folder
-        for number in manifest_numbers(tmp_path / "saved")
-        for piece in read_manifest(tmp_path / "saved", number).pieces
-    }
-    assert kept == needed
-
-
 def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
     training = make_training(tier, tmp_path / "cold")
     train(training, range(3))
@@ -187,23 +174,20 @@ def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
     checkpoints.save()
     checkpoints.close()
 
-    manifest = read_manifest(tmp_path / "saved")
-    assert [piece.folder[:4] for piece in manifest.pieces] == ["full", "delt", "delt"]
-    parts = [part for block in manifest.pieces[-1].blocks for part in block.parts if part.rows]
-    assert max(part.end for part in parts) <= 10  # only rows updated since
+    full, _, delta = pieces_of(tmp_path / "saved")
+    assert (full.name[:4], delta.name[:5]) == ("full", "delta")
+    # only rows updated since
+    assert max(max(rows) for rows in rows_of(tmp_path / "saved", delta).values()) < 10
     third = make_training(seed=2)
     load(third, tmp_path / "saved")
     require_equal(third.numbers(), again.numbers())
 
 
-def test_state_may_change_its_shape(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
+def test_state_may_change_its_shape(tmp_path):
     training, checkpoints = begin(tmp_path)
     for number in (5, 2, 9, 1, 3, 8, 0):
         training.step(number)
-        checkpoints.save(state=torch.arange(number))
-        checkpoints.wait()
-        checkpoints.finish_merge()
+        save_and_wait(checkpoints, state=torch.arange(number))
 
         assert torch.equal(load(make_training(), tmp_path), torch.arange(number))
     checkpoints.close()
@@ -211,7 +195,7 @@ def test_state_may_change_its_shape(tmp_path, monkeypatch):
 
 def test_an_error_in_the_writing_thread_is_raised(tmp_path, monkeypatch):
     _training, checkpoints = begin(tmp_path)
-    monkeypatch.setattr(PieceWriter, "finish", lambda _: 1 / 0)
+    monkeypatch.setattr(PieceWriter, "finish", lambda *_: 1 / 0)
     checkpoints.save()
 
     with pytest.raises(ZeroDivisionError):
@@ -220,14 +204,14 @@ def test_an_error_in_the_writing_thread_is_raised(tmp_path, monkeypatch):
 
 def failing(monkeypatch, when):
     """Make writes of blocks fail while `when()` is true."""
-    write = PieceWriter.write
+    write = PieceWriter.write_rows
 
-    def write_or_fail(self, rows):
+    def write_or_fail(self, *block):
         if when():
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, rows)
+        write(self, *block)
 
-    monkeypatch.setattr(PieceWriter, "write", write_or_fail)
+    monkeypatch.setattr(PieceWriter, "write_rows", write_or_fail)
 
 
 def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tier, tmp_path, monkeypatch):
@@ -304,14 +288,36 @@ def two(tmp_path):
 
 
 def newest_files(folder):
-    manifest = read_manifest(folder)
-    return [
-        folder / piece.folder / block.file for piece in manifest.pieces for block in piece.blocks
-    ]
+    """The files that the newest checkpoint needs; of the older deltas, no state."""
+    names = read_manifest(folder).pieces
+    files = [path for name in names for path in (folder / name).iterdir()]
+    return [path for path in files if path.name != "state.pt" or path.parent.name == names[-1]]
+
+
+def test_a_new_full_copy_takes_the_place_of_deltas_that_outgrow_it(tier, tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.save.BLOCK_BYTES", 1000)
+    training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
+    fulls, sizes = set(), []
+    for number in range(1, 12):
+        train(training, range(number * 10, number * 10 + 2), most=20 * number)
+        save_and_wait(checkpoints, state=number)
+        again = make_training(seed=number)
+        assert load(again, tmp_path / "saved") == number
+        require_equal(again.numbers(), training.numbers())
+        fulls.add(read_manifest(tmp_path / "saved").pieces[0])
+        sizes.append(sum(file.stat().st_size for file in tmp_path.glob("saved/*/*")))
+    checkpoints.close()
+
+    assert len(fulls) > 2
+    assert max(sizes) < 8 * sizes[0]
+    kept = {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()}
+    manifests = [read_manifest(tmp_path / "saved", number) for number in (10, 11)]
+    assert kept == {name for manifest in manifests for name in manifest.pieces}
 
 
 @pytest.mark.parametrize("fault", ["flipped", "cut", "missing"])
 def test_a_damaged_file_changes_nothing_and_offers_the_older_one(two, tmp_path, fault):
+    # Two objects have saved them, so they have no file in common.
     for number, path in enumerate(newest_files(tmp_path)):
         content = path.read_bytes()
         if fault == "missing":
@@ -360,8 +366,7 @@ def test_a_checkpoint_of_another_model_is_refused(two, tmp_path):
         ("file", 1, CheckpointError, "file"),
         ("run", None, CheckpointError, "checkpoints"),
         ("empty", None, CheckpointError, "empty"),
-        ("run/checkpoints", "1", TypeError, "number"),
-        ("run/checkpoints", 1.0, TypeError, "number"),
+        ("run/checkpoints", "1", TypeError, "integer"),
     ],
 )
 def test_what_is_no_folder_or_number_of_a_checkpoint_is_refused(

@@ -1,6 +1,5 @@
 """What a checkpoint holds besides tables: unusual models, optimizers and states."""
 
-import copy
 import math
 import warnings
 
@@ -12,7 +11,6 @@ import recsys
 from recsys.embeddings import Adam, HotColdEmbeddingBag
 from recsys.errors import CheckpointError, ConfigError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from recsys.train.checkpoint.contents import check_optimizer_state
 
 
 class WithExtraState(nn.Module):
@@ -46,7 +44,7 @@ def test_extra_state_is_restored(tmp_path, value):
     assert not again.not_saved
     other = nn.Module()
     other.weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(CheckpointError, match=r"has \['_extra_state'\] of modules"):
+    with pytest.raises(CheckpointError, match="another model: _extra_state is a state of"):
         load_checkpoint(tmp_path, model=other)
 
 
@@ -96,12 +94,12 @@ def load_into(model, folder):
             ),
             "loader",
         ),
-        (lambda folder: load_into(nn.Linear(3, 3, device="meta"), folder), "model/weight.*'meta'"),
+        (lambda folder: load_into(nn.Linear(3, 3, device="meta"), folder), "model/weight.*values"),
         (lambda folder: load_into(nn.LazyLinear(3), folder), "model/weight.*shape"),
         (lambda folder: save_checkpoint(folder, model=nn.LazyLinear(3)), "model/weight.*shape"),
         (
             lambda folder: save_checkpoint(folder, model=nn.Linear(3, 3, device="meta")),
-            "model/weight.*'meta'",
+            "model/weight.*values",
         ),
         (lambda folder: save_checkpoint(folder, model=expanded()), "model/scale"),
     ],
@@ -150,20 +148,11 @@ def test_tensors_whose_names_would_be_equal_are_kept_apart(tmp_path):
     assert repr(found) == repr(state)
 
 
-def nested(levels):
-    return [nested(levels - 1)] if levels else 3
-
-
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (nested(200), "100 lists"),
-        ([10**5000], "bits"),
-        (torch.zeros(2, dtype=torch.complex64), "torch.complex64"),
-        (torch.zeros(2).to(torch.float8_e5m2), "torch.float8_e5m2"),
-        (torch.zeros(2).to_sparse(), "torch.sparse_coo"),
+        ([10**5000], "/0: .*got int"),
         (torch.zeros(2, device="meta"), "no values"),
-        ({1.5: 2}, "got dict"),
         (1j, "got complex"),
         ([object()], "/0: .*got object"),
     ],
@@ -173,6 +162,12 @@ def test_a_value_that_cannot_be_saved_is_refused_by_its_name(tmp_path, value, na
         save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=value)
 
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path):
+    save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=torch.zeros(10**6)[:2])
+
+    assert (tmp_path / "delta-00000001" / "state.pt").stat().st_size < 10**5
 
 
 def make_optimizers(model):
@@ -278,27 +273,14 @@ def test_a_grad_scaler_in_the_state(tmp_path):
     assert again.get_scale() == 8.0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: state["state"][0].update(exp_avg=torch.zeros(1)),  # a fused kernel overruns
-        lambda state: state["state"][0].update(exp_avg_sq=torch.zeros(12)),
-        lambda state: state["state"][0].update(exp_avg=3.0),
-        lambda state: state["state"].update({9: {}}),
-        lambda state: state["param_groups"].clear(),
-        lambda state: state["param_groups"][0].update(params=[0]),
-    ],
-)
-def test_a_state_of_another_optimizer_is_refused(change):
+def test_optimizers_of_parameters_in_another_order_are_refused(tmp_path):
+    """torch takes any state, and its kernels would write past the end of a smaller one."""
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    train(model, [optimizer])
-    state = copy.deepcopy(optimizer.state_dict())
-    check_optimizer_state(optimizer, state, ())
-    change(state)
+    save_checkpoint(tmp_path, model=model, optimizers=torch.optim.Adam(model.parameters(), lr=0.1))
+    other = torch.optim.Adam(reversed(list(model.parameters())), lr=0.1)
 
-    with pytest.raises((ValueError, KeyError)):
-        check_optimizer_state(optimizer, state, ())
+    with pytest.raises(CheckpointError, match=r"optimizers .*3x4 3.*, and .*3 3x4"):
+        load_checkpoint(tmp_path, model=model, optimizers=other)
 
 
 def _of_torchrec(parameters, **options):

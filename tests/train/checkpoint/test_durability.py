@@ -145,11 +145,11 @@ class Disk:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The operations of four checkpoints with a merge, and the content of each checkpoint."""
+    """The operations of checkpoints with a new full copy, and the content of each checkpoint."""
     folder = tmp_path_factory.mktemp("disk") / "saved"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
-        monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 4000)
+        monkeypatch.setattr("recsys.train.checkpoint.format.BLOCK_BYTES", 4000)
+        monkeypatch.setattr("recsys.train.checkpoint.save.BLOCK_BYTES", 4000)
         training = make_training()
         checkpoints = Checkpoints(folder, model=training.model, optimizers=training.optimizers)
         contents, done = {}, {}
@@ -159,12 +159,11 @@ def recorded(tmp_path_factory):
             checkpoints.save(state=number)
             contents[number] = training.numbers()
             checkpoints.wait()
-            checkpoints.finish_merge()
 
         save(1)
         disk = Disk(folder)
         recorder = Recorder(monkeypatch, folder)
-        for number in (2, 3, 4):
+        for number in range(2, 8):
             save(number)
             done[number] = len(recorder.events)
         checkpoints.close()
@@ -196,7 +195,7 @@ def test_after_a_failure_at_any_operation_the_newest_checkpoint_opens(recorded, 
         shutil.rmtree(target)
 
     assert restored == sorted(restored)
-    assert set(restored) == {1, 2, 3, 4}
+    assert set(restored) == set(range(1, 8))
 
 
 def test_the_name_of_a_new_folder_of_checkpoints_is_flushed(tmp_path, monkeypatch):
@@ -209,7 +208,7 @@ def test_the_name_of_a_new_folder_of_checkpoints_is_flushed(tmp_path, monkeypatc
     assert {tmp_path, folder.parent} <= flushed
 
 
-def test_the_recorded_checkpoints_have_a_merge(recorded):
+def test_the_recorded_checkpoints_have_a_new_full_copy(recorded):
     kinds = [operation for operation, *_ in recorded.events]
     made = {path.name[:4] for operation, path, _ in recorded.events if operation == "mkdir"}
 

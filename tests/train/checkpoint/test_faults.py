@@ -1,24 +1,25 @@
-"""What may go wrong beside a full disk: Ctrl-C, merges at a bad moment, two writers, no `close`."""
+"""What may go wrong: Ctrl-C, a full disk, damaged and deleted files, two writers, no `close`."""
 
 import errno
 import fcntl
 import gc
+import json
 import linecache
 import os
+import shutil
+import signal
 import sys
 import threading
-import time
 import warnings
+import zlib
 
 import pytest
 import torch
 
 from recsys.errors import CheckpointError, ConfigError
 from recsys.train.checkpoint import newest, save_checkpoint
-from recsys.train.checkpoint.blocks import PieceWriter
-from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
-from recsys.train.checkpoint.writer import BackgroundWriter
-from tests.train.checkpoint import trainings
+from recsys.train.checkpoint.format import manifest_numbers, read_manifest
+from recsys.train.checkpoint.writer import PieceWriter
 from tests.train.checkpoint.trainings import (
     begin,
     load,
@@ -29,18 +30,17 @@ from tests.train.checkpoint.trainings import (
     saved,
 )
 
-OWN_FILES = ("checkpoints.py", "writer.py", "contents.py", "saved_tables.py", "changed_rows.py")
+OWN_FILES = ("save.py", "writer.py", "contents.py", "saved_tables.py", "changed_rows.py")
 
 
 def require_only_needed_files(folder):
     last = newest(folder)
     manifests = [] if last is None else [read_manifest(folder, last)]
-    if manifests and manifests[0].before:
-        number = manifests[0].before[-1][0]
-        manifests += [read_manifest(folder, number)] if number in manifest_numbers(folder) else []
-    expected = {each.name for each in manifests} | ({"LAST"} if manifests else set())
-    for each in manifests:
-        expected |= {piece.folder for piece in each.pieces}
+    if manifests and manifests[0].before in manifest_numbers(folder):
+        manifests.append(read_manifest(folder, manifests[0].before))
+    expected = {"LAST"} if manifests else set()
+    for manifest in manifests:
+        expected |= {f"{manifest.number:08}.json", *manifest.pieces}
     assert {path.name for path in folder.iterdir()} == expected
 
 
@@ -58,7 +58,7 @@ def interrupt_at(line_number, call):
             count[0] -= 1
             if count[0] == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     known = sys.gettrace()
@@ -78,15 +78,13 @@ def lines_to_try(start, step):
 
 @pytest.mark.in_ci("host")
 @pytest.mark.parametrize("tier", ["resident", "host"])
-def test_ctrl_c_in_save_loses_no_row(tier, tmp_path):
+def test_ctrl_c_in_save_and_wait_loses_no_row(tier, tmp_path):
     training, checkpoints = begin(tmp_path, tier)
     training.step(0)
     checkpoints.save()
     for line in lines_to_try(1, 23):
         training.step(line, most=50)
-        is_reached = interrupt_at(line, checkpoints.save)
-        if line % 2:
-            checkpoints.wait()
+        is_reached = interrupt_at(line, lambda: save_and_wait(checkpoints))
         training.step(line + 1, most=5)
         save_and_wait(checkpoints)
         require_restores(training, tmp_path)
@@ -107,11 +105,7 @@ def test_ctrl_c_in_the_first_save_and_in_close(tmp_path):
         checkpoints = saved(training, folder)
         is_reached = interrupt_at(line, checkpoints.save)
         training.step(line)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the copy of every row may have been ended
-            checkpoints.save()
-            if checkpoints.wait() is None:
-                checkpoints.save()
+        save_and_wait(checkpoints)
         interrupt_at(line % 20, checkpoints.close)
         checkpoints.close()
         require_restores(training, folder)
@@ -121,134 +115,20 @@ def test_ctrl_c_in_the_first_save_and_in_close(tmp_path):
     assert line > 100
 
 
-@pytest.mark.in_ci("2")
-@pytest.mark.parametrize("first", [1, 2, 3, 4])
-def test_ctrl_c_in_wait_keeps_the_result(tmp_path, monkeypatch, first):
-    """At every fourth line, so that all cases together try each."""
-    write, is_full = PieceWriter.write, [False]
-
-    def fail(self, rows):
-        if is_full[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, rows)
-
-    monkeypatch.setattr(PieceWriter, "write", fail)
-    training, checkpoints = begin(tmp_path)
-    save_and_wait(checkpoints)
-    for line in range(first, 100, 4):
-        training.step(line, most=20)
-        is_full[0] = True
-        checkpoints.save()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            is_reached = interrupt_at(line, checkpoints.wait)
-            is_full[0] = False
-            save_and_wait(checkpoints)
-        require_restores(training, tmp_path)
-        if not is_reached:
-            break
-    checkpoints.close()
-    assert line > 5
-
-
-def test_the_first_checkpoint_is_not_merged_into_its_own_full_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer.BLOCK_BYTES", 1)
-    training = make_training()
-    training.step(0)
-    checkpoints = saved(training, tmp_path)
-    checkpoints.prepare()
-    with torch.no_grad():
-        training.model.tables.embedding_bags.t0.weight.mul_(2)  # the delta is larger than the table
-        training.model.tables.embedding_bags.t1.weight.mul_(2)
-        training.model.tables.embedding_bags.t2.weight.mul_(2)
-    save_and_wait(checkpoints)
-    checkpoints.finish_merge()
-
-    require_restores(training, tmp_path)
-    checkpoints.close()
-
-
-def test_a_large_dense_part_alone_causes_no_merge(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer.BLOCK_BYTES", 1)
-    training = make_training()
-    training.model.large = torch.nn.Parameter(torch.zeros(10_000))
-    checkpoints = saved(training, tmp_path)
-    for number in range(4):
-        training.step(number, most=2)
-        save_and_wait(checkpoints)
-        checkpoints.finish_merge()
-    checkpoints.close()
-
-    assert read_manifest(tmp_path).pieces[0].folder == "full-00000001"
-
-
-def test_a_merge_that_ends_between_two_blocks_leaves_the_delta(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
-    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 500)
-    training, checkpoints = begin(tmp_path)
-    put = BackgroundWriter.put
-
-    def put_and_merge(self, task):  # as if the training thread were slow between two blocks
-        put(self, task)
-        put(self, lambda: [self._continue_merge() for _ in range(1000) if self._merging])
-
-    for number in range(6):
-        training.step(number)
-        if number > 1:
-            monkeypatch.setattr(BackgroundWriter, "put", put_and_merge)
-        checkpoints.save()
-        checkpoints.wait(strict=True)
-        require_restores(training, tmp_path)
-    checkpoints.close()
-
-    require_only_needed_files(tmp_path)
-
-
-def test_a_merge_that_gets_no_time_between_saves_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer.BLOCK_BYTES", 1)
-    training, checkpoints = begin(tmp_path)
-    merge_on, finish, may_merge = (
-        BackgroundWriter._continue_merge,
-        BackgroundWriter.finish_merge,
-        [],
-    )
-
-    def merge_if_waited_for(self):
-        return merge_on(self) if may_merge else time.sleep(0.001)
-
-    def wait(self):
-        may_merge.append(True)
-        finish(self)
-        may_merge.clear()
-
-    monkeypatch.setattr(BackgroundWriter, "_continue_merge", merge_if_waited_for)
-    monkeypatch.setattr(BackgroundWriter, "finish_merge", wait)
-    sizes = []
-    for number in range(12):
-        training.step(number)
-        for table in training.model.tables.embedding_bags.parameters():
-            with torch.no_grad():
-                table.mul_(2)  # so that each delta has every row
-        save_and_wait(checkpoints)
-        sizes.append(sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")))
-    require_restores(training, tmp_path)
-    checkpoints.close()
-
-    assert max(sizes[4:]) < 6 * sizes[0]
-
-
 @pytest.mark.parametrize("place", ["manifest", "last", "after last"])
 def test_a_failed_commit_leaves_the_checkpoint_before(tmp_path, monkeypatch, place):
     training, checkpoints = begin(tmp_path)
     training.step(0)
     save_and_wait(checkpoints)
     before = training.numbers()
-    name = "set_newest" if "last" in place else "write_manifest"
+    name = "set_newest" if "last" in place else "write_checked"
     function = getattr(sys.modules["recsys.train.checkpoint.writer"], name)
 
     def fail(*args):
-        if place == "after last":
+        if place == "after last" or "piece" in str(args[0]):
             function(*args)
+        if "piece" in str(args[0]):
+            return
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as context:
@@ -272,22 +152,95 @@ def test_a_failed_commit_leaves_the_checkpoint_before(tmp_path, monkeypatch, pla
     require_only_needed_files(tmp_path)
 
 
-def test_an_error_of_a_merge_does_not_end_the_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
-    monkeypatch.setattr("recsys.train.checkpoint.writer.merge", lambda *_: iter([1 / 0]))
-    training, checkpoints = begin(tmp_path)
-    checkpoints.save()
-    training.step(0)
-    checkpoints.save()
-    checkpoints.finish_merge()
+@pytest.mark.parametrize("lost", ["the folder", "a file"])
+def test_after_files_are_deleted_the_next_but_one_has_every_row(tmp_path, lost):
+    folder, training = tmp_path / "saved", make_training()
+    with saved(training, folder) as checkpoints:
+        training.step(0)
+        assert save_and_wait(checkpoints) == 1
+        if lost == "the folder":
+            shutil.rmtree(folder)
+        else:
+            (folder / "full-00000001" / "piece.json").unlink()
+        training.step(1)
+        with pytest.warns(UserWarning, match="full-00000001 was deleted; the next"):
+            save_and_wait(checkpoints)
+        for number in (3, 4):
+            training.step(number)
+            assert save_and_wait(checkpoints) == number
 
-    with pytest.raises(ZeroDivisionError):
-        checkpoints.wait()
-    assert checkpoints.wait() == 2
-    monkeypatch.undo()
-    checkpoints.close()
+    require_restores(training, folder)
+
+
+def test_a_new_full_copy_that_fails_is_warned_of_and_deltas_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.save.BLOCK_BYTES", 1)
+    training, checkpoints = begin(tmp_path)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with checkpoints, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(6):
+            training.step(number)
+            if number == 1:
+                monkeypatch.setattr("recsys.train.checkpoint.save.require_space", fail)
+            assert save_and_wait(checkpoints) == number + 1
+
+    assert {"rows could not be copied again" in str(each.message) for each in caught} == {True}
+    assert read_manifest(tmp_path).pieces[0] == "full-00000001"
     require_restores(training, tmp_path)
     require_only_needed_files(tmp_path)
+
+
+def with_changes(text, **changes):
+    """A manifest after changes with which its checksum agrees."""
+    changed = json.dumps(json.loads(text.splitlines()[0]) | changes)
+    return f"{changed}\n{zlib.crc32(changed.encode())}\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text.replace('"before": 1', '"before": 7'), "its checksum"),
+        (lambda text: text[:-1], "its checksum"),
+        (lambda text: text.splitlines()[0], "its checksum"),
+        (lambda text: "[" * 200_000 + "\n0\n", "RecursionError"),
+        (lambda _: "", "JSONDecodeError"),
+        (lambda text: with_changes(text, version=4) + "7", "version must be 3, got 4"),
+        # As recsys wrote it when a manifest had no second line.
+        (lambda text: with_changes(text, version=1).splitlines()[0], "another recsys wrote"),
+    ],
+)
+def test_a_damaged_manifest_and_one_of_another_version_are_refused(tmp_path, damage, message):
+    training = make_training()
+    for _ in range(2):
+        save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
+    file = tmp_path / "00000002.json"
+    file.write_text(damage(file.read_text()))
+
+    with pytest.raises(CheckpointError, match=rf"00000002\.json: .*{message}"):
+        load(training, tmp_path)
+    load(training, tmp_path, number=1)
+
+
+@pytest.mark.parametrize("text", ["", "../../etc/passwd", "00000012", "\xff\xfe", "1" * 500])
+def test_a_missing_checkpoint_and_a_damaged_last_file_name_the_others(tmp_path, text):
+    training = make_training()
+    save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
+    (tmp_path / "LAST").write_text(text)
+
+    for number in (None, 9):
+        with pytest.raises(CheckpointError, match="number, 1"):
+            load(training, tmp_path, number=number)
+
+
+def test_without_last_the_manifest_with_the_highest_number_is_the_newest(tmp_path):
+    assert newest(tmp_path) is None
+    for number in (9, 11, 10):
+        (tmp_path / f"{number:08}.json").touch()
+
+    assert newest(tmp_path) == 11
 
 
 def test_files_that_a_kill_left_do_not_stop_a_checkpoint(tmp_path):
@@ -323,7 +276,8 @@ def test_a_checkpoint_that_is_continued_is_not_deleted_before(tmp_path):
 
     require_equal(again.numbers(), expected)
     require_restores(again, tmp_path)
-    assert [number for number, _ in read_manifest(tmp_path).before] == [1]
+    assert [number for number, _ in read_manifest(tmp_path).since] == [1]
+    assert read_manifest(tmp_path).before == 1
 
 
 def test_two_objects_do_not_write_to_one_folder(tmp_path):
@@ -371,7 +325,9 @@ def test_a_closed_object_saves_no_more(tmp_path):
 
 def test_an_object_that_is_dropped_writes_what_waits_and_ends(tmp_path):
     def threads():
-        return {each for each in threading.enumerate() if each.name == "recsys-checkpoints"}
+        return {
+            each for each in threading.enumerate() if each.name.startswith("recsys-checkpoints")
+        }
 
     known = threads()
     training = make_training()
@@ -397,7 +353,7 @@ def test_a_table_of_another_dtype_is_refused(tmp_path):
     save_and_wait(checkpoints)
     training.model.to(torch.bfloat16)
 
-    with pytest.raises(ConfigError, match=r"is BF16 .* and was F32 .* begin a new folder"):
+    with pytest.raises(ConfigError, match="the dtype or the size of a table"):
         checkpoints.save()
     checkpoints.close()
 
@@ -416,14 +372,15 @@ def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
     training = make_training()
     training.step(0)
     is_cleared = threading.Event()
-    write = PieceWriter.write
+    write = PieceWriter.write_rows
 
-    def wait(self, rows):
+    def wait(self, *block):
         is_cleared.wait(20)
-        write(self, rows)
+        write(self, *block)
 
-    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 500)
-    monkeypatch.setattr(PieceWriter, "write", wait)
+    monkeypatch.setattr("recsys.train.checkpoint.format.BLOCK_BYTES", 500)
+    monkeypatch.setattr("recsys.train.checkpoint.save.BLOCK_BYTES", 500)
+    monkeypatch.setattr(PieceWriter, "write_rows", wait)
     checkpoints = saved(training, tmp_path)
     checkpoints.prepare()
     fresh = make_training()
@@ -438,18 +395,3 @@ def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
 
     require_restores(training, tmp_path)
     require_only_needed_files(tmp_path)
-
-
-def test_tables_of_the_same_size_are_merged(tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
-    monkeypatch.setattr(trainings, "SIZES", (40, 40, 40))
-    training, checkpoints = begin(tmp_path)
-    for number in range(3):
-        training.step(number)
-        checkpoints.save()
-        checkpoints.wait(strict=True)
-        checkpoints.finish_merge()
-    checkpoints.close()
-
-    assert read_manifest(tmp_path).pieces[0].number > 1
-    require_restores(training, tmp_path)
