@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EVERYTHING", "Chosen", "Position", "RawBatch", "Refill", "Refilled"]
 
-_END = object()
-
 
 class RawBatch(NamedTuple):
     """A raw mini-batch to choose from.
@@ -210,11 +208,16 @@ class Refill:
                 mini-batch, or the samples of the mini-batch that was to be made, are left out, and
                 count as skipped.
         """
-        while not self._has_enough():
-            batch = self._next_raw(iterator, handed_out)
-            self._mark("load")
-            if batch is _END:
+        while not (self._has_enough() or self._is_exhausted):
+            try:
+                batch = take(iterator, [*handed_out, *(one.raw.batch for one in self._waiting)])
+            except StopIteration:
+                self._is_exhausted = True
                 break
+            except OverwrittenBatch:
+                self._waiting.clear()
+                raise
+            self._mark("load")
             self._choose_from(batch, iterator, prepare)
             self._mark("skip")
         if not self._waiting:
@@ -253,19 +256,6 @@ class Refill:
     def _num_waiting(self) -> int:
         return sum(len(waiting.samples) for waiting in self._waiting)
 
-    def _next_raw(self, iterator: Iterator[Any], handed_out: Sequence[Any]) -> Any:
-        """The next raw mini-batch; `_END` if there is none left."""
-        if self._is_exhausted:
-            return _END
-        try:
-            return take(iterator, [*handed_out, *(one.raw.batch for one in self._waiting)])
-        except StopIteration:
-            self._is_exhausted = True
-            return _END
-        except OverwrittenBatch:
-            self._waiting.clear()
-            raise
-
     def _choose_from(
         self, batch: Any, iterator: Iterator[Any], prepare: Callable[[Any], Any]
     ) -> None:
@@ -273,7 +263,13 @@ class Refill:
         taken, size = self._taken, 0
         try:
             batch = prepare(batch)
-            size = _size_of(batch, self._setting)
+            size = count_samples(batch) or 0
+            if not size:
+                raise ValueError(
+                    f"{self._setting}: the number of samples of a mini-batch of type "
+                    f"{type(batch).__name__} must be known and not 0; use tensors (B, ...), or a "
+                    "class with select(samples), concatenate(parts) and __len__"
+                )
             offset = min(self._offset, size)
             taken_for = taken.num_batches - bool(offset)
             raw = RawBatch(batch, size, taken.num_raw, taken.num_seen, offset, taken_for)
@@ -356,19 +352,3 @@ def _weighted(batch: Any, weights: Tensor, setting: str) -> Any:
     weights = weights.to(tensors[0].device) if tensors else weights
     known = batch.weights
     return replace(batch, weights=weights if known is None else known * weights)  # type: ignore[type-var]
-
-
-def _size_of(batch: Any, setting: str) -> int:
-    """B.
-
-    Raises:
-        ValueError: it is not known, or 0.
-    """
-    size = count_samples(batch)
-    if not size:
-        raise ValueError(
-            f"{setting}: the number of samples of a mini-batch of type {type(batch).__name__} must "
-            "be known and not 0; use tensors (B, ...), or a class with select(samples), "
-            "concatenate(parts) and __len__"
-        )
-    return size
