@@ -25,6 +25,7 @@ _BLOCK, _MOST = 4096, 1 << 17
 _FEW_POSITIVES, _FEW_TO_JUDGE = 100, 50
 _NEARLY_ALL, _TELLS_LABEL = 0.9, 0.99
 _NUM_BINS = 256
+_CHANCE = 1e-9  # that labels are equal by luck; among a million values, that is one in a thousand
 
 
 def findings_of(store: Store) -> list[str]:
@@ -83,7 +84,7 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
             constant.append(column)
             continue
         for name, labels in zip(names, labels_NK.T, strict=True):
-            if (_auc_alone(values, labels) or 0) >= _TELLS_LABEL:
+            if (_auc_alone(values, labels) or 0) >= _TELLS_LABEL or _tells_one(values, labels):
                 telling[name].append(column)
     if constant and len(samples) > 1:
         yield (
@@ -94,8 +95,9 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
         if columns:
             yield (
                 f"label {name!r} follows from {', '.join(map(repr, columns))} alone, by the value "
-                f"or by its being empty (AUC of at least {_TELLS_LABEL} in the training part); if "
-                "that is known only after the label, leave it out of the schema"
+                f"or by its being empty (AUC of at least {_TELLS_LABEL} in the training part, or a "
+                "value that only positives have); if that is known only after the label, leave it "
+                "out of the schema"
             )
 
 
@@ -201,3 +203,10 @@ def _auc_alone(values: NDArray[Any], labels: NDArray[np.int8]) -> float | None:
     rates = np.bincount(ones, minlength=size) + mean
     rates /= np.bincount(known, minlength=size) + 1
     return auc(rates[values[~is_known]], labels[~is_known])
+
+
+def _tells_one(values: NDArray[Any], labels: NDArray[np.int8]) -> bool:
+    """Whether a value has positives alone, and so many that this is no luck."""
+    _, values = np.unique(values, return_inverse=True)
+    sizes, ones = np.bincount(values), np.bincount(values, labels)
+    return bool(labels.mean() ** sizes[sizes == ones].max(initial=0) < _CHANCE)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tomli_w
@@ -25,8 +24,6 @@ from recsys.errors import ConfigError, DatasetFormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from recsys.datasets.tabular.read import ParquetFile
 
@@ -77,7 +74,6 @@ _DIGITS_OF_A_NAME = "^-?(0[0-9]+|[0-9]{20,})$"
 _FORMS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M%S")  # of times in digits
 # Seconds of 1990 to 2033: no date in digits, such as 20250115 or 2025011500, is among them.
 _FIRST_SECONDS, _LAST_SECONDS = 631_152_000, 1_990_010_100
-_CHANCE = 1e-9  # that labels are equal by luck; among a million places, that is one in a thousand
 
 
 @dataclass(frozen=True)
@@ -337,7 +333,6 @@ class _Guess:
         num_rows: Rows that were looked at.
         tree: The keys.
         key_reasons: Why, by the key.
-        labels: 0, 1, or -1 for a missing one; None without a label.
         item: The column of items; empty for none.
         event: The column of kinds of events, in data without a label; None for none.
     """
@@ -347,7 +342,6 @@ class _Guess:
     num_rows: int
     tree: dict[str, Any]
     key_reasons: dict[str, str] = field(default_factory=dict)
-    labels: NDArray[np.int8] | None = None
     item: str = ""
     event: _Facts | None = None
 
@@ -361,9 +355,6 @@ class _Guess:
             self.tree |= rule
             why = "named by --label" if label else "by its name"
             self._take("label", chosen, why + "; the rule is a guess" * bool(rule))
-            labels = _conformed(chosen.array, label="x", **rule)
-            assert labels is not None
-            self.labels = labels.to_numpy()
         split = self._find(("split",), lambda facts: set() < {*facts.counts} <= {*_PARTS})
         if split is not None:
             self.reasons[split.name] = self.key_reasons["split"] = "by its name and values"
@@ -390,7 +381,7 @@ class _Guess:
             # A session does not come again, so it has no table; a user may.
             is_new = found.stem in _SESSIONS
             self.reasons[found.name] = "sessions do not come again" if is_new else ""
-        if self.labels is None:
+        if "label" not in self.tree:
             items = self.facts.get(item) or self._find(
                 _ITEMS, lambda facts: facts.kind in ("integer", "text")
             )
@@ -405,13 +396,10 @@ class _Guess:
         missing = f", {array.null_count / self.num_rows:.1%} missing" if array.null_count else ""
         shown = f"{num_distinct:,} different values in {self.num_rows:,} rows{missing}"
         has_role = facts.name in (self.tree.get("group"), self.item)
-        where = "" if has_role or self.labels is None else self._tells_label(facts, self.labels)
         is_text = facts.kind == "text" and not has_role
         separator = _separator(array.drop_null()) if is_text else ""
         if facts.kind in _NO_FEATURE:
             self.reasons[facts.name] = _NO_FEATURE[facts.kind]
-        elif where:
-            self.reasons[facts.name] = f"tells the label: {where}"
         elif num_distinct == 1 and self.num_rows > 1 and not has_role:
             self.reasons[facts.name] = "one value in all these rows"
         elif facts.kind == "list" or separator:
@@ -441,7 +429,7 @@ class _Guess:
         """
         tree, shares = self.tree, {"test": "1/10", "validation": "1/10"}
         has_time = "timestamp" in tree
-        if self.labels is None:
+        if "label" not in self.tree:
             if "group" not in tree or self.item not in tree.get("categorical", {}):
                 raise ConfigError(
                     f"{path}: no column is named {', '.join(_LABELS)}; name the label by --label "
@@ -516,29 +504,6 @@ class _Guess:
             for kind in event.counts
             if kind != chosen
         }
-
-    def _tells_label(self, facts: _Facts, labels: NDArray[np.int8]) -> str:
-        """Where a column tells the label, as a column that is filled afterwards does; else ""."""
-        has_value = facts.array.is_valid().to_numpy(zero_copy_only=False)
-        where = {"it is empty": ~has_value, "it is not empty": has_value}
-        if facts.counts:
-            texts = np.array(facts.array.cast(pa.string()).to_pylist(), object)
-            where |= {f"it is {value!r}": texts == value for value in facts.counts}
-        elif facts.kind in ("integer", "number"):
-            numbers = facts.array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-            others = numbers[has_value & (labels == 0)]
-            least, most = others.min(initial=np.inf), others.max(initial=-np.inf)
-            outside = f"it is below {least:g} or above {most:g}"
-            where[outside] = (numbers < least) | (numbers > most)
-        share = float(np.mean(labels[labels >= 0]))
-        for words, rows in where.items():
-            known = labels[rows & (labels >= 0)]
-            if known.all() and share ** len(known) < _CHANCE:
-                return f"where {words}, {self.tree['label']!r} is always 1"
-            # A value may well never come with a positive; that tells only if it is no value.
-            if "empty" in words and not known.any() and (1 - share) ** len(known) < _CHANCE:
-                return f"where {words}, {self.tree['label']!r} is always 0"
-        return ""
 
     def _sorted_by(self) -> str:
         """The label or the group, if rows with one value of it stand together; else ""."""

@@ -348,29 +348,6 @@ def test_rows_that_stand_together_are_divided_at_random(tmp_path, order):
     assert draft(tmp_path, ordered).schema.as_dict()["split"] == {"by": "random", **SHARES}
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        lambda click, row: row % 2 if click else None,  # a second label
-        lambda click, row: row % 2 if click else 0,
-        lambda click, row: None if click else "no",
-        lambda click, row: row * 0.5 if click else 0.0,  # seconds on the page
-        lambda click, row: row * 0.5 if click else None,
-        lambda click, row: f"200{row % 10}-01-01" if click and row % 2 else None,
-        lambda click, row: ["bought", "left"][click],
-    ],
-)
-def test_a_column_that_tells_the_label_is_left_out(tmp_path, values):
-    draw = random.Random(1)
-    labels = [int(draw.random() < 0.3) for _ in range(2000)]
-    told = [values(label, 1 + row) for row, label in enumerate(labels)]
-    others = {"ad": ADS * 10, "price": [draw.random() for _ in labels]}
-
-    schema = draft(tmp_path, {"click": labels, "told": told, **others}).schema
-
-    assert list(schema.columns) == ["price", "ad", "click"]
-
-
 def test_all_parts_of_a_large_file_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.datasets.tabular.read._SAMPLE_BYTES", 1 << 15)
     kinds = [f"kind {row // 10_000}" for row in range(100_000)]
