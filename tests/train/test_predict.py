@@ -441,7 +441,7 @@ def test_a_file_does_not_give_histories(tmp_path):
     prepare_table([file], tmp_path / "clicks", schema)
     run(tmp_path / "clicks", tmp_path / "run")
 
-    with pytest.raises(ConfigError, match=r"one of labelled rows with .* --like .*; rows without"):
+    with pytest.raises(ConfigError, match=r"with histories .* --like"):
         predict_run(tmp_path / "run", [file], tmp_path / "scores.parquet")
 
     with pytest.warns(UserWarning, match="histories list rows of these files alone"):

@@ -95,8 +95,9 @@ def conform(
     for meaning, name in (features | schema.roles).items():
         if name in found:
             with _explained(batch, name, place):
-                column = batch.column(name)
-                arrays[meaning] = _convert(column, meaning, schema, may_be_null=name in optional)
+                arrays[meaning] = _convert(
+                    batch.column(name), meaning, schema, may_be_null=name in optional
+                )
     for condition, where in schema.conditions.items():
         holds = [_holds(batch, name, texts, place) for name, texts in where.items()]
         arrays[condition] = reduce(pc.and_, holds)
@@ -130,11 +131,9 @@ def _holds(
     """Whether a column has one of the values of a condition, or keeps its rule; not if missing."""
     array, rule = plain(batch.column(name)), rule_of(texts)
     with _explained(batch, name, place):
-        if types.is_nested(array.type):
-            raise _Fault(None, "must hold one value in each row", "name another column")
         if rule is None:
-            values = pa.array(texts, pa.string())
-            return pc.is_in(array.cast(pa.string()), value_set=values).fill_null(False)
+            found = _cast(array, pa.string(), "must hold one value in each row", "name another")
+            return pc.is_in(found, value_set=pa.array(texts, pa.string())).fill_null(False)
         return _compare(array, rule).fill_null(False)
 
 
@@ -149,9 +148,6 @@ def _convert(array: pa.Array, meaning: str, schema: Schema, *, may_be_null: bool
     array = plain(array)
     if column is None:
         must_be_known = not may_be_null
-        if types.is_nested(array.type):
-            rule = "must hold one value in each row"
-            raise _Fault(None, rule, "lists are for multi and sequence")
     if isinstance(column, DenseColumn):
         array = _dense(array)
     elif isinstance(column, CategoricalColumn):
@@ -231,9 +227,8 @@ def _require(is_right: pa.Array, rule: str, hint: str) -> None:
 
 def _cast(array: pa.Array, kind: pa.DataType, rule: str, hint: str) -> pa.Array:
     """Cast, or name the first row that cannot be cast. Integers become the nearest floats."""
-    is_rounded = types.is_floating(kind) and types.is_integer(array.type)
     try:
-        return array.cast(kind, safe=not is_rounded)
+        return array.cast(kind, safe=not (types.is_floating(kind) and types.is_integer(array.type)))
     except pa.ArrowNotImplementedError:
         raise _Fault(None, rule, hint) from None
     except pa.ArrowInvalid:
@@ -335,13 +330,12 @@ def _compare(array: pa.Array, rule: Rule) -> pa.Array:
 def _label(array: pa.Array, rule: Rule | None) -> pa.Array:
     if rule is not None:
         return _compare(array, rule).cast(pa.int8())
-    found = array.dictionary_encode()
-    known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
-    numbers = [known.get(str(value).lower(), -1) for value in found.dictionary.to_pylist()]
-    label = pa.array(numbers, pa.int8()).take(found.indices)
+    fault = "a label must be 0, 1, true or false"
     hint = 'correct it, or set positive to a rule, such as ">= 4" for numbers or "== yes" for text'
-    _require(pc.greater_equal(label, 0), "a label must be 0, 1, true or false", hint)
-    return label
+    texts = pc.utf8_lower(_cast(array, pa.string(), fault, hint))
+    places = pc.index_in(texts, pa.array(["0", "0.0", "false", "1", "1.0", "true"]))
+    _require(pc.or_(places.is_valid(), array.is_null()), fault, hint)
+    return pc.greater_equal(places, 3).cast(pa.int8())
 
 
 def _seconds(array: pa.Array, form: str) -> pa.Array:
@@ -358,17 +352,22 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
     array = _integers(pc.floor(array) if types.is_float64(array.type) else array)
     if form:
         return pa.array(array.to_numpy() // TIME_UNITS[form])
-    rule = "a time must be seconds since 1970, ISO text or a timestamp"
-    hint = 'set timestamp_format: "ms" for milliseconds, or the form of its digits'
-    _require(pc.less(pc.abs(array), _FIRST_MILLISECONDS), rule, hint)
+    _require(
+        pc.less(pc.abs(array), _FIRST_MILLISECONDS),
+        "a time must be seconds since 1970, ISO text or a timestamp",
+        'set timestamp_format: "ms" for milliseconds, or the form of its digits',
+    )
     return array
 
 
 def _parse_form(text: pa.Array, form: str) -> pa.Array:
     """Seconds of text of a form."""
     read = pc.strptime(text, format=form, unit="s", error_is_null=True)
-    hint = "correct it, or set timestamp_format to the form of the column"
-    _require(read.is_valid(), f"a time must have the form {form!r}", hint)
+    _require(
+        read.is_valid(),
+        f"a time must have the form {form!r}",
+        "correct it, or set timestamp_format to the form of the column",
+    )
     if re.fullmatch("(%[YymdHMS])+", form):  # Arrow reads 1152025 under %m%d%Y as November 5
         is_whole = pc.equal(pc.utf8_length(text), len(form) + 2 * form.count("Y"))
         hint = "write times as text: integers lose leading zeros"

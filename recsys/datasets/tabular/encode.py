@@ -23,10 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter
 
 from recsys._support.files import as_argument
 from recsys._support.machine import num_cores
+from recsys.batch import Batch, JaggedIds
 from recsys.datasets.tabular.numbering import (
     MISSING,
     HashedRows,
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
     from recsys.datasets.store import Store
     from recsys.datasets.tabular.schema import Table
 
@@ -340,10 +341,6 @@ class StoreRows:
 
     def as_batch(self) -> Batch:
         """A mini-batch with the features in the order of the store, and `NO_LABEL` for no label."""
-        import torch
-
-        from recsys.batch import Batch, JaggedIds
-
         num_rows = len(self.dense)
         bags = [Bags.of(found) for found in self.features.values()]
         offsets = np.zeros(len(bags) * num_rows + 1, np.int64)
@@ -399,12 +396,14 @@ class RowMaker:
         dense_NI = np.stack(dense, axis=1) if dense else np.empty((num_rows, 0), np.float32)
         features: dict[str, NDArray[np.int32] | Bags] = {}
         for feature in self.schema.features:
-            if feature.name in histories:
-                values, lengths = histories[feature.name]
-                rows = self.rows_of(values, self.schema.history[feature.name].of)
-                features[feature.name] = Bags(rows, lengths)
-            else:
-                features[feature.name] = self._rows(columns[feature.name], feature.name)
+            name, history = feature.name, self.schema.history.get(feature.name)
+            found = columns[name] if history is None else histories[name]
+            numbers = found.values if isinstance(found, Bags) else found
+            rows = self.rows_of(numbers, name if history is None else history.of)
+            if history is None and self.schema.value_columns[name].numbering == "first":
+                num_unknown = int(np.count_nonzero((rows == 0) & (numbers != MISSING)))
+                self.unknown[name] = self.unknown.get(name, 0) + num_unknown
+            features[name] = Bags(rows, found.lengths) if isinstance(found, Bags) else rows
         roles = {"weights": WEIGHT, "groups": GROUP, "times": TIME}
         others: dict[str, Any] = {name: columns[r] for name, r in roles.items() if r in columns}
         labels = [column for name, column in columns.items() if name.startswith("/label/")]
@@ -413,24 +412,15 @@ class RowMaker:
         return StoreRows(dense_NI, features, others)
 
     def rows_of(self, numbers: NDArray[np.int32], column: str) -> NDArray[np.int32]:
-        """The rows of the values of a column, without counting unknown ones; of the same shape."""
-        return np.asarray(self._rows(numbers, column, count=False))
-
-    def _rows(
-        self, numbers: NDArray[np.int32] | Bags, column: str, *, count: bool = True
-    ) -> NDArray[np.int32] | Bags:
+        """The rows of the values of a column, of the same shape."""
         rules = self.schema.value_columns[column]
         row_of = self.tables[rules.table or column].row_of
         if row_of is None:
             return numbers
-        flat = numbers.values if isinstance(numbers, Bags) else numbers
-        rows, is_missing = row_of[flat], flat == MISSING
-        if count:
-            num_unknown = int(np.count_nonzero((rows == 0) & ~is_missing))
-            self.unknown[column] = self.unknown.get(column, 0) + num_unknown
+        rows = row_of[numbers]
         if rules.has_missing_row:
-            rows[is_missing] = 1
-        return Bags(rows, numbers.lengths) if isinstance(numbers, Bags) else rows
+            rows[numbers == MISSING] = 1
+        return rows
 
 
 class Encoder:
@@ -466,18 +456,18 @@ class Encoder:
     def __init__(self, store: Store, paths: Sequence[str | Path]) -> None:
         schema = read_schema(store)
         if schema.history:
-            labelled, others = "", ""
-            if schema.label_columns:
-                labelled, others = "labelled ", "; rows without labels cannot be predicted"
             raise ConfigError(
                 f"store {store.path}: a history is made from earlier positive rows, so a model "
-                f"with histories predicts stores alone; make one of {labelled}rows with `recsys "
-                f"prepare table FILES --like {as_argument(store.path)} --out STORE`{others}"
+                "with histories predicts stores alone; make one of rows with the columns of that "
+                "store, labels included, with `recsys prepare table FILES --like "
+                f"{as_argument(store.path)} --out STORE`"
             )
         numbers, self._maker = read_rules(store)
         self.unknown = self._maker.unknown
-        unused = ("group", "timestamp", "timestamp_format", "weight", "filter", "negatives")
-        defaults = {name: Schema.model_fields[name].default for name in unused}
+        defaults = {
+            name: Schema.model_fields[name].default
+            for name in ("group", "timestamp", "timestamp_format", "weight", "filter", "negatives")
+        }
         # Not checked again: rows to predict may have neither a label nor negatives.
         self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
         optional = self.schema.label_columns

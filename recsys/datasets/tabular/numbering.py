@@ -100,7 +100,17 @@ class Numbers:
             (None, values.fill_null(0).to_numpy()) if self.is_integer else _texts_of(values)
         )
         if grow:
-            self._reserve_slots(most)
+            if most > _MAX_VALUES:
+                raise ConfigError(
+                    f"vocabulary {self._name!r} must have at most {_MAX_VALUES} values; "
+                    'set numbering = "hash" for its columns'
+                )
+            size = len(self._slots)
+            while size * _MAX_LOAD < most:
+                size *= 2
+            if size > len(self._slots):
+                old, self._slots = self._slots, np.zeros(size, np.uint64)
+                _rehash_kernel(old, self._slots)
             if offsets is not None and self._ends is not None:
                 self._ends = _with_room(self._ends, most + 1)
                 most = int(self._ends[self.num_values] + offsets[-1] - offsets[0])
@@ -119,19 +129,6 @@ class Numbers:
         return pa.LargeStringArray.from_buffers(
             self.num_values, pa.py_buffer(ends), pa.py_buffer(self._known[: ends[-1]])
         )
-
-    def _reserve_slots(self, num_values: int) -> None:
-        if num_values > _MAX_VALUES:
-            raise ConfigError(
-                f"vocabulary {self._name!r} must have at most {_MAX_VALUES} values; "
-                'set numbering = "hash" for its columns'
-            )
-        size = len(self._slots)
-        while size * _MAX_LOAD < num_values:
-            size *= 2
-        if size > len(self._slots):
-            old, self._slots = self._slots, np.zeros(size, np.uint64)
-            _rehash_kernel(old, self._slots)
 
 
 class HashedRows:

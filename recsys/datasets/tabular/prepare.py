@@ -246,11 +246,8 @@ def _write_table(
             f"name the files of store {like.path} too, before the new ones",
             stacklevel=3,
         )
-    maker = None
-    if like is None:
-        numbers = {table.name: new_numbers(table) for table in schema.tables}
-    else:
-        numbers, maker = read_rules(like)
+    new = {table.name: new_numbers(table) for table in schema.tables}
+    numbers, maker = (new, None) if like is None else read_rules(like)
     encoder = RowEncoder(schema, numbers, grow=like is None, num_threads=num_threads)
     with StoreWriter(
         store,
@@ -286,9 +283,8 @@ def _write_table(
             maker = maker or _learn_rows(rows, numbers, writer.folder)
             if like is not None:
                 shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
-            negatives = None
-            if schema.negatives is not None and schema.split is not ALL_FOR_TEST:
-                negatives = _Negatives(rows, maker, schema.negatives)
+            keys = None if schema.split is ALL_FOR_TEST else schema.negatives
+            negatives = None if keys is None else _Negatives(rows, maker, keys)
             splits, unknown = _write_rows(rows, maker, writer, negatives)
         about: dict[str, Any] = {
             "convention": "table",

@@ -56,6 +56,7 @@ _SAMPLE_BLOCKS = 32
 _SAMPLE_ROWS = 8192  # of Parquet; rows of each such block are in a sample
 _LARGE_GROUP_BYTES = 256 << 20
 _UTF8_HINT = "convert the file to UTF-8, as by `iconv -f latin1 (or utf-16) -t utf-8 OLD > NEW`"
+_NO_COLUMN = "add it, or correct the schema, or its keys delimiter and names"
 _QUOTES_HINT = (
     'double each quote that belongs to a value; or, if quotes enclose no field, set quote = "" in '
     'the schema (recsys inspect: --quote "")'
@@ -185,8 +186,7 @@ class TableFiles:
         for file in self._files:
             for name in (name for name in self.columns if name not in file.column_names):
                 close = difflib.get_close_matches(name, file.column_names, n=1, cutoff=0.8)
-                hint = "add it, or correct the schema, or its keys delimiter and names"
-                hint = f"did you mean {close[0]!r}?" if close else hint
+                hint = f"did you mean {close[0]!r}?" if close else _NO_COLUMN
                 shown = ", ".join(map(repr, file.column_names[:30]))
                 raise DatasetFormatError(
                     f"{file.path} must have column {name!r}, has {shown}; {hint}"
@@ -257,8 +257,13 @@ class Frames:
     @property
     def sources(self) -> list[dict[str, Any]]:
         """The entry `sources` of meta.json."""
-        digest = self._digest.hexdigest()
-        return [{"name": "frames", "num_rows": self._num_rows, "sha256": digest}]
+        return [
+            {
+                "name": "frames",
+                "num_rows": self._num_rows,
+                "sha256": self._digest.hexdigest(),
+            }
+        ]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Read all frames once, as `recsys.datasets.tabular.convert.conform` describes.
@@ -606,8 +611,7 @@ class ParquetFile:
             DatasetFormatError: a row group is damaged.
         """
         arrow = import_pyarrow()
-        step = max(1, len(self._groups) // 16)
-        groups = range(0, len(self._groups), step)
+        groups = range(0, len(self._groups), max(1, len(self._groups) // 16))
         num_rows = sum(self._groups[group].num_rows for group in groups)
         share = min(1.0, 100_000 / max(num_rows, 1))
         with self._open() as file:
@@ -671,8 +675,9 @@ def open_table(
             ".parquet or .pq; rename or convert it; what pandas reads, such as JSON and "
             "spreadsheets, recsys.datasets.write_store takes as frames"
         )
-    is_parquet = kind in ("parquet", "pq")
-    file = ParquetFile(path) if is_parquet else TextFile(path, delimiter, quote, names)
+    file = (
+        ParquetFile(path) if kind in ("parquet", "pq") else TextFile(path, delimiter, quote, names)
+    )
     for name in file.column_names if check_names else ():
         if file.column_names.count(name) > 1:
             raise DatasetFormatError(
@@ -696,7 +701,6 @@ class _Tap:
         self._stream, self._see, self._held = stream, see, b""
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes; none at the end."""
         data: bytes = self._held + self._stream.read(max(size - len(self._held), -1))
         self._held = b"\r" if data.endswith(b"\r") and len(data) > 1 else b""
         data = data[: len(data) - len(self._held)]

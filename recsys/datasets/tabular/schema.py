@@ -526,9 +526,8 @@ class Schema(_Keys):
 
     @model_validator(mode="after")
     def _check(self) -> Schema:
-        _check_meanings(self)
+        _check_columns(self)
         _check_rules(self)
-        _check_tables(self)
         return self
 
     @classmethod
@@ -565,9 +564,7 @@ class Schema(_Keys):
     def as_dict(self) -> dict[str, Any]:
         """The schema in JSON types; keys that have their default are left out."""
         tree = self.model_dump(mode="json", exclude_defaults=True)
-        split = {"by": self.split.by, **tree.pop("split", {})}
-        negatives = {"negatives": tree.pop("negatives")} if self.negatives else {}
-        return {**tree, "split": split, **negatives}
+        return {**tree, "split": {"by": self.split.by, **tree.get("split", {})}}
 
     def to_toml(self) -> str:
         """The schema as TOML, which `from_toml` reads back to an equal one."""
@@ -670,8 +667,8 @@ def named_schemas() -> list[str]:
     return sorted(file.stem for file in _NAMED.glob("*.toml"))
 
 
-def _check_meanings(schema: Schema) -> None:
-    """Check that each column has one meaning, or some that go together."""
+def _check_columns(schema: Schema) -> None:
+    """Check that the meanings of each column go together, and that columns of a table agree."""
     named = [(kind, name) for kind in _KINDS for name in getattr(schema, kind)]
     _refuse((not named, "a schema must name at least one dense, categorical, multi or sequence"))
     named += [("label", name) for name in schema.label_columns]
@@ -683,6 +680,21 @@ def _check_meanings(schema: Schema) -> None:
         is_twice = name and name in seen and not {seen[name], place} <= _SHARED
         _refuse((is_twice, f"{place}: column {name!r} is named in {seen.get(name)}, too"))
         seen.setdefault(name, place)
+    for table in schema.tables:
+        plain = re.sub(r"[^\w-]", "_", table.name)
+        fault = (
+            f"column {table.columns[0]!r}: the name of its table must be printable text without a "
+            f"'.', got {table.name!r}; set the key table of the column to another name, such as "
+            f'"{plain}"'
+        )
+        _refuse((not is_text(table.name) or "." in table.name, fault))
+        for name, key in product(table.columns, _TABLE_KEYS):
+            mine, first = getattr(schema.value_columns[name], key), getattr(table.rules, key)
+            fault = (
+                f"columns {table.columns[0]!r} and {name!r} share table {table.name!r} and must "
+                f"have the same {key}, got {first!r} and {mine!r}"
+            )
+            _refuse((mine != first, fault))
 
 
 def _check_rules(schema: Schema) -> None:
@@ -746,25 +758,6 @@ def _check_rules(schema: Schema) -> None:
             f"quote must differ from the delimiter, got {schema.quote!r}",
         ),
     )
-
-
-def _check_tables(schema: Schema) -> None:
-    """Check the names of tables, and that the columns of each agree."""
-    for table in schema.tables:
-        plain = re.sub(r"[^\w-]", "_", table.name)
-        fault = (
-            f"column {table.columns[0]!r}: the name of its table must be printable text without a "
-            f"'.', got {table.name!r}; set the key table of the column to another name, such as "
-            f'"{plain}"'
-        )
-        _refuse((not is_text(table.name) or "." in table.name, fault))
-        for name, key in product(table.columns, _TABLE_KEYS):
-            mine, first = getattr(schema.value_columns[name], key), getattr(table.rules, key)
-            fault = (
-                f"columns {table.columns[0]!r} and {name!r} share table {table.name!r} and must "
-                f"have the same {key}, got {first!r} and {mine!r}"
-            )
-            _refuse((mine != first, fault))
 
 
 def _explain(error: ValidationError) -> str:

@@ -85,26 +85,24 @@ class Spool:
     def __init__(self, parent: Path) -> None:
         self.num_rows = 0
         self.names: list[str] = []
-        self._dtypes: dict[str, np.dtype[Any]] = {}
-        self._bags: set[str] = set()
+        self._kinds: dict[str, tuple[np.dtype[Any], bool]] = {}  # dtype of values; are they bags
         self._folder = Path(mkdtemp(prefix="spool-", dir=parent))
 
     def append(self, num_rows: int, columns: Columns) -> None:
         """Add rows at the end; columns have the names, kinds and dtypes of the first block."""
         self.names = list(columns)
         for name, column in columns.items():
-            values = column
+            values, is_bag = column, isinstance(column, Bags)
             if isinstance(column, Bags):
                 values = column.values
-                self._bags.add(name)
                 self._write(name, column.lengths, ".lengths")
-            self._dtypes[name] = np.asarray(values).dtype
+            self._kinds[name] = np.asarray(values).dtype, is_bag
             self._write(name, np.asarray(values))
         self.num_rows += num_rows
 
     def column(self, name: str) -> NDArray[Any]:
         """All values of a column without bags, in memory, (num_rows,)."""
-        return self._read(name, self._dtypes[name], 0, self.num_rows)
+        return self._read(name, self._kinds[name][0], 0, self.num_rows)
 
     def blocks(self, names: Sequence[str], wanted: NDArray[np.bool_]) -> Iterator[Block]:
         """Some columns of the wanted rows, block by block, in file order.
@@ -123,12 +121,13 @@ class Spool:
             columns: Columns = {}
             for name in names:
                 begin, count, lengths = start, size, None
-                if name in self._bags:
+                dtype, is_bag = self._kinds[name]
+                if is_bag:
                     lengths = self._read(name, np.dtype(np.int32), start, size, ".lengths")
                     begin, count = ends[name], int(lengths.sum(dtype=np.int64))
                     ends[name] += count
                 if len(rows):
-                    values = self._read(name, self._dtypes[name], begin, count)
+                    values = self._read(name, dtype, begin, count)
                     column = values if lengths is None else Bags(values, lengths)
                     columns[name] = column if len(rows) == size else column.take(rows)
             if len(rows):
