@@ -302,12 +302,6 @@ class SyntheticConfig(Keys):
     table_sizes: Annotated[tuple[_Rows, ...], Field(strict=False)] = _key(
         (), "rows per table; empty: Kaggle's 26 sizes"
     )
-    drift: float = _key(
-        0.0,
-        "share of popularity that moves to other rows per million samples",
-        least=0,
-        most=1e6,
-    )
     test_samples: int = _key(
         0,
         "samples to test on, and as many to validate on; 0: a fourteenth of all samples each",

@@ -2,11 +2,8 @@ import json
 import re
 from statistics import mean
 
-import numpy as np
 import pytest
 import tables
-
-from recsys.datasets import SyntheticCriteo
 
 
 def test_tables_are_what_their_json_makes_them(pytestconfig):
@@ -17,19 +14,6 @@ def test_tables_are_what_their_json_makes_them(pytestconfig):
         assert tables.with_tables(text) == text
 
     assert sorted(placed) == sorted(tables.TABLES)
-
-
-@pytest.mark.parametrize(("drift", "least", "most"), [(0.5, 0.1, 0.25), (0.0, 0.0, 0.03)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_click_rate_of_synthetic_samples_wanders_with_drift_alone(seed, drift, least, most):
-    source = SyntheticCriteo(num_samples=5_000_000, seed=seed, drift=drift)
-
-    rates = [
-        float(source.read(np.arange(start, start + 10_000)).labels.mean())
-        for start in (5_000_000 * part // 6 for part in range(6))
-    ]
-
-    assert least < max(rates) - min(rates) < most
 
 
 @pytest.mark.parametrize(("recipe", "least"), [("sgd", 0.718), ("adagrad", 0.759)])

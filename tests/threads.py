@@ -41,7 +41,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from recsys._support.machine import describe_environment
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.loader import BatchLoader, ReadAhead
+from recsys.datasets import loader as loader_module
+from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.tiers.fetch import Fetcher
 from recsys.embeddings.tiers.queue import TransferQueue
@@ -91,7 +92,7 @@ class Delays:
                 (TransferQueue, "start"),
                 (TransferQueue, "finish"),
                 (Transfer, "run"),
-                (ReadAhead, "_read_group"),
+                (loader_module, "_read_group"),
                 (Window, "fill"),
                 (Window, "pop"),
             ):
@@ -231,8 +232,6 @@ def run_loader(seed, folder):
                 break
             assert [loss.item()] == SMALL.run_plain(twin, dense[0], [next(expected)])
         source.num_failures = 0
-        if chance.random() < 0.5:
-            loader.finish_reading()
         pipeline.detach()
         iterator.close()
     assert next(expected, None) is None

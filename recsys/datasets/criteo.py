@@ -18,8 +18,7 @@ One difference: a line without a label is an error here. A line is a sample:
 - an integer is empty (missing) or matches -?[0-9]{1,10} and fits 32 bits;
 - a category is empty (missing) or one to eight hexadecimal digits.
 
-A kernel only finds the first bad line. Python code then explains it, so good lines cost nothing
-extra.
+A kernel only finds the first bad line. Python code then looks at its fields.
 
     a thread            file -> decompressed blocks of complete lines; hashes the raw bytes
     pool (all cores)    parses parts of a block in parallel, then numbers its columns in parallel
@@ -54,7 +53,7 @@ from recsys._support.jit import inlined_part, kernel
 from recsys._support.machine import num_cores
 from recsys._support.untrusted import is_whole
 from recsys.datasets.loader import one_ahead
-from recsys.datasets.splits import day_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store_writer import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
 
@@ -79,17 +78,12 @@ NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
 # A good line has at least this many bytes: a label, 39 tabs, an end.
 MIN_LINE_BYTES = NUM_FIELDS + 1
 
-_TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE, _NINE = (ord(char) for char in "\t\n\r-019")
-_INTEGER = rb"(-?[0-9]{1,10})?"
-_RULES = (
-    ("label", "0 or 1", rb"[01]"),
-    ("int_{}", "empty or an integer of 32 bits", _INTEGER),
-    ("cat_{}", "empty or 1 to 8 hexadecimal digits", rb"[0-9a-fA-F]{0,8}"),
-)
-_NOT_HEX = 16
-_HEX = np.full(256, _NOT_HEX, np.uint8)
-_HEX[[ord(char) for char in "0123456789abcdef"]] = range(16)
-_HEX[[ord(char) for char in "ABCDEF"]] = range(10, 16)
+_TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE = (ord(char) for char in "\t\n\r-01")
+# What a label, an integer and a category match.
+_PATTERNS = rb"[01]", rb"(-?[0-9]{1,10})?", rb"[0-9a-fA-F]{0,8}"
+_DIGITS = np.full(256, 16, np.uint8)  # of characters
+_DIGITS[[ord(char) for char in "0123456789abcdef"]] = range(16)
+_DIGITS[[ord(char) for char in "ABCDEF"]] = range(10, 16)
 INTEGER_NAMES = tuple(f"int_{column}" for column in range(NUM_INTEGERS))
 CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(NUM_CATEGORIES))
 # A block takes 50 ms to process, much longer than handing it from thread to thread. A few blocks
@@ -213,7 +207,7 @@ def _prepare(
         writer.finish(
             dense_names=INTEGER_NAMES,
             ids=dict(zip(CATEGORY_NAMES, ids, strict=True)),
-            splits=day_splits(sizes if by_day else [sum(sizes)]),
+            splits=classic_splits(sum(sizes), sizes[-1] if by_day and len(sizes) > 1 else None),
             about={"convention": "classic", "sources": sources}
             | ({} if modulus is None else {"max_ind_range": modulus}),
         )
@@ -338,12 +332,17 @@ def _blocks(path: Path, raw: _HashedFile) -> Iterator[bytes]:
 
 
 def _bad_line(path: Path, line: int, text: bytes) -> DatasetFormatError:
-    reason = explain(text)
-    assert reason is not None, "the kernel and explain() disagree on what a good line is"
-    rule, value = reason
-    hint = f". {_not_criteo(path)}" if line == 1 else ""
+    """Name the first field that does not match its pattern, else the last one."""
+    fields, number = text.removesuffix(b"\r").split(b"\t", NUM_FIELDS), 0
+    for number, field in enumerate(fields, 1):
+        if not re.fullmatch(_PATTERNS[(number > 1) + (number > 1 + NUM_INTEGERS)], field):
+            break
+    hint, num_fields = f". {_not_criteo(path)}" if line == 1 else "", text.count(b"\t") + 1
     return DatasetFormatError(
-        f"{path} line {line}: {rule}, got {value}; repair the line, or delete it{hint}"
+        f"{path} line {line}: must have {NUM_FIELDS} fields separated by tabs: a label of 0 or 1, "
+        f"{NUM_INTEGERS} integers of 32 bits, and {NUM_CATEGORIES} categories of at most 8 "
+        f"hexadecimal digits, of which any may be empty; got {num_fields} fields, and field "
+        f"{number} is {str(fields[number - 1][:40])[1:]}; repair the line, or delete it{hint}"
     )
 
 
@@ -375,12 +374,9 @@ class RowNumbers:
         Shape:
             ids (n,) contiguous; result: the same memory, as int32.
         """
-        size = len(self._entries)
-        while size * _MAX_LOAD < self.num_rows + len(ids):
-            size *= 2
-        if size > len(self._entries):
+        while len(self._entries) * _MAX_LOAD < self.num_rows + len(ids):
             known = self.ids_by_row()
-            self._entries = np.zeros(size, np.uint64)
+            self._entries = np.zeros(2 * len(self._entries), np.uint64)
             _number_kernel(known, known.view(np.int32), self._entries, 0)
         rows = ids.view(np.int32)
         self.num_rows = _number_kernel(ids, rows, self._entries, self.num_rows)
@@ -450,27 +446,6 @@ def parse_lines(text: NDArray[np.uint8], begin: int, end: int) -> ParsedLines:
     )
 
 
-def explain(line: bytes) -> tuple[str, str] | None:
-    """The rule that a line breaks, and the value that breaks it; None for a good line.
-
-    Args:
-        line: One line, with or without its newline.
-    """
-    line = line.removesuffix(b"\n").removesuffix(b"\r")
-    num_fields = line.count(b"\t") + 1  # a line may be 16 MiB of tabs
-    if num_fields != NUM_FIELDS:
-        return f"expected {NUM_FIELDS} tab-separated fields", str(num_fields)
-    for number, field in enumerate(line.split(b"\t")):
-        kind = (number > 0) + (number > NUM_INTEGERS)
-        name, rule, pattern = _RULES[kind]
-        found = re.fullmatch(pattern, field)
-        if not found or (pattern == _INTEGER and not -(2**31) <= int(field or 0) < 2**31):
-            shown = repr(field[:40])[1:] + "..." * (len(field) > 40)
-            column = number - 1 - NUM_INTEGERS * (kind == 2)
-            return f"field {number + 1} ({name.format(column)}) must be {rule}", shown
-    return None
-
-
 @kernel
 def _parse_kernel(
     text: NDArray[np.uint8],
@@ -501,37 +476,21 @@ def _parse_kernel(
 
 @inlined_part
 def _parse_integers(
-    text: NDArray[np.uint8],
-    position: int,
-    integers: NDArray[np.int32],
-    sample: int,
+    text: NDArray[np.uint8], position: int, integers: NDArray[np.int32], sample: int
 ) -> tuple[int, bool]:
     """Parse a line from the tab before its integers on; return the end, and if all are good."""
     is_good, column = True, 0
     while is_good and column < NUM_INTEGERS:
-        position += 1
-        char = text[position]
-        is_negative = char == _MINUS
-        if is_negative:
-            position += 1
-            char = text[position]
-        digits_begin = position
-        number = np.int64(0)
-        while _ZERO <= char <= _NINE:
-            number = number * 10 + np.int64(char - _ZERO)
-            position += 1
-            char = text[position]
-        num_digits = position - digits_begin
-        largest = 2147483648 if is_negative else 2147483647
+        is_negative = text[position + 1] == _MINUS
+        begin = position + 1 + is_negative
+        position, number = _parse_digits(text, begin, 10)
         is_good = bool(
-            char == _TAB
-            and num_digits <= 10
-            and number <= largest
-            and not (is_negative and num_digits == 0)
+            text[position] == _TAB
+            and position - begin <= 10
+            and number <= 2147483647 + is_negative
+            and not (is_negative and position == begin)
         )
-        if is_negative:
-            number = np.int64(0)
-        integers[sample, column] = number
+        integers[sample, column] = 0 if is_negative else number
         column += 1
     return position, is_good
 
@@ -543,21 +502,21 @@ def _parse_categories(
     """Parse a line from the tab before its categories on, as `_parse_integers` does."""
     is_good, column = True, 0
     while is_good and column < NUM_CATEGORIES:
-        position += 1
-        digits_begin = position
-        category = np.uint32(0)
-        digit = _HEX[text[position]]
-        while digit < _NOT_HEX:
-            category = np.uint32((category << np.uint32(4)) | np.uint32(digit))
-            position += 1
-            digit = _HEX[text[position]]
-        is_good = position - digits_begin <= 8
+        begin = position + 1
+        position, category = _parse_digits(text, begin, 16)
+        is_short, is_last = position - begin <= 8, column == NUM_CATEGORIES - 1
+        position += is_last and text[position] == _RETURN
+        is_good = is_short and text[position] == (_NEWLINE if is_last else _TAB)
+        categories[column, sample] = category
         column += 1
-        if column < NUM_CATEGORIES:
-            is_good = is_good and text[position] == _TAB
-        else:
-            if text[position] == _RETURN:
-                position += 1
-            is_good = is_good and text[position] == _NEWLINE
-        categories[column - 1, sample] = category
     return position, is_good
+
+
+@inlined_part
+def _parse_digits(text: NDArray[np.uint8], position: int, base: int) -> tuple[int, np.int64]:
+    """The place after the digits that begin there, and their number."""
+    number = np.int64(0)
+    while _DIGITS[text[position]] < base:
+        number = number * base + np.int64(_DIGITS[text[position]])
+        position += 1
+    return position, number

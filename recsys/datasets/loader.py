@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchIterator",
     "BatchLoader",
-    "ReadAhead",
     "ResumableLoader",
     "num_read_ahead",
     "one_ahead",
+    "read_ahead",
 ]
 
 P = TypeVar("P")
@@ -112,7 +112,8 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         num_waiting: How many of the last mini-batches handed out are not used yet. A caller that
             takes mini-batches before it uses them, as `TrainPipeline` does, sets it after each one
             taken and after each one used. The loader's position stays before these mini-batches,
-            and the epoch does not end before they are used.
+            and the epoch does not end before they are used. It must not include mini-batches that
+            count as used already.
         is_over: Whether the iteration has ended. Then mini-batches that wait must not be used: the
             next iteration of the loader returns them again.
         in_turn_because: The reason why each mini-batch must be used before the next one is taken;
@@ -121,11 +122,10 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
     Raises:
         RuntimeError: another iteration of the loader is running, or this one began in a process
             that forked this one.
-        ValueError: `num_waiting` is negative, or includes mini-batches that already count as used.
     """
 
     def __init__(self, loader: ResumableLoader[P], in_turn_because: str) -> None:
-        self._num_waiting = 0
+        self.num_waiting = 0
         self.in_turn_because = in_turn_because
         self.loader = loader
         self._batches: Generator[tuple[Batch, P]] | None = None
@@ -149,14 +149,14 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
                 "process, which forked this one; close it and iterate the loader again, or make "
                 "a loader here"
             )
-        while len(self._positions) > 1 + self._num_waiting:
+        while len(self._positions) > 1 + self.num_waiting:
             self._positions.popleft()
         try:
             batch, position = next(self._batches)
         except StopIteration:
-            if self._has_failed and not self._num_waiting:
+            if self._has_failed and not self.num_waiting:
                 self.close()
-            elif not self._num_waiting:
+            elif not self.num_waiting:
                 self._end()
             raise
         except BaseException:
@@ -178,26 +178,11 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self.close()
 
     @property
-    def num_waiting(self) -> int:
-        """How many of the last mini-batches handed out are not used yet."""
-        return self._num_waiting
-
-    @num_waiting.setter
-    def num_waiting(self, value: int) -> None:
-        most = max(0, len(self._positions) - 1)
-        if not 0 <= value <= most:
-            raise ValueError(
-                f"num_waiting must lie in [0, {most}], got {value}: mini-batches that count as "
-                "used cannot wait; set it after each mini-batch taken and after each one used"
-            )
-        self._num_waiting = value
-
-    @property
     def position(self) -> P:
         """The loader's position: before the first mini-batch that is not used."""
         if not self._positions:  # the iteration has not begun
             return self.loader._position
-        return self._positions[-1 - self._num_waiting]
+        return self._positions[-1 - self.num_waiting]
 
     @property
     def last_taken(self) -> tuple[P, P]:
@@ -207,7 +192,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
     @property
     def is_running(self) -> bool:
         """Whether more mini-batches may follow, or some that were handed out are not used yet."""
-        return self._batches is not None and not (self._has_failed and not self._num_waiting)
+        return self._batches is not None and not (self._has_failed and not self.num_waiting)
 
     def _begin(self) -> None:
         self.loader._require_idle("iterated")
@@ -310,7 +295,7 @@ class BatchLoader(ResumableLoader[int]):
         self.rank, self.num_ranks = rank, num_ranks
         self.epoch = 0
         self._samples = source.splits[split]
-        self._reader = ReadAhead(source, prefetch, pin_memory=pin_memory)
+        self.pin_memory = pin_memory
         self._num_used = len(self._samples)
         if drop_last:
             self._num_used -= self._num_used % batch_size
@@ -323,20 +308,14 @@ class BatchLoader(ResumableLoader[int]):
         order = self._order()
         starts = range(position, self._num_used, self.batch_size)
         parts = (self._part(order[: self._num_used], start) for start in starts)
-        with closing(self._reader.read(parts)) as batches:
+        reader = read_ahead(self.source, parts, self.prefetch, pin_memory=self.pin_memory)
+        with closing(reader) as batches:
             for start, batch in zip(starts, batches, strict=True):
                 yield batch, min(start + self.batch_size, self._num_used)
 
     def _end_epoch(self) -> int:
         self.epoch += 1
         return 0
-
-    def finish_reading(self) -> None:
-        """Wait until the reading threads are idle; they stay so until the next batch is taken.
-
-        Benchmarks call it before they stop a clock in the middle of an iteration.
-        """
-        self._reader.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, its next sample to be used, and the settings that fix the order of samples.
@@ -409,72 +388,60 @@ def one_ahead(items: Iterator[_T], thread_name: str) -> Generator[_T]:
             yield item
 
 
-class ReadAhead:
-    """Reads mini-batches of a source in order, some of them ahead.
+def read_ahead(
+    source: SampleSource,
+    parts: Iterable[NDArray[np.integer]],
+    num_ahead: int,
+    *,
+    pin_memory: bool = False,
+) -> Generator[Batch]:
+    """The samples of each part as a mini-batch, in order; some of them are read ahead.
 
     As many of them are read at once as there are readers: one thread for every four cores. The
-    running iteration of `read` owns these threads, which end with the iteration.
+    threads end with the iteration.
 
     Args:
         source: Is read.
+        parts: Numbers of samples.
         num_ahead: Mini-batches read ahead, at least; see `num_read_ahead`.
         pin_memory: Return mini-batches in page-locked memory, from which CUDA copies without
             waiting.
-
-    Raises:
-        ConfigError: `pin_memory` is set, and there is no CUDA device.
     """
+    num_readers = min(num_ahead, max(1, num_cores() // _CORES_PER_READER))
+    begin = None
+    if pin_memory:  # a thread begins with device 0, and would take memory there
+        begin = partial(torch.cuda.set_device, torch.cuda.current_device())
+    readers = ThreadPoolExecutor(num_readers, "recsys-load", begin)
+    groups = _grouped(parts)
+    ahead: deque[tuple[int, Future[_Read]]] = deque()  # sizes and results of groups
 
-    def __init__(self, source: SampleSource, num_ahead: int, *, pin_memory: bool = False) -> None:
-        if pin_memory and not torch.cuda.is_available():
-            raise ConfigError(
-                "pin_memory=True is for copies to a CUDA device, and there is none; leave it out"
-            )
-        self._source, self._num_ahead, self._pin_memory = source, num_ahead, pin_memory
-        self._ahead: deque[tuple[int, Future[_Read]]] = deque()  # sizes and results of groups
+    def read_on() -> None:
+        while sum(num for num, _ in ahead) < num_ahead and (group := next(groups, None)):
+            ahead.append((len(group), readers.submit(_read_group, source, group, pin_memory)))
 
-    def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
-        """The samples of each part as a mini-batch; one iteration at a time."""
-        num_readers = min(self._num_ahead, max(1, num_cores() // _CORES_PER_READER))
-        begin = None
-        if self._pin_memory:  # a thread begins with device 0, and would take memory there
-            begin = partial(torch.cuda.set_device, torch.cuda.current_device())
-        readers = ThreadPoolExecutor(num_readers, "recsys-load", begin)
-        groups = _grouped(parts)
-        # Each iteration has its own queue: a Ctrl-C below leaves nothing for the next one.
-        ahead = self._ahead = deque()
-
-        def read_on() -> None:
-            while sum(num for num, _ in ahead) < self._num_ahead and (group := next(groups, None)):
-                ahead.append((len(group), readers.submit(self._read_group, group)))
-
-        try:
+    try:
+        read_on()
+        while ahead:
+            _, future = ahead.popleft()
+            batches, error = future.result()
             read_on()
-            while ahead:
-                _, future = ahead.popleft()
-                batches, error = future.result()
-                read_on()
-                yield from batches
-                if error is not None:
-                    raise error
-        finally:
-            self._ahead = deque()
-            readers.shutdown(cancel_futures=True)
+            yield from batches
+            if error is not None:
+                raise error
+    finally:
+        readers.shutdown(cancel_futures=True)
 
-    def finish(self) -> None:
-        """Wait until all groups under way are read; no other is read before the next is taken."""
-        wait([future for _, future in self._ahead])
 
-    def _read_group(self, group: list[NDArray[np.integer]]) -> _Read:
-        """The mini-batches of a group, and the error that ended it early."""
-        batches: list[Batch] = []
-        try:
-            for samples in group:
-                batch = self._source.read(samples.astype(np.int64))
-                batches.append(batch.pin_memory() if self._pin_memory else batch)
-        except Exception as error:  # raised after the mini-batches before it are handed out
-            return batches, error
-        return batches, None
+def _read_group(source: SampleSource, group: list[NDArray[np.integer]], pin_memory: bool) -> _Read:
+    """The mini-batches of a group, and the error that ended it early."""
+    batches: list[Batch] = []
+    try:
+        for samples in group:
+            batch = source.read(samples.astype(np.int64))
+            batches.append(batch.pin_memory() if pin_memory else batch)
+    except Exception as error:  # raised after the mini-batches before it are handed out
+        return batches, error
+    return batches, None
 
 
 def _grouped(parts: Iterable[NDArray[np.integer]]) -> Iterator[list[NDArray[np.integer]]]:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from recsys._support.files import as_argument, describe_taken, flush_to_disk, is_taken
-from recsys._support.untrusted import is_int, is_text, parse_json
-from recsys.datasets.splits import SPLITS
+from recsys._support.untrusted import parse_json
 from recsys.errors import AlreadyExists, StoreError
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ _DTYPES = {
     "catalog": "<i4",
     "ids": "<u4",
 }
-_ROWS_END = 2**31  # rows are int32
-_TABLE_SUFFIXES = {".csv", ".tsv", ".parquet", ".pq"}
 
 
 class Feature(NamedTuple):
@@ -88,49 +85,33 @@ def read_meta(path: Path) -> dict[str, Any]:
         StoreError: it does not exist, is damaged, or is of a version that this library cannot read;
             or `path` is a file, such as a table that is not prepared yet.
     """
-    file = path / "meta.json"
+    file, name = path / "meta.json", as_argument(path)
     if path.is_file():
-        raise _not_prepared(path)
+        raise StoreError(
+            f"{path} is a file, and data must be a store, the folder that `recsys prepare` makes; "
+            f"make it of a CSV, TSV or Parquet table by `recsys inspect {name} > schema.toml` and "
+            f"`recsys prepare table {name} --schema schema.toml --out STORE`; for a model that is "
+            f"trained, by `recsys prepare table {name} --like ITS_STORE --out STORE`; of raw "
+            f"Criteo text by `recsys prepare criteo-kaggle {name} --out STORE`"
+        )
     if not file.is_file():
         reason = "is not a store: it has no meta.json" if path.exists() else "does not exist"
         raise StoreError(
             f"{path} {reason}; prepare a store with "
-            f"`recsys prepare table FILES --schema SCHEMA --out {as_argument(path)}`, or with "
-            f"`recsys prepare criteo-kaggle RAW --out {as_argument(path)}`"
+            f"`recsys prepare table FILES --schema SCHEMA --out {name}`, or with "
+            f"`recsys prepare criteo-kaggle RAW --out {name}`"
         )
     try:
-        parsed = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise StoreError(f"{file} is not JSON ({error}); prepare the store again") from error
-    meta: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
-    for key, (rule, holds) in _RULES.items():
-        try:
-            is_good = holds(meta)
-        except (KeyError, TypeError, AttributeError, ValueError):
-            is_good = False
-        if not is_good:
-            shown = repr(meta.get(key))[:200]
-            raise StoreError(f"{file}: {key} must be {rule}, got {shown}; prepare the store again")
+        meta: dict[str, Any] = parse_json(file.read_bytes())
+        found = meta["format"], meta["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{file} is damaged ({error}); prepare the store again") from error
+    if found != ("recsys-store", 1):
+        raise StoreError(
+            f"{file}: format and version must be 'recsys-store' and 1 for this version of recsys, "
+            f"got {found}; prepare the store again"
+        )
     return meta
-
-
-def _not_prepared(path: Path) -> StoreError:
-    """The error for a file in place of a store; it names the command that makes a store of it."""
-    file = as_argument(path)
-    of_table = (
-        f"`recsys inspect {file} > schema.toml` and "
-        f"`recsys prepare table {file} --schema schema.toml --out STORE`"
-    )
-    if _TABLE_SUFFIXES & {suffix.lower() for suffix in path.suffixes}:
-        of_new_rows = f"`recsys prepare table {file} --like ITS_STORE --out STORE`"
-        kind, hint = "a table", f"{of_table}; for a model that is trained, by {of_new_rows}"
-    else:
-        of_text = f"`recsys prepare criteo-kaggle {file} --out STORE` for raw Criteo text"
-        kind, hint = "a file", f"{of_text}, or {of_table} for a CSV, TSV or Parquet table"
-    return StoreError(
-        f"{path} is {kind}, and data must be a store, the folder that `recsys prepare` makes; "
-        f"make it by {hint}"
-    )
 
 
 def _dtypes(dense_transform: str, features: Sequence[Feature], has: Collection[str]) -> Any:
@@ -146,129 +127,6 @@ def _dtypes(dense_transform: str, features: Sequence[Feature], has: Collection[s
         wanted |= {"bag_values", "bag_ends"}
     kept = {name: dtype for name, dtype in _DTYPES.items() if name in wanted}
     return kept | {"dense": _DENSE_DTYPES[dense_transform]}
-
-
-def _are_splits(meta: Mapping[str, Any]) -> bool:
-    parts = [[*meta["splits"][name], meta["num_samples"]] for name in SPLITS]
-    return all(
-        len(part) == 3 and all(is_int(number, 0) for number in part) and part == sorted(part)
-        for part in parts
-    )
-
-
-def _are_features(meta: Mapping[str, Any]) -> bool:
-    found = features_of(meta)
-    return (
-        {feature.table for feature in found} == meta["num_embeddings"].keys()
-        and len({feature.name for feature in found}) == len(found)
-        and all(is_text(name) and "." not in table and kind in KINDS for name, table, kind in found)
-    )
-
-
-def _is_ranking(meta: Mapping[str, Any]) -> bool:
-    if "ranking" not in meta:
-        return "catalog" not in meta["dtypes"]
-    ranking = meta["ranking"]
-    names = [ranking["item"], *ranking["item_features"]]
-    ones = {feature.name for feature in features_of(meta) if not feature.is_bag}
-    return (
-        isinstance(ranking["item_features"], list)
-        and len(set(names)) == len(names)
-        and ones.issuperset(names)
-        and isinstance(ranking.get("repeats", False), bool)
-        and ("catalog" in meta["dtypes"]) == (len(names) > 1)
-    )
-
-
-# For each key of meta.json: its rule, and whether a file's values follow it. The rules of the keys
-# before it hold.
-_RULES: dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
-    "format": ("'recsys-store'", lambda meta: bool(meta["format"] == "recsys-store")),
-    "version": ("1 for this version of recsys", lambda meta: is_int(meta["version"], 1, 1)),
-    "dense_transform": (
-        " or ".join(map(repr, _DENSE_DTYPES)),
-        lambda meta: meta["dense_transform"] in _DENSE_DTYPES,
-    ),
-    "convention": ("text", lambda meta: is_text(meta["convention"])),
-    "max_ind_range": ("an integer", lambda meta: is_int(meta.get("max_ind_range", 0), 0)),
-    "num_samples": ("a number of samples", lambda meta: is_int(meta["num_samples"], 0)),
-    "splits": (f"two sample numbers each for {', '.join(SPLITS)}", _are_splits),
-    "dense_names": (
-        "a list of names",
-        lambda meta: (
-            isinstance(meta["dense_names"], list) and all(map(is_text, meta["dense_names"]))
-        ),
-    ),
-    "labels": (
-        "a list of distinct names",
-        lambda meta: (
-            "labels" not in meta
-            or (
-                (isinstance(meta["labels"], list) and all(map(is_text, meta["labels"])))
-                and 0 < len(set(meta["labels"])) == len(meta["labels"])
-            )
-        ),
-    ),
-    "num_embeddings": (
-        f"tables of 1 to {_ROWS_END} rows",
-        lambda meta: (
-            len(meta["num_embeddings"]) > 0
-            and all(
-                is_text(name) and is_int(size, 1, _ROWS_END)
-                for name, size in meta["num_embeddings"].items()
-            )
-        ),
-    ),
-    "sources": (
-        "a list of files, each with a sha256",
-        lambda meta: (
-            isinstance(meta["sources"], list)
-            and all(is_text(source["sha256"]) for source in meta["sources"])
-        ),
-    ),
-    "features": (
-        f"a list of distinct names, each with a table of num_embeddings and a kind of "
-        f"{', '.join(KINDS)}, and each table with a feature and without a '.' in its name",
-        _are_features,
-    ),
-    "dtypes": (
-        "those of this version, with bag_values and bag_ends if and only if a feature has bags",
-        lambda meta: bool(
-            meta["dtypes"] == _dtypes(meta["dense_transform"], features_of(meta), meta["dtypes"])
-        ),
-    ),
-    "schema": (
-        "a JSON object, and categorical in it a JSON object of JSON objects",
-        lambda meta: all(
-            isinstance(column, dict)
-            for column in meta.get("schema", {}).get("categorical", {}).values()
-        ),
-    ),
-    "encoding": ("text", lambda meta: is_text(meta.get("encoding", ""))),
-    "unknown": (
-        f"numbers of values by column, for parts of {', '.join(SPLITS)}",
-        lambda meta: (
-            meta.get("unknown", {}).keys() <= set(SPLITS)
-            and all(
-                is_text(name) and is_int(count, 0)
-                for counts in meta.get("unknown", {}).values()
-                for name, count in counts.items()
-            )
-        ),
-    ),
-    "findings": (
-        "a list of sentences",
-        lambda meta: (
-            isinstance(meta.get("findings", []), list)
-            and all(map(is_text, meta.get("findings", [])))
-        ),
-    ),
-    "ranking": (
-        "an item and its item_features, distinct features of kind one, and perhaps repeats, true "
-        "or false, with catalog in dtypes if and only if there are item_features",
-        _is_ranking,
-    ),
-}
 
 
 class StoreWriter:

@@ -30,7 +30,7 @@ import numpy as np
 from recsys._support.files import appearing_whole
 from recsys._support.states import SavedState
 from recsys._support.untrusted import is_number, is_whole
-from recsys.datasets.loader import ReadAhead, ResumableLoader
+from recsys.datasets.loader import ResumableLoader, read_ahead
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class HotColdLoader(ResumableLoader[_Position]):
         numbers = np.arange(samples.start, samples.stop)
         self._samples = [numbers[~is_hot], numbers[is_hot]]
         self._is_hot_digest = hashlib.sha256(np.packbits(is_hot).tobytes()).hexdigest()[:16]
-        self._reader = ReadAhead(source, prefetch, pin_memory=pin_memory)
+        self.prefetch, self.pin_memory = prefetch, pin_memory
 
     def __len__(self) -> int:
         """Mini-batches in a whole epoch."""
@@ -304,10 +304,6 @@ class HotColdLoader(ResumableLoader[_Position]):
         self.scheduler.observe(loss)
         self._position.wants_loss = False
 
-    def finish_reading(self) -> None:
-        """Wait until reading ahead has finished; it resumes with the next mini-batch."""
-        self._reader.finish()
-
     def state_dict(self) -> dict[str, Any]:
         """The position, what the order depends on, and the scheduler's state, in JSON types."""
         return {
@@ -347,7 +343,8 @@ class HotColdLoader(ResumableLoader[_Position]):
             num_left = place.num_left if any(place.num_left) else self._new_turn(place)
             kinds = [kind for kind in (_COLD, _HOT) for _ in range(num_left[kind])]
             parts = self._parts(orders, kinds, place)
-            with closing(self._reader.read(parts)) as batches:
+            reader = read_ahead(self.source, parts, self.prefetch, pin_memory=self.pin_memory)
+            with closing(reader) as batches:
                 for kind, batch in zip(kinds, batches, strict=True):
                     num_done, num_left = list(place.num_done), list(num_left)
                     num_done[kind] += 1

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from recsys._support.files import appearing_whole, require_new, require_place
-from recsys.datasets.loader import ReadAhead, num_read_ahead, one_ahead
+from recsys.datasets.loader import num_read_ahead, one_ahead, read_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import is_store
 from recsys.datasets.tabular.encode import Encoder
@@ -172,8 +172,9 @@ def _of_store(store: Store, batch_size: int) -> _Samples:
     """The samples of a store, in their order; some mini-batches are read ahead."""
 
     def batches() -> Iterator[Batch]:
-        reader = ReadAhead(store, num_read_ahead(_PREFETCH, batch_size))
-        with closing(reader.read(_parts(store.num_samples, batch_size))) as found:
+        parts = _parts(store.num_samples, batch_size)
+        ahead = num_read_ahead(_PREFETCH, batch_size)
+        with closing(read_ahead(store, parts, ahead)) as found:
             yield from found
 
     def unknown() -> Mapping[str, int]:

@@ -460,9 +460,6 @@ class Trainer:
         if not is_due and not wants_loss:
             return
         clock.mark("other")
-        # Otherwise the reader would fill its queue during time that is not counted.
-        loader.finish_reading()
-        clock.mark("load")
         if isinstance(loader, HotColdLoader) and wants_loss:
             loader.observe(self.evaluate("validation").logloss)
         if is_due:

@@ -22,7 +22,7 @@ DATA = "synthetic:criteo-kaggle"
 MISTAKES = {
     "train nosuch": "nosuch does not exist; prepare a store",
     "train synthetic:nosuch": "data must be 'synthetic:criteo-kaggle' if synthetic",
-    "train clicks.csv": "clicks.csv is a table, and data must be a store",
+    "train clicks.csv": "clicks.csv is a file, and data must be a store",
     "train": "data is missing; name a store",
     "train nosuch --dry-run": "nosuch does not exist; prepare a store",
     f"train {DATA} --dry-run --run full": "run folder full is not empty",

@@ -230,69 +230,6 @@ def test_named_labels_make_a_column_each(tmp_path, capsys, names):
     assert "'click'" in capsys.readouterr().err
 
 
-NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("features", None),
-        ("features", []),
-        ("features", {"user": "user"}),
-        ("features", [5]),
-        ("features", [{"name": "user", "table": "user"}]),
-        ("features", [{"name": "user", "table": "user", "kind": "one", "dim": 4}]),
-        ("features", [{"name": 5, "table": "user", "kind": "one"}]),
-        ("features", [{"name": "user", "table": ["user"], "kind": "one"}]),
-        ("features", [{"name": "user", "table": "user", "kind": "two"}]),
-        ("features", [{"name": each, "table": each, "kind": "one"} for each in ("user", "tag")]),
-        ("features", [{"name": "user", "table": each, "kind": "one"} for each in TABLES]),
-        (
-            "features",
-            [{"name": each, "table": each, "kind": "one"} for each in (*TABLES, "city")],
-        ),
-        ("features", [KEYS[0], KEYS[1] | {"is_weighted": True}, *KEYS[2:]]),
-        ("dtypes", NO_BAGS),
-        ("dtypes", NO_BAGS | {"bag_values": "<i4"}),
-        ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i4"}),
-        ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i8", "more": "<i8"}),
-        ("schema", None),
-        ("schema", "click"),
-        ("schema", {"categorical": []}),
-        ("schema", {"categorical": {"user": "integer"}}),
-        ("encoding", None),
-        ("encoding", 5),
-        ("labels", None),
-        ("labels", "click"),
-        ("labels", []),
-        ("labels", ["click", "click"]),
-        ("labels", [3]),
-        ("unknown", 3),
-        ("unknown", {"days": {}}),
-        ("unknown", {"test": ["user"]}),
-        ("unknown", {"test": {"user": "3"}}),
-        ("unknown", {"test": {"user": -1}}),
-        ("ranking", None),
-        ("ranking", []),
-        ("ranking", {"item": "item"}),
-        ("ranking", {"item": "item", "item_features": "user"}),
-        ("ranking", {"item": "item", "item_features": []}),
-        ("ranking", {"item": ["item"], "item_features": ["user"]}),
-        ("ranking", {"item": "item", "item_features": ["item"]}),
-        ("ranking", {"item": "item", "item_features": ["tags"]}),
-        ("ranking", {"item": "history", "item_features": ["user"]}),
-        ("ranking", {"item": "item", "item_features": [{}]}),
-        ("ranking", {"item": "item", "item_features": ["user"], "repeats": 1}),
-    ],
-)
-def test_a_description_that_would_be_read_wrongly_is_refused_by_name(store, key, value):
-    meta = json.loads((store.path / "meta.json").read_text()) | {key: value}
-    (store.path / "meta.json").write_text(json.dumps(meta))
-
-    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be "):
-        Store(store.path)
-
-
 @pytest.mark.parametrize(
     ("name", "place", "value"),
     [

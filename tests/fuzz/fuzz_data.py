@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 from fuzz_cases import Reader
 from fuzz_mutations import (
+    cut_bytes,
     mutate_bytes,
     mutate_file,
     mutate_json,
@@ -143,7 +144,7 @@ def make_table_store(folder):
 def attack_store(folder, random):
     arrays = sorted(path.name for path in (folder / "store").glob("*.bin"))
     file = random.choice(["meta.json"] * len(arrays) + arrays)
-    mutate = mutate_json if file == "meta.json" else mutate_bytes
+    mutate = cut_bytes if file == "meta.json" else mutate_bytes
     mutate_file(folder / "store" / file, random, mutate)
     return partial(read_store, folder / "store")
 
@@ -234,7 +235,6 @@ def nothing(folder):
 
 _BYTES = "bytes, numbers; links, folders, pipes"
 _NPY = "bytes, headers, shapes, dtypes, pickles, wrong sizes; links, folders, pipes"
-_JSON = "types, sizes, missing keys, deep nesting; bytes; links, folders, pipes"
 _PACKS = {
     "plain": lambda data: data,
     "gzip": gzip.compress,
@@ -253,14 +253,14 @@ DATA = (
     Reader("days of Criteo 1TB", _BYTES, make_days, attack_days, ("store",)),
     Reader(
         "store",
-        f"{_JSON}; bytes of arrays",
+        "a cut description; bytes of arrays; links, folders, pipes",
         make_store,
         attack_store,
         of_all_rows=("is not in [0, ",),
     ),
     Reader(
         "table store",
-        f"{_JSON}; bytes of arrays",
+        "a cut description; bytes of arrays; links, folders, pipes",
         make_table_store,
         attack_store,
         of_all_rows=("is not in [0, ",),

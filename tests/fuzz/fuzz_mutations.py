@@ -87,6 +87,11 @@ def mutate_bytes(data, random):
     return bytes(data)
 
 
+def cut_bytes(data, random):
+    """The begin of the bytes."""
+    return data[: random.randint(0, max(len(data) - 3, 0))]  # without what ends the JSON
+
+
 def _with_other_number(data, random):
     numbers = list(re.finditer(rb"\d+", data[:20_000]))
     if not numbers:

@@ -11,7 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from fuzz_cases import Reader
 from fuzz_data import nothing
-from fuzz_mutations import mutate_bytes, mutate_file, mutate_json, mutate_tree
+from fuzz_mutations import cut_bytes, mutate_bytes, mutate_file, mutate_tree
 
 from recsys.datasets.tabular.inspect import inspect_table
 from recsys.datasets.tabular.prepare import prepare_table
@@ -130,7 +130,7 @@ def attack_like(folder, random):
     known = folder / random.choice(["labelled", "positives"])
     files = [*known.glob("vocabulary/*"), *[known / "meta.json"] * 3]
     file = random.choice(sorted(files))
-    mutate_file(file, random, mutate_json if file.suffix == ".json" else mutate_bytes)
+    mutate_file(file, random, cut_bytes if file.suffix == ".json" else mutate_bytes)
     return partial(prepare_table, [folder / "a.csv"], folder / "store", like=known, num_threads=1)
 
 
@@ -167,7 +167,7 @@ TABLES = (
     ),
     Reader(
         "store to be like",
-        "JSON: types, sizes, missing keys; bytes of vocabularies; links, folders, pipes",
+        "a cut description; bytes of vocabularies; links, folders, pipes",
         make_like,
         attack_like,
         ("store",),

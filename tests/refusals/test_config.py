@@ -52,8 +52,6 @@ REFUSALS = [
     (["model.dense_arch=[]"], "model.dense_arch"),
     (["model.over_arch=[1]"], "model.over_arch"),
     (["synthetic.table_sizes=[0]"], "synthetic.table_sizes"),
-    (["synthetic.drift=-0.1"], "synthetic.drift"),
-    (["synthetic.drift=nan"], "synthetic.drift"),
     (["seed"], "seed"),
     (["seed.x=1"], "seed"),
     (["seed=" + "9" * 5000], "seed"),

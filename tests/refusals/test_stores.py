@@ -37,12 +37,6 @@ def cut_values(folder):
 
 
 REFUSALS = [
-    (
-        "a table that no model can have",
-        lambda folder: Store(write(folder, None, table="geo.city", sparse=1)),
-        StoreError,
-        "features",
-    ),
     ("a truncated array", cut_values, StoreError, "bag_values.bin"),
     ("a folder that is no store", Store, StoreError, "meta.json"),
     ("a folder that is there", StoreWriter, AlreadyExists, "exists"),

@@ -1,14 +1,21 @@
+import re
+
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.datasets.criteo import explain, parse_lines
+from recsys.datasets.criteo import parse_lines
 
 NUMBERS = ["0", "1", "-1", "-", "2147483647", "2147483648", "-2147483648", "-2147483649", "00"]
 OTHERS = ["12345678901", "1.5", "+1", " 1", "deadBEEF", "123456789", "g", "0x1", "", "\r", "7\r"]
 FIELDS = st.sampled_from(NUMBERS + OTHERS)
+GOOD = re.compile(r"[01](\t(-?[0-9]{1,10})?){13}(\t[0-9a-fA-F]{0,8}){26}\r?")
 LINE_ENDS = st.sampled_from(["\n", "\r\n"])
+
+
+def is_good(line):
+    integers = line.split("\t")[1:14]
+    return bool(GOOD.fullmatch(line)) and all(-(2**31) <= int(n or 0) < 2**31 for n in integers)
 
 
 def parse(text):
@@ -50,17 +57,16 @@ def test_windows_line_ends_are_line_ends(raw_line):
 
 
 @given(st.lists(st.tuples(lines(), LINE_ENDS), max_size=6))
-def test_the_kernel_and_the_explanation_agree_on_every_line(pieces):
+def test_the_first_line_that_breaks_a_rule_is_found(pieces):
     text = "".join(line + end for line, end in pieces)
 
     parsed = parse(text)
 
     # A lone return inside a line is no line end, so the kernel's lines are those between newlines.
     expected_lines = text.split("\n")[:-1]
-    lines = [line.encode("latin-1") for line in expected_lines]
-    bad = [n for n, line in enumerate(lines) if explain(line)]
-    assert parsed.bad_line == (lines[bad[0]] if bad else None)
-    assert len(parsed.labels) == (bad[0] if bad else len(lines))
+    bad = [n for n, line in enumerate(expected_lines) if not is_good(line)]
+    assert parsed.bad_line == (expected_lines[bad[0]].encode("latin-1") if bad else None)
+    assert len(parsed.labels) == (bad[0] if bad else len(expected_lines))
 
 
 def test_parsing_stops_at_the_first_bad_line(raw_line):
@@ -68,28 +74,3 @@ def test_parsing_stops_at_the_first_bad_line(raw_line):
 
     assert parsed.bad_line == b"oops"
     assert len(parsed.labels) == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "rule", "value"),
-    [
-        ("0\t1", "expected 40 tab-separated fields", "2"),
-        ("", "expected 40 tab-separated fields", "1"),
-        ("2" + "\t" * 39, "field 1 (label) must be 0 or 1", "'2'"),
-        ("\t" * 39, "field 1 (label) must be 0 or 1", "''"),
-        ("0\tx" + "\t" * 38, "field 2 (int_0) must be empty or an integer", "'x'"),
-        (
-            "0" + "\t" * 13 + "2147483648" + "\t" * 26,
-            "field 14 (int_12) must be empty or an integer of 32 bits",
-            None,
-        ),
-        ("0" + "\t" * 39 + "xyz", "field 40 (cat_25) must be empty or 1 to 8 hex", "'xyz'"),
-        ("0" + "\t" * 14 + "123456789" + "\t" * 25, "field 15 (cat_0) must be empty or 1", None),
-    ],
-)
-def test_a_bad_line_is_explained(line, rule, value):
-    found = explain(line.encode())
-
-    assert found is not None
-    assert rule in found[0]
-    assert value is None or found[1] == value

@@ -2,12 +2,11 @@
 
 import gzip
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
 
-from recsys.datasets.criteo import explain, prepare_criteo_1tb, prepare_criteo_kaggle
+from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
 from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
 from recsys.errors import DatasetFormatError
@@ -233,16 +232,3 @@ def test_the_store_keeps_where_it_came_from(raw_line, tmp_path):
     (source,) = store.meta["sources"]
     assert source["num_bytes"] == raw.stat().st_size
     assert len(source["sha256"]) == 64
-
-
-def test_a_line_of_tabs_is_explained_in_little_memory():
-    line = b"\t" * 2**22
-
-    tracemalloc.start()
-    try:
-        assert explain(line) == ("expected 40 tab-separated fields", "4194305")
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert peak < 2**20

@@ -112,9 +112,6 @@ def test_sources_of_equal_settings_are_calibrated_once(monkeypatch, request):
         for num_samples in (100, 200):
             SyntheticCriteo(num_samples=num_samples, seed=seed, table_sizes=sizes)
     assert len(scores) == 3
-    for num_samples in (40_000, 80_000):  # with drift, the scores are of samples of all times
-        SyntheticCriteo(num_samples=num_samples, seed=71, table_sizes=[9, 5], drift=9.0)
-    assert len(scores) == 5
 
 
 @pytest.mark.outside_ci
@@ -289,7 +286,6 @@ def test_description_is_json():
     assert described["num_samples"] == 50
     assert described["seed"] == 4
     assert described["table_sizes"] == {"cat_0": 3, "cat_1": 8}
-    assert described["drift"] == 0
 
 
 def test_description_has_the_best_auc_of_the_test_part_where_there_is_one():
@@ -298,3 +294,22 @@ def test_description_has_the_best_auc_of_the_test_part_where_there_is_one():
 
     assert enough.describe()["best_auc"] == enough.best_auc()
     assert too_few.describe()["best_auc"] is None
+
+
+def test_a_number_of_test_samples_changes_the_parts_and_no_sample():
+    plain = SyntheticCriteo(num_samples=1_000, table_sizes=[9, 30])
+    source = SyntheticCriteo(num_samples=1_000, table_sizes=[9, 30], test_samples=300)
+
+    assert source.splits == {
+        "train": range(400),
+        "test": range(400, 700),
+        "validation": range(700, 1_000),
+    }
+    numbers = np.arange(1_000)
+    for name in ("dense_features", "labels"):
+        assert torch.equal(getattr(source.read(numbers), name), getattr(plain.read(numbers), name))
+    assert source.fingerprint == f"{plain.fingerprint} test=300"
+    assert source.describe() == plain.describe() | {
+        "test_samples": 300,
+        "best_auc": source.best_auc(),
+    }
