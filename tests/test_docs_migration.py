@@ -71,7 +71,7 @@ def test_a_share_of_the_rows_is_held_by_the_budget_that_the_page_derives(page):
     num_rows = sum(sizes)
 
     budget = int(share * num_rows * dim * 4 * 2) + 4 * num_rows
-    estimate = recsys.estimate(model, budget, 64, optimizer=optimizer)
+    estimate = recsys.estimate(model, budget, optimizer=optimizer)
 
     assert share * 0.9 < estimate.num_slots / num_rows <= share
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from recsys._support.memory import lasting_tensors
-from recsys._support.sizes import counted, format_bytes
+from recsys._support.sizes import format_bytes
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.conversion.choice import choose_tables, plan_of_model
 from recsys.conversion.exchange import (
@@ -28,7 +28,6 @@ from recsys.conversion.exchange import (
     give_back,
     names_of,
     require_module,
-    tables_of,
 )
 from recsys.embeddings.attach import Attachment
 from recsys.embeddings.popularity.plan import require_plan
@@ -37,7 +36,7 @@ from recsys.embeddings.tiers.budget import SpaceSize, give_slots
 from recsys.embeddings.tiers.file_store import ColdFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -50,39 +49,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tables_module import TableModule
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
-__all__ = ["Accelerated", "LeftAlone", "Replacement", "accelerate", "restore"]
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """A module that was replaced.
-
-    Attributes:
-        names: Its names in the model; several if the model uses it in several places.
-        kind: The class that replaces it.
-        num_tables: Number of its tables; 1 unless it is a collection.
-        num_rows: Rows of all its tables.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    num_tables: int
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class LeftAlone:
-    """A module with a table that was not replaced.
-
-    Attributes:
-        names: Its names in the model.
-        kind: Its class.
-        reason: Why it was not replaced.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    reason: str
+__all__ = ["Accelerated", "accelerate", "restore"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,8 +57,8 @@ class Accelerated:
     """What `accelerate` or `restore` did; prints as a few lines.
 
     Attributes:
-        replacements: The replaced modules, in the order of the model.
-        left_alone: The modules that were left to PyTorch, and why.
+        replacements: By the names of replaced modules in the model: the class that is there now.
+        left_alone: By the names of modules that were left to PyTorch: why.
         updated_by: A sentence per optimizer that says what updates the rows now.
         notes: How these updates differ from those before, and why; usually empty.
         row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
@@ -99,29 +66,25 @@ class Accelerated:
         expected: A sentence that says where the rows are, and what speed to expect.
     """
 
-    replacements: tuple[Replacement, ...]
-    left_alone: tuple[LeftAlone, ...]
+    replacements: dict[str, str]
+    left_alone: dict[str, str]
     updated_by: tuple[str, ...]
     notes: tuple[str, ...]
     row_optimizer: FusedOptimizer | None = None
     expected: str = ""
 
     def __repr__(self) -> str:
-        lines = []
-        for kind in dict.fromkeys(replaced.kind for replaced in self.replacements):
-            of_kind = [replaced for replaced in self.replacements if replaced.kind == kind]
-            tables = counted(sum(replaced.num_tables for replaced in of_kind), "table")
-            num_rows = sum(replaced.num_rows for replaced in of_kind)
-            places = _shortened([name for replaced in of_kind for name in replaced.names])
-            lines.append(f"{kind}: {tables} of {num_rows:,} rows at {places}")
-        for reason in dict.fromkeys(left.reason for left in self.left_alone):
-            names = [left.names[0] for left in self.left_alone if left.reason == reason]
-            lines.append(f"left to PyTorch: {_shortened(names)}, because {reason}")
+        lines = [f"{kind}: {names}" for kind, names in _by_value(self.replacements)]
+        for reason, names in _by_value(self.left_alone):
+            lines.append(f"left to PyTorch: {names}, because {reason}")
         return "\n".join([*lines, *self.updated_by, *self.notes, *filter(None, [self.expected])])
 
 
-def _shortened(names: Sequence[str]) -> str:
-    return textwrap.shorten(", ".join(names), 80, placeholder=" ...")
+def _by_value(by_name: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Each value, with the names that have it in words."""
+    for value in dict.fromkeys(by_name.values()):
+        names = ", ".join(name for name, found in by_name.items() if found == value)
+        yield value, textwrap.shorten(names, 80, placeholder=" ...")
 
 
 def accelerate(
@@ -278,10 +241,11 @@ def accelerate(
             updater.marks.remove_hooks()
     return Accelerated(
         _describe(chosen.found, counterparts),
-        tuple(
-            LeftAlone(tuple(left[module]), type(module).__name__, why)
+        {
+            name: why
             for module, why in (chosen.unfit | chosen.not_updated).items()
-        ),
+            for name in left[module]
+        },
         tuple(
             f"rows are updated in the step of {type(updater.optimizer).__name__}"
             if updater.optimizer is not None
@@ -316,7 +280,7 @@ def restore(model: nn.Module) -> Accelerated:
     names = names_of(model, lambda module: KEPT in module.__dict__)
     if not names:
         find_replaceable(model)  # raises if there is nothing that accelerate may have left
-        return Accelerated((), (), (_LEFT_TO_CALLER,), ())
+        return Accelerated({}, {}, (_LEFT_TO_CALLER,), ())
     kept = {cast("TableModule", module): module.__dict__[KEPT].module for module in names}
     made = dict.fromkeys(module.attachment for module in kept if module.attachment is not None)
     for attachment in made:
@@ -339,7 +303,7 @@ def restore(model: nn.Module) -> Accelerated:
         give_back(module, original)
         del module.__dict__[KEPT]
     exchange(model, originals)
-    return Accelerated(_describe(names, originals), (), (_LEFT_TO_CALLER,), ())
+    return Accelerated(_describe(names, originals), {}, (_LEFT_TO_CALLER,), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,13 +373,9 @@ def _memory(tensor: Tensor) -> int | None:
 
 def _describe(
     found: Mapping[nn.Module, list[str]], counterparts: Mapping[nn.Module, nn.Module]
-) -> tuple[Replacement, ...]:
-    replacements = []
-    for module, names in found.items():
-        sizes = [len(table.weight) for table in tables_of(module, names[0])]
-        kind = type(counterparts[module]).__name__
-        replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes)))
-    return tuple(replacements)
+) -> dict[str, str]:
+    kinds = {module: type(counterparts[module]).__name__ for module in found}
+    return {name: kinds[module] for module, names in found.items() for name in names}
 
 
 def _describe_speed(made: Sequence[Attachment]) -> str:

@@ -15,28 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from recsys._support.machine import memory_bytes
 from recsys._support.sizes import counted, format_bytes, round_up_as_written
-from recsys._support.untrusted import is_whole
 from recsys.conversion.choice import choose_tables, plan_of_model
 from recsys.conversion.exchange import find_recsys, named_tables_in, require_module
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.popularity.plan import require_plan
-from recsys.embeddings.staleness.followed_rows import tracked_bytes
 from recsys.embeddings.tables_module import TableSettings
 from recsys.embeddings.tiers.budget import SpaceSize, divide_budget, map_bytes
 from recsys.embeddings.tiers.file_store import require_disk
-from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.staleness.settings import Staleness
     from recsys.embeddings.tables_module import Table, TableModule
 
-__all__ = ["Estimate", "estimate", "format_line", "require_machine"]
+__all__ = ["Estimate", "estimate", "format_line"]
 
 
 def format_line(name: str, num_bytes: int, note: str) -> str:
@@ -58,14 +53,10 @@ class Estimate:
         everything_bytes: All rows and their optimizer state.
         has_optimizer: Whether the optimizer of the rows is known; if not, no state is counted.
         device: Device of the fast memory.
-        fast_bytes: Fast memory: rows, their state, marks of slots, the row map, and a tracker,
-            which comes on top of a budget.
+        fast_bytes: Fast memory: rows, their state, marks of slots, and the row map.
         budget_bytes: The budget; None without one.
         num_slots: Slots of fast memory; 0 if every row is resident.
         floor_bytes: The least budget.
-        batch_size: Samples of the mini-batch of `batch_bytes`.
-        batch_bytes: A budget with which each row of such a mini-batch has a slot. With less, some
-            are used in the cold store. With the cold tier "host" at most what all rows take.
         host_bytes: Host memory for the cold tier; on the CPU also for fast memory and dense
             parameters.
         disk_bytes: Files of the cold tier "file".
@@ -82,8 +73,6 @@ class Estimate:
     budget_bytes: int | None
     num_slots: int
     floor_bytes: int
-    batch_size: int
-    batch_bytes: int
     host_bytes: int
     disk_bytes: int
     dense_bytes: int
@@ -104,14 +93,12 @@ class Estimate:
             budget = format_bytes(self.budget_bytes)
             fast = f"{self.num_slots:,} slots and the row map, of a budget of {budget}"
         tables = f"{counted(self.num_tables, 'table')} of {self.num_rows:,} rows"
-        floor, enough = map(round_up_as_written, (self.floor_bytes, self.batch_bytes))
-        samples = f"holds the rows of mini-batches of {counted(self.batch_size, 'sample')}"
+        floor = round_up_as_written(self.floor_bytes)
         return "\n".join(
             [
                 f"{tables} take {everything} {state} optimizer state",
                 format_line(f"fast memory ({self.device})", self.fast_bytes, fast),
                 format_line("least budget", floor, "the row map and a slot"),
-                format_line("budget of a mini-batch", enough, samples),
                 format_line("host memory", self.host_bytes, ""),
                 format_line("disk", self.disk_bytes, ""),
                 format_line("dense parameters", self.dense_bytes, ""),
@@ -122,15 +109,12 @@ class Estimate:
 def estimate(
     model: nn.Module,
     budget: int | str | None = None,
-    batch_size: int = 1,
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | RowOptimizer | None = None,
     lazy_adam: bool = False,
     plan: HotPlan | None = None,
     cold_tier: str = "host",
     cold_path: Path | str | None = None,
-    lookups_per_bag: float = 1,
-    staleness: Staleness | None = None,
     device: torch.device | str | None = None,
 ) -> Estimate:
     """Tell what the tables of a model will take, before anything is allocated for them.
@@ -140,22 +124,18 @@ def estimate(
     restored before. It is not changed. Its tables may be on the "meta" device: build it under
     `torch.device("meta")`, and a model of any size is estimated on any machine.
 
-    What cannot fit is refused. Host memory is compared with that of this machine, unless the tables
-    are on the "meta" device.
+    A budget and a disk that are too small are refused. Compare `host_bytes` with the machine's
+    memory.
 
     Args:
         model: The model.
         budget: As for `accelerate`.
-        batch_size: Samples of a mini-batch.
         optimizer: As for `accelerate`, like the arguments after it. Of modules of recsys it is
             known, and must be left out.
         lazy_adam: As for `accelerate`.
         plan: As for `accelerate`.
         cold_tier: As for `accelerate`.
         cold_path: If given, it must be writable, and its disk must have room for the files.
-        lookups_per_bag: Distinct rows that a bag of a mini-batch adds, on average. The length of
-            bags is the safe choice. Where bags repeat rows, fewer are enough.
-        staleness: Settings of a `StalenessTracker` that will follow the rows.
         device: Device of the fast memory; by default that of the tables, and the CPU for tables on
             the "meta" device.
 
@@ -165,16 +145,11 @@ def estimate(
     Raises:
         BudgetTooSmall: the budget is below the least one, which the message names.
         ColdTierError: the disk of `cold_path` has no room, or may not be written to.
-        ConfigError: host memory is too small, or an argument cannot be read.
+        ConfigError: an argument cannot be read.
         ProfileError, TypeError, ValueError: as for `accelerate`.
     """
     require_module(model)
     require_plan(plan)
-    if not is_whole(batch_size, 1):
-        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-    number: object = lookups_per_bag
-    if not isinstance(number, int | float) or not number >= 0:
-        raise ValueError(f"lookups_per_bag must be a number of at least 0, got {lookups_per_bag!r}")
     tables, updated, groups = _groups_in(model, optimizer, lazy_adam=lazy_adam)
     formulas = list({group.owner: group.formula for group in groups}.values())
     budgeted = plan_of_model(updated, formulas, budget, plan)
@@ -194,15 +169,11 @@ def estimate(
         slots = divide_budget(budgeted[0], sizes, planned)
     costs = [size.slot_bytes for size in sizes]
     maps = map_bytes(sum(size.num_rows for size in sizes))
-    rows = _rows_of_mini_batch(tables, batch_size * lookups_per_bag)
-    needed = [max(1, sum(rows[table] for table in group.tables)) for group in groups]
-    floor, enough = maps + sum(costs), maps + sum(map(mul, needed, costs))
+    floor = maps + sum(costs)
     if cold_tier == "host":  # resident rows need no row map
-        floor, enough = min(floor, everything), min(enough, everything)
+        floor = min(floor, everything)
     is_tiered = any(slots)
     fast = maps + sum(map(mul, slots, costs)) if is_tiered else everything
-    if staleness is not None:
-        fast += sum(tracked_bytes(group.tables, staleness) for group in groups)
     cold = everything if is_tiered else 0
     own = {id(table) for group in groups for table in group.tables}
     dense = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
@@ -218,14 +189,10 @@ def estimate(
         budget_bytes=of_budget,
         num_slots=sum(slots),
         floor_bytes=floor,
-        batch_size=batch_size,
-        batch_bytes=enough,
         host_bytes=(cold if cold_tier == "host" else 0) + (fast + dense if on_cpu else 0),
         disk_bytes=cold if cold_tier == "file" else 0,
         dense_bytes=dense,
     )
-    if not any(table.weight.is_meta for table in tables):
-        require_machine(found)
     if cold_path is not None:
         require_disk(Path(cold_path), found.disk_bytes)
     return found
@@ -287,28 +254,3 @@ def _groups_of(
         kind = number, weight.shape[1], weight.dtype, weight.device
         found.setdefault(kind, []).append(weight)
     return [_Group(own, formula, owner) for own in found.values()]
-
-
-def require_machine(found: Estimate) -> None:
-    """Check that this machine has the memory that tables and dense parameters will take.
-
-    Raises:
-        ConfigError: it has less.
-    """
-    memory = memory_bytes()
-    if found.host_bytes > memory:
-        raise ConfigError(
-            f"host memory: tables and dense parameters take {format_bytes(found.host_bytes)}, and "
-            f"this machine has {format_bytes(memory)}; keep rows in files by a budget and "
-            "cold_tier 'file', or use a machine with more memory"
-        )
-
-
-def _rows_of_mini_batch(tables: Sequence[Table], num_lookups: float) -> dict[nn.Parameter, int]:
-    """The most distinct rows of each table, if each of its features looks up `num_lookups`."""
-    features: dict[nn.Parameter, set[str]] = {}
-    for table in tables:
-        features.setdefault(table.weight, set()).update(table.features)
-    return {
-        weight: round(min(len(weight), len(own) * num_lookups)) for weight, own in features.items()
-    }

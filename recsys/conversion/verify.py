@@ -22,7 +22,7 @@ from recsys.conversion.exchange import require_module
 from recsys.embeddings.optimizer import shown_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -37,7 +37,8 @@ class Difference:
 
     Attributes:
         step: Counted from 0.
-        what: "loss", "row", "parameter", "buffer" or "state".
+        what: "loss", "row", "parameter", "buffer" or "state"; after "budget", if the step at the
+            budget differs from that with all rows in fast memory.
         name: Name of the table or parameter in the model, followed by the name of the state; "" for
             a loss.
         error: How many numbers differ, the largest differences, and where, as
@@ -59,20 +60,17 @@ class Verification:
         rtol: Relative tolerance.
         atol: Absolute tolerance.
         differences: One for each step and tensor that differs.
-        tiered: The steps at the budget compared with those that have all rows in fast memory; None
-            without a budget.
     """
 
     num_steps: int
     rtol: float
     atol: float
     differences: list[Difference] = field(default_factory=list)
-    tiered: Verification | None = None
 
     @property
     def ok(self) -> bool:
         """Whether there is no difference."""
-        return not self.differences and (self.tiered is None or self.tiered.ok)
+        return not self.differences
 
     def __str__(self) -> str:
         verdict = "DIFFERS" if self.differences else "agrees"
@@ -80,27 +78,26 @@ class Verification:
             f"{verdict}: {counted(self.num_steps, 'step')}; rtol {self.rtol:g}, atol {self.atol:g}"
         ]
         lines += [f"step {d.step}, {d.what} {d.name}: {d.error}" for d in self.differences[:_SHOWN]]
-        if self.tiered is not None:
-            lines.append(f"on the budget, beside all rows in fast memory: {self.tiered}")
         return "\n".join(lines)
 
-    def compare(self, expected: _Numbers, found: _Numbers) -> None:
-        """Add a step, and what differs in it; a missing tensor counts as one full of nan."""
+    def compare(
+        self, expected: _Numbers, found: _Numbers, rtol: float, atol: float, said: str = ""
+    ) -> None:
+        """Add what differs in a step; a missing tensor counts as one full of nan."""
         for (what, name), number in expected.items():
             got = found.get((what, name), torch.tensor(torch.nan)).expand_as(number)
             try:  # with a budget, tables are on the host
                 assert_close(
                     got,
                     number,
-                    rtol=self.rtol,
-                    atol=self.atol,
+                    rtol=rtol,
+                    atol=atol,
                     equal_nan=True,
                     check_device=False,
                     check_dtype=False,
                 )
             except AssertionError as error:
-                self.differences.append(Difference(self.num_steps, what, name, str(error)))
-        self.num_steps += 1
+                self.differences.append(Difference(self.num_steps, said + what, name, str(error)))
 
 
 def verify(
@@ -108,7 +105,7 @@ def verify(
     batches: Iterable[Any],
     *,
     loss: Callable[[nn.Module, Any], Tensor],
-    optimizer: Optimizer | Sequence[Optimizer] | Callable[[Iterator[nn.Parameter]], Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer],
     steps: int = 50,
     rtol: float | None = None,
     atol: float | None = None,
@@ -137,7 +134,7 @@ def verify(
         batches: `verify` takes up to `steps` of them, and gives each to `loss` twice, or three
             times with a budget.
         loss: Maps the model and a batch to a scalar.
-        optimizer: The model's optimizer, or several, or a function that maps `parameters()` to one.
+        optimizer: The model's optimizer, or several.
             To compare `lazy_adam=True`, give `torch.optim.SparseAdam` for the tables, whose rule it
             is.
         steps: The most steps to compare.
@@ -156,25 +153,27 @@ def verify(
         ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer.
     """
     require_module(model)
-    if not (callable(optimizer) or isinstance(optimizer, Optimizer | list | tuple)):
+    if not isinstance(optimizer, Optimizer | list | tuple):
         raise TypeError(
-            "optimizer must be a torch.optim.Optimizer, a list of several, or a function that maps "
-            f"parameters() to one, got {shown_optimizer(optimizer)}"
+            "optimizer must be a torch.optim.Optimizer, or a list of several, got "
+            f"{shown_optimizer(optimizer)}"
         )
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else optimizer
     is_double = all(table.dtype == torch.float64 for table in _tables_in(model))
     of_dtype = (1e-9, 1e-9) if is_double else (1e-5, 1e-7)
     rtol = of_dtype[0] if rtol is None else rtol
     atol = of_dtype[1] if atol is None else atol
-    found, exact = Verification(0, rtol, atol), Verification(0, 0.0, 0.0)
+    found = Verification(0, rtol, atol)
     for batch in islice(batches, steps):
-        run = model, optimizer, loss, batch
+        run = model, optimizers, loss, batch
         resident = _numbers_after_step(*run, {"always": True})
-        found.compare(_numbers_after_step(*run, None), resident)
+        found.compare(_numbers_after_step(*run, None), resident, rtol, atol)
         if budget is not None:
-            exact.compare(resident, _numbers_after_step(*run, {"budget": budget}))
+            tiered = _numbers_after_step(*run, {"budget": budget})
+            found.compare(resident, tiered, 0.0, 0.0, "budget ")
+        found.num_steps += 1
     if not found.num_steps:
         raise ValueError("batches must have at least one, got none: is the iterator used up?")
-    found.tiered = None if budget is None else exact
     return found
 
 
@@ -184,23 +183,23 @@ def _tables_in(model: nn.Module) -> set[Tensor]:
 
 
 def _numbers_after_step(
-    model: nn.Module, optimizer: Any, loss: Any, batch: Any, taken: dict[str, Any] | None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    loss: Any,
+    batch: Any,
+    taken: dict[str, Any] | None,
 ) -> _Numbers:
     """Train one step of a copy; returns the loss and everything that a step may change.
 
     Args:
         model: As for `verify`.
-        optimizer: As for `verify`.
+        optimizers: As for `verify`.
         loss: As for `verify`.
         batch: The batch.
         taken: Options of `accelerate`; None for plain PyTorch.
     """
-    if callable(optimizer):
-        model = copy.deepcopy(model)
-        optimizer = optimizer(model.parameters())
-    else:  # in one call, or the copied optimizer would update the original's parameters
-        model, optimizer = copy.deepcopy((model, optimizer))
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    # In one call, or the copied optimizers would update the original's parameters.
+    model, optimizers = copy.deepcopy((model, optimizers))
     tables = _tables_in(model)
     devices = list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices):

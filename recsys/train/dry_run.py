@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._support.sizes import round_up_as_written
-from recsys.batch import features_by_table
 from recsys.config import replace
-from recsys.conversion.estimate import Estimate, estimate, format_line, require_machine
+from recsys.conversion.estimate import Estimate, estimate, format_line
 from recsys.train.callbacks import callbacks_of, require_metric
-from recsys.train.parts.budget import MemoryNeeds, enough_bytes, first_batch
+from recsys.train.parts.budget import enough_bytes, tracker_bytes
 from recsys.train.parts.build import (
     INIT_FROM_NEEDS,
     build_model,
@@ -45,6 +44,7 @@ class DryRun:
         run_dir: The folder that the run would make.
         data: The data, in words.
         tables: What the tables take.
+        tracker_bytes: What following the drift of rows takes, on top of the tables.
         enough_bytes: A budget with which every row of any mini-batch has a slot; at most what
             everything takes, with the cold tier "host". None without a budget or with a plan.
     """
@@ -52,10 +52,13 @@ class DryRun:
     run_dir: Path
     data: str
     tables: Estimate
+    tracker_bytes: int
     enough_bytes: int | None
 
     def __str__(self) -> str:
         lines = [self.data, str(self.tables)]
+        if self.tracker_bytes:
+            lines.append(format_line("followed rows", self.tracker_bytes, "in fast memory, too"))
         if self.enough_bytes is not None:
             enough = round_up_as_written(self.enough_bytes)
             lines.append(format_line("enough budget", enough, "holds every mini-batch"))
@@ -88,13 +91,13 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     tables, model = _size_tables(config, source, cold_folder(config, run_dir))
     if first_model is not None:
         first_model.require_fitting_model(model, INIT_FROM_NEEDS)
-    require_machine(tables)
     has_plan = bool(config.plan) or config.schedule.name == "fae"
     return DryRun(
         run_dir=run_dir,
         data=f"{config.data}: {source.num_samples:,} samples, {len(source.splits['train']):,} of "
         "them to train on",
         tables=tables,
+        tracker_bytes=tracker_bytes(config, source) if config.embeddings == "recsys" else 0,
         enough_bytes=enough_bytes(config, source) if config.budget and not has_plan else None,
     )
 
@@ -113,22 +116,13 @@ def _size_tables(
     model: nn.Module = train_model.model
     if config.embeddings != "recsys":
         of_rows: Optimizer = optimizers[-1]
-        return estimate(model, optimizer=of_rows, batch_size=config.batch_size), model
-    distinct = MemoryNeeds(config, source).num_distinct(first_batch(config, source))
-    lookups = max(
-        distinct.get(table, 0) / (config.batch_size * len(features))
-        for table, features in features_by_table(source).items()
-    )
-    staleness = config.skip.staleness.settings() if config.skip.needs_stale_rows else None
+        return estimate(model, optimizer=of_rows), model
     tables = estimate(
         model,
         tables_budget(config, source) or None,
-        config.batch_size,
         plan=plan,
         cold_tier=config.cold_tier,
         cold_path=cold_path or None,
-        lookups_per_bag=lookups,
-        staleness=staleness,
         device=config.device,
     )
     return tables, model

@@ -9,7 +9,6 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.conversion import estimate as estimate_module
 from recsys.embeddings import (
     SGD,
     Adagrad,
@@ -19,13 +18,11 @@ from recsys.embeddings import (
     PartialRowWiseAdam,
     PopularityProfile,
     RowWiseAdagrad,
-    Staleness,
-    StalenessTracker,
     TableConfig,
     plan_hot_rows,
 )
 from recsys.embeddings.tables_module import groups_of
-from recsys.errors import BudgetTooSmall, ColdTierError, ConfigError
+from recsys.errors import BudgetTooSmall, ColdTierError
 from tests.scratch_files import scratch_bytes
 
 SIZES = {"users": (700, 8), "goods": (400, 8), "pages": (150, 4)}
@@ -196,52 +193,12 @@ def test_the_least_budget_is_enough_and_a_byte_less_is_not():
     recsys.accelerate(model, optimizer=optimizer, budget=least)
 
 
-@pytest.mark.parametrize("num_rows", [40, 150])
-def test_the_budget_of_a_mini_batch_leaves_no_row_in_cold_memory(num_rows):
-    optimizer = Adagrad(lr=0.1)
-    models = [Bags(), Bags()]
-    enough = recsys.estimate(models[0], batch_size=num_rows, optimizer=optimizer).batch_bytes
-
-    found = []
-    for model, budget in zip(models, (enough, enough - 400), strict=True):
-        recsys.accelerate(model, optimizer=optimizer, budget=budget)
-        with nullcontext() if model is models[0] else pytest.warns(UserWarning, match="in cold"):
-            look_up(model, num_rows).backward()
-        found.append(sum(group.fetcher.counts.left for group in groups_with_slots(model)))
-
-    assert found[0] == 0 < found[1]
-
-
-def test_lookups_per_bag_are_of_all_tables():
-    model, optimizer = Bags(), SGD(lr=0.1)
-    row, small_row, maps = 8 * 4 + 11, 4 * 4 + 11, 1250 * 4
-
-    def least(lookups):
-        found = recsys.estimate(model, batch_size=20, optimizer=optimizer, lookups_per_bag=lookups)
-        return found.batch_bytes - maps
-
-    assert least(1) == 40 * row + 20 * small_row
-    assert least(10) == 400 * row + 150 * small_row  # no more than the table has
-    assert least(2.5) == 100 * row + 50 * small_row
-    everything = 1100 * 8 * 4 + 150 * 4 * 4  # takes less without a row map
-    assert least(float("inf")) == everything - maps
-
-
-def test_features_of_a_collection_count_one_by_one():
-    tables = [
-        TableConfig(name="t", num_embeddings=500, embedding_dim=4, feature_names=("a", "b", "c"))
-    ]
-    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
-
-    assert recsys.estimate(module, batch_size=10).batch_bytes == 500 * 4 + 30 * (16 + 11)
-
-
 def test_a_terabyte_is_estimated_without_its_memory():
     sizes = dict.fromkeys(("users", "goods"), (10**9, 128))
     model = bags_on("meta", sizes=sizes)
     options = {"optimizer": RowWiseAdagrad(lr=0.1), "cold_tier": "file", "device": "cuda"}
 
-    told = recsys.estimate(model, "40GiB", 65_536, **options)
+    told = recsys.estimate(model, "40GiB", **options)
 
     assert told.everything_bytes == 2 * 10**9 * (128 * 4 + 4) == told.disk_bytes
     assert 0 <= 40 * 2**30 - told.fast_bytes < 128 * 4 + 4 + 11
@@ -278,12 +235,11 @@ def test_a_table_that_modules_share_counts_once():
     model.goods = nn.EmbeddingBag(700, 8, mode="mean", _weight=model.users.weight, sparse=True)
     model.goods.weight = model.users.weight
 
-    told = recsys.estimate(model, "12KiB", 10, optimizer=SGD(lr=0.1))
+    told = recsys.estimate(model, "12KiB", optimizer=SGD(lr=0.1))
     recsys.accelerate(model, optimizer=SGD(lr=0.1), budget="12KiB")
 
     assert (told.num_tables, told.num_rows) == (2, 850)
     assert told.fast_bytes == fast_memory_of(model)
-    assert told.batch_bytes == 850 * 4 + 20 * (32 + 11) + 10 * (16 + 11)
 
 
 def test_collections_of_torchrec_are_estimated_as_they_are_accelerated():
@@ -322,34 +278,6 @@ def test_without_an_optimizer_no_state_is_counted_and_that_is_said():
     for model in (plain, ours):
         with pytest.raises(ValueError, match="give optimizer=, too"):
             recsys.estimate(model, "20KiB")
-
-
-@pytest.mark.parametrize("budget", ["30KiB", None])
-def test_a_trackers_memory_comes_on_top(budget):
-    settings, model = Staleness(max_rows=30), Bags()
-    told = recsys.estimate(model, budget, optimizer=SGD(lr=0.1), staleness=settings)
-    without = recsys.estimate(model, budget, optimizer=SGD(lr=0.1))
-
-    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=budget)
-    tracker = StalenessTracker(model, settings)
-
-    assert told.fast_bytes == without.fast_bytes + tracker.num_bytes
-    assert told.num_slots == without.num_slots
-    tracker.close()
-
-
-def test_a_machine_without_the_memory_is_refused_unless_tables_are_on_meta(monkeypatch):
-    options = {"optimizer": SGD(lr=0.1)}
-    need = recsys.estimate(Bags(), "20KiB", **options).host_bytes
-    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: need)
-    recsys.estimate(Bags(), "20KiB", **options)
-    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: need - 1)
-
-    with pytest.raises(ConfigError, match=r"this machine has .*; keep rows in files by a budget"):
-        recsys.estimate(Bags(), "20KiB", **options)
-    recsys.estimate(bags_on("meta"), "20KiB", **options)
-    recsys.estimate(Bags(), "20KiB", **options, cold_tier="file")
-    recsys.estimate(Bags(), "20KiB", **options, device="cuda")
 
 
 def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkeypatch):

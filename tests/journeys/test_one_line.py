@@ -139,11 +139,11 @@ def test_it_is_verified_and_estimated_first(start):
     before = copy.deepcopy(model.state_dict())
 
     report = recsys.verify(model, batches[:4], loss=loss_of, optimizer=optimizer, budget=BUDGET)
-    estimate = recsys.estimate(model, BUDGET, BATCH, optimizer=optimizer)
+    estimate = recsys.estimate(model, BUDGET, optimizer=optimizer)
 
     assert report.ok, str(report)
     assert "KiB" in str(estimate)
     with pytest.raises(BudgetTooSmall):
-        recsys.estimate(model, "1KiB", BATCH, optimizer=optimizer)
+        recsys.estimate(model, "1KiB", optimizer=optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -89,8 +89,8 @@ def test_schedules_policies_models_and_providers_are_sized_as_they_run(
     record = train(config, tmp_path / "run", show_progress=False)
 
     skipped = record["skipped"]
-    tracker_bytes = 0 if skipped is None else skipped["staleness"]["memory_bytes"]
-    hot_bytes = told.tables.fast_bytes - tracker_bytes
+    assert told.tracker_bytes == (skipped["staleness"]["memory_bytes"] if skipped else 0)
+    hot_bytes = told.tables.fast_bytes
     if record["tiers"] is not None:
         assert hot_bytes == record["tiers"]["hot_bytes"]
         assert told.tables.num_slots == record["tiers"]["num_slots"]
