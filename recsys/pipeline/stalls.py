@@ -104,13 +104,14 @@ class StageClock:
         """
         last, before, compiled = self._last, self._waited, self._compiled
         self.start()
-        compiling = self._compiled - compiled
-        self.seconds[stage] += self._last - last - compiling
-        self.seconds["compile"] += compiling
-        if stage not in _NOT_DIVIDED and self._waited != before:
+        spent, waited = self._last - last, 0.0
+        if stage not in _NOT_DIVIDED:
             waited = self._waited - before
-            self.seconds[stage] -= waited
-            self.seconds["prefetch_wait"] += waited
+        # A kernel may be compiled during a wait: that time counts once.
+        compiling = max(0.0, min(self._compiled - compiled, spent - waited))
+        self.seconds["compile"] += compiling
+        self.seconds["prefetch_wait"] += waited
+        self.seconds[stage] += spent - waited - compiling
 
     @property
     def train_seconds(self) -> float:

@@ -52,6 +52,17 @@ def test_waiting_for_rows_is_no_part_of_the_stage_it_was_in_but_of_an_evaluation
     assert clock.train_seconds == 8
 
 
+def test_compiling_during_a_wait_for_rows_counts_once(now, monkeypatch):
+    waited, clock = [0.0], StageClock()
+    clock.watch(lambda: waited[0])
+    now[0] += 5
+    waited[0] += 4
+    monkeypatch.setattr("recsys.pipeline.stalls._COMPILING.seconds", clock._compiled + 3)
+    clock.mark("forward")
+
+    assert stages_of(clock) == {"prefetch_wait": 4, "compile": 1}
+
+
 def test_waiting_for_rows_is_part_of_a_checkpoint(now):
     waited, clock = [0.0], StageClock()
     clock.watch(lambda: waited[0])
