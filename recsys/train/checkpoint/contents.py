@@ -10,6 +10,7 @@ One process has all rows of the tables, and one of several a `Share` of them.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,9 +151,12 @@ class Contents:
         """
         own = {key: _describe(key, value) for key, value in self._model_state().items()}
         found = {key: _describe(key, value) for key, value in saved["model"].items()}
-        own |= {key: _describe_table(each) for key, each in self._whole_tables().items()}
+        own |= {
+            key: _describe_table(each, self._num_rows(key, each.end))
+            for key, each in self.describe_tables().items()
+        }
         found |= {
-            key: _describe_table(each)
+            key: _describe_table(each, each.end)
             for key, each in tables.items()
             if self.share is None or key in own
         }
@@ -230,20 +234,15 @@ class Contents:
                 )
         return found
 
-    def _whole_tables(self) -> dict[str, Table]:
-        """The tables of this process, with all rows."""
-        found = self.describe_tables()
-        if self.share is None:
-            return found
-        layout = self.share.layout
-        return {
-            key: each._replace(begin=0, end=max(end for _, end in layout[key]))
-            for key, each in found.items()
-        }
+    def _num_rows(self, key: str, own: int) -> int:
+        """Rows of a whole table, of which this process may have a part."""
+        return own if self.share is None else max(end for _, end in self.share.layout[key])
 
 
 def listed(value: Any) -> list[Any]:
-    """One value or several, as a list."""
+    """No value, one or several, as a list."""
+    if value is None:
+        return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -299,11 +298,13 @@ def _plain(value: Any, name: str, left_out: Container[int] = ()) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, dict):
-        return {
+        kept = {
             _plain(key, name): _plain(each, f"{name}/{key}", left_out)
             for key, each in value.items()
             if id(each) not in left_out
         }
+        # Such as the milestones of `MultiStepLR`.
+        return Counter(kept) if isinstance(value, Counter) else kept
     if isinstance(value, list | tuple):
         items = [_plain(each, f"{name}/{place}", left_out) for place, each in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
@@ -336,9 +337,9 @@ def _describe(key: str, value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}"
 
 
-def _describe_table(table: Table) -> str:
+def _describe_table(table: Table, num_rows: int) -> str:
     weight = table.arrays["weight"]
-    return f"a table that recsys updates, {weight.dtype} {(table.end, *weight.row_shape)}"
+    return f"a table that recsys updates, {weight.dtype} {(num_rows, *weight.row_shape)}"
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:
@@ -356,11 +357,11 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
 
 def _random_states() -> dict[str, Any]:
     """The states of the random generators that a training loop may use."""
-    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    legacy["state"]["key"] = legacy["state"]["key"].tolist()
+    legacy: Any = np.random.get_state()  # noqa: NPY002
+    kind, key, *rest = legacy
     states: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": legacy,
+        "numpy": (kind, key.tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -375,6 +376,4 @@ def _set_random_states(states: dict[str, Any]) -> None:
         with suppress(IndexError):  # saved on a machine with more devices
             torch.cuda.set_rng_state_all(states["cuda"])
     random.setstate(states["python"])
-    legacy = states["numpy"]
-    key = np.array(legacy["state"]["key"], np.uint32)
-    np.random.set_state(legacy | {"state": legacy["state"] | {"key": key}})  # noqa: NPY002
+    np.random.set_state(states["numpy"])  # noqa: NPY002

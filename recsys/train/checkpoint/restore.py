@@ -9,7 +9,6 @@ saved. Random states come from the same process, if as many processes have saved
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,28 +81,18 @@ def load_checkpoint(
     number = None if number is None else index(number)
     found = restore(folder, Contents(model, listed(optimizers)), number)
     model.zero_grad()  # those of tables that recsys updates are dropped already
-    given = {"pipeline": pipeline, "loader": loader}
-    for name, target in given.items():
-        if target is not None and found[name] is None:
-            raise CheckpointError(f"{folder}: the checkpoint was saved without {name}=")
-    of_schedulers = listed(schedulers)
-    if of_schedulers and len(of_schedulers) != len(found["schedulers"]):
-        raise CheckpointError(
-            f"{folder}: the checkpoint has {len(found['schedulers'])} schedulers, and "
-            f"{len(of_schedulers)} were given; give as many"
-        )
-    with errors_of_state():
-        for name, target in given.items():
-            if target is not None:
-                target.load_state_dict(found[name])
-        for scheduler, saved in zip(of_schedulers, found["schedulers"], strict=False):
-            own = scheduler.state_dict()
-            for key, value in saved.items():
-                if isinstance(own.get(key), Counter):  # such as the milestones of `MultiStepLR`
-                    saved[key] = Counter(value)
-            scheduler.load_state_dict(saved)
-    given["schedulers"] = of_schedulers or None
-    left_out = [name for name, target in given.items() if target is None and found[name]]
+    of_kinds = {"pipeline": pipeline, "loader": loader, "schedulers": schedulers}
+    given = {name: listed(value) for name, value in of_kinds.items()}
+    for name, targets in given.items():
+        if targets and len(targets) != len(found[name]):
+            raise CheckpointError(
+                f"{folder}: the checkpoint was saved with {len(found[name])} for {name}=, and "
+                f"{len(targets)} were given; give as many"
+            )
+        with errors_of_state():
+            for target, saved in zip(targets, found[name], strict=False):
+                target.load_state_dict(saved)
+    left_out = [name for name, targets in given.items() if any(found[name]) and not targets]
     if left_out:
         arguments = ", ".join(f"{name}=" for name in left_out)
         warnings.warn(
@@ -144,7 +133,12 @@ def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
             of_random = read_state(folder, manifest.deltas[contents.share.rank])
         with contents.tables.restoring(), errors_of_state():
             tables = whole_tables(manifest, pieces)
-            arrays = _make_arrays(contents, tables)
+            arrays = {
+                id(table.make_array(name, (table.num_rows, *array.row_shape), DTYPES[array.dtype]))
+                for table in contents.tables.tables
+                for name, array in tables[table.key].arrays.items()
+                if name != "weight"
+            }
             for piece in pieces:
                 for rows in read_blocks(folder, piece):
                     if rows.key in tables:
@@ -205,16 +199,6 @@ def require_same(
                 except WeightsError as error:
                     raise CheckpointError(f"{at}: {error}") from error
     return is_shared
-
-
-def _make_arrays(contents: Contents, tables: dict[str, Table]) -> set[int]:
-    """Make the arrays of the tables' state, of zeros; the `id` of each."""
-    return {
-        id(table.make_array(name, (table.num_rows, *array.row_shape), DTYPES[array.dtype]))
-        for table in contents.tables.tables
-        for name, array in tables[table.key].arrays.items()
-        if name != "weight"
-    }
 
 
 def _write(contents: Contents, rows: Rows, saved: Table) -> None:

@@ -236,9 +236,9 @@ class Checkpoints:
         begin = time.perf_counter()
         small = self._contents.state(
             {
-                "pipeline": _state_of("pipeline", pipeline),
-                "loader": _state_of("loader", loader),
-                "schedulers": [_state_of("schedulers", each) for each in listed(schedulers)],
+                "pipeline": _states_of("pipeline", pipeline),
+                "loader": _states_of("loader", loader),
+                "schedulers": _states_of("schedulers", schedulers),
                 "state": state,
             }
         )
@@ -392,9 +392,10 @@ class Checkpoints:
             self._counts["num_saved" if is_complete else "num_failed"] += 1
             if is_complete:
                 self._continues = True
-                self._counts["written_bytes"] += cut.delta.num_bytes
                 if not self._rank:
                     self._last = cut.manifest or read_manifest(self._folder, cut.number)
+                    deltas = [self._sizes[name] for name in self._last.deltas]
+                    self._counts["written_bytes"] += sum(deltas)
             else:
                 cut.delta.remove()
                 self._contents.tables.put_back(cut.bits)
@@ -638,20 +639,19 @@ def _require_only_checkpoints(folder: Path) -> None:
         )
 
 
-def _state_of(argument: str, value: Any) -> Any:
-    """The `state_dict` of an argument; None for None.
+def _states_of(argument: str, value: Any) -> list[Any]:
+    """The `state_dict` of each object that was given as an argument.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: one has none.
     """
-    if value is None:
-        return None
-    if not hasattr(value, "state_dict"):
-        raise ConfigError(
-            f"{argument} must have state_dict and load_state_dict, got {type(value).__name__}; "
-            "save what it needs as state"
-        )
-    return value.state_dict()
+    for given in listed(value):
+        if not hasattr(given, "state_dict"):
+            raise ConfigError(
+                f"{argument} must have state_dict and load_state_dict, got {type(given).__name__}; "
+                "save what it needs as state"
+            )
+    return [given.state_dict() for given in listed(value)]
 
 
 def _require_trained_position(pipeline: Any, loader: Any) -> None:

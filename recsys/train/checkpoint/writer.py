@@ -139,11 +139,6 @@ class PieceWriter:
         write_checked(self.path / PIECE_FILE, piece)
         flush_to_disk(self.path.parent)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written so far."""
-        return sum(file.num_bytes for file in self._files)
-
     def stop(self) -> None:
         """Let the steps that wait do nothing; an unfinished piece is of no use."""
         if self.error is None:
