@@ -50,16 +50,10 @@ class StalenessConfig(Keys):
     """When a row counts as stale; see `recsys.embeddings.Staleness`."""
 
     window: int = key(1000, "steps over which rows' drift is measured", least=33)
-    threshold: float = key(0.0, "drift up to which a row is stale; 0: found from share", least=0)
     min_updates: int = key(16, "updates in a window; a row with fewer is unknown", least=1)
     patience: int = key(2, "windows in a row that a row's drift must be small", least=1)
-    max_rows: int = key(2**17, "rows per table group that are followed at once", least=1)
+    max_rows: int = key(2**17, "rows that are followed at once", least=1)
     count_every: int = key(4, "updates are counted in every n-th step", least=1)
-    first_period: int = key(
-        1, "windows without enough updates before a stale row's first trial", least=0
-    )
-    period_step: int = key(1, "windows added to the period after a passed trial", least=0)
-    period_cut: float = key(0.5, "factor of the period when a row moves again", least=0, most=1)
 
     @model_validator(mode="after")
     def _check(self) -> StalenessConfig:
@@ -73,7 +67,7 @@ class StalenessConfig(Keys):
             ConfigError: keys conflict.
         """
         try:
-            return Staleness(**{**self.model_dump(), "threshold": self.threshold or None})
+            return Staleness(**self.model_dump())
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("staleness: ")) from None
 
@@ -125,9 +119,6 @@ class PaperConfig(Keys):
     max_tries: int = key(25, "thresholds tried at most", least=1)
     sample_share: float = key(
         0.001, "hot samples that the threshold is found on, as a share", least=0, most=1
-    )
-    counts_unseen_rows_as_stale: bool = key(
-        True, "whether hot rows without a lookup between the snapshots are stale"
     )
 
     @model_validator(mode="after")

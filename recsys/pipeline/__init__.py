@@ -26,8 +26,6 @@ changes the order of samples:
     guard               lowers or stops skipping when predictions get worse
     skipping            a policy at work in a pipeline
     paper               Slipstream's published code as a policy
-    paper_classifier    which samples that policy leaves out
-    hot_rows            how far hot rows move between its snapshots
 """
 
 from typing import TYPE_CHECKING

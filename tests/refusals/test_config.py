@@ -105,8 +105,6 @@ REFUSALS = [
     (["skip.policy=importance", "skip.importance.bits=30"], "bits"),
     (["skip.policy=importance", "skip.share=0.8", "skip.importance.least=0.5"], "least"),
     (["skip.policy=importance", "embeddings=torch"], "embeddings"),
-    ([DROP, "skip.share=0.3", "skip.staleness.threshold=0.5"], "threshold"),
-    ([DROP, "skip.staleness.threshold=0.5"], "skip.staleness.threshold"),
     ([DROP, "skip.guard.every=500"], "skip.guard.every"),
     (["skip.policy=paper", *FAE, "skip.share=0.4"], "skip.share"),
     ([DROP, "skip.share=1"], "skip.share"),

@@ -133,8 +133,7 @@ def _draw_skipping(draw: random.Random) -> list[str]:
         settings += [f"skip.staleness.max_rows={draw.choice([40, 200])}"]
         settings += [f"skip.staleness.window={draw.choice([33, 40])}"]
         settings += ["skip.staleness.min_updates=1", "skip.staleness.patience=1"]
-        if not has_guard:
-            settings += [f"skip.staleness.threshold={draw.choice([0.001, 0.01, 0.1])}"]
+        settings += [f"skip.share={draw.choice([0.1, 0.3, 0.5])}"]
     if policy == "importance":
         settings += ["skip.importance.warm_up=5"]
     if policy == "random_drop" and draw.random() < 0.3:

@@ -71,7 +71,6 @@ def test_the_figures_are_those_of_the_run(small_config, tmp_path, optimizer, col
             "skip.policy=observe",
             "skip.staleness.window=33",
             "skip.staleness.max_rows=20",
-            "skip.staleness.threshold=0.1",
             "batch_size=8",
             "budget=60KiB",
             "cold_tier=file",

@@ -8,13 +8,15 @@ rows have moved, finds the threshold, and decides which rows count as stale. A d
 steps holds for mini-batches s + `LEAD` and later, so it depends neither on how far a schedule looks
 ahead nor on when its threads run. Everything happens in the calling thread.
 
-Letters: B samples, S sampled inputs, G groups, M rows.
+Letters: B samples, S sampled inputs.
 """
 
 from __future__ import annotations
 
-import sys
+from bisect import bisect_left
 from dataclasses import asdict
+from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,22 +25,11 @@ from torch import nn
 
 from recsys._support.states import SavedState
 from recsys._support.user_warnings import warn_caller
-from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
-from recsys.embeddings.staleness.followed_rows import FollowedRows
-from recsys.embeddings.staleness.sampled_inputs import (
-    SampledInputs,
-    bags_per_sample,
-    below_ties,
-    quantile,
-)
+from recsys.embeddings.staleness.drift import FollowedRows, input_levels, tracked_bytes
+from recsys.embeddings.staleness.freeze import UpdateWatch
+from recsys.embeddings.staleness.marks import RowMarks
 from recsys.embeddings.staleness.settings import LEAD, Staleness
-from recsys.embeddings.staleness.tracked_tables import groups_in, names_of, require_all_tables
-from recsys.embeddings.staleness.tracker_state import (
-    group_state,
-    inputs_state,
-    read_group_state,
-    read_inputs_state,
-)
+from recsys.embeddings.tables_module import table_modules_in
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,27 +41,30 @@ if TYPE_CHECKING:
     from recsys.embeddings.lookup.lookup import Part
     from recsys.embeddings.rows.bags import Bags
     from recsys.embeddings.rows.tables import TableGroup
-    from recsys.embeddings.staleness.followed_rows import Decision
-    from recsys.embeddings.staleness.sampled_inputs import InputRows
 
-__all__ = ["StalenessTracker"]
+__all__ = ["MOST_INPUTS", "StalenessTracker", "groups_in"]
 
-_WINDOW_KEYS = (
-    "step",
-    "threshold",
-    "stale_rows",
-    "num_followed",
-    "num_judged",
-    "num_thawed",
-    "stale_share",
-    "num_inputs",
+MOST_INPUTS = 4096  # the newest inputs, which the threshold is found from
+_MOST_SHARE = 1.5  # times the share: what inputs with equal levels may add to it
+_NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
+_STATE_KEYS = (
+    *("settings", "sizes", "num_steps", "num_seen", "threshold", "stale_share", "lookups"),
+    *("inputs", "flags", "history", "snapshots", "counted"),
 )
-_COUNTS = ("num_steps", "num_seen", "frozen_until")
-_STATE_KEYS = ("settings", *_COUNTS, "last_window", "inputs", "flag_sets", "groups")
 
 
 class StalenessTracker:
     """Follows the rows of a model and says which of them are stale.
+
+    In a loop of your own, where `parts` is what `lookups(...)` of the modules returns:
+
+        tracker.add_inputs(num_seen, parts, B, samples)  # some samples of mini-batch k
+        tracker.begin_step(k)
+        ...  # forward, backward, update
+        num_seen += B
+        tracker.end_step(num_seen)
+        tracker.use_flags_of(k + 1)
+        tracker.all_stale(next_parts, B)
 
     The tracker itself skips nothing, except that with `freezes_rows` stale rows are not updated.
 
@@ -80,7 +74,7 @@ class StalenessTracker:
 
     Args:
         modules: A model, or modules of it. Their rows are updated by recsys. Other tables of their
-            optimizer are followed, too.
+            optimizer are followed, too, and freeze with them.
         staleness: The settings.
         share: The share of inputs all of whose rows are to be stale; see `share` below.
         freezes_rows: Whether steps leave out stale rows: no update, no write-back.
@@ -95,7 +89,7 @@ class StalenessTracker:
     Raises:
         ConfigError: `share` is not in [0, 1].
         ValueError: there is no recsys module, the rows of one are not updated by recsys, or another
-            tracker has them; or `freezes_rows` would freeze rows of modules that are not given.
+            tracker has them.
     """
 
     def __init__(
@@ -106,36 +100,32 @@ class StalenessTracker:
         share: float = 0.2,
         freezes_rows: bool = False,
     ) -> None:
-        self._groups: list[TableGroup] = []
-        self._group_numbers: dict[TableGroup, int] = {}
-        self._followed: list[FollowedRows] = []
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise ConfigError(f"share must be a number in [0, 1], got {share!r}")
         self.staleness, self.share, self.freezes_rows = staleness, share, freezes_rows
-        models = [modules] if isinstance(modules, nn.Module) else list(modules)
-        self._groups = groups_in(models)
-        for group in self._groups:
-            if group.before_update is not None:
-                raise ValueError(
-                    f"tables {group.names} already have a StalenessTracker; close it first: "
-                    "call its close(), or pipeline.skipping.close() if it is a TrainPipeline's"
-                )
-        if freezes_rows:
-            require_all_tables(models, self._groups)
-        self._names = names_of(models, self._groups)
-        self._followed = [
-            FollowedRows(group, staleness, freezes_rows=freezes_rows) for group in self._groups
-        ]
-        self._group_numbers = {group: number for number, group in enumerate(self._groups)}
-        for group, followed in zip(self._groups, self._followed, strict=True):
-            group.before_update = followed.marks.before_update
-        self.num_steps = 0
-        self._num_seen = 0
-        self._frozen_until = 0  # steps up to the last one that left out stale rows
-        self._last_window: dict[str, Any] | None = None
-        self._inputs = SampledInputs([each.marks.first_rows for each in self._followed])
-        self._flag_sets = FlagSets([each.marks for each in self._followed])
-        self._warned_of: set[str] = set()
+        self._marks = RowMarks(groups_in([modules] if isinstance(modules, nn.Module) else modules))
+        self._followed = FollowedRows(self._marks, staleness, freezes_rows=freezes_rows)
+        self._watch = UpdateWatch(self._marks)
+        self._has_warned = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was found: no row is stale or followed, as after no step.
+
+        `share` stays. To continue after some steps without a state, set `num_steps` then.
+        """
+        self.cancel_step()
+        self.num_steps = self._num_seen = 0
+        self._threshold: float | None = None
+        self._stale_share: float | None = None
+        # The stream index and the rows of each input. Those of mini-batches ahead come last.
+        self._inputs: list[tuple[int, NDArray[np.int64]]] = []
+        # The first mini-batch that a decision holds for, and its stale rows.
+        self._flags = [(0, _NO_ROWS)]
+        self._watch.num_lookups = self._watch.num_left_out = 0
+        self._followed.reset()
+        self._marks.set_stale(_NO_ROWS)
+        self._marks.set_counts(_NO_ROWS, _NO_ROWS.astype(np.uint16))
 
     def begin_step(self, number: int, *, freezes: bool = True) -> None:
         """Called before a step on mini-batch `number`, in training.
@@ -156,10 +146,8 @@ class StalenessTracker:
             )
         if self.freezes_rows:
             self.use_flags_of(number)
-        for followed in self._followed:
-            followed.marks.is_counting = number % self.staleness.count_every == 0
-            followed.marks.is_freezing = self.freezes_rows and freezes
-            followed.marks.is_counting_lookups = self.freezes_rows
+            self._watch.freezes = freezes
+        self._watch.is_counting = number % self.staleness.count_every == 0
 
     def end_step(self, num_seen: int) -> None:
         """Called after the step; at a window's end it decides which rows are stale.
@@ -171,22 +159,18 @@ class StalenessTracker:
             ConflictingWrite: tables were written to while slots held updated rows.
             TiersFailed: a transfer of rows has failed.
         """
-        ends_window = (self.num_steps + 1) % self.staleness.window == 0
+        self.cancel_step()
         self.num_steps += 1
         self._num_seen = num_seen
-        if any(followed.marks.is_freezing for followed in self._followed):
-            self._frozen_until = self.num_steps
-        self.cancel_step()
-        if ends_window:
-            self._end_window()
+        if self.num_steps % self.staleness.window == 0:
+            self._end_window(self.num_steps // self.staleness.window - 1)
         # A raw mini-batch that the last mini-batch was made of may be taken again.
-        self._flag_sets.forget_before(self.num_steps - 1)
+        if len(self._flags) > 1 and self._flags[1][0] < self.num_steps:
+            del self._flags[0]
 
     def cancel_step(self) -> None:
         """Called instead of `end_step` after a step that raised; the next one has its number."""
-        for followed in self._followed:
-            marks = followed.marks
-            marks.is_counting = marks.is_freezing = marks.is_counting_lookups = False
+        self._watch.is_counting, self._watch.freezes = False, None
 
     def use_flags_of(self, number: int) -> None:
         """Mark as stale the rows that count as stale for mini-batch `number`.
@@ -197,7 +181,9 @@ class StalenessTracker:
         Args:
             number: Number of a mini-batch.
         """
-        self._flag_sets.use(number)
+        rows = next((rows for first, rows in self._flags[::-1] if first <= number), _NO_ROWS)
+        if rows is not self._marks.stale:
+            self._marks.set_stale(rows)
 
     def all_stale(self, parts: Sequence[tuple[Part, Bags]], batch_size: int) -> Tensor:
         """Which samples are stale: they look up rows, and stale ones only; (B,) bool on the CPU.
@@ -206,24 +192,14 @@ class StalenessTracker:
         id is not stale. Nor is a sample of a lookup in tables that the tracker does not follow.
 
         Args:
-            parts: All lookups of the mini-batch.
-            batch_size: B. A lookup may have several bags for each sample, one after another.
+            parts: All lookups of the mini-batch, with B bags for each feature.
+            batch_size: B.
+
+        Raises:
+            ValueError: a lookup has another number of bags.
+            MalformedBags: offsets do not ascend.
         """
-        is_stale, has_rows = np.ones(batch_size, bool), np.zeros(batch_size, bool)
-        for (group, lookups), bags in parts:
-            number = self._group_numbers.get(group)
-            if number is None:
-                is_stale[:] = False
-                break
-            marks, per_sample = self._followed[number].marks, bags_per_sample(bags, batch_size)
-            if per_sample == 1:
-                marks.all_stale(lookups, bags, is_stale, has_rows)
-            elif per_sample:
-                of_bags, have_rows = is_stale.repeat(per_sample), has_rows.repeat(per_sample)
-                marks.all_stale(lookups, bags, of_bags, have_rows)
-                is_stale[:] = of_bags.reshape(batch_size, per_sample).all(1)
-                has_rows[:] = have_rows.reshape(batch_size, per_sample).any(1)
-        return torch.from_numpy(is_stale & has_rows)
+        return torch.from_numpy(self._marks.all_stale(parts, batch_size))
 
     def add_inputs(
         self,
@@ -235,69 +211,68 @@ class StalenessTracker:
         """Add samples of a mini-batch to those that the threshold is found from.
 
         A window's end uses the last 4096 that are used up by then. If the stream index falls again,
-        because look-ahead was dropped, the samples from there on are forgotten. With a lookup in
-        tables that the tracker does not follow, no sample of the mini-batch counts as stale.
+        because look-ahead was dropped, the samples from there on are forgotten.
 
         Args:
             first_index: Number of the mini-batch's first sample in the stream.
-            parts: All lookups of the mini-batch.
+            parts: All lookups of the mini-batch; see `all_stale`.
             batch_size: B.
             samples: Numbers of the samples in the mini-batch, (S,) int64 ascending.
         """
-        chosen = samples.cpu().numpy().astype(np.int64)
-        is_followed = all(group in self._group_numbers for (group, _), _ in parts)
-        numbered = [
-            (self._group_numbers[group], lookups, bags)
-            for (group, lookups), bags in parts
-            if is_followed  # an input without rows is not stale
-        ]
-        self._inputs.add(first_index + chosen, numbered, batch_size, chosen)
-        self._inputs.trim(self._num_seen)
+        chosen = samples.cpu().numpy()
+        if len(chosen):
+            indices = (first_index + chosen).tolist()
+            rows = self._marks.rows_of_samples(parts, batch_size, chosen)
+            del self._inputs[bisect_left(self._inputs, indices[0], key=itemgetter(0)) :]
+            self._inputs += zip(indices, rows, strict=True)
+        self._used_inputs()
 
-    @property
-    def threshold(self) -> float | None:
-        """The highest drift of a stale row at the last window's end; None if none was."""
-        return None if self._last_window is None else self._last_window["threshold"]
+    def _used_inputs(self) -> list[tuple[int, NDArray[np.int64]]]:
+        """The last 4096 inputs that are used up; those before them are forgotten."""
+        num_used = bisect_left(self._inputs, self._num_seen, key=itemgetter(0))
+        del self._inputs[: max(0, num_used - MOST_INPUTS)]
+        return self._inputs[: min(num_used, MOST_INPUTS)]
 
     @property
     def has_stale_rows(self) -> bool:
         """Whether a row is marked as stale now."""
-        return any(followed.marks.num_stale for followed in self._followed)
+        return len(self._marks.stale) > 0
 
     def stale_rows(self) -> dict[str, NDArray[np.int64]]:
-        """The rows of each table that are marked as stale now, ascending, by the table's name."""
-        return {
-            name: followed.marks.stale_rows(table)
-            for names, followed in zip(self._names, self._followed, strict=True)
-            for table, name in enumerate(names)
-        }
+        """The rows of each table that are marked as stale now, ascending, by the table's name.
+
+        If tables of two optimizers have one name, the number of the optimizer comes before it.
+        """
+        return self._marks.by_table(self._marks.stale)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of marks, snapshots and history; they come on top of a budget of the tables.
 
-        Without the ids of sampled inputs: those of 4096 inputs, of the mini-batch that the oldest
-        of them came with, and of mini-batches that are taken ahead.
+        Without the ids of 4096 sampled inputs, and of those of mini-batches that are taken ahead.
         """
-        return sum(followed.num_bytes for followed in self._followed)
+        tables = [table for group in self._marks.groups for table in group.tables]
+        return tracked_bytes(tables, self.staleness)
 
     def report(self) -> dict[str, Any]:
         """What was found so far, in JSON types.
 
         Returns:
             `memory_bytes`; with `freezes_rows`, `num_lookups` of updates and how many of them were
-            `num_lookups_left_out` (0 without); and `last_window`, null before its end: `step` at
-            its end; the `threshold`, or null; `stale_rows` by table, on trial or not;
-            `num_followed` and `num_judged` rows, and `num_thawed`, those that thawed; `stale_share`
-            of the sampled inputs, and `num_inputs`.
+            `num_lookups_left_out` (0 without); the `threshold`, or null if no row can be stale;
+            `stale_share` of the sampled inputs at the last window's end, or null; `stale_rows` by
+            table, on trial or not; and `num_followed` rows.
         """
-        of_groups = [followed.marks.lookups for followed in self._followed]
-        num_lookups, num_left_out = (sum(counts) for counts in zip(*of_groups, strict=True))
+        history = self._followed.history
+        stale = self._marks.by_table(history["row"][history["is_stale"]])
         return {
             "memory_bytes": self.num_bytes,
-            "num_lookups": num_lookups,
-            "num_lookups_left_out": num_left_out,
-            "last_window": self._last_window,
+            "num_lookups": self._watch.num_lookups,
+            "num_lookups_left_out": self._watch.num_left_out,
+            "threshold": self._threshold,
+            "stale_share": self._stale_share,
+            "stale_rows": {name: len(rows) for name, rows in stale.items()},
+            "num_followed": len(history),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,15 +280,25 @@ class StalenessTracker:
 
         Mini-batches taken beyond that step do not count: they are taken again.
         """
+        inputs, (rows, counts) = self._used_inputs(), self._marks.counted()
+        looked_up = [of_input for _, of_input in inputs]
         return {
             "settings": asdict(self.staleness),
+            "sizes": list(self._marks.sizes),
             "num_steps": self.num_steps,
             "num_seen": self._num_seen,
-            "frozen_until": self._frozen_until,
-            "last_window": self._last_window,
-            "inputs": inputs_state(self._inputs, self._num_seen),
-            "flag_sets": self._flag_sets.state(),
-            "groups": [group_state(followed) for followed in self._followed],
+            "threshold": self._threshold,
+            "stale_share": self._stale_share,
+            "lookups": [self._watch.num_lookups, self._watch.num_left_out],
+            "inputs": [
+                torch.tensor([index for index, _ in inputs], dtype=torch.int64),
+                torch.tensor(list(map(len, looked_up)), dtype=torch.int64),
+                torch.from_numpy(np.concatenate([_NO_ROWS, *looked_up])),
+            ],
+            "flags": [[first, torch.from_numpy(rows.copy())] for first, rows in self._flags],
+            "history": torch.from_numpy(self._followed.history.view(np.uint8).copy()),
+            "snapshots": [rows.cpu().clone() for rows in self._followed.snapshots],
+            "counted": [torch.from_numpy(rows), torch.from_numpy(counts.astype(np.int16))],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,153 +312,93 @@ class StalenessTracker:
                 changed.
         """
         found = SavedState("staleness state", state, _STATE_KEYS)
-        if found["settings"] != asdict(self.staleness):
-            raise found.error("settings", f"{asdict(self.staleness)}, those of this run")
-        num_steps, num_seen = found.whole("num_steps"), found.whole("num_seen")
-        frozen_until = found.whole("frozen_until", most=num_steps)
-        last_window = None
-        if found["last_window"] is not None:
-            known = found.inner("last_window", _WINDOW_KEYS)
-            last_window = {key: known[key] for key in _WINDOW_KEYS}
-        indices, inputs = read_inputs_state(found["inputs"], len(self._followed), num_seen)
-        max_rows = [followed.max_rows for followed in self._followed]
-        flag_sets = self._flag_sets.read(found, num_steps, max_rows)
-        of_groups = found.items("groups", (len(self._followed),), "states")
-        groups = list(map(read_group_state, of_groups, self._followed))
+        found.require_same(
+            "tracker", {"settings": asdict(self.staleness), "sizes": self._marks.sizes}
+        )
         self.reset()
-        self.num_steps, self._num_seen, self._frozen_until = num_steps, num_seen, frozen_until
-        self._last_window = last_window
-        self._inputs.replace(indices, inputs)
-        for followed, group in zip(self._followed, groups, strict=True):
-            followed.restore(group)
-            followed.marks.lookups = group.lookups
-        self._flag_sets.replace(flag_sets, num_steps)
-
-    def reset(self) -> None:
-        """Forget all that was found: no row is stale or followed, as after no step.
-
-        `share` stays. To continue after some steps without a state, set `num_steps` then.
-        """
-        self.cancel_step()
-        self.num_steps = self._num_seen = self._frozen_until = 0
-        self._last_window = None
-        self._inputs.clear()
-        for followed in self._followed:
-            followed.reset()
-            followed.marks.lookups = (0, 0)
-        self._flag_sets.clear()
+        self.num_steps, self._num_seen = found.whole("num_steps"), found.whole("num_seen")
+        self._threshold, self._stale_share = found["threshold"], found["stale_share"]
+        self._watch.num_lookups, self._watch.num_left_out = found.wholes("lookups", 2)
+        indices, lengths, rows = (each.cpu().numpy() for each in found["inputs"])
+        of_inputs = np.split(rows.copy(), lengths.cumsum()[:-1])
+        self._inputs = list(zip(indices.tolist(), of_inputs, strict=False))
+        self._flags = [(first, rows.cpu().numpy().copy()) for first, rows in found["flags"]]
+        history = found["history"].cpu().numpy().copy()
+        self._followed.history = history.view(self._followed.history.dtype)
+        self._followed.snapshots = [rows.clone() for rows in found["snapshots"]]
+        rows, counts = (each.cpu().numpy() for each in found["counted"])
+        self._marks.set_counts(rows, counts.astype(np.uint16))
+        self.use_flags_of(self.num_steps)
 
     def close(self) -> None:
         """Stop following rows; this can be called again."""
-        for group, followed in zip(self._groups, self._followed, strict=False):
-            if group.before_update == followed.marks.before_update:
-                group.before_update = None
-        self._group_numbers = {}
+        self._watch.close()
 
     def __del__(self) -> None:
         """Stop following rows when the tracker is deleted."""
-        if hasattr(self, "_followed") and not sys.is_finalizing():  # `__init__` has begun
+        if hasattr(self, "_watch"):  # else `__init__` raised
             self.close()
 
-    def _end_window(self) -> None:
-        window = self.num_steps // self.staleness.window - 1
-        for followed in self._followed:
-            followed.judge(window, self._frozen_until)
-        _, inputs = self._inputs.newest(self._num_seen)
-        threshold = self._find_threshold(self._levels_of(inputs), window)
-        decisions = [followed.decide(threshold, window) for followed in self._followed]
-        known = threshold if np.isfinite(threshold) else None
-        self._last_window = self._summary(known, decisions, inputs)
-        for followed in self._followed:
-            followed.follow()
-        flagged = [each.flagged for each in decisions]
-        self._flag_sets.add(FlagSet(self.num_steps + LEAD, flagged))
+    def _end_window(self, window: int) -> None:
+        followed, inputs = self._followed, [rows for _, rows in self._used_inputs()]
+        levels = followed.judge(window)
+        of_inputs = input_levels(inputs, followed.history["row"].copy(), levels)
+        threshold = self._find_threshold(of_inputs)
+        followed.history["is_stale"] = levels <= threshold
+        self._threshold = threshold if np.isfinite(threshold) else None
+        self._stale_share = float((of_inputs <= threshold).mean()) if inputs else None
+        self._flags.append((self.num_steps + LEAD, followed.stale_in(window + 1)))
+        followed.follow()
+        # A row has a level after `patience` windows, or one more, at the earliest.
+        num_known, settings = int(np.isfinite(of_inputs).sum()), self.staleness
+        is_missed = self.share > 0 and num_known < max(1, int(self.share * len(inputs)))
+        if is_missed and window > settings.patience + 1 and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"staleness: a share of {self.share} cannot be reached: only {num_known} of "
+                f"{len(inputs)} sampled inputs have rows that were all updated at least "
+                f"{settings.min_updates} times in each of {settings.patience} windows of "
+                f"{settings.window} steps; lower the share or min_updates, or raise window or "
+                "max_rows"
+            )
 
-    def _levels_of(self, inputs: Sequence[InputRows]) -> NDArray[np.float64]:
-        """The level of each sampled input, (S,), from the rows that it has in each group.
+    def _find_threshold(self, levels: NDArray[np.float64]) -> float:
+        """The level at rank share * S of the sampled inputs: it is exact, and takes one sort.
 
-        It is the greatest level of the input's rows; infinite for an input without rows.
-        """
-        levels = np.full(len(inputs[0].bounds) - 1, -np.inf)
-        for followed, rows in zip(self._followed, inputs, strict=True):
-            rows.raise_levels(followed.history["row"].copy(), followed.levels, levels)
-        levels[levels == -np.inf] = np.inf
-        return levels
-
-    def _find_threshold(self, levels: NDArray[np.float64], window: int) -> float:
-        """The threshold; -inf if no row is to be stale.
+        Equal levels at that rank may exceed the share, by a half at most; else the next lower one
+        is the threshold. So it is if the level is infinite. With no such level it is -inf.
 
         Args:
             levels: Levels of the sampled inputs, (S,).
-            window: Number of the window that ends.
         """
-        if not self.share:
-            return -np.inf
-        if self.staleness.threshold is not None:
-            return self.staleness.threshold
-        threshold = quantile(levels, self.share)
-        if threshold == np.inf or not len(levels):
-            known = levels[np.isfinite(levels)]
-            threshold = float(known.max()) if len(known) else -np.inf
-            # A row has a level after `patience` windows, or one more, at the earliest.
-            if window > self.staleness.patience + 1:
-                self._warn_of_unknown(len(known), len(levels))
-            return threshold
-        chosen = below_ties(levels, threshold, self.share)
-        if np.count_nonzero(levels <= chosen) < self.share * len(levels) / 2 and chosen < threshold:
-            num_tied = np.count_nonzero(levels == threshold)
-            self._warn_once(
-                "ties",
-                f"staleness: {num_tied} of {len(levels)} sampled inputs have the same level, "
-                f"{threshold:g}, and with them the share would be far above {self.share}, so they "
-                "are not stale: they share a row, or rows do not move, as with learning rate 0 or "
-                "with a dtype that rounds small changes away; another share or measure may fit",
-            )
-        return chosen
+        ordered, wanted = np.append(np.sort(levels), inf), self.share * len(levels)
+        too_high = ordered[min(len(levels), int(_MOST_SHARE * wanted))]
+        chosen = ordered[: int(wanted)]
+        return float(chosen[chosen < too_high].max(initial=-inf))
 
-    def _warn_of_unknown(self, num_known: int, num_inputs: int) -> None:
-        if not num_inputs:
-            self._warn_once(
-                "unknown",
-                "staleness: no inputs were sampled, so no threshold can be found and no row is "
-                "stale; call add_inputs, or give a threshold",
-            )
-            return
-        settings = self.staleness
-        self._warn_once(
-            "unknown",
-            f"staleness: a share of {self.share} cannot be reached: only {num_known} of "
-            f"{num_inputs} sampled inputs have rows that were all updated at least "
-            f"{settings.min_updates} times in each of {settings.patience} windows of "
-            f"{settings.window} steps; lower the share or "
-            "min_updates, or raise window or max_rows",
+
+def groups_in(models: Iterable[nn.Module]) -> list[TableGroup]:
+    """The groups that the optimizers of all recsys modules update, each once.
+
+    Raises:
+        ValueError: there is no recsys module, or the rows of one are not updated by recsys.
+    """
+    found: dict[TableGroup, None] = {}
+    for model in models:
+        for name, module in table_modules_in(model).items():
+            updates = module.updates()
+            if not updates:
+                table = next((table.name for table in module.tables()), name)
+                raise ValueError(
+                    f"table {table!r} of {name!r}: only rows that recsys updates can be followed; "
+                    "train it (requires_grad), give the module a recsys optimizer (optimizer=) or "
+                    "use recsys.accelerate; or use a policy that follows no rows, such as "
+                    "Importance, or give a StalenessTracker the other modules only"
+                )
+            found |= dict.fromkeys(update.group for update in updates)
+    if not found:
+        raise ValueError(
+            "the model has no module of recsys.embeddings, so no row can be followed; use "
+            "recsys.accelerate(model, optimizer=...) first"
         )
-
-    def _warn_once(self, of: str, message: str) -> None:
-        if of not in self._warned_of:
-            self._warned_of.add(of)
-            warn_caller(message)
-
-    def _summary(
-        self, threshold: float | None, decisions: Sequence[Decision], inputs: Sequence[InputRows]
-    ) -> dict[str, Any]:
-        """What `report` says of a window."""
-        stale = {
-            name: count
-            for names, followed in zip(self._names, self._followed, strict=True)
-            for name, count in zip(names, followed.num_stale_by_table(), strict=True)
-        }
-        num_inputs = len(inputs[0].bounds) - 1
-        of_inputs = np.full(num_inputs, -np.inf)  # 0 if there are rows, and all of them are stale
-        for decision, rows in zip(decisions, inputs, strict=True):
-            rows.raise_levels(decision.flagged, np.zeros(len(decision.flagged)), of_inputs)
-        return {
-            "step": self.num_steps,
-            "threshold": threshold,
-            "stale_rows": stale,
-            "num_followed": sum(len(followed.history) for followed in self._followed),
-            "num_judged": sum(each.num_judged for each in decisions),
-            "num_thawed": sum(each.num_thawed for each in decisions),
-            "stale_share": float((of_inputs == 0).mean()) if num_inputs else None,
-            "num_inputs": num_inputs,
-        }
+    return list(found)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys.embeddings.staleness.sampled_inputs import MOST_INPUTS
+from recsys.embeddings.staleness.tracker import MOST_INPUTS
 from recsys.pipeline.skip.policies import DropInput, FreezeRows, Observe, RandomDrop, Subsample
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen, RawBatch
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel, kernel_part
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch, prefetch_to_write
-from recsys.embeddings.staleness.host_ids import given_ids
+from recsys.embeddings.staleness.marks import host_input
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.pipeline.skip.choice import random_bits
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen, RawBatch
@@ -75,6 +75,7 @@ _NUM_HALVINGS = 24
 _BLOCK = 64  # samples whose slots are written together, so that they stay in the cache
 _AHEAD = 4  # samples from one whose slots are fetched into the cache to the one that is learned
 _LARGEST = np.float32(16)
+_NO_OFFSETS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class ImportanceChoice:
@@ -252,13 +253,12 @@ def features_of(
     """
     bounds, inputs = np.zeros(batch_size + 1, np.int64), []
     for (_, lookups), bags in parts:
-        _, positions, ids, offsets, is_one_hot, _ = given_ids(lookups, bags)
-        inputs.append((positions, ids, offsets))
-        if is_one_hot:
+        positions, (ids, offsets) = lookups.arrays[1], host_input(bags)
+        inputs.append((positions, ids, _NO_OFFSETS if offsets is None else offsets))
+        if offsets is None:
             bounds[1:] += len(positions)
         else:
-            lengths = np.diff(offsets).reshape(-1, batch_size)
-            bounds[1:] += lengths[positions.astype(np.int64)].sum(0)
+            bounds[1:] += np.diff(offsets).reshape(-1, batch_size)[positions].sum(0)
     bounds = bounds.cumsum()
     slots, places = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
     num_lookups, shift = 0, np.uint64(64 - bits)
@@ -386,7 +386,7 @@ def _write_slots(
     slots_V: NDArray[np.uint32],
     places_B: NDArray[np.int64],
     salts_L: NDArray[np.uint64],
-    positions_L: NDArray[np.uint64],
+    positions_L: NDArray[np.int64],
     ids: NDArray[Any],
     offsets: NDArray[Any],
     shift: np.uint64,
@@ -399,7 +399,7 @@ def _write_slots(
     for begin in range(0, batch_size, _BLOCK):
         end = min(begin + _BLOCK, batch_size)
         for lookup in range(len(positions_L)):
-            first, salt = np.int64(positions_L[lookup]) * batch_size, salts_L[lookup]
+            first, salt = positions_L[lookup] * batch_size, salts_L[lookup]
             for sample in range(begin, end if not len(offsets) else begin):
                 bits = _mix64(salt + np.uint64(ids[first + sample]) * GOLDEN)
                 slots_V[places_B[sample] + lookup] = bits >> shift

@@ -106,12 +106,6 @@ class AbstractPolicy:
             )
         if "staleness" not in values:
             return
-        if staleness.threshold is not None and (self.share != type(self).share or guard):
-            raise ConfigError(
-                f"{name}: staleness.threshold means that neither share nor guard has an effect, "
-                "because a threshold is found from the share or given, and a guard lowers the "
-                f"share; got threshold {staleness.threshold!r}; drop it, or give neither"
-            )
         if guard is not None and guard.every < staleness.window:
             raise ConfigError(
                 f"{name}: guard.every must be at least staleness.window, because a lowered share "
@@ -125,8 +119,7 @@ class Observe(AbstractPolicy):
     """Trains as without it, and measures which rows are stale.
 
     Args:
-        share: The share of samples all of whose rows are stale at the threshold. It means nothing
-            if `staleness` gives the threshold.
+        share: The share of samples all of whose rows are stale at the threshold.
         staleness: How staleness is measured.
 
     Raises:
@@ -143,7 +136,7 @@ class DropInput(AbstractPolicy):
 
     Args:
         share: The share of samples to leave out. It is reached if enough samples have only rows
-            whose staleness is known. It means nothing if `staleness` gives the threshold.
+            whose staleness is known.
         staleness: How staleness is measured.
         guard: Checks quality, and stops skipping; None for no check.
 
@@ -161,8 +154,7 @@ class FreezeRows(AbstractPolicy):
     """Trains on all samples, but neither updates stale rows nor writes them back.
 
     Args:
-        share: The share of samples all of whose rows are stale at the threshold. It means nothing
-            if `staleness` gives the threshold.
+        share: The share of samples all of whose rows are stale at the threshold.
         staleness: How staleness is measured.
         guard: Checks quality, and stops skipping; None for no check.
 

@@ -24,8 +24,7 @@ from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.pipeline.skip.choice import choose_random, choose_stale
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.importance import ImportanceChoice
-from recsys.pipeline.skip.paper import Paper
-from recsys.pipeline.skip.paper_classifier import PaperClassifier
+from recsys.pipeline.skip.paper import Paper, PaperClassifier
 from recsys.pipeline.skip.policies import (
     DropInput,
     FreezeRows,
@@ -254,9 +253,8 @@ class Skipping:
     def close(self) -> None:
         """Stop following rows; later training steps raise."""
         self._is_closed = True
-        follower = self.tracker or self.paper
-        if follower is not None:
-            follower.close()
+        if self.tracker is not None:
+            self.tracker.close()
 
     def report(self) -> dict[str, Any]:
         """What was left out, for a run record, in JSON types.

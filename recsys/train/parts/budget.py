@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from recsys.batch import feature_tables, features_by_table
-from recsys.embeddings.staleness.followed_rows import tracked_bytes
+from recsys.embeddings.staleness.drift import tracked_bytes
 from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 from recsys.train.parts.providers import row_optimizer
 
@@ -109,12 +109,11 @@ def tracker_bytes(config: TrainConfig, source: SampleSource) -> int:
     """Bytes of the budget that following the drift of rows takes; 0 without it."""
     if not config.skip.needs_stale_rows:
         return 0
-    staleness = config.skip.staleness.settings()
-    groups: dict[int, list[torch.Tensor]] = {}
-    for table, size in source.table_sizes.items():
-        dim = config.model.dim_of(table)
-        groups.setdefault(dim, []).append(torch.empty(size, dim, device="meta"))
-    return sum(tracked_bytes(tables, staleness) for tables in groups.values())
+    tables = [
+        torch.empty(size, config.model.dim_of(table), device="meta")
+        for table, size in source.table_sizes.items()
+    ]
+    return tracked_bytes(tables, config.skip.staleness.settings())
 
 
 def first_batch(config: TrainConfig, source: SampleSource) -> Batch:

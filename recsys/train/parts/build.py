@@ -32,7 +32,7 @@ from recsys.pipeline import (
     TrainPipeline,
 )
 from recsys.pipeline.fae import hot_samples
-from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
+from recsys.pipeline.skip.paper import budget_beside_hot_rows
 from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer

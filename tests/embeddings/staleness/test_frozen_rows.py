@@ -1,5 +1,6 @@
 """Frozen rows keep their bytes and their optimizer state; all other rows are updated as always."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ from recsys.embeddings import (
     RowWiseAdagrad,
     TableConfig,
 )
-from recsys.embeddings.staleness.row_marks import RowMarks
+from recsys.embeddings.staleness.freeze import UpdateWatch
+from recsys.embeddings.staleness.marks import RowMarks
 from tests.unit.embeddings.model import Tables
 
 STEPS = 5
@@ -41,14 +43,13 @@ def train(small, model, numbers, **kinds):
     return state_of(model).clone()
 
 
-def freeze(model, rows):
-    """The marks of a model's only group, which freeze these rows and count all."""
-    [group] = model.groups()
-    marks = RowMarks(group.sizes.tolist())
-    marks.set_stale(torch.tensor(rows).numpy(), True)
-    marks.is_freezing = marks.is_counting = marks.is_counting_lookups = True
-    group.before_update = marks.before_update
-    return marks
+def freeze(groups, rows):
+    """The watch of some groups, which freezes these rows and counts all, and their marks."""
+    marks = RowMarks(groups)
+    watch = UpdateWatch(marks)
+    marks.set_stale(np.array(rows, np.int64))
+    watch.freezes = watch.is_counting = True
+    return watch, marks
 
 
 @pytest.mark.in_ci("20000-False-sum", "None-True-mean")
@@ -73,7 +74,7 @@ def test_a_frozen_row_keeps_its_bytes_and_a_thawed_one_does_not(
     # The first steps make the state.
     before = train(small, frozen, range(3), **of_batches)
     assert torch.equal(train(small, plain, range(3), **of_batches), before)
-    marks = freeze(frozen, STALE)
+    _, marks = freeze(frozen.groups(), STALE)
 
     after = train(small, frozen, range(3, 3 + STEPS), **of_batches)
     expected = train(small, plain, range(3, 3 + STEPS), **of_batches)
@@ -88,7 +89,7 @@ def test_a_frozen_row_keeps_its_bytes_and_a_thawed_one_does_not(
     assert set(changed) <= set(counted.tolist())
     assert not set(counted.tolist()) & set(STALE)
 
-    marks.set_stale(torch.tensor(STALE).numpy(), False)
+    marks.set_stale(np.array([], np.int64))
     thawed = train(small, frozen, range(8, 8 + STEPS), **of_batches)
     assert (thawed[STALE] != after[STALE]).any(1).sum() > 5
 
@@ -97,7 +98,8 @@ def test_frozen_rows_are_not_written_back(small):
     written = []
     for is_freezing in (False, True):
         model = small.make_model(budget=20_000)
-        freeze(model, range(sum(small.SIZES))).is_freezing = is_freezing
+        watch, _ = freeze(model.groups(), range(sum(small.SIZES)))
+        watch.freezes = is_freezing
         rows = small.rows_of(model)
         train(small, model, range(4))
         assert torch.equal(small.rows_of(model), rows) == is_freezing
@@ -113,7 +115,7 @@ def test_a_feature_of_two_tables_may_be_stale_in_one(kinds):
         for name in "ab"
     ]
     model = HotColdEmbeddingBagCollection(tables=tables, optimizer=SGD(lr=0.1), **kinds)
-    marks = freeze(model, [5, 306])
+    _, marks = freeze(model.groups(), [5, 306])
     before = [bag.weight.detach().clone() for bag in model.embedding_bags.values()]
     ids = JaggedIds(keys=["f"], values=torch.tensor([5, 6, 7]), offsets=torch.tensor([0, 2, 3]))
     model(ids).values().sum().backward()
@@ -127,7 +129,7 @@ def test_a_feature_of_two_tables_may_be_stale_in_one(kinds):
 
 def test_gradients_of_several_passes_are_cut_and_counted_once(small):
     model, plain = (small.make_model(SGD(lr=0.1), auto_apply=False) for _ in range(2))
-    marks, before = freeze(model, STALE), small.rows_of(model)
+    (_, marks), before = freeze(model.groups(), STALE), small.rows_of(model)
     for each in (model, plain):
         for number in range(3):
             small.step(each, small.make_batch(number), number)
@@ -146,7 +148,7 @@ def test_rows_of_a_torch_optimizer_freeze_too():
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, mode="mean", sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recsys.accelerate(model, optimizer=optimizer, always=True)
-    freeze(model[0], [2, 3])
+    freeze(model[0].groups(), [2, 3])
     before = model[0].weight.detach().clone()
     model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
     optimizer.step()
@@ -168,10 +170,7 @@ def test_a_device_leaves_out_the_same_rows(triton_device, is_mean, num_slots):
             num_slots=num_slots,
             device=device,
         )
-        marks = RowMarks(sizes)
-        marks.set_stale(torch.tensor(stale).numpy(), True)
-        marks.is_freezing = marks.is_counting = marks.is_counting_lookups = True
-        tables.group.before_update = marks.before_update
+        watch, marks = freeze([tables.group], stale)
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             lengths = torch.randint(0, 4, (9,), generator=generator)
@@ -182,7 +181,7 @@ def test_a_device_leaves_out_the_same_rows(triton_device, is_mean, num_slots):
             factors = torch.randn(3, 12, generator=generator)
             tables.train(bags, factors if device is None else factors.to(device))
         counted = [each.tolist() for each in marks.counted()]
-        found.append((tables.values(), counted, marks.lookups))
+        found.append((tables.values(), counted, watch.num_lookups, watch.num_left_out))
     (values, *counts), (on_device, *counts_on_device) = found
     assert counts_on_device == counts
     for key, expected in values.items():
@@ -198,14 +197,13 @@ def test_a_device_leaves_out_the_same_rows(triton_device, is_mean, num_slots):
 def test_what_is_left_out_is_counted(small, kinds, is_one_hot):
     """Every lookup counts in every step, also while nothing is stale and while nothing freezes."""
     model = small.make_model(**kinds)
-    marks = freeze(model, STALE)
-    marks.set_stale(torch.tensor(STALE).numpy(), False)
+    watch, marks = freeze(model.groups(), [])
     batches = [small.make_batch(number, is_one_hot=is_one_hot) for number in range(5)]
     num_lookups = num_left_out = 0
     for number, batch in enumerate(batches):
         if number == 1:
-            marks.set_stale(torch.tensor(STALE).numpy(), True)
-        marks.is_freezing = number != 3
+            marks.set_stale(np.array(STALE))
+        watch.freezes = number != 3
         small.step(model, batch, number)
         for key, first_row in zip(batch.keys(), marks.first_rows, strict=False):
             rows = batch[key].values() + int(first_row)
@@ -213,4 +211,4 @@ def test_what_is_left_out_is_counted(small, kinds, is_one_hot):
             if number not in (0, 3):
                 num_left_out += int(torch.isin(rows, torch.tensor(STALE)).sum())
     assert num_left_out > 0
-    assert marks.lookups == (num_lookups, num_left_out)
+    assert (watch.num_lookups, watch.num_left_out) == (num_lookups, num_left_out)

@@ -32,7 +32,6 @@ class Constants:
     first_threshold: float
     max_tries: int
     sample_share: float
-    counts_unseen_rows_as_stale: bool
 
 
 @dataclass
@@ -65,12 +64,10 @@ class Oracle:
         hot_batches = self._cut(hot)
         first = use.first_snapshot
         last = first + round(use.window_share * len(hot_batches))
-        before, seen = None, set()
+        before = None
         for number, mini_batch in enumerate(hot_batches[: last + 1]):
             if number == first:
                 before = deepcopy(self.tables)
-            if number >= first:
-                seen |= {pair for each in mini_batch for pair in self._lookups(each)}
             self._train(mini_batch, found)
         left = hot[(last + 1) * use.batch_size :]
         num_sampled = int(use.sample_share * len(hot))
@@ -91,7 +88,6 @@ class Oracle:
                 pair
                 for pair, columns in changes.items()
                 if all(change < threshold for change in columns)
-                and (use.counts_unseen_rows_as_stale or pair in seen)
             }
 
         def is_stale(sample, stale):

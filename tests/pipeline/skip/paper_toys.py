@@ -91,7 +91,6 @@ class Toy:
                 "tolerance": random.choice([0.02, 0.08, 0.2]),
                 "sample_share": random.choice([0.1, 0.3]),
                 "seed": seed,
-                "counts_unseen_rows_as_stale": random.random() < 0.5,
             }
             | constants
         )
@@ -153,7 +152,7 @@ class Toy:
         """What the oracle says of two epochs."""
         names = (
             *("first_snapshot", "window_share", "target", "tolerance", "highest_threshold"),
-            *("first_threshold", "max_tries", "sample_share", "counts_unseen_rows_as_stale"),
+            *("first_threshold", "max_tries", "sample_share"),
         )
         constants = paper_oracle.Constants(
             self.batch_size, **{name: getattr(self.paper, name) for name in names}

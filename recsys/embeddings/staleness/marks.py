@@ -1,0 +1,237 @@
+"""A mark for every row of several table groups: whether it is stale, and how often it was updated.
+
+A mark has 16 bits: the highest one says that the row is stale, the others count updates. Rows are
+numbered over all tables of all groups. Every line of 64 rows has a byte that says whether one of
+them was counted, so that a window's end reads the counts of these lines alone.
+
+Letters: B samples, L lookups, V ids of a lookup, M rows, R rows of all tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from recsys.embeddings.kernels.cpu.places import LEFT_OUT
+from recsys.errors import MalformedBags
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.lookup.lookup import Part
+    from recsys.embeddings.rows.bags import Bags, Lookups
+    from recsys.embeddings.rows.ledger import Call
+    from recsys.embeddings.rows.tables import TableGroup
+
+__all__ = ["LookedUp", "RowMarks", "host_input", "marks_bytes"]
+
+_STALE, _MOST_COUNTED = np.uint16(2**15), np.uint16(2**15 - 1)
+_LINE = 64  # rows
+
+
+class LookedUp(NamedTuple):
+    """The ids of a lookup, table by table and then sample by sample.
+
+    Attributes:
+        rows: Their rows, (V,) int64; -1 for an id that is no row.
+        bags: Their bags, counted over the lookups: l * B + b, (V,) int64.
+        ids: The ids, (V,).
+        places: Where each stands in the input, (V,) int64.
+    """
+
+    rows: NDArray[np.int64]
+    bags: NDArray[np.int64]
+    ids: NDArray[np.integer]
+    places: NDArray[np.int64]
+
+
+def marks_bytes(num_rows: int) -> int:
+    """Bytes of the marks of so many rows."""
+    return (num_rows // _LINE + 1) * (2 * _LINE + 1)
+
+
+class RowMarks:
+    """The marks of all rows of some table groups.
+
+    Args:
+        groups: The groups.
+
+    Attributes:
+        groups: As given.
+        sizes: E of each table.
+        first_rows: Where each table's rows begin, (T + 1,) int64.
+        first_tables: The number of each group's first table.
+        names: Names of the tables. If two have the same, the number of the group comes before it.
+        stale: The stale rows, (M,) ascending.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup]) -> None:
+        self.groups = list(groups)
+        self.sizes = [len(table) for group in groups for table in group.tables]
+        self.first_rows = np.cumsum([0, *self.sizes])
+        ends = np.cumsum([len(group.tables) for group in groups]).tolist()
+        self.first_tables = dict(zip(self.groups, [0, *ends[:-1]], strict=True))
+        self.names = [name for group in groups for name in group.names]
+        if len(set(self.names)) < len(self.names):
+            self.names = [f"{at}.{name}" for at, group in enumerate(groups) for name in group.names]
+        self.stale: NDArray[np.int64] = np.empty(0, np.int64)
+        num_lines = sum(self.sizes) // _LINE + 1
+        self._marks = np.zeros((num_lines, _LINE), np.uint16)
+        self._is_counted = np.zeros(num_lines, np.bool_)
+        self._of_row = self._marks.reshape(-1)
+
+    def set_stale(self, rows: NDArray[np.int64]) -> None:
+        """Mark these rows, (M,) ascending, as stale, and all others as not stale."""
+        self._of_row[self.stale] &= _MOST_COUNTED
+        self._of_row[rows] |= _STALE
+        self.stale = rows
+
+    def are_stale(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows are stale, (M,); -1 is not."""
+        found: NDArray[np.bool_] = (rows >= 0) & (self._of_row[rows] >= _STALE)
+        return found
+
+    def by_table(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """The rows of each table, counted within it, by its name; `rows` ascend."""
+        parts = np.split(rows, np.searchsorted(rows, self.first_rows[1:-1]))
+        named = zip(self.names, parts, self.first_rows[:-1], strict=True)
+        return {name: part - first for name, part, first in named}
+
+    def count(self, rows: NDArray[np.int64]) -> None:
+        """Add one to the count of each distinct row, up to 32,767; -1 is no row."""
+        rows = rows[rows >= 0]
+        marks = self._of_row[rows]
+        # A row that is there several times gets the same number each time.
+        self._of_row[rows] = marks + (marks & _MOST_COUNTED < _MOST_COUNTED)
+        self._is_counted[rows // _LINE] = True
+
+    def counts_of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The counts of rows, (M,)."""
+        found: NDArray[np.uint16] = self._of_row[rows] & _MOST_COUNTED
+        return found
+
+    def counted(self, least: int = 1) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+        """The rows with at least this count, (M,) ascending, and their counts, (M,)."""
+        lines = np.flatnonzero(self._is_counted)
+        counts = (self._marks[lines] & _MOST_COUNTED).reshape(-1)
+        at = np.flatnonzero(counts >= least)
+        return lines[at // _LINE] * _LINE + at % _LINE, counts[at]
+
+    def set_counts(self, rows: NDArray[np.int64], counts: NDArray[np.uint16]) -> None:
+        """Set the counts of rows, (M,), and all others to 0."""
+        self._marks[np.flatnonzero(self._is_counted)] &= _STALE
+        self._is_counted.fill(False)
+        self._of_row[rows] |= counts
+        self._is_counted[rows // _LINE] = True
+
+    def rows_of_call(self, group: TableGroup, call: Call) -> LookedUp:
+        """What a lookup that waits for its update has looked up.
+
+        Raises:
+            MalformedBags: its offsets do not ascend; only on a device, which has not raised it yet.
+        """
+        kept = call.kept.cpu().numpy()
+        ids, offsets = kept[: call.num_ids], None
+        if call.num_bounds:
+            offsets = kept[call.num_ids : call.num_ids + call.num_bounds + 1]
+            _require_ascending(offsets, call.num_ids)
+        return self._looked_up(group, call.lookups, ids, offsets, call.num_samples)
+
+    def all_stale(self, parts: Sequence[tuple[Part, Bags]], batch_size: int) -> NDArray[np.bool_]:
+        """Which samples look up rows, and stale ones only, (B,).
+
+        Args:
+            parts: All lookups, with B bags for each feature. Rows of other groups are not stale.
+            batch_size: B.
+
+        Raises:
+            ValueError: a lookup has another number of bags.
+            MalformedBags: offsets do not ascend.
+        """
+        samples, rows = self._pairs(parts, batch_size)
+        found = np.zeros(batch_size, np.bool_)
+        found[samples] = True
+        found[samples[~self.are_stale(rows)]] = False
+        return found
+
+    def rows_of_samples(
+        self, parts: Sequence[tuple[Part, Bags]], batch_size: int, chosen: NDArray[np.int64]
+    ) -> list[NDArray[np.int64]]:
+        """The rows that each of some samples, (S,) ascending, looks up; see `all_stale`."""
+        samples, rows = self._pairs(parts, batch_size)
+        is_chosen = np.zeros(batch_size, np.bool_)
+        is_chosen[chosen] = True
+        kept = np.flatnonzero(is_chosen[samples])
+        kept = kept[np.argsort(samples[kept], kind="stable")]
+        return np.split(rows[kept], np.searchsorted(samples[kept], chosen[1:]))
+
+    def _pairs(
+        self, parts: Sequence[tuple[Part, Bags]], batch_size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sample and the row of each id of all lookups, (V,)."""
+        samples, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for (group, lookups), bags in parts:
+            if bags.num_samples != batch_size:
+                raise ValueError(
+                    f"a lookup of {bags.num_samples} bags is not of {batch_size} samples: each "
+                    "feature must have one bag for each sample"
+                )
+            found = self._looked_up(group, lookups, *host_input(bags), batch_size)
+            samples.append(found.bags % max(1, batch_size))
+            rows.append(found.rows)
+        return np.concatenate(samples), np.concatenate(rows)
+
+    def _looked_up(
+        self,
+        group: TableGroup,
+        lookups: Lookups,
+        ids: NDArray[np.integer],
+        offsets: NDArray[np.integer] | None,
+        batch_size: int,
+    ) -> LookedUp:
+        tables, positions, _ = lookups.arrays
+        places = (positions[:, None] * batch_size + np.arange(batch_size)).reshape(-1)
+        bags = np.arange(len(places))
+        if offsets is not None:
+            begins = offsets[places].astype(np.int64)
+            lengths = offsets[places + 1] - begins
+            bags = bags.repeat(lengths)
+            places = np.arange(len(bags)) + (begins - lengths.cumsum() + lengths).repeat(lengths)
+        ids = ids[places]
+        first_table = self.first_tables.get(group)
+        if first_table is None:
+            rows = np.full(len(ids), -1)
+        else:
+            tables = (tables + first_table).repeat(batch_size)[bags]
+            rows = ids + self.first_rows[tables]
+            rows[(ids < 0) | (rows >= self.first_rows[tables + 1])] = -1
+        is_used = ids != LEFT_OUT
+        if not is_used.all():
+            rows, bags, ids, places = rows[is_used], bags[is_used], ids[is_used], places[is_used]
+        return LookedUp(rows, bags, ids, places)
+
+
+def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer] | None]:
+    """The ids of an input on the host, and where bags begin; None if bag i is id i.
+
+    Raises:
+        MalformedBags: offsets do not ascend from 0 to the number of ids.
+    """
+    ids = bags.ids.reshape(-1).cpu().numpy()
+    if bags.offsets is not None:
+        offsets = bags.offsets.cpu().numpy()
+        if len(offsets) == bags.num_bags:
+            offsets = np.append(offsets, offsets.dtype.type(len(ids)))
+        _require_ascending(offsets, len(ids))
+        return ids, offsets
+    if len(ids) == bags.num_bags:
+        return ids, None
+    return ids, np.arange(bags.num_bags + 1) * (len(ids) // bags.num_bags)
+
+
+def _require_ascending(offsets: NDArray[np.integer], num_ids: int) -> None:
+    if offsets[0] != 0 or offsets[-1] > num_ids or (np.diff(offsets) < 0).any():
+        raise MalformedBags(f"offsets must ascend from 0 to the number of ids, which is {num_ids}")
