@@ -1,6 +1,6 @@
 """FAE: mini-batches of hot samples alone, and of others alone, in turns.
 
-    hot      a sample whose rows are all pinned by a plan; `hot_samples` finds them in one pass
+    hot      a sample whose rows are all pinned by a plan; `HotPlan.find_hot_samples` finds them
     turn     a share of the cold mini-batches, the *rate*, then the same share of the hot ones
     swap     the end of a turn; the validation loss then decides how long the next turn is
 
@@ -17,17 +17,14 @@ functions of (seed, epoch).
 from __future__ import annotations
 
 import hashlib
-import json
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.files import appearing_whole
 from recsys._support.states import SavedState
 from recsys._support.untrusted import is_number, is_whole
 from recsys.datasets.loader import ResumableLoader, read_ahead
@@ -40,9 +37,8 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch, SampleSource
     from recsys.datasets.loader import BatchIterator
-    from recsys.embeddings.popularity.plan import HotPlan
 
-__all__ = ["FAE", "HotColdLoader", "ShuffleScheduler", "hot_samples"]
+__all__ = ["FAE", "HotColdLoader", "ShuffleScheduler"]
 
 _COLD, _HOT = 0, 1
 
@@ -401,44 +397,3 @@ _WHY_NOT_AHEAD = (
     "mini-batches come next; use schedule=Sequential() and no skip= that leaves samples out, or "
     "FAE(is_adaptive=False)"
 )
-
-
-def hot_samples(
-    plan: HotPlan, source: SampleSource, samples: range, folder: Path | str | None = None
-) -> NDArray[np.bool_]:
-    """Tell which samples are hot, by reading the file of an earlier call or by a pass over them.
-
-    Args:
-        plan: Says which rows are pinned; features of the source look up its tables.
-        source: Where samples come from.
-        samples: A contiguous range of samples.
-        folder: Where the file is kept, if it can be written; None keeps none.
-
-    Shape:
-        result (N,), one value for each sample.
-
-    Raises:
-        ConfigError, IdOutOfRange, ProfileError: as for `HotPlan.find_hot_samples`.
-    """
-    if folder is None:
-        return plan.find_hot_samples(source, samples)
-    file = Path(folder) / f"hot_samples-{_digest(plan, source, samples)}.npy"
-    if file.is_file():
-        return np.unpackbits(np.load(file), count=len(samples)).astype(np.bool_)
-    found = plan.find_hot_samples(source, samples)
-    # In a folder that cannot be written, or that another run writes to, the next run finds them.
-    with suppress(OSError), appearing_whole(file) as partly, partly.open("wb") as opened:
-        np.save(opened, np.packbits(found))
-    return found
-
-
-def _digest(plan: HotPlan, source: SampleSource, samples: range) -> str:
-    """A digest of everything that the result depends on."""
-    digest = hashlib.sha256()
-    features = plan.profile.features
-    about = [source.fingerprint, samples.start, samples.stop, plan.profile.table_sizes, features]
-    digest.update(json.dumps(about).encode())
-    for table in plan.tables:
-        digest.update(plan.pinned_rows(table).astype("<i8").tobytes())
-        digest.update(b"|")
-    return digest.hexdigest()[:16]

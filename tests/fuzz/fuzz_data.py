@@ -24,7 +24,6 @@ from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError
-from recsys.pipeline.fae import hot_samples
 from recsys.train.parts.tables import table_configs
 
 NUM_SAMPLES = 42
@@ -206,11 +205,6 @@ def attack_plan(folder, random):
     return use
 
 
-def make_hot(folder):
-    store = make_store(folder)
-    hot_samples(_plan_of(store), store, range(NUM_SAMPLES), folder / "store")
-
-
 def _plan_of(store):
     profile = PopularityProfile.count(store)
     tables = [
@@ -220,13 +214,6 @@ def _plan_of(store):
         for name, size in profile.table_sizes.items()
     ]
     return plan_hot_rows(profile, tables, "9KB", window_lookups=2)
-
-
-def attack_hot(folder, random):
-    [file] = (folder / "store").glob("hot_samples-*")
-    mutate_file(file, random, mutate_npy)
-    store = Store(folder / "store")
-    return partial(hot_samples, _plan_of(store), store, range(NUM_SAMPLES), folder / "store")
 
 
 def nothing(folder):
@@ -267,5 +254,4 @@ DATA = (
     ),
     Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile, is_bounded=False),
     Reader("plan", f"{_NPY}; JSON; bombs", make_plan, attack_plan, is_bounded=False),
-    Reader("list of hot samples", _NPY, make_hot, attack_hot, is_bounded=False),
 )

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import load_config
-from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.errors import BudgetTooSmall
 from recsys.pipeline import FAE as Constants  # noqa: N811  # its class
 from recsys.pipeline import HotColdLoader
@@ -77,19 +76,6 @@ def test_a_fixed_rate_asks_for_no_loss(small_config, tmp_path):
         "rate": 50.0,
         "num_swaps": 0,
     }
-
-
-@pytest.mark.outside_ci
-def test_which_samples_are_hot_is_kept_in_the_store(kaggle_10k, tmp_path):
-    store = tmp_path / "store"
-    prepare_criteo_kaggle([kaggle_10k], store, show_progress=False)
-    settings = [FAE[0], "budget=2MiB", "schedule.adaptive=false", "save_model=false"]
-    config = load_config(None, settings, data=str(store))
-
-    shares = [run(config, tmp_path / str(number))["schedule"] for number in range(2)]
-
-    assert shares[0] == shares[1]
-    assert len(list(store.glob("hot_samples-*.npy"))) == 1
 
 
 def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):

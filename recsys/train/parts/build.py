@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,6 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
-from recsys.pipeline.fae import hot_samples
 from recsys.pipeline.skip.paper import budget_beside_hot_rows
 from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.models import build_network, needs_rows
@@ -40,6 +38,7 @@ from recsys.train.parts.tables import tables_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -310,8 +309,7 @@ def build_loader(
             num_ranks=num_ranks,
         )
     assert plan is not None
-    folder = Path(config.data) if isinstance(source, Store) else None
-    is_hot = hot_samples(plan, source, source.splits["train"], folder)
+    is_hot = plan.find_hot_samples(source, source.splits["train"])
     if is_hot.all() or not is_hot.any():
         warnings.warn(
             f"schedule.name 'fae' has no effect: {'all' if is_hot.all() else 'no'} samples "

@@ -1,4 +1,4 @@
-"""Which samples are hot: against each sample's rows, one by one; kept beside the data."""
+"""Which samples are hot: against each sample's rows, one by one."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,8 @@ import pytest
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.popularity.counts import PopularityProfile
-from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.errors import ConfigError, ProfileError
-from recsys.pipeline.fae import hot_samples
 from recsys.train.parts.tables import table_configs
 
 PART = range(100, 600)
@@ -43,36 +42,6 @@ def test_a_sample_is_hot_if_all_of_its_rows_are(source):
 
     assert 0 < found.sum() < len(PART)
     assert found.tolist() == hot_one_by_one(plan, source).tolist()
-
-
-def test_what_was_found_is_read_from_its_file_the_next_time(source, tmp_path, monkeypatch):
-    plan = plan_of(source)
-    found = hot_samples(plan, source, PART, tmp_path)
-    [file] = tmp_path.iterdir()
-
-    monkeypatch.setattr(HotPlan, "find_hot_samples", None)
-
-    assert np.array_equal(hot_samples(plan, source, PART, tmp_path), found)
-    assert file.stat().st_size < len(PART)
-
-
-def test_another_plan_or_other_samples_have_a_file_of_their_own(source, tmp_path):
-    for plan, part in (
-        (plan_of(source), PART),
-        (plan_of(source, 2800), PART),
-        (plan_of(source), range(5, 90)),
-    ):
-        found = hot_samples(plan, source, part, tmp_path)
-        assert np.array_equal(found, plan.find_hot_samples(source, part))
-
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_folder_that_cannot_be_written_keeps_nothing(source, tmp_path):
-    found = hot_samples(plan_of(source), source, PART, tmp_path / "nowhere")
-
-    assert found.sum() > 0
-    assert not list(tmp_path.iterdir())
 
 
 def test_samples_and_features_that_are_not_there_are_named(source):
