@@ -41,14 +41,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.config_fields import flat
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads
 from recsys.config import (
     AblationKeys,
-    build_config,
+    TrainConfig,
     build_from_file,
     describe_config,
+    flat,
     put_key,
     replace,
 )
@@ -60,7 +60,6 @@ from recsys.train.trainer_process import train_in_own_process
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from recsys.config import TrainConfig
 
 __all__ = ["AblationConfig", "AblationKeys", "Cell", "ablate", "load_ablation"]
 
@@ -163,7 +162,7 @@ def _cell_config(
     try:
         for key, value in values.items():
             put_key(tree, key, value)
-        config = build_config(tree)
+        config = TrainConfig(**tree)
     except ConfigError as error:
         raise ConfigError(f"variation {name!r}: {error}") from None
     if not keys.target_auc:

@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.config_fields import flat
 from recsys._support.files import appearing_whole, as_argument
 from recsys._support.sizes import format_bytes
-from recsys.config import EvalConfig, TrainConfig, describe_config
+from recsys.config import EvalConfig, TrainConfig, describe_config, flat
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.run_files.curves import draw_run, draw_variations
 from recsys.train.run_files.run_folder import RunFolder, read_json

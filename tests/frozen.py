@@ -60,12 +60,9 @@ def _option(action):
 
 def config_keys():
     """Every configuration key: name, default and the values it accepts, one a line."""
-    from recsys._support.config_fields import walk_keys
-    from recsys.config import TrainConfig
+    from recsys.config import walk_keys
 
-    return "".join(
-        f"{key.name} = {_plain(key.default)} ({key.accepts})\n" for key in walk_keys(TrainConfig)
-    )
+    return "".join(f"{key.name} = {_plain(key.default)} ({key.accepts})\n" for key in walk_keys())
 
 
 def _plain(default):

@@ -5,10 +5,10 @@ from recsys.config import (
     OptimizerConfig,
     TrainConfig,
     describe_config,
-    describe_keys,
     load_config,
     replace,
     to_toml,
+    walk_keys,
 )
 from recsys.embeddings import Adagrad, Adam
 from recsys.errors import ConfigError
@@ -45,7 +45,7 @@ def test_the_bottom_mlp_ends_in_the_embedding_dim_unless_it_is_set():
     config = load_config(None, ["model.embedding_dim=32"])
 
     assert config.model.dense_arch == (512, 256, 64, 32)
-    defaults = {name: default for name, default, _ in describe_keys()}
+    defaults = {key.name: key.default for key in walk_keys()}
     assert defaults["model.dense_arch"] == "[512, 256, 64, embedding_dim]"
     assert defaults["optimizer.eps"] == "depends on name"
 
@@ -57,7 +57,9 @@ def test_the_bottom_mlp_ends_in_the_embedding_dim_unless_it_is_set():
         ["model.embedding_dim=32"],
         ["optimizer.name=adam"],
         ["model.table_dims.C3=8", "model.table_dims.C4=2", "model.pooling.C3=mean"],
-        ["skip.policy=drop_input", "skip.guard.every=1500", "skip.share=0.4"],
+        ["skip.drop_input.guard.every=1500", "skip.drop_input.share=0.4"],
+        ["skip=importance", "schedule=hotline"],
+        ["schedule.fae.rate=100", "budget=1MiB"],
         ["model.din.attention=[8]"],
         ["model.interaction=masked_transformer"],
         ["model.interaction.masked_transformer.kept=4"],
@@ -165,7 +167,7 @@ def test_an_error_of_the_settings_does_not_name_the_file(tmp_path):
 
 
 def test_every_key_is_described():
-    keys = {key: meaning for key, _, meaning in describe_keys()}
+    keys = {key.name: key.meaning for key in walk_keys()}
 
     assert "optimizer.lr" in keys
     assert "model.dense_arch" in keys
@@ -180,34 +182,6 @@ def test_tables_of_values_are_keys_of_their_own():
     assert config.model.table_dims == {"C3": 8, "C4": 2}
     assert config.model.dim_of("C3") == 8
     assert config.model.dim_of("C5") == 16
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind", "heads"),
-    [
-        ([], "dot", None),
-        (["model.interaction=masked_transformer"], "masked_transformer", 2),
-        (["model.interaction.masked_transformer.num_heads=4"], "masked_transformer", 4),
-        (
-            [
-                "model.interaction.masked_transformer.num_heads=4",
-                "model.interaction=masked_transformer",
-            ],
-            "masked_transformer",
-            4,
-        ),
-        (
-            ["model.interaction.masked_transformer.num_heads=4", "model.interaction=dot"],
-            "dot",
-            None,
-        ),
-    ],
-)
-def test_the_last_kind_wins_and_keeps_its_own_keys(settings, kind, heads):
-    interaction = load_config(None, settings).model.interaction
-
-    transformer = interaction.masked_transformer
-    assert (interaction.kind, transformer and transformer.num_heads) == (kind, heads)
 
 
 def test_a_table_of_constants_chooses_its_model():

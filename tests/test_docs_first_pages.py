@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recsys.cli import main
-from recsys.config import build_config, load_config, replace
+from recsys.config import TrainConfig, load_config, replace
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
         if "adagrad" in line
     )
 
-    assert build_config(tomllib.loads(recipe) | {"data": "store"}) == resident
+    assert TrainConfig(**tomllib.loads(recipe) | {"data": "store"}) == resident
     assert replace(resident, budget="8MiB") == budget
 
 
@@ -139,7 +139,7 @@ def test_the_page_about_files_reads_what_is_in_them(page, tmp_path, monkeypatch,
 
 
 def test_what_to_change_has_a_line_for_every_setting_that_the_report_names(page):
-    settings = {"schedule.name", "schedule.depth", "prefetch"}
+    settings = {"schedule", "schedule.lookahead.depth", "prefetch"}
     _, rows = page("budget.md").split("## What to change")
     lines = [line for line in rows.split("\n## ")[0].splitlines() if line.startswith("| ")]
 

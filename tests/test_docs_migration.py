@@ -9,7 +9,7 @@ import torch
 
 import recsys
 from recsys.cli.commands import build_parser
-from recsys.config import describe_keys, load_config
+from recsys.config import load_config, walk_keys
 from recsys.datasets import Store
 from recsys.datasets.splits import classic_splits
 
@@ -100,7 +100,7 @@ def test_the_recipe_that_is_spelled_out_is_the_default(page):
 
 
 def test_every_key_that_is_named_exists(page):
-    keys = {name for name, _, _ in describe_keys()}
+    keys = {key.name for key in walk_keys()}
     tables = {name.split(".")[0] for name in keys if "." in name}
     here = " ".join(line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| "))
     named = [each.partition("=")[0] for each in re.findall(r"`([a-z_.]+(?:=[^`]*)?)`", here)]

@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 
-from recsys._support.config_fields import Keys
+from recsys.config import Keys
 from recsys.errors import MissingDependency
 
 MODULES = (

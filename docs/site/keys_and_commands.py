@@ -8,10 +8,9 @@ import json
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from recsys._support.config_fields import walk_keys
 from recsys.cli.commands import build_parser
 from recsys.cli.help import GROUPS
-from recsys.config import TrainConfig
+from recsys.config import walk_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +43,7 @@ def keys_page() -> str:
         "file of `--config`, where a dot becomes a table. [Commands](../commands.md#configuration) "
         "explains the keys used most, and [ablations](../ablation.md) the table `[ablate]`.\n",
     ]
-    for group, keys in groupby(walk_keys(TrainConfig), lambda key: key.group):
+    for group, keys in groupby(walk_keys(), lambda key: key.group):
         name, _, meaning = group.partition(": ")
         parts.append(f"## {name}\n")
         parts += [f"{_sentence(meaning)}\n"] if meaning else []

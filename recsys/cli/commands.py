@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recsys._support.config_fields import format_keys
 from recsys._support.files import TOO_MUCH, require_files, require_place
 from recsys._support.sizes import counted
 from recsys._support.user_warnings import plain_warnings
@@ -23,7 +22,7 @@ from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
 from recsys.cli.output import INTERRUPTED, accept_any_text
 from recsys.cli.popularity import add_popularity_options
-from recsys.config import TrainConfig, load_config, read_tree
+from recsys.config import TrainConfig, format_keys, load_config, read_tree
 from recsys.datasets.store_writer import is_store
 from recsys.datasets.tabular.read import find_files
 from recsys.errors import ConfigError, RecsysError

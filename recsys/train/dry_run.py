@@ -91,7 +91,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> DryRun:
     tables, model = _size_tables(config, source, cold_folder(config, run_dir))
     if first_model is not None:
         first_model.require_fitting_model(model, INIT_FROM_NEEDS)
-    has_plan = bool(config.plan) or config.schedule.name == "fae"
+    has_plan = bool(config.plan) or config.schedule.fae is not None
     return DryRun(
         run_dir=run_dir,
         data=f"{config.data}: {source.num_samples:,} samples, {len(source.splits['train']):,} of "

@@ -19,7 +19,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm  # in a notebook, its own bar
 
-from recsys._support.config_fields import flat
 from recsys._support.files import alone_in, make_folders
 from recsys._support.machine import (
     describe_environment,
@@ -27,7 +26,7 @@ from recsys._support.machine import (
     set_num_threads,
     tune_allocator,
 )
-from recsys.config import RANKING_METRICS, TrainConfig, describe_config, replace
+from recsys.config import RANKING_METRICS, TrainConfig, describe_config, flat, replace
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
@@ -128,7 +127,7 @@ def train(
     if not isinstance(config, TrainConfig):
         raise TypeError(
             f"config must be a TrainConfig, got {type(config).__name__}; recsys.config has "
-            "build_config, which makes one of nested keys, and load_config, of a TOML file"
+            "load_config, which makes one of a TOML file and settings"
         )
     with ExitStack() as stack:
         stack.callback(_free_memory)  # last: the model is gone then

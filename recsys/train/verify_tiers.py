@@ -94,15 +94,15 @@ def verify_budgets(
         raise ConfigError(
             f"verify: embeddings must be 'recsys', got {config.embeddings!r}; leave it out"
         )
-    if config.schedule.name in _REORDERING:
+    if config.schedule.kind in _REORDERING:
         raise ConfigError(
-            f"verify compares runs to the last bit, and schedule.name {config.schedule.name!r} "
-            f"changes {_REORDERING[config.schedule.name]}; leave it out"
+            f"verify compares runs to the last bit, and schedule {config.schedule.kind!r} changes "
+            f"{_REORDERING[config.schedule.kind]}; leave it out"
         )
-    if config.skip.policy != "none":
+    if config.skip.kind != "none":
         raise ConfigError(
-            "verify compares runs that train on the same samples, and skip.policy "
-            f"{config.skip.policy!r} leaves some out; leave it out"
+            "verify compares runs that train on the same samples, and skip "
+            f"{config.skip.kind!r} leaves some out; leave it out"
         )
     set_num_threads(config.num_threads)
     source = open_source(config)

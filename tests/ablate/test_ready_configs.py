@@ -33,7 +33,11 @@ def ready(pytestconfig):
 
 def what_varies(config):
     return {
-        (cell.config.schedule.name, cell.config.schedule.depth, cell.config.budget)
+        (
+            cell.config.schedule.kind,
+            getattr(cell.config.schedule.lookahead, "depth", 0),
+            cell.config.budget,
+        )
         for cell in config.cells
     }
 
@@ -88,9 +92,9 @@ def test_hotline_is_beside_sequential_and_look_ahead_at_two_budgets(ready):
 
 def test_fae_varies_rate_and_budget_and_nothing_else(ready):
     found = {
-        (cell.config.schedule.rate, cell.config.budget)
+        (cell.config.schedule.fae.rate, cell.config.budget)
         for cell in ready("fae").cells
-        if cell.config.schedule.name == "fae"
+        if cell.config.schedule.kind == "fae"
     }
 
     assert found == {(1, "4MiB"), (50, "4MiB"), (100, "4MiB"), (50, "8MiB")}
@@ -99,15 +103,14 @@ def test_fae_varies_rate_and_budget_and_nothing_else(ready):
 def test_slipstream_asks_every_policy_for_the_same_shares_without_a_guard(ready):
     cells = [cell.config.skip for cell in ready("slipstream").cells]
 
-    assert {(skip.policy, skip.share) for skip in cells if skip.policy != "none"} == {
+    found = [(skip.kind, getattr(skip, skip.kind)) for skip in cells if skip.kind != "none"]
+    assert {(policy, keys.share) for policy, keys in found} == {
         (policy, share)
         for policy in ("drop_input", "importance", "random_drop")
         for share in (0.2, 0.4)
     }
     # random_drop and none have no guard to switch off.
-    assert {skip.guard.every for skip in cells if skip.policy in ("drop_input", "importance")} == {
-        0
-    }
+    assert {keys.guard.every for policy, keys in found if policy != "random_drop"} == {0}
 
 
 def test_parts_has_every_provider_every_depth_every_order_and_policies(ready):
@@ -116,11 +119,13 @@ def test_parts_has_every_provider_every_depth_every_order_and_policies(ready):
     assert {each.embeddings for each in cells} == {"torch", "recsys"}
     assert {each.precision for each in cells} == {"fp32", "bf16"}
     assert {each.budget for each in cells} == {"", "3MiB", "8MiB"}
-    assert {each.schedule.depth for each in cells if each.schedule.name == "lookahead"} == {1, 2, 4}
-    assert {each.schedule.name for each in cells} == {
+    assert {
+        each.schedule.lookahead.depth for each in cells if each.schedule.kind == "lookahead"
+    } == {1, 2, 4}
+    assert {each.schedule.kind for each in cells} == {
         *("", "sequential", "lookahead", "hotline", "fae"),
     }
-    assert {each.skip.policy for each in cells} == {
+    assert {each.skip.kind for each in cells} == {
         *("none", "drop_input", "freeze_rows", "subsample", "importance", "random_drop"),
     }
 
@@ -135,12 +140,14 @@ def test_the_plan_of_parts_can_be_taken_in(pytestconfig, tmp_path):
     assert (last.variation, last.config.plan) == ("8MiB-plan", "plan.npz")
 
 
-@pytest.mark.parametrize("typo", ["schedule.dept", "skipp.policy"])
+@pytest.mark.parametrize("typo", ["schedule.lookahead.dept", "skipp.drop_input"])
 def test_a_typo_in_a_variation_is_told_before_a_cell_is_trained(pytestconfig, tmp_path, typo):
     file = pytestconfig.rootpath / "examples" / "ablation" / "hotline.toml"
     text = file.read_text()
-    last = text.rindex("schedule.depth")
-    (tmp_path / "typo.toml").write_text(text[:last] + text[last:].replace("schedule.depth", typo))
+    last = text.rindex("schedule.lookahead.depth")
+    (tmp_path / "typo.toml").write_text(
+        text[:last] + text[last:].replace("schedule.lookahead.depth", typo)
+    )
 
     with pytest.raises(
         ConfigError, match=f"variation 'lookahead-16MiB': .*{typo.partition('.')[0]}"

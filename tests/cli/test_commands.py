@@ -17,7 +17,7 @@ import recsys
 from recsys.cli import commands, main
 from recsys.cli.commands import build_parser
 from recsys.cli.help import EXAMPLES, TRAIN_EXAMPLES
-from recsys.config import describe_keys, load_config
+from recsys.config import load_config, walk_keys
 from tests import forks
 
 
@@ -128,8 +128,8 @@ def test_help_lists_every_configuration_key(capsys):
 
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    for name, _, _ in describe_keys():
-        assert name in printed
+    for key in walk_keys():
+        assert key.same_as or key.name in printed
 
 
 def test_warnings_of_commands_show_no_source_code(tmp_path, small_settings, monkeypatch, capsys):

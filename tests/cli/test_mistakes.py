@@ -29,7 +29,7 @@ MISTAKES = {
     f"train {DATA} --dry-run --run full --resume": "--dry-run is for a new run",
     f"train {DATA} --set lr=1": "lr is not a key; did you mean",
     f"train {DATA} --set optimizer.name=foo": "optimizer.name must be 'sgd', 'adagrad'",
-    f"train {DATA} --set skip.policy=drop_input --set skip.guard.every=50": "every must be",
+    f"train {DATA} --set skip.drop_input.guard.every=50": "every must be",
     f"train {DATA} --set budget=much": "budget must be",
     f"train {DATA} --config nosuch.toml": "nosuch.toml cannot be read",
     f"train {DATA} --config bad.toml": "bad.toml: optimizr is not a key; did you mean",

@@ -237,7 +237,9 @@ def has_a_bad_number(rank, world, run):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         patch.setattr(SyntheticCriteo, "read", reads)
-        error = error_of(lambda: run_training(run, ["eval.every_steps=999", "schedule.depth=2"]))
+        error = error_of(
+            lambda: run_training(run, ["eval.every_steps=999", "schedule.lookahead.depth=2"])
+        )
     dist.barrier()
     record = json.loads((Path(run) / "run.json").read_text())
     return {

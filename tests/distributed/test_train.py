@@ -132,7 +132,7 @@ def test_ranks_rank_items_as_one_process_does(ranks, tmp_path):
 
 @pytest.mark.outside_ci
 def test_ranks_look_ahead_as_far_as_each_has_room(ranks, tmp_path, whole):
-    settings = ["budget=30KiB", "schedule.depth=3", "epochs=2"]
+    settings = ["budget=30KiB", "schedule.lookahead.depth=3", "epochs=2"]
     found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
 
     require_equal(whole, tmp_path / "run")
@@ -434,9 +434,9 @@ def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
-        ("schedule.name=hotline", "schedule.name must be one of .* got 'hotline'"),
-        ("schedule.name=fae", "schedule.name must be one of .* got 'fae'"),
-        ("schedule.name=auto", "schedule.name must be one of .* got 'auto'"),
+        ("schedule=hotline", "schedule must be one of .* got 'hotline'"),
+        ("schedule=fae", "schedule must be one of .* got 'fae'"),
+        ("schedule=auto", "schedule must be one of .* got 'auto'"),
         ("init_from=run", "init_from must be '' on 2 processes, got 'run'"),
     ],
 )

@@ -17,7 +17,7 @@ from fuzz_mutations import (
 )
 
 from recsys.ablate import ablate, load_ablation
-from recsys.config import build_config, describe_keys, load_config, to_toml
+from recsys.config import TrainConfig, load_config, to_toml, walk_keys
 from recsys.errors import ConfigError
 from recsys.report import write_report
 from recsys.train.exports.export import FORMATS, export_run
@@ -44,7 +44,7 @@ eval_every_samples = 64
 name = "sgd"
 optimizer.lr = 0.1
 [ablate.grid]
-schedule.name = ["", "sequential"]
+schedule = ["", "sequential"]
 """
 
 
@@ -170,14 +170,14 @@ def attack_ablation_toml(folder, random):
 
 
 def attack_settings(folder, random):
-    key = random.choice([key for key, _, _ in describe_keys()] + ["", "a" + ".a" * 5000, ".", "x"])
+    key = random.choice([key.name for key in walk_keys()] + ["", "a" + ".a" * 5000, ".", "x"])
     value = hostile_value(random)
     texts = [str(value) if value != 10**400 else "9" * 4500, "[" * 9000, "1\nx=2", "1979-99-99"]
     if random.random() < 0.3:
         tree = value if isinstance(value, dict) else {}
         for part in reversed(key.split(".")[:20]):
             tree = {part: tree or value}
-        return partial(build_config, tree)
+        return partial(TrainConfig, **tree)
     setting = f"{key}={random.choice([*texts, *TEXTS])}"
     return partial(load_config, None, [setting if random.random() < 0.9 else key])
 

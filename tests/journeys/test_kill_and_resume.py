@@ -26,9 +26,9 @@ TRAIN = ("train", "synthetic:criteo-kaggle", *RECIPE)
 SAME = [[], [], [], []]
 OTHERS = [
     [],
-    ["budget=40KiB", "schedule.name=lookahead"],
-    ["budget=30KiB", "cold_tier=file", "schedule.name=sequential"],
-    ["budget=", "cold_tier=host", "schedule.name="],
+    ["budget=40KiB", "schedule=lookahead"],
+    ["budget=30KiB", "cold_tier=file", "schedule=sequential"],
+    ["budget=", "cold_tier=host", "schedule="],
 ]
 
 

@@ -61,7 +61,7 @@ def train_in_both_ways(folder, data, *settings, budget):
     """Every row resident, and on a budget; returns the run."""
     run, tiered = folder / "run", folder / "tiered"
     recsys("train", data, "--run", run, *options(*settings))
-    hot = (f"budget={budget}", "schedule.name=sequential")
+    hot = (f"budget={budget}", "schedule=sequential")
     recsys("train", data, "--run", tiered, *options(*settings, *hot))
     require_equal(tiered, run)
     return run

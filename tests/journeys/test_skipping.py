@@ -7,17 +7,18 @@ from tests.journeys.journey import SMALL, auc_of, clicks, options, record_of, re
 
 SAMPLES = ("synthetic.num_samples=2000", "synthetic.table_sizes=[9, 7, 1, 12]")
 RECIPE = (*SMALL, *SAMPLES, "batch_size=32", "epochs=4")
-STALE = ("skip.staleness.window=34", "skip.staleness.min_updates=2")
-NO_GUARD = ("skip.guard.every=0",)
+STALE = ("share=0.4", "staleness.window=34", "staleness.min_updates=2")
+NO_GUARD = ("guard.every=0",)
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """Trains with more settings; returns the run."""
 
-    def run(*settings):
+    def run(policy="", *keys, more=()):
         folder = tmp_path_factory.mktemp("skipping") / "run"
-        recsys("train", "synthetic:criteo-kaggle", "--run", folder, *options(*RECIPE, *settings))
+        settings = (*RECIPE, *more, *(f"skip.{policy}.{key}" for key in keys))
+        recsys("train", "synthetic:criteo-kaggle", "--run", folder, *options(*settings))
         return folder
 
     return run
@@ -30,7 +31,7 @@ def whole(train):
 
 
 def test_the_second_control_leaves_out_as_many_random_samples_as_it_should(train, whole):
-    skipped = record_of(train("skip.policy=random_drop", "skip.share=0.25"))["skipped"]
+    skipped = record_of(train("random_drop", "share=0.25"))["skipped"]
 
     assert record_of(whole)["skipped"] is None
     assert skipped["num_seen"] == record_of(whole)["throughput"]["num_samples"]
@@ -38,15 +39,15 @@ def test_the_second_control_leaves_out_as_many_random_samples_as_it_should(train
 
 
 def test_observing_changes_no_bit(train, whole):
-    require_equal(train("skip.policy=observe", "skip.share=0.4", *STALE), whole)
+    require_equal(train("observe", *STALE), whole)
 
 
 @pytest.mark.parametrize(
     ("policy", "settings"),
-    [("drop_input", STALE), ("subsample", STALE), ("importance", ("skip.importance.warm_up=0",))],
+    [("drop_input", STALE), ("subsample", STALE), ("importance", ("share=0.4", "warm_up=0"))],
 )
 def test_a_policy_leaves_out_samples_and_still_learns(train, whole, policy, settings):
-    run = train(f"skip.policy={policy}", "skip.share=0.4", *settings, *NO_GUARD)
+    run = train(policy, *settings, *NO_GUARD)
     skipped = record_of(run)["skipped"]
 
     assert 0 < skipped["num_skipped"] <= 0.45 * skipped["num_seen"]
@@ -54,7 +55,7 @@ def test_a_policy_leaves_out_samples_and_still_learns(train, whole, policy, sett
 
 
 def test_frozen_rows_are_trained_on_and_not_updated(train, whole):
-    run = train("skip.policy=freeze_rows", "skip.share=0.4", *STALE, *NO_GUARD)
+    run = train("freeze_rows", *STALE, *NO_GUARD)
 
     assert record_of(run)["skipped"]["num_skipped"] == 0
     assert auc_of(run) > auc_of(whole) - 0.1
@@ -63,11 +64,11 @@ def test_frozen_rows_are_trained_on_and_not_updated(train, whole):
 
 
 def test_the_published_policy_leaves_out_stale_samples_of_popular_rows(train):
-    schedule = ("schedule.name=fae", "schedule.rate=100", "schedule.adaptive=false")
-    constants = ("skip.paper.first_snapshot=8", "skip.paper.window_share=0.1")
-    sample = ("skip.paper.sample_share=0.5", "skip.paper.highest_threshold=1.0")
+    schedule = ("schedule.fae.rate=100", "schedule.fae.adaptive=false")
+    constants = ("first_snapshot=8", "window_share=0.1")
+    sample = ("sample_share=0.5", "highest_threshold=1.0")
     tables = ("synthetic.table_sizes=[9, 7, 1, 900]", "budget=24KiB")
-    run = train("skip.policy=paper", *schedule, *constants, *sample, *tables)
+    run = train("paper", *constants, *sample, more=(*schedule, *tables))
 
     skipped = record_of(run)["skipped"]
     assert 0 < skipped["num_skipped"] < skipped["num_seen"]
@@ -86,8 +87,8 @@ def test_the_guard_steps_in_if_quality_falls(tmp_path, turns):
     (tmp_path / "schema.toml").write_text(recsys("inspect", file))
     recsys("prepare", "table", file, "--schema", tmp_path / "schema.toml", "--out", store)
 
-    settings = (*SMALL, "batch_size=8", "shuffle=false", "skip.policy=importance")
-    guard = ("skip.importance.warm_up=0", "skip.guard.every=46", "skip.guard.steps=14")
+    settings = (*SMALL, "batch_size=8", "shuffle=false", "skip.importance.warm_up=0")
+    guard = ("skip.importance.guard.every=46", "skip.importance.guard.steps=14")
     recsys("train", store, "--run", run, *options(*settings, *guard))
 
     assert bool(record_of(run)["skipped"]["guard"]["decisions"]) == turns

@@ -114,7 +114,7 @@ REFUSALS = [
     ("hotline with a depth", lambda: Hotline(depth=2), TypeError, "depth"),
     (
         "hotline with a depth, by its key",
-        lambda: load_config(None, ["schedule.name=hotline", "schedule.depth=2"], data="store"),
+        lambda: load_config(None, ["schedule.hotline.depth=2"], data="store"),
         ConfigError,
         "depth",
     ),

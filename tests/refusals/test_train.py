@@ -13,7 +13,7 @@ from recsys.train.parts.build import open_source
 from recsys.train.verify_tiers import verify_budgets
 
 NOTES = Callback()
-FAE = ("schedule.name=fae", "budget='5000'", "batch_size=16", "num_threads=1")
+FAE = ("schedule=fae", "budget='5000'", "batch_size=16", "num_threads=1")
 ZEROS, LABELS = np.zeros(4, np.float32), np.array([0, 1, 0, 1])
 
 
@@ -126,13 +126,13 @@ REFUSALS = [
     ),
     (
         "two orders",
-        lambda config, _: config("shuffle=false", "schedule.name=fae", "budget=1MiB"),
+        lambda config, _: config("shuffle=false", "schedule=fae", "budget=1MiB"),
         ConfigError,
         "shuffle",
     ),
     (
         "fae without a budget",
-        lambda config, folder: run(config("schedule.name=fae"), folder),
+        lambda config, folder: run(config("schedule=fae"), folder),
         ConfigError,
         "budget",
     ),
@@ -144,9 +144,9 @@ REFUSALS = [
     ),
     (
         "fae of 200 %",
-        lambda config, folder: run(config(*FAE, "schedule.rate=200"), folder),
+        lambda config, folder: run(config(*FAE, "schedule.fae.rate=200"), folder),
         ConfigError,
-        "schedule.rate",
+        "schedule.fae.rate",
     ),
     (
         "verify fae",
@@ -168,15 +168,15 @@ REFUSALS = [
     ),
     (
         "verify hotline",
-        lambda config, _: verify_budgets(config("schedule.name=hotline")),
+        lambda config, _: verify_budgets(config("schedule=hotline")),
         ConfigError,
         "'hotline'",
     ),
     (
         "verify what skips",
-        lambda config, _: verify_budgets(config("skip.policy=random_drop")),
+        lambda config, _: verify_budgets(config("skip=random_drop")),
         ConfigError,
-        "skip.policy",
+        "random_drop",
     ),
     (
         "other synthetic data",

@@ -69,11 +69,11 @@ RUNS = [
 def arguments(folder: Path, tier: str, schedule: str, depth: int, num_samples: int) -> list[str]:
     settings: dict[str, Any] = SETTINGS | {"synthetic.num_samples": num_samples}
     if tier != "resident":
-        settings |= {"budget": BUDGET, "cold_tier": tier, "schedule.name": schedule}
+        settings |= {"budget": BUDGET, "cold_tier": tier, "schedule": schedule}
         if depth:
-            settings["schedule.depth"] = depth
+            settings["schedule.lookahead.depth"] = depth
         if schedule == "hotline":
-            settings["schedule.learning_share"] = 0.05
+            settings["schedule.hotline.learning_share"] = 0.05
         if schedule in ("hotline", "auto"):
             # Adagrad divides a first gradient by its own size. So one near zero moves a number by
             # the whole rate, up or down as floats are summed, and such runs may part.

@@ -97,15 +97,15 @@ def draw_run(seed: int, num_ranks: int = 1) -> RandomRun:
         settings += ["early_stopping.patience=1"] * (draw.random() < 0.4)
     schedule = [f"cold_tier={draw.choice(['host', 'host', 'file'])}"]
     name = draw.choice(_SCHEDULES_OF_ONE if is_one else _SCHEDULES)
-    schedule += [f"schedule.name={name}"]
+    schedule += [f"schedule={name}"]
     if name == "lookahead":
-        schedule += [f"schedule.depth={draw.randint(1, 5)}"]
+        schedule += [f"schedule.lookahead.depth={draw.randint(1, 5)}"]
     if name == "fae":
-        schedule += [f"schedule.rate={draw.choice([10, 20, 50])}"]
-        schedule += [f"schedule.adaptive={draw.choice(['true', 'false'])}"]
+        schedule += [f"schedule.fae.rate={draw.choice([10, 20, 50])}"]
+        schedule += [f"schedule.fae.adaptive={draw.choice(['true', 'false'])}"]
     else:
         settings += [f"shuffle={draw.choice(['true', 'true', 'false'])}"]
-        settings += ["schedule.permute_within_batch=true"] * (draw.random() < 0.2)
+        settings += ["permutation_seed=1"] * (draw.random() < 0.2)
         settings += _draw_skipping(draw) if is_one else []
     changes_order = name in ("hotline", "fae")
     return RandomRun(features, num_samples, tuple(settings), tuple(schedule), changes_order)
@@ -123,19 +123,22 @@ def _draw_skipping(draw: random.Random) -> list[str]:
     policy = draw.choice(["none"] * 4 + [*_JUDGE_ROWS, "importance", "random_drop"])
     if policy == "none":
         return []
-    settings = [f"skip.policy={policy}"]
+    settings = [f"skip={policy}"]
     has_guard = policy in _HAVE_GUARDS and draw.random() < 0.5
     if has_guard:
-        settings += [f"skip.guard.every={draw.choice([45, 60])}", "skip.guard.steps=10"]
+        settings += [
+            f"skip.{policy}.guard.every={draw.choice([45, 60])}",
+            f"skip.{policy}.guard.steps=10",
+        ]
     elif policy in _HAVE_GUARDS:
-        settings += ["skip.guard.every=0"]
+        settings += [f"skip.{policy}.guard.every=0"]
     if policy in _JUDGE_ROWS:
-        settings += [f"skip.staleness.max_rows={draw.choice([40, 200])}"]
-        settings += [f"skip.staleness.window={draw.choice([33, 40])}"]
-        settings += ["skip.staleness.min_updates=1", "skip.staleness.patience=1"]
-        settings += [f"skip.share={draw.choice([0.1, 0.3, 0.5])}"]
+        settings += [f"skip.{policy}.staleness.max_rows={draw.choice([40, 200])}"]
+        settings += [f"skip.{policy}.staleness.window={draw.choice([33, 40])}"]
+        settings += [f"skip.{policy}.staleness.{key}=1" for key in ("min_updates", "patience")]
+        settings += [f"skip.{policy}.share={draw.choice([0.1, 0.3, 0.5])}"]
     if policy == "importance":
         settings += ["skip.importance.warm_up=5"]
     if policy == "random_drop" and draw.random() < 0.3:
-        settings += ["skip.refill=false"]
+        settings += ["skip.random_drop.refill=false"]
     return settings

@@ -118,18 +118,18 @@ def require_same_run(config, found, expected, *, has_checkpoints=True):
 
 CASES = {
     "resident": (),
-    "sequential": (*TIERED, "schedule.name=sequential"),
-    "lookahead": (*TIERED, "schedule.depth=4"),
+    "sequential": (*TIERED, "schedule=sequential"),
+    "lookahead": (*TIERED, "schedule.lookahead.depth=4"),
     "file": (*TIERED, "cold_tier=file"),
     "rates": ("lr_schedule.warmup_steps=9", "lr_schedule.decay=cosine", "eval.every_steps=5"),
     "adam": (*TIERED, "optimizer.name=adam", "optimizer.lr=0.01"),
     "rowwise": (*TIERED, "optimizer.name=rowwise_adagrad"),
-    "permuted": ("schedule.permute_within_batch=true", "seed=3"),
+    "permuted": ("permutation_seed=1", "seed=3"),
     "torch": ("embeddings=torch",),
-    "auto": (*TIERED, "batch_size=32", "schedule.name=auto"),
-    "fae": ("schedule.name=fae", "budget=20KiB", "batch_size=64", "schedule.rate=20"),
+    "auto": (*TIERED, "batch_size=32", "schedule=auto"),
+    "fae": ("schedule=fae", "budget=20KiB", "batch_size=64", "schedule.fae.rate=20"),
     "fae at a fixed rate": (
-        *("schedule.name=fae", "budget=20KiB", "batch_size=64"),
-        "schedule.adaptive=false",
+        *("schedule=fae", "budget=20KiB", "batch_size=64"),
+        "schedule.fae.adaptive=false",
     ),
 }

@@ -63,14 +63,14 @@ def test_the_figures_are_those_of_the_run(small_config, tmp_path, optimizer, col
     assert told.tables.everything_bytes == needs.everything
 
 
+@pytest.mark.filterwarnings("ignore:staleness")
 @pytest.mark.parametrize(
     "settings",
     [
-        ["schedule.name=fae", "budget=30KiB"],
+        ["schedule=fae", "budget=30KiB"],
         [
-            "skip.policy=observe",
-            "skip.staleness.window=33",
-            "skip.staleness.max_rows=20",
+            "skip.observe.staleness.window=33",
+            "skip.observe.staleness.max_rows=20",
             "batch_size=8",
             "budget=60KiB",
             "cold_tier=file",

@@ -25,7 +25,7 @@ from tests.train.resumed_runs import (
 )
 
 DATA = "synthetic:criteo-kaggle"
-TIERED = ("budget=40KiB", "schedule.name=sequential")
+TIERED = ("budget=40KiB", "schedule=sequential")
 STILL = ("optimizer.name=sgd", "optimizer.lr=0", "epochs=1", "seed=5")
 
 

@@ -102,7 +102,7 @@ def test_every_parameter_learns(settings, table_store):
 @pytest.mark.parametrize("name", ["din", "tbsm", "dcn_v2", "masked_transformer"])
 @pytest.mark.parametrize("schedule", ["sequential", "lookahead"])
 def test_every_budget_gives_the_same_bits(table_store, name, schedule):
-    settings = [*SMALL, *MODELS[name], f"schedule.name={schedule}"]
+    settings = [*SMALL, *MODELS[name], f"schedule={schedule}"]
     config = load_config(None, settings, data=str(table_store()))
 
     found = verify_budgets(config, ["floor", "half", "everything"])
@@ -111,25 +111,23 @@ def test_every_budget_gives_the_same_bits(table_store, name, schedule):
     assert found[0].tiers is not None
 
 
-@pytest.mark.in_ci("hotline-din", "observe-din", "fae-tbsm", "importance-din")
+@pytest.mark.in_ci("hotline-din", "observe.staleness.window=33-din", "fae-tbsm")
 @pytest.mark.parametrize("name", ["din", "tbsm"])
 @pytest.mark.parametrize(
     "more",
     [
-        ("schedule.name=hotline", "budget=12KiB"),
-        ("schedule.name=fae", "budget=12KiB"),
+        ("schedule=hotline", "budget=12KiB"),
+        ("schedule=fae", "budget=12KiB"),
         (
-            "skip.policy=observe",
-            "skip.staleness.window=33",
-            "skip.staleness.patience=1",
+            "skip.observe.staleness.window=33",
+            "skip.observe.staleness.patience=1",
             "epochs=3",
         ),
-        ("skip.policy=random_drop", "skip.share=0.3"),
+        ("skip.random_drop.share=0.3",),
         (
-            "skip.policy=importance",
-            "skip.share=0.3",
+            "skip.importance.share=0.3",
             "skip.importance.warm_up=10",
-            "skip.guard.every=0",
+            "skip.importance.guard.every=0",
         ),
     ],
     ids=lambda more: more[0],

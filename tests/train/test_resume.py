@@ -48,8 +48,8 @@ CHANGES = {
     "a budget": (("batch_size=64",), ("budget=24KiB",)),
     "rows in files": (TIERED, ("cold_tier=file",)),
     "rows in memory": ((*TIERED, "cold_tier=file"), ("cold_tier=host",)),
-    "another schedule": (TIERED, ("schedule.name=sequential",)),
-    "another depth": (TIERED, ("schedule.depth=4",)),
+    "another schedule": (TIERED, ("schedule=sequential",)),
+    "another depth": (TIERED, ("schedule.lookahead.depth=4",)),
     "checkpoints by time": (TIERED, ("checkpoint.every_seconds=0.02", "checkpoint.every_steps=0")),
 }
 
@@ -104,7 +104,7 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
 
 @pytest.mark.outside_ci
 def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):
-    settings = (*TIERED, "schedule.name=hotline", "schedule.learning_share=0.1")
+    settings = (*TIERED, "schedule=hotline", "schedule.hotline.learning_share=0.1")
     config = small_config(*SETTINGS, *settings, *LONG)
     whole = run(config, tmp_path / "whole")
 
@@ -163,12 +163,14 @@ def test_a_resumed_run_keeps_the_number_of_threads_that_was_chosen_for_it(
 @pytest.mark.in_ci("as it was")
 @pytest.mark.parametrize(
     "changed",
-    [(), ("schedule.name=sequential",), ("schedule.name=hotline",)],
+    [(), ("schedule=sequential",), ("schedule=hotline",)],
     ids=["as it was", "sequential", "hotline"],
 )
 def test_mini_batches_that_waited_at_a_stop_count_once(small_config, tmp_path, stop_at, changed):
-    config = small_config(*SETTINGS, *TIERED, "schedule.depth=3", "checkpoint.every_steps=1")
-    other = small_config(*SETTINGS, *TIERED, *(changed or ["schedule.depth=3"]))
+    config = small_config(
+        *SETTINGS, *TIERED, "schedule.lookahead.depth=3", "checkpoint.every_steps=1"
+    )
+    other = small_config(*SETTINGS, *TIERED, *(changed or ["schedule.lookahead.depth=3"]))
     whole = run(config, tmp_path / "whole")
 
     stops = [(5, None), (6, None), (13, signal.SIGINT)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys.config import EarlyStoppingConfig, ScheduleConfig, replace
+from recsys.config import EarlyStoppingConfig, Keys, ScheduleConfig, replace
 from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.errors import (
     AlreadyExists,
@@ -145,7 +145,7 @@ def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, st
 FAE = CASES["fae"]
 
 
-@pytest.mark.in_ci("batch_size=32", "epochs=1", "schedule.name=fae")
+@pytest.mark.in_ci("batch_size=32", "epochs=1", "schedule=fae")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -154,10 +154,10 @@ FAE = CASES["fae"]
         ((), ("optimizer.lr=0.2",)),
         ((), ("model.over_arch=[4, 1]",)),
         ((), ("lr_schedule.warmup_steps=3",)),
-        ((), ("schedule.permute_within_batch=true",)),
+        ((), ("permutation_seed=1",)),
         ((), ("synthetic.seed=2",)),
         ((), ("epochs=1",)),
-        ((), ("schedule.name=fae",)),
+        ((), ("schedule=fae",)),
         ((), ("model.pooling.cat_1=mean",)),
         (("model.pooling.cat_1=mean",), ()),
         (FAE, (*FAE, "budget=24KiB")),
@@ -407,7 +407,9 @@ def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, t
 
 
 def test_the_stored_configuration_is_the_base_and_settings_change_it(small_config, tmp_path):
-    config = small_config("budget=1MiB", "cold_tier=file", "cold_path=rows", "schedule.depth=4")
+    config = small_config(
+        "budget=1MiB", "cold_tier=file", "cold_path=rows", "schedule.lookahead.depth=4"
+    )
     RunFolder.create(tmp_path / "run", config)
     (tmp_path / "more.toml").write_text("[checkpoint]\nevery_steps = 7\n")
 
@@ -416,7 +418,7 @@ def test_the_stored_configuration_is_the_base_and_settings_change_it(small_confi
 
     assert resumed() == config
     assert resumed(file=tmp_path / "more.toml").checkpoint.every_steps == 7
-    assert resumed("schedule.name=sequential").schedule == ScheduleConfig(name="sequential")
+    assert resumed("schedule=sequential").schedule == ScheduleConfig(sequential=Keys())
     assert resumed("cold_tier=host") == replace(config, cold_tier="host", cold_path="")
     assert resumed("epochs=3", data="elsewhere") == replace(config, epochs=3, data="elsewhere")
     stopping = ("patience=2", "metric=logloss", "min_delta=0.5")

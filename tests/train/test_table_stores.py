@@ -165,38 +165,31 @@ def test_the_floor_is_the_least_that_bags_and_shared_tables_need(small_config, t
 
 
 STALENESS = (
-    "skip.share=0.3",
-    "skip.staleness.window=34",
-    "skip.staleness.min_updates=2",
-    "skip.staleness.patience=1",
-    "skip.staleness.count_every=1",
-    "epochs=4",
+    "share=0.3",
+    "staleness.window=34",
+    "staleness.min_updates=2",
+    "staleness.patience=1",
+    "staleness.count_every=1",
 )
 PAPER = (
     "budget=8KiB",
     "batch_size=8",
-    "schedule.name=fae",
-    "schedule.rate=100",
-    "schedule.adaptive=false",
-    "skip.policy=paper",
+    "schedule=fae",
+    "schedule.fae.rate=100",
+    "schedule.fae.adaptive=false",
     "skip.paper.first_snapshot=2",
     "skip.paper.window_share=0.3",
     "skip.paper.sample_share=0.3",
 )
 RUNS = {
     "resident": (),
-    "look ahead": ("budget=6KiB", "schedule.name=lookahead"),
+    "look ahead": ("budget=6KiB", "schedule=lookahead"),
     "files": ("budget=6KiB", "cold_tier=file"),
-    "hotline": ("budget=6KiB", "schedule.name=hotline"),
-    "fae": ("budget=6KiB", "schedule.name=fae"),
-    "subsample": ("skip.policy=subsample", *STALENESS),
-    "freeze_rows": ("skip.policy=freeze_rows", *STALENESS),
-    "importance": (
-        "skip.policy=importance",
-        "skip.share=0.4",
-        "skip.importance.warm_up=0",
-        "epochs=4",
-    ),
+    "hotline": ("budget=6KiB", "schedule=hotline"),
+    "fae": ("budget=6KiB", "schedule=fae"),
+    "subsample": ("epochs=4", *(f"skip.subsample.{key}" for key in STALENESS)),
+    "freeze_rows": ("epochs=4", *(f"skip.freeze_rows.{key}" for key in STALENESS)),
+    "importance": ("epochs=4", "skip.importance.share=0.4", "skip.importance.warm_up=0"),
     "paper": PAPER,
 }
 
@@ -216,7 +209,7 @@ def test_saved_models_evaluate_as_they_did_at_the_end(
     assert record["status"] == "finished"
     found = evaluate_run(tmp_path / "run")["test"].as_dict()
     assert found == record["metrics"]["test"]
-    if config.skip.policy in ("subsample", "freeze_rows", "importance"):
+    if config.skip.kind in ("subsample", "freeze_rows", "importance"):
         skipped = record["skipped"]
         assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
 

@@ -69,9 +69,7 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     tables = "synthetic.table_sizes=[900, 700, 1, 800]"
     resident = run(small_config(tables), tmp_path / "resident")
 
-    tiered = run(
-        small_config(tables, "budget=20KiB", "schedule.name=lookahead"), tmp_path / "tiered"
-    )
+    tiered = run(small_config(tables, "budget=20KiB", "schedule=lookahead"), tmp_path / "tiered")
 
     assert resident["tiers"] is None
     assert tiered["metrics"] == resident["metrics"]
@@ -100,9 +98,9 @@ def test_hotline_splits_mini_batches_and_tells_of_it(small_config, tmp_path):
         run(small_config(*settings, *schedule), tmp_path / str(number))
         for number, schedule in enumerate(
             [
-                ["schedule.name=sequential"],
-                ["schedule.name=hotline", "schedule.learning_share=0.1"],
-                ["schedule.name=sequential", "schedule.permute_within_batch=true"],
+                ["schedule=sequential"],
+                ["schedule=hotline", "schedule.hotline.learning_share=0.1"],
+                ["schedule=sequential", "permutation_seed=1"],
             ]
         )
     )
@@ -122,15 +120,17 @@ def test_hotline_splits_mini_batches_and_tells_of_it(small_config, tmp_path):
 def test_auto_chooses_and_tells_what_a_later_run_needs_to_repeat_it(small_config, tmp_path):
     settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=4"]
     settings += ["synthetic.num_samples=1200"]
-    plain = run(small_config(*settings, "schedule.name=sequential"), tmp_path / "plain")
-    auto = run(small_config(*settings, "schedule.name=auto"), tmp_path / "auto")
+    plain = run(small_config(*settings, "schedule=sequential"), tmp_path / "plain")
+    auto = run(small_config(*settings, "schedule=auto"), tmp_path / "auto")
 
     told = auto["schedule"]
     assert told["name"] == "auto"
     assert [each["name"] for each in told["measured"]] == ["sequential", "lookahead", "lookahead"]
     assert all(each["step_ms"] > 0 for each in told["measured"])
     assert auto["metrics"] == plain["metrics"]
-    again = [f"schedule.{name}={value}" for name, value in told["chosen"].items()]
+    chosen = told["chosen"]
+    again = [f"schedule={chosen['name']}"]
+    again += [f"schedule.lookahead.depth={chosen.get('depth')}"] * ("depth" in chosen)
     assert run(small_config(*settings, *again), tmp_path / "again")["metrics"] == plain["metrics"]
 
 
@@ -142,7 +142,7 @@ def test_a_schedule_changes_when_rows_come_and_no_number(small_config, tmp_path,
     records = [
         run(small_config(*settings, *schedule), tmp_path / str(number))
         for number, schedule in enumerate(
-            [["schedule.name=sequential"], ["schedule.depth=4"], ["schedule.name=lookahead"]]
+            [["schedule=sequential"], ["schedule.lookahead.depth=4"], ["schedule=lookahead"]]
         )
     ]
 

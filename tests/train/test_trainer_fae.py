@@ -15,7 +15,7 @@ from recsys.pipeline.fae import ShuffleScheduler
 from recsys.train.parts.build import build_loader, build_model, choose_plan, open_source
 from recsys.train.trainer import train
 
-FAE = ("schedule.name=fae", "budget='5000'", "batch_size=16", "num_threads=1")
+FAE = ("schedule=fae", "budget='5000'", "batch_size=16", "num_threads=1")
 
 
 def run(config, folder):
@@ -25,7 +25,12 @@ def run(config, folder):
 @pytest.mark.in_ci("adagrad")
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_a_run_is_a_plain_one_over_the_samples_in_its_order(small_config, tmp_path, optimizer):
-    settings = [*FAE, f"optimizer.name={optimizer}", "schedule.adaptive=false", "schedule.rate=20"]
+    settings = [
+        *FAE,
+        f"optimizer.name={optimizer}",
+        "schedule.fae.adaptive=false",
+        "schedule.fae.rate=20",
+    ]
     config = small_config(*settings, "epochs=2", "budget='6000'")
     record = run(config, tmp_path / "fae")
     plain = small_config(f"optimizer.name={optimizer}", "batch_size=16", "num_threads=1")
@@ -50,7 +55,7 @@ def test_a_run_is_a_plain_one_over_the_samples_in_its_order(small_config, tmp_pa
 
 
 def test_the_validation_loss_steers_the_rate(small_config, tmp_path, monkeypatch):
-    settings = [*FAE, "schedule.rate=8", "schedule.patience=1"]
+    settings = [*FAE, "schedule.fae.rate=8", "schedule.fae.patience=1"]
     losses = []
     observe = HotColdLoader.observe
     monkeypatch.setattr(
@@ -68,7 +73,7 @@ def test_the_validation_loss_steers_the_rate(small_config, tmp_path, monkeypatch
 
 
 def test_a_fixed_rate_asks_for_no_loss(small_config, tmp_path):
-    record = run(small_config(*FAE, "schedule.adaptive=false"), tmp_path / "run")
+    record = run(small_config(*FAE, "schedule.fae.adaptive=false"), tmp_path / "run")
 
     assert record["schedule"] | {"hot_sample_share": None} == {
         "name": "fae",
@@ -88,7 +93,7 @@ def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
 
 
 def test_the_least_budget_for_histories_holds_their_rows(table_store, tmp_path):
-    settings = ["schedule.name=fae", "model.embedding_dim=4", "num_threads=1", "batch_size=64"]
+    settings = ["schedule=fae", "model.embedding_dim=4", "num_threads=1", "batch_size=64"]
     data = str(table_store(num_samples=1500))
     with pytest.raises(BudgetTooSmall, match="must be at least") as raised:
         run(load_config(None, [*settings, "budget=1KiB"], data=data), tmp_path / "small")

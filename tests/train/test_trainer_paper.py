@@ -17,10 +17,8 @@ SETTINGS = (
     "batch_size=32",
     "budget=32KiB",
     "optimizer.name=sgd",
-    "schedule.name=fae",
-    "schedule.rate=100",
-    "schedule.adaptive=false",
-    "skip.policy=paper",
+    "schedule.fae.rate=100",
+    "schedule.fae.adaptive=false",
     "skip.paper.first_snapshot=5",
     "skip.paper.window_share=0.2",
     "skip.paper.sample_share=0.1",
@@ -62,7 +60,7 @@ def test_the_budget_pays_for_the_snapshot(small_config, optimizer, budget):
     plan = choose_plan(config, source)
     model, _ = build_model(config, source, plan)
     tables = ModelTables(model, None)
-    classifier = PaperClassifier(config.skip.paper.settings(0), model, tables, "skip", 0)
+    classifier = PaperClassifier(config.skip.settings(0), model, tables, "skip", 0)
 
     of_tables = fast_memory_of(model, config)
 

@@ -34,41 +34,45 @@ SETTINGS = (
     "num_threads=1",
 )
 WINDOWS = (
-    "skip.share=0.4",
-    "skip.staleness.window=34",
-    "skip.staleness.min_updates=2",
-    "skip.staleness.patience=1",
-    "skip.staleness.count_every=1",
-    "skip.staleness.max_rows=60",
+    "share=0.4",
+    "staleness.window=34",
+    "staleness.min_updates=2",
+    "staleness.patience=1",
+    "staleness.count_every=1",
+    "staleness.max_rows=60",
 )
-GUARD = ("skip.guard.every=50", "skip.guard.steps=12")
+GUARD = ("guard.every=50", "guard.steps=12")
 POLICIES = {
     "observe": WINDOWS,
     "drop_input": (*WINDOWS, *GUARD),
     "freeze_rows": (*WINDOWS, *GUARD),
-    "subsample": (*WINDOWS, *GUARD, "skip.seed=3"),
-    "importance": ("skip.share=0.4", "skip.importance.warm_up=0", *GUARD),
-    "random_drop": ("skip.share=0.4",),
+    "subsample": (*WINDOWS, *GUARD, "seed=3"),
+    "importance": ("share=0.4", "warm_up=0", *GUARD),
+    "random_drop": ("share=0.4",),
+    "paper": (
+        "first_snapshot=8",
+        "window_share=0.1",
+        "sample_share=0.5",
+        "highest_threshold=1.0",
+    ),
+}
+NEEDS = {
     "paper": (
         "synthetic.table_sizes=[9, 7, 1, 900]",
         "budget=24KiB",
-        "schedule.name=fae",
-        "schedule.rate=100",
-        "schedule.adaptive=false",
-        "skip.paper.first_snapshot=8",
-        "skip.paper.window_share=0.1",
-        "skip.paper.sample_share=0.5",
-        "skip.paper.highest_threshold=1.0",
+        "schedule.fae.rate=100",
+        "schedule.fae.adaptive=false",
     ),
 }
 WITHOUT_ROWS = ("importance", "random_drop", "paper")
-TIERED = ("synthetic.table_sizes=[9, 7, 1, 900]", "budget=24KiB", "schedule.depth=3")
+TIERED = ("synthetic.table_sizes=[9, 7, 1, 900]", "budget=24KiB", "schedule.lookahead.depth=3")
 
 
 @pytest.fixture
 def skip_config(small_config):
     def build(policy, *settings):
-        return small_config(*SETTINGS, f"skip.policy={policy}", *POLICIES[policy], *settings)
+        keys = (f"skip.{policy}.{key}" for key in POLICIES[policy])
+        return small_config(*SETTINGS, *NEEDS.get(policy, ()), *keys, *settings)
 
     return build
 
@@ -111,7 +115,7 @@ def test_where_rows_lie_and_when_they_are_fetched_may_change(
     run(config, tmp_path / "whole")
 
     stops = [(45, signal.SIGTERM), (90, None)]
-    others = ("budget=28KiB", "schedule.depth=6"), ("budget=", "schedule.depth=0")
+    others = ("budget=28KiB", "schedule.lookahead.depth=6"), ("budget=", "schedule=")
     changed = [skip_config(policy, *TIERED, *other) for other in others]
     run_and_resume(config, tmp_path / "run", stops, stop_at, *changed)
 
@@ -196,22 +200,22 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_pa
         assert rate == pytest.approx(0.1 * (1 - full_steps / 57))
 
 
-@pytest.mark.in_ci("skip.share")
+@pytest.mark.in_ci("share")
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("skip.share=0.3", r"cannot continue with skip\.share 0\.3: it was trained with 0\.4"),
-        ("skip.guard.logloss=0.1", r"cannot continue with skip\.guard\.logloss 0\.1"),
-        ("skip.staleness.min_updates=3", r"cannot continue with skip\.staleness\.min_updates 3"),
-        ("skip.policy=freeze_rows", r"cannot continue with skip\.policy 'freeze_rows'"),
+        ("share=0.3", r"drop_input\.share 0\.3: it was trained with 0\.4"),
+        ("guard.logloss=0.1", r"cannot continue with skip\.drop_input\.guard\.logloss 0\.1"),
+        ("staleness.min_updates=3", r"skip\.drop_input\.staleness\.min_updates 3"),
     ],
 )
 def test_what_is_skipped_may_not_change_on_resume(skip_config, tmp_path, stop_at, setting, message):
     stop_at((10, signal.SIGINT))
     run(skip_config("drop_input"), tmp_path / "run")
 
+    config = skip_config("drop_input", f"skip.drop_input.{setting}")
     with pytest.raises(ConfigError, match=message):
-        run(skip_config("drop_input", setting), tmp_path / "run", resume=True)
+        run(config, tmp_path / "run", resume=True)
 
 
 @pytest.mark.outside_ci

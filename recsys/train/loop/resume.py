@@ -10,16 +10,16 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys._support.config_fields import flat, walk_keys
 from recsys._support.files import alone_in, as_argument
 from recsys.config import (
     TrainConfig,
-    build_config,
     build_from_file,
     describe_config,
+    flat,
     load_config,
     put_key,
     read_tree,
+    walk_keys,
 )
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.train.run_files.run_folder import RunFolder
@@ -154,13 +154,9 @@ def _changed(stored: Path, changes: Mapping[str, Any]) -> TrainConfig:
         tree.pop("cold_path", None)
     if found.get("early_stopping.patience") == 0:
         tree.pop("early_stopping", None)
-    schedule = tree.get("schedule", {})
-    if found.get("schedule.name") not in (None, schedule.get("name")):
-        orders = ("permute_within_batch", "permutation_seed")
-        tree["schedule"] = {name: schedule[name] for name in orders if name in schedule}
     for name, value in found.items():
         put_key(tree, name, value)
-    return build_config(tree)
+    return TrainConfig(**tree)
 
 
 def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> None:
@@ -169,14 +165,17 @@ def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfi
     Raises:
         ConfigError: a key differs that decides the numbers of the run.
     """
-    old, new = flat(describe_config(before)), flat(describe_config(config))
-    is_fae = "fae" in (before.schedule.name, config.schedule.name)
+    old, new = (
+        {"schedule": of.schedule.kind, "skip": of.skip.kind} | flat(describe_config(of))
+        for of in (before, config)
+    )
+    is_fae = "fae" in (before.schedule.kind, config.schedule.kind)
     markers = {key.name: key.resume for key in walk_keys(TrainConfig)}
     for key in old | new:  # tables such as model.pooling may have a key in one of them alone
         before_value, value, marker = old.get(key), new.get(key), markers.get(key, "fixed")
         if value == before_value or marker == "free" or (marker != "fixed" and not is_fae):
             continue
-        why = "" if marker == "fixed" else " and schedule.name 'fae'"
+        why = "" if marker == "fixed" else " and schedule 'fae'"
         raise ConfigError(
             f"{folder.path} cannot continue with {key} {value!r}: it was trained with "
             f"{before_value!r}{why}; leave {key} as it was, or train a new run in another folder"

@@ -107,13 +107,14 @@ def enough_bytes(config: TrainConfig, source: SampleSource) -> int:
 
 def tracker_bytes(config: TrainConfig, source: SampleSource) -> int:
     """Bytes of the budget that following the drift of rows takes; 0 without it."""
-    if not config.skip.needs_stale_rows:
+    keys = config.skip.staleness
+    if keys is None:
         return 0
     tables = [
         torch.empty(size, config.model.dim_of(table), device="meta")
         for table, size in source.table_sizes.items()
     ]
-    return tracked_bytes(tables, config.skip.staleness.settings())
+    return tracked_bytes(tables, keys.settings())
 
 
 def first_batch(config: TrainConfig, source: SampleSource) -> Batch:

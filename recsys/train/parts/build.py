@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.batch import Batch, SampleSource
-    from recsys.config import TrainConfig
-    from recsys.config_schedule import ScheduleConfig
+    from recsys.config import ScheduleConfig, TrainConfig
     from recsys.models.batch_train import BatchTrain
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
@@ -206,18 +205,18 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         ConfigError: FAE has neither a budget nor a plan, or the file does not exist.
         ProfileError: the file is not a plan.
     """
-    if config.plan and config.skip.policy == "paper":
+    if config.plan and config.skip.kind == "paper":
         raise ConfigError(
-            "skip.policy 'paper' plans the hot rows for the part of the budget that its snapshot "
+            "skip 'paper' plans the hot rows for the part of the budget that its snapshot "
             f"leaves, got plan {config.plan!r}; drop the key plan"
         )
     if config.plan:
         return _load_plan(config.plan)
-    if config.schedule.name != "fae":
+    if config.schedule.fae is None:
         return None
     if not config.budget:
         raise ConfigError(
-            "schedule.name 'fae' separates samples by whether all of their rows are in fast "
+            "schedule 'fae' separates samples by whether all of their rows are in fast "
             "memory; give it a size by budget, or a plan"
         )
     profile = PopularityProfile.count(source, source.splits["train"])
@@ -235,7 +234,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         if budget == config.budget:
             raise
         raise BudgetTooSmall(
-            f"skip.policy 'paper' takes its snapshot of hot rows out of budget={config.budget!r} "
+            f"skip 'paper' takes its snapshot of hot rows out of budget={config.budget!r} "
             f"and leaves {format_bytes(int(budget))} to the tables. {error}"
         ) from None
 
@@ -251,12 +250,11 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
         left = parse_bytes(config.budget, "budget") - of_tracker
         if left <= 0:
             raise BudgetTooSmall(
-                f"skip.policy {config.skip.policy!r} takes {format_bytes(of_tracker)} to follow "
-                f"rows, and budget is {config.budget!r}; raise it, or lower "
-                f"skip.staleness.max_rows, {config.skip.staleness.max_rows:,}"
+                f"skip {config.skip.kind!r} takes {format_bytes(of_tracker)} to follow rows, and "
+                f"budget is {config.budget!r}; raise it, or lower staleness.max_rows of the policy"
             )
         return str(left)
-    if config.skip.policy != "paper" or not config.budget:
+    if config.skip.kind != "paper" or not config.budget:
         return config.budget
     dim, dtype = config.model.embedding_dim, torch.float32
     of_slot = slot_bytes(dim, dtype, row_optimizer(config.optimizer).state_sizes(dim))
@@ -294,8 +292,8 @@ def build_loader(
     """
     # `build_model` refuses a device that is missing.
     pin_memory = config.device == "cuda" and torch.cuda.is_available()
-    schedule = config.schedule
-    if schedule.name != "fae":
+    fae = config.schedule.fae
+    if fae is None:
         return BatchLoader(
             source,
             "train",
@@ -304,7 +302,7 @@ def build_loader(
             seed=config.seed,
             prefetch=config.prefetch,
             pin_memory=pin_memory,
-            permutation_seed=schedule.permutation_seed if schedule.permute_within_batch else None,
+            permutation_seed=config.permutation_seed or None,
             rank=rank,
             num_ranks=num_ranks,
         )
@@ -312,7 +310,7 @@ def build_loader(
     is_hot = plan.find_hot_samples(source, source.splits["train"])
     if is_hot.all() or not is_hot.any():
         warnings.warn(
-            f"schedule.name 'fae' has no effect: {'all' if is_hot.all() else 'no'} samples "
+            f"schedule 'fae' has no effect: {'all' if is_hot.all() else 'no'} samples "
             f"are hot with budget={config.budget!r}; choose another budget, or another schedule",
             stacklevel=3,
         )
@@ -322,12 +320,12 @@ def build_loader(
         config.batch_size,
         is_hot,
         FAE(
-            rate=schedule.rate,
-            is_adaptive=schedule.adaptive,
-            min_rate=schedule.min_rate,
-            max_rate=schedule.max_rate,
-            patience=schedule.patience,
-            factor=schedule.factor,
+            rate=fae.rate,
+            is_adaptive=fae.adaptive,
+            min_rate=fae.min_rate,
+            max_rate=fae.max_rate,
+            patience=fae.patience,
+            factor=fae.factor,
         ),
         seed=config.seed,
         prefetch=config.prefetch,
@@ -440,16 +438,14 @@ def build_pipeline(
 
 def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
     """The schedule of a configuration; None lets the pipeline choose."""
-    if config.name in ("sequential", "fae"):
+    if config.kind in ("sequential", "fae"):
         return Sequential()
-    if config.name == "auto":
+    if config.kind == "auto":
         return Auto()
-    if config.name == "hotline":
-        learning_steps = ceil(config.learning_share * num_steps)
-        return Hotline(learning_steps, config.pinned_share)
-    if config.name or config.depth:
-        return LookAhead(config.depth) if config.depth else LookAhead()
-    return None
+    if config.hotline is not None:
+        learning_steps = ceil(config.hotline.learning_share * num_steps)
+        return Hotline(learning_steps, config.hotline.pinned_share)
+    return None if config.lookahead is None else LookAhead(config.lookahead.depth)
 
 
 def describe_schedule(

@@ -326,8 +326,8 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
         ("device", config.device, ("cpu",)),
         ("init_from", config.init_from, ("",)),
         ("optimizer.name", config.optimizer.name, _OPTIMIZERS),
-        ("schedule.name", config.schedule.name, ("", "sequential", "lookahead")),
-        ("skip.policy", config.skip.policy, ("none",)),
+        ("schedule", config.schedule.kind, ("", "sequential", "lookahead")),
+        ("skip", config.skip.kind, ("none",)),
     ]
     for key, value, allowed in rules:
         if value not in allowed:

@@ -273,7 +273,7 @@ def test_a_signal_in_the_step_that_stops_changes_nothing(small_config, tmp_path,
 
 
 def test_a_run_that_skips_samples_stops(small_config, tmp_path):
-    settings = [*STOPS_AT_12, "skip.policy=random_drop", "skip.share=0.3"]
+    settings = [*STOPS_AT_12, "skip.random_drop.share=0.3"]
 
     record = run(small_config(*settings), tmp_path / "run")
 
