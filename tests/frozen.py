@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 
 def options():
     """The options of every command: names, value, type, choices, default; one a line."""
-    from recsys.cli.commands import build_parser
+    from recsys.cli.options import build_parser
 
     return "".join(described(build_parser()))
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from recsys.ablate import load_ablation
-from recsys.cli.commands import build_parser
-from recsys.cli.help import COMMANDS
+from recsys.cli.options import COMMANDS, build_parser
 from recsys.config import TrainConfig, load_config
 from recsys.datasets import Schema
 from recsys.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recsys
-from recsys.cli.commands import build_parser
+from recsys.cli.options import build_parser
 from recsys.config import load_config, walk_keys
 from recsys.datasets import Store
 from recsys.datasets.splits import classic_splits

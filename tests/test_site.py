@@ -7,7 +7,7 @@ import runpy
 import pytest
 
 from recsys import embeddings
-from recsys.cli.commands import build_parser
+from recsys.cli.options import build_parser
 from recsys.config import walk_keys
 from tests.forks import Fork
 

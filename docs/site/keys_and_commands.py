@@ -8,8 +8,7 @@ import json
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from recsys.cli.commands import build_parser
-from recsys.cli.help import GROUPS
+from recsys.cli.options import GROUPS, build_parser
 from recsys.config import walk_keys
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ def commands_page() -> str:
         "What `recsys COMMAND --help` prints, on one page. [Commands](../commands.md) says what "
         "they are for, and [configuration keys](config.md) lists what `--set` takes.\n",
     ]
-    for group, summaries in GROUPS.items():
+    for group, of_group in GROUPS.items():
         parts.append(f"## {group.capitalize()}\n")
-        for name, summary in summaries.items():
-            parts += _command(commands[name], summary, level=3)
+        for name, command in of_group.items():
+            parts += _command(commands[name], command.help, level=3)
     return "\n".join(parts)
 
 

@@ -1,52 +1,64 @@
-"""The command line: every command parses its options and calls one function of the library.
+"""What the commands do: each calls one function of the library and prints what it returns.
 
 A command checks keys and paths before it imports that function, so that a mistake is told at once:
-PyTorch takes seconds to import.
+PyTorch takes seconds to import. The library makes the same checks again.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
+import io
 import os
+import re
 import sys
+import warnings
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from recsys._support.files import TOO_MUCH, require_files, require_place
-from recsys._support.sizes import counted
+from recsys._support.files import (
+    TOO_MUCH,
+    as_argument,
+    require_files,
+    require_new,
+    require_place,
+)
+from recsys._support.sizes import counted, format_bytes, parse_bytes
 from recsys._support.user_warnings import plain_warnings
-from recsys.cli.checks import require_data, require_model
-from recsys.cli.data import add_data_options
-from recsys.cli.help import TRAIN_EXAMPLES, outline
-from recsys.cli.output import INTERRUPTED, accept_any_text
-from recsys.cli.popularity import add_popularity_options
-from recsys.config import TrainConfig, format_keys, load_config, read_tree
-from recsys.datasets.store_writer import is_store
-from recsys.datasets.tabular.read import find_files
+from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, read_tree
+from recsys.datasets.store_writer import is_store, read_meta
+from recsys.datasets.tabular.read import find_files, import_pyarrow
 from recsys.errors import ConfigError, RecsysError
-from recsys.train.exports import FORMATS, QUANTIZATIONS
 from recsys.train.run_files.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import argparse
+    from collections.abc import Callable, Mapping
 
-__all__ = ["build_parser", "run"]
+__all__ = ["parse_samples", "run"]
 
-_UNREAD = 141  # what shells report for a program whose output nothing reads
-_SET: Final[dict[str, Any]] = {
-    "action": "append",
-    "default": [],
-    "metavar": "KEY=VALUE",
-    "help": "set one configuration key; may be repeated (`recsys train --help` lists the keys)",
+_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+_UNREAD = 141  # and for one whose output nothing reads
+_NUMBER = r"\d+\.?\d*|\.\d+"
+# Sets of hot rows whose coverage is printed, as shares of the rows seen.
+_SHARES = (0.001, 0.01, 0.1, 1.0)
+_ENDS = {"interrupted": "was interrupted", "failed": "failed", "diverged": "diverged"}
+# What to do about an error of the system; errors of recsys say it themselves.
+_HINTS: Final[dict[int | None, str]] = {
+    None: "",
+    errno.EMFILE: "; raise the limit of open files, as by `ulimit -n 4096`",
+    **dict.fromkeys(TOO_MUCH - {errno.EFBIG}, "; free some space, or name another place"),
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """As `recsys.cli.main`, with every option known."""
-    options = _parse(arguments)
-    accept_any_text()
+def run(options: argparse.Namespace) -> int:
+    """Run a command; returns the exit status, as `recsys.cli.main`.
+
+    Args:
+        options: As `parse` returns them.
+    """
+    _accept_any_text()
     try:
         for name in ("json", "out"):
             if str(getattr(options, name, "")) == "-":
@@ -57,27 +69,35 @@ def run(arguments: Sequence[str]) -> int:
         if getattr(options, "json", None) is not None:
             require_place(options.json)  # before work that can take an hour
         with plain_warnings(f"recsys {options.command}"):
-            status: int = options.run_command(options)
+            status: int = _COMMANDS[options.command](options) or 0
         if sys.stdout is not None:  # None if it is closed, as of a daemon
             sys.stdout.flush()
     except RecsysError as error:
-        print(f"recsys {options.command}: {error}", file=sys.stderr)
-        return 2
+        fault = str(error)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return _UNREAD
-        place = error.filename
-        if not place and error.errno in TOO_MUCH:  # buffered writes do not name their file
-            place = getattr(options, "out", None)
-        reason = f"{place}: {error.strerror}" if place else str(error)
-        if error.errno == errno.EMFILE:
-            reason += "; raise the limit of open files, as by `ulimit -n 4096`"
-        elif error.errno is not None:  # the system's; errors of recsys name a way out themselves
-            reason += "; free some space, or" if error.errno in TOO_MUCH - {errno.EFBIG} else ";"
-            reason += " name another place"
-        print(f"recsys {options.command}: {reason}", file=sys.stderr)
-        return 2
-    return status
+        # Buffered writes do not name their file.
+        unnamed = getattr(options, "out", None) if error.errno in TOO_MUCH else None
+        place = error.filename or unnamed
+        fault = f"{place}: {error.strerror}" if place else str(error)
+        fault += _HINTS.get(error.errno, "; name another place")
+    else:
+        return status
+    print(f"recsys {options.command}: {fault}", file=sys.stderr)
+    return 2
+
+
+def _accept_any_text(encoding: str | None = None) -> None:
+    """Print letters that an encoding lacks as escapes, as to stderr, in place of an error.
+
+    Args:
+        encoding: That of the output from now on; None for the one that it has.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # At last it asks for the position, which a pipe in the place of a file does not have.
+        with suppress(OSError):
+            sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")
 
 
 def _is_unread() -> bool:
@@ -90,154 +110,111 @@ def _is_unread() -> bool:
     return False
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; words that no option takes end the process, with those of the command."""
-    parser, commands = _build()
-    options, left = parser.parse_known_args(arguments)
-    if left:
-        keys = "; configuration keys are given by --set KEY=VALUE" if "set" in options else ""
-        commands[options.command].error(f"unrecognized arguments: {' '.join(left)}{keys}")
-    return options
+def _require_data(data: str) -> None:
+    """Check that data is synthetic, or a store.
+
+    Raises:
+        StoreError: it is neither.
+    """
+    if not data.startswith(SYNTHETIC_PREFIX):
+        read_meta(Path(data))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands and their options."""
-    return _build()[0]
+def _require_model(run: str) -> None:
+    """Check that a folder is that of a run that saved its model; warn if the run did not finish.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    folder = RunFolder.open(run)
+    folder.require_model()
+    status, may_continue = "", True
+    if folder.record_file.is_file():
+        try:
+            record = folder.read_record()
+        except ConfigError:  # a damaged record does not concern the model
+            return
+        status = record["status"]
+        may_continue = record.get("checkpoints") is not None and status != "diverged"
+    if status != "finished":
+        command = f"recsys train --run {as_argument(run)} --resume"
+        way_on = f"; continue it by `{command}`" if may_continue else ""
+        warnings.warn(
+            f"{run} {_ENDS.get(status, 'has not ended')}, and this is the model that it saved when "
+            f"it last stopped{way_on}",
+            stacklevel=2,
+        )
 
 
-def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """That parser, and the parsers of the commands, by name."""
-    parser, commands = outline()
-    add_data_options(commands)
-    add_popularity_options(commands)
-    _add_run_options(commands)
-    return parser, commands
+def _inspect(options: argparse.Namespace) -> None:
+    find_files(options.files)
+    import_pyarrow()
+
+    from recsys.datasets.tabular.inspect import inspect_table
+
+    draft = inspect_table(
+        options.files,
+        label=options.label,
+        group=options.group,
+        item=options.item,
+        ignore=options.ignore,
+        names=options.no_header,
+        quote=options.quote,
+    )
+    _accept_any_text("utf-8")  # as TOML is
+    print(draft.to_toml(), end="")
 
 
-def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Give the commands about runs their options."""
-    train = commands["train"]
-    train.formatter_class = argparse.RawDescriptionHelpFormatter
-    train.epilog = (
-        "keys that most runs set, for --set and for the TOML file:\n"
-        f"{format_keys(TrainConfig, common=True)}\n\n{TRAIN_EXAMPLES}\n"
-        f"every key:\n{format_keys(TrainConfig)}"
-    )
-    train.add_argument(
-        "data",
-        nargs="?",
-        metavar="STORE",
-        help="a store, or synthetic:criteo-kaggle; default: data of --config, "
-        "or with --resume that of the run",
-    )
-    train.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
-    train.add_argument("--set", **_SET)
-    train.add_argument(
-        "--run", metavar="DIR", help="new folder for results; default runs/<date-time>"
-    )
-    train.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in DIR from its newest checkpoint; --config and --set change keys",
-    )
-    train.add_argument(
-        "--checkpoint", type=int, metavar="N", help="with --resume: continue from checkpoint N"
-    )
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the run, tell what it will take of memory and disk, and write nothing",
-    )
-    train.set_defaults(run_command=_train)
+def _prepare(options: argparse.Namespace) -> None:
+    if options.format == "table":
+        _prepare_table(options)
+        return
+    require_files("raw", map(Path, options.raw))
 
-    evaluate = commands["evaluate"]
-    evaluate.add_argument("run", metavar="DIR", help="folder of a run")
-    evaluate.add_argument("--data", metavar="STORE", help="default: the data of the run")
-    evaluate.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the metrics to FILE"
-    )
-    evaluate.set_defaults(run_command=_evaluate)
+    from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
 
-    predict = commands["predict"]
-    predict.add_argument("run", metavar="DIR", help="folder of a run")
-    predict.add_argument(
-        "data",
-        nargs="+",
-        metavar="DATA",
-        help="a store; or files like those that the run's store was prepared from, such as CSV or "
-        "Parquet, with or without the label",
+    if options.format == "criteo-kaggle":
+        report = prepare_criteo_kaggle(options.raw, options.out)
+    else:
+        report = prepare_criteo_1tb(options.raw, options.out, max_ind_range=options.max_ind_range)
+    print(
+        f"{report.path}: {report.num_samples:,} samples, "
+        f"{report.num_rows:,} distinct ids in 26 columns"
     )
-    predict.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="new file")
-    predict.add_argument(
-        "--batch-size", type=int, default=8192, metavar="B", help="samples per forward pass"
-    )
-    predict.add_argument(
-        "--store", metavar="STORE", help="for files: the run's store, if it was moved"
-    )
-    predict.set_defaults(run_command=_predict)
 
-    export = commands["export"]
-    export.add_argument("run", metavar="DIR", help="folder of a run")
-    what = export.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--to",
-        choices=FORMATS,
-        help="its tensors, without pickle, or a program that runs with PyTorch alone",
-    )
-    what.add_argument(
-        "--since",
-        type=int,
-        metavar="N",
-        help="only what changed from checkpoint N to the newest one, as safetensors",
-    )
-    export.add_argument(
-        "--checkpoint",
-        metavar="N",
-        help="with --to safetensors: the model of this checkpoint, or of the 'last' one",
-    )
-    export.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="with --to torch-export: round rows to int8, with a scale for each row",
-    )
-    export.add_argument("--out", required=True, metavar="FILE", help="new file")
-    export.set_defaults(run_command=_export)
 
-    apply = commands["apply"]
-    apply.add_argument("full", metavar="FULL", help="export --to safetensors --checkpoint N")
-    apply.add_argument("deltas", nargs="+", metavar="DELTA", help="export --since N, in order")
-    apply.add_argument("--out", required=True, metavar="FILE", help="new file")
-    apply.set_defaults(run_command=_apply)
+def _prepare_table(options: argparse.Namespace) -> None:
+    find_files(options.files)
 
-    verify = commands["verify"]
-    verify.add_argument("data", metavar="STORE", help="a store, or synthetic data, as for train")
-    verify.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
-    verify.add_argument("--set", **_SET)
-    verify.add_argument(
-        "--budgets",
-        nargs="+",
-        metavar="BUDGET",
-        help="sizes such as 256MiB, or names; default: floor twice-floor half everything",
-    )
-    verify.add_argument("--steps", type=int, metavar="N", help="most steps; default: one epoch")
-    verify.set_defaults(run_command=_verify)
+    from recsys.datasets.tabular.schema import find_schema
 
-    ablate = commands["ablate"]
-    ablate.add_argument(
-        "config", type=Path, metavar="CONFIG.toml", help="configuration file with a table [ablate]"
-    )
-    ablate.add_argument("--set", **_SET)
-    ablate.add_argument(
-        "--run",
-        required=True,
-        metavar="DIR",
-        help="folder for results; the folder of a stopped ablation is continued",
-    )
-    ablate.set_defaults(run_command=_ablate)
+    schema = None if options.schema is None else find_schema(options.schema)
+    if options.like is not None:
+        read_meta(Path(options.like))
 
-    report = commands["report"]
-    report.add_argument("run", metavar="DIR", help="folder of a run or an ablation")
-    report.set_defaults(run_command=_report)
+    from recsys.datasets.tabular.prepare import prepare_table
+
+    report = prepare_table(
+        options.files,
+        options.out,
+        schema,
+        like=options.like,
+        split=options.split,
+        show_progress=True,
+    )
+    parts = ", ".join(f"{name} {size:,}" for name, size in report.splits.items())
+    print(
+        f"{report.path}: {report.num_rows:,} rows, {report.num_samples:,} samples ({parts}), "
+        f"{report.num_embeddings:,} rows in {counted(report.num_tables, 'table')}"
+    )
+    for part, counts in report.unknown.items():
+        found = ", ".join(f"{column} {count:,}" for column, count in counts.items() if count)
+        if found:
+            print(f"{part}: values without a row of their own, which share row 0: {found}")
+    if report.num_lacking:
+        print(f"{report.num_lacking:,} negatives were not drawn: no other item was left")
+    for finding in report.findings:
+        print(f"note: {finding}")
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -260,7 +237,7 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError("--checkpoint N is for a run to continue; add --resume")
     else:
         config = _config_with_data(options)
-        require_data(config.data)
+        _require_data(config.data)
         RunFolder.require_place(run_dir)
 
     if options.dry_run:
@@ -274,7 +251,7 @@ def _train(options: argparse.Namespace) -> int:
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
     if not is_launched() or os.environ["RANK"] == "0":
         print(format_run(record, run_dir))
-    return INTERRUPTED if record["status"] == "interrupted" else 0
+    return _INTERRUPTED if record["status"] == "interrupted" else 0
 
 
 def _config_with_data(options: argparse.Namespace) -> TrainConfig:
@@ -290,10 +267,10 @@ def _config_with_data(options: argparse.Namespace) -> TrainConfig:
     return load_config(options.config, options.set)
 
 
-def _evaluate(options: argparse.Namespace) -> int:
-    require_model(options.run)
+def _evaluate(options: argparse.Namespace) -> None:
+    _require_model(options.run)
     if options.data is not None:
-        require_data(options.data)
+        _require_data(options.data)
 
     from recsys.report import format_metrics, format_unknown
     from recsys.train.evaluate import evaluate_run, unknown_values
@@ -305,11 +282,10 @@ def _evaluate(options: argparse.Namespace) -> int:
     print("\n".join([format_metrics(metrics), *format_unknown(unknown)]))
     if options.json is not None:
         write_json(options.json, {"metrics": metrics} | ({"unknown": unknown} if unknown else {}))
-    return 0
 
 
-def _predict(options: argparse.Namespace) -> int:
-    require_model(options.run)
+def _predict(options: argparse.Namespace) -> None:
+    _require_model(options.run)
     if not (len(options.data) == 1 and is_store(Path(options.data[0]))):
         find_files(options.data)
 
@@ -332,10 +308,9 @@ def _predict(options: argparse.Namespace) -> int:
     )
     for line in format_unknown({"data": report.unknown} if report.unknown else {}):
         print(line)
-    return 0
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     number = options.checkpoint
     if number is not None and options.to != "safetensors":
         raise ConfigError(f"--checkpoint {number} goes with --to safetensors only; leave it out")
@@ -347,7 +322,7 @@ def _export(options: argparse.Namespace) -> int:
         )
     RunFolder.open(options.run)
     if options.since is None and number is None:
-        require_model(options.run)
+        _require_model(options.run)
 
     from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
 
@@ -364,16 +339,14 @@ def _export(options: argparse.Namespace) -> int:
     else:
         written = export_run(options.run, options.to, options.out)
     print(f"wrote {written}")
-    return 0
 
 
-def _apply(options: argparse.Namespace) -> int:
+def _apply(options: argparse.Namespace) -> None:
     require_files("model", map(Path, [options.full, *options.deltas]))
 
     from recsys.train.exports.deltas import apply_deltas
 
     print(f"wrote {apply_deltas(options.full, options.deltas, options.out)}")
-    return 0
 
 
 def _ablate(options: argparse.Namespace) -> int:
@@ -382,26 +355,139 @@ def _ablate(options: argparse.Namespace) -> int:
 
     config = load_ablation(options.config, options.set)
     for data in {cell.config.data for cell in config.cells}:
-        require_data(data)
+        _require_data(data)
     record = ablate(config, options.run)
     print(format_ablation(record))
     print(f"saved in {options.run}/: report.html, table.md, table.csv, ablate.json, cells/")
-    return 0 if record["status"] == "finished" else INTERRUPTED
+    return 0 if record["status"] == "finished" else _INTERRUPTED
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from recsys.report import write_report
 
     print(write_report(Path(options.run)))
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set, data=options.data)
-    require_data(config.data)
+    _require_data(config.data)
 
     from recsys.train.verify_tiers import BUDGETS, format_verification, verify_budgets
 
     found = verify_budgets(config, options.budgets or BUDGETS, options.steps)
     print(format_verification(found))
-    return 0 if all(each.ok for each in found) else 1
+    return 0 if all(one.ok for one in found) else 1
+
+
+def parse_samples(text: str, num_samples: int) -> range:
+    """The range of samples that `A:B` names; A and B may be left out.
+
+    Args:
+        text: Two sample numbers, or two shares of all samples if at least one has a point.
+        num_samples: Number of samples.
+
+    Raises:
+        ConfigError: the text is neither, or the range is empty or not within the samples.
+    """
+    found = re.fullmatch(rf"({_NUMBER})?:({_NUMBER})?", text)
+    has_shares = "." in text
+    if not found or (has_shares and any(float(part or 0) > 1 for part in found.groups())):
+        raise ConfigError(
+            f"samples must be A:B, two numbers as in 0:1000 or two shares as in 0:0.5, got {text!r}"
+        )
+    begin, end = (
+        default if part is None else int(float(part) * num_samples) if has_shares else int(part)
+        for part, default in zip(found.groups(), (0, num_samples), strict=True)
+    )
+    if not 0 <= begin < end <= num_samples:
+        raise ConfigError(
+            f"samples {text!r} are {begin} to {end}, but must be a range within the {num_samples} "
+            "samples; name others"
+        )
+    return range(begin, end)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    config = load_config(None, [], data=options.store)
+    _require_data(config.data)
+
+    from recsys.embeddings.popularity.counts import PopularityProfile, format_coverages
+    from recsys.train.parts.build import open_source
+
+    source = open_source(config, to_train=False)
+    samples = parse_samples(options.samples, source.num_samples)
+    require_new(options.out)
+    profile = PopularityProfile.count(source, samples)
+    profile.save(options.out)
+
+    num_rows, num_seen = sum(profile.table_sizes.values()), profile.num_rows_seen
+    print(
+        f"{options.out}: {profile.num_lookups:,} lookups of {profile.num_samples:,} samples; "
+        f"{num_seen:,} of {num_rows:,} rows in "
+        f"{counted(len(profile.table_sizes), 'table')} seen"
+    )
+    if not profile.num_samples:
+        return
+    later = range(samples.stop, source.num_samples)
+    measured = later if later else samples
+    print(
+        f"\ncoverage, measured on samples {measured.start:,} to {measured.stop:,}"
+        f"{', which come later' if later else ', the same ones'}:"
+    )
+    nums_rows = [max(int(share * num_seen), 1) for share in _SHARES]
+    print(format_coverages(profile.coverages(nums_rows, source, measured), num_seen))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from recsys.embeddings.popularity.files import require_profile
+
+    config = load_config(options.config, options.set)
+    parse_bytes(options.budget, "budget")
+    require_profile(Path(options.profile))
+    require_new(options.out)
+
+    from recsys.embeddings.popularity.counts import PopularityProfile
+    from recsys.embeddings.popularity.plan import plan_hot_rows
+    from recsys.train.parts.providers import row_optimizer
+    from recsys.train.parts.tables import table_configs
+
+    profile = PopularityProfile.load(options.profile)
+    plan = plan_hot_rows(
+        profile,
+        table_configs(
+            profile.table_sizes,
+            config.model.embedding_dim,
+            profile.features,
+            table_dims=config.model.table_dims,
+        ),
+        options.budget,
+        row_optimizer(config.optimizer),
+        window_lookups=config.batch_size,
+    )
+    plan.save(options.out)
+    parts = (plan.map_bytes, plan.shared_bytes, plan.pinned_bytes)
+    of_map, shared, pinned = (format_bytes(num_bytes) for num_bytes in parts)
+    print(
+        f"{options.out}: {plan.num_pinned:,} of {sum(profile.table_sizes.values()):,} rows pinned "
+        f"in {pinned}, with a row map of {of_map} and {shared} for mini-batches"
+    )
+    print(
+        "\nshares of the counted lookups (a run also misses each pinned row the first time, and "
+        f"later lookups miss more):\n{plan}"
+    )
+
+
+_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int | None]]] = {
+    "inspect": _inspect,
+    "prepare": _prepare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "report": _report,
+    "ablate": _ablate,
+    "export": _export,
+    "apply": _apply,
+    "profile": _profile,
+    "plan": _plan,
+    "verify": _verify,
+}

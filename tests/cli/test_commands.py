@@ -15,8 +15,7 @@ import pytest
 
 import recsys
 from recsys.cli import commands, main
-from recsys.cli.commands import build_parser
-from recsys.cli.help import EXAMPLES, TRAIN_EXAMPLES
+from recsys.cli.options import EXAMPLES, TRAIN_EXAMPLES, build_parser
 from recsys.config import load_config, walk_keys
 from tests import forks
 
@@ -219,11 +218,9 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch, capsys):
     def fail(_):
         raise BrokenPipeError(errno.EPIPE, "the process of a cell ended")
 
-    monkeypatch.setattr(
-        commands, "_parse", lambda _: SimpleNamespace(command="ablate", run_command=fail)
-    )
+    monkeypatch.setattr(commands, "_COMMANDS", {"ablate": fail})
 
-    assert commands.run([]) == 2
+    assert commands.run(SimpleNamespace(command="ablate")) == 2
     assert "the process of a cell ended" in capsys.readouterr().err
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from recsys.cli import main
-from recsys.cli.popularity import parse_samples
+from recsys.cli.commands import parse_samples
 from recsys.datasets import Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile
 from tests.stores import write_store
