@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from recsys._support.machine import num_cores
-from recsys._support.states import SavedState
+from recsys._support.states import require_same, require_state
 from recsys._support.untrusted import is_whole
 from recsys.datasets.splits import SPLITS
 from recsys.errors import ConfigError
@@ -335,12 +335,10 @@ class BatchLoader(ResumableLoader[int]):
                 it is no state of a loader.
             RuntimeError: an iteration is running.
         """
-        found = SavedState("loader state", state, self.state_dict())
-        found.require_same("loader", self._identity())
-        epoch = found.whole("epoch")
-        next_sample = found.whole("next_sample", most=len(self._samples))
+        require_state("loader state", state, self.state_dict())
+        require_same("loader", state, self._identity())
         self._require_idle("loaded with a state")
-        self.epoch, self._settled = epoch, next_sample
+        self.epoch, self._settled = state["epoch"], state["next_sample"]
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_state
 from recsys.pipeline.schedule import LookAhead, Sequential
 
 __all__ = ["Auto", "Choice"]
@@ -127,12 +127,12 @@ class Choice:
         Raises:
             ConfigError: `state` is no state of a choice.
         """
-        found = SavedState("schedule choice state", state, ("auto", "turn_seconds"))
+        found = require_state("schedule choice state", state, ("auto", "turn_seconds"))
         if found["auto"] != str(self._auto):
             return
         num_candidates = len(self._auto.candidates)
         num_turns = num_candidates * self._auto.num_rounds
-        seconds = found.numbers("turn_seconds", range(num_turns + 1))
+        seconds = found["turn_seconds"]
         self._turns = [seconds[place::num_candidates] for place in range(num_candidates)]
         self._num_steps, self._counted = len(seconds) * self._steps_of_turn, []
         self.chosen = self._choose() if len(seconds) == num_turns else None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_same, require_state
 from recsys._support.untrusted import is_number, is_whole
 from recsys.datasets.loader import ResumableLoader, read_ahead
 from recsys.errors import ConfigError
@@ -318,11 +318,11 @@ class HotColdLoader(ResumableLoader[_Position]):
         Raises:
             ConfigError: `state` comes from other data, another plan, seed or batch size.
         """
-        found = SavedState("loader state", state, self.state_dict())
-        found.require_same("loader", self._identity())
+        found = require_state("loader state", state, self.state_dict())
+        require_same("loader", found, self._identity())
         self._require_idle("given a state")
         self.scheduler.load_state_dict(found["scheduler"])
-        self.epoch = found.whole("epoch")
+        self.epoch = found["epoch"]
         self._settled = _Position(
             list(found["num_done"]), list(found["num_left"]), found["wants_loss"]
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_state
 from recsys._support.user_warnings import warn_caller
 from recsys.pipeline.micro_batches import join_outputs, select_samples
 
@@ -183,7 +183,7 @@ class PopularSplit:
         Raises:
             ConfigError: `state` is no state of a split.
         """
-        found = SavedState("popular split state", state, self.state_dict())
+        found = require_state("popular split state", state, self.state_dict())
         fetchers = self._tables.fetchers
         if found["num_rows"] == [len(each.marks.slot_of_row) for each in fetchers]:
             for fetcher, rows in zip(fetchers, found["popular_rows"], strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba.core import event
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -128,8 +128,8 @@ class StageClock:
         Raises:
             ConfigError: `state` is no state of a clock.
         """
-        stages = SavedState("clock state", state, ("seconds",)).inner("seconds", STAGES)
-        self.seconds = {stage: stages.number(stage) for stage in STAGES}
+        found = require_state("clock state", state, ("seconds",))["seconds"]
+        self.seconds = dict(require_state("clock state", found, STAGES))
 
 
 def stage_seconds(stalls: Mapping[str, Any]) -> dict[str, float]:

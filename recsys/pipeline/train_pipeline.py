@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_state
 from recsys._support.untrusted import is_whole
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainPipeline"]
 
-_COUNTS = ("depth", "num_steps", "num_ahead")
-_STATE_KEYS = (*_COUNTS, "tiers", "popular_split", "choice", "skipping")
+_STATE_KEYS = (
+    *("depth", "num_steps", "num_ahead"),
+    *("tiers", "popular_split", "choice", "skipping"),
+)
 
 
 class TrainPipeline:
@@ -275,8 +277,7 @@ class TrainPipeline:
         Raises:
             ConfigError: `state` is no state of a pipeline.
         """
-        found = SavedState("pipeline state", state, _STATE_KEYS)
-        counts = {key: found.whole(key) for key in _COUNTS}
+        found = require_state("pipeline state", state, _STATE_KEYS)
         self.detach()
         self._windows.num_untold = 0
         load_tiers_state(self._tables.fetchers, found["tiers"])
@@ -292,8 +293,8 @@ class TrainPipeline:
             self.skipping = self._new_skipping()
             if found["skipping"] is not None:
                 self.skipping.load_state_dict(found["skipping"])
-        if counts["depth"] == self._depth:
-            self._num_steps, self._num_ahead = counts["num_steps"], counts["num_ahead"]
+        if found["depth"] == self._depth:
+            self._num_steps, self._num_ahead = found["num_steps"], found["num_ahead"]
 
     def __del__(self) -> None:
         """Stop what a policy of skipping runs."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_same, require_state
 from recsys._support.user_warnings import warn_caller
 from recsys.embeddings.staleness.drift import FollowedRows, input_levels, tracked_bytes
 from recsys.embeddings.staleness.freeze import UpdateWatch
@@ -311,14 +311,14 @@ class StalenessTracker:
             ConfigError: `state` is not of a tracker with the same settings and tables; nothing has
                 changed.
         """
-        found = SavedState("staleness state", state, _STATE_KEYS)
-        found.require_same(
-            "tracker", {"settings": asdict(self.staleness), "sizes": self._marks.sizes}
+        found = require_state("tracker state", state, _STATE_KEYS)
+        require_same(
+            "tracker", found, {"settings": asdict(self.staleness), "sizes": self._marks.sizes}
         )
         self.reset()
-        self.num_steps, self._num_seen = found.whole("num_steps"), found.whole("num_seen")
+        self.num_steps, self._num_seen = found["num_steps"], found["num_seen"]
         self._threshold, self._stale_share = found["threshold"], found["stale_share"]
-        self._watch.num_lookups, self._watch.num_left_out = found.wholes("lookups", 2)
+        self._watch.num_lookups, self._watch.num_left_out = found["lookups"]
         indices, lengths, rows = (each.cpu().numpy() for each in found["inputs"])
         of_inputs = np.split(rows.copy(), lengths.cumsum()[:-1])
         self._inputs = list(zip(indices.tolist(), of_inputs, strict=False))

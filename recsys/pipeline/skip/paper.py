@@ -28,7 +28,7 @@ from weakref import ref
 import numpy as np
 import torch
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_state
 from recsys._support.untrusted import is_finite_number, is_int
 from recsys._support.user_warnings import warn_caller
 from recsys.datasets.loader import BatchIterator
@@ -395,14 +395,14 @@ class PaperClassifier:
         Raises:
             ConfigError: other rows are hot, or `state` is no state of a classifier.
         """
-        found = SavedState(f"{self._setting} state", state, _STATE_KEYS)
+        found = require_state(f"{self._setting} state", state, _STATE_KEYS)
         if found["hot_rows"] != self.state_dict()["hot_rows"]:
             raise ConfigError(
                 f"{self._setting}: the hot rows differ from those of the checkpoint, so it would "
                 "drop other samples; continue with the budget and the plan of the run"
             )
-        self._begin_epoch(found.whole("epoch"))
-        self._is_decided = found.flag("is_decided")
+        self._begin_epoch(found["epoch"])
+        self._is_decided = found["is_decided"]
         self._before = [rows.clone() for rows in found["snapshots"]]
         self._marks.set_stale(found["stale"].cpu().numpy().copy())
         self.decisions = [dict(decision) for decision in found["decisions"]]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recsys._support.states import SavedState
+from recsys._support.states import require_state
 from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import StalenessTracker
@@ -298,9 +298,8 @@ class Skipping:
         Raises:
             ConfigError: `state` is no state of skipping, or one of other tables.
         """
-        found = SavedState("skipping state", state, ("policy", "position", "parts"))
-        position = found.inner("position", Position._fields)
-        self._position = Position(**{name: position.whole(name) for name in Position._fields})
+        found = require_state("skipping state", state, ("policy", "position", "parts"))
+        self._position = Position(**found["position"])
         self._is_loaded, self._num_seen = True, self._position.num_seen
         if found["policy"] == repr(self.policy):
             for name, part in self._parts.items():
