@@ -294,7 +294,7 @@ class TrainPipeline:
             if found["skipping"] is not None:
                 self.skipping.load_state_dict(found["skipping"])
         if found["depth"] == self._depth:
-            self._num_steps, self._num_ahead = found["num_steps"], found["num_ahead"]
+            self._num_steps, self._num_ahead = int(found["num_steps"]), int(found["num_ahead"])
 
     def __del__(self) -> None:
         """Stop what a policy of skipping runs."""
