@@ -243,7 +243,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from recsys.train.dry_run import dry_run
 
-        print(dry_run(config, run_dir))
+        print(f"{dry_run(config, run_dir)}\nthe run would be in {run_dir}; nothing was written")
         return 0
     from recsys.report import format_run
     from recsys.train.trainer import train

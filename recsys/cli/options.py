@@ -235,8 +235,7 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
                     "--budgets",
                     nargs="+",
                     metavar="BUDGET",
-                    help="sizes such as 256MiB, or names; default: floor twice-floor half "
-                    "everything",
+                    help="sizes such as 256MiB, or names; default: floor half",
                 ),
                 _option("--steps", type=int, metavar="N", help="most steps; default: one epoch"),
             ),

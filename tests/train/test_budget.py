@@ -1,4 +1,4 @@
-"""A budget below the least one is refused before training; one that is enough is named."""
+"""A budget below the least one is refused before training."""
 
 import re
 import warnings
@@ -33,20 +33,3 @@ def test_a_command_with_a_budget_that_is_too_small_fails(small_settings, tmp_pat
     assert main([*command, "--set", "budget=1KiB", "--run", str(tmp_path / "run")]) == 2
 
     assert "budget must be at least" in capsys.readouterr().err
-
-
-# There are too few steps to skip in, and all rows may fit.
-@pytest.mark.filterwarnings("ignore:nothing is skipped", "ignore:budget=")
-@pytest.mark.parametrize("more", ["optimizer.name=adagrad", "skip=observe", "bags"])
-@pytest.mark.parametrize("tier", ["host", "file"])
-def test_with_the_budget_that_is_named_enough_no_row_is_used_in_cold_memory(
-    small_config, table_store, tmp_path, more, tier
-):
-    settings = [f"cold_tier={tier}", "schedule=sequential"]
-    data = {"data": str(table_store())} if more == "bags" else {}
-    settings += [] if more == "bags" else [TABLES, more]
-    enough = dry_run(small_config(*settings, "budget=1MiB", **data), tmp_path / "run").enough_bytes
-
-    record = train(small_config(*settings, f"budget={enough}", **data), tmp_path / "run")
-
-    assert record["status"] == "finished"

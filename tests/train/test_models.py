@@ -105,7 +105,7 @@ def test_every_budget_gives_the_same_bits(table_store, name, schedule):
     settings = [*SMALL, *MODELS[name], f"schedule={schedule}"]
     config = load_config(None, settings, data=str(table_store()))
 
-    found = verify_budgets(config, ["floor", "half", "everything"])
+    found = verify_budgets(config)
 
     assert all(each.ok for each in found), format_verification(found)
     assert found[0].tiers is not None
@@ -170,7 +170,7 @@ def test_tables_may_have_dims_and_poolings_of_their_own(table_store, tmp_path):
     config = load_config(None, [*SMALL, *more], data=str(table_store()))
 
     record = run(config, tmp_path / "run")
-    found = verify_budgets(config, ["floor", "half", "everything"])
+    found = verify_budgets(config)
     _, _, model = open_saved_model(tmp_path / "run")
 
     assert (

@@ -18,19 +18,18 @@ def test_every_budget_equals_everything_resident(small_config, name):
 
     found = verify_budgets(config)
 
-    assert [each.name for each in found] == ["floor", "twice-floor", "half", "everything"]
     assert all(each.ok for each in found), format_verification(found)
-    assert [each.tiers is None for each in found] == [False, False, False, True]
-    assert [each.num_steps for each in found] == [15] * 4
+    assert all(each.tiers is not None for each in found)
+    assert [each.num_steps for each in found] == [15] * 2
 
 
 def test_rows_in_files_equal_everything_resident_even_where_all_would_fit(small_config, tmp_path):
     config = small_config(TABLES, "optimizer.name=adam", "cold_tier=file", f"cold_path={tmp_path}")
 
-    found = verify_budgets(config)
+    found = verify_budgets(config, ["floor", "1MiB"])
 
     assert all(each.ok for each in found), format_verification(found)
-    assert [each.tiers["cold_tier"] for each in found] == ["file"] * 4
+    assert [each.tiers["cold_tier"] for each in found] == ["file"] * 2
     assert not list(tmp_path.iterdir())
 
 
@@ -42,7 +41,7 @@ def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
     plan = plan_hot_rows(profile, tables, "30KiB", window_lookups=config.batch_size)
     plan.save(tmp_path / "plan.npz")
 
-    found = verify_budgets(small_config(TABLES, f"plan={tmp_path}/plan.npz"), ["floor", "half"])
+    found = verify_budgets(small_config(TABLES, f"plan={tmp_path}/plan.npz"))
 
     assert all(each.ok for each in found), format_verification(found)
     assert found[0].budget_bytes == plan.floor_bytes
@@ -52,17 +51,15 @@ def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
 def test_what_differs_is_named_and_the_command_fails(
     small_config, small_settings, monkeypatch, capsys
 ):
-    real = verify_tiers._Run
+    real = verify_tiers._train
 
-    class Wrong(real):
-        def __init__(self, config, source, max_steps):
-            super().__init__(config, source, max_steps)
-            if config.budget:
-                with torch.no_grad():
-                    next(self.model.parameters())[0] += 1e-6
-                self.losses[1] += 1e-6
+    def wrong(config, source, max_steps):
+        numbers, *rest = real(config, source, max_steps)
+        if config.budget:
+            numbers["loss of step 1"] += 1e-6
+        return numbers, *rest
 
-    monkeypatch.setattr(verify_tiers, "_Run", Wrong)
+    monkeypatch.setattr(verify_tiers, "_train", wrong)
     command = ["verify", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
     command += ["--budgets", "half", "--steps", "3"]
 
@@ -79,4 +76,4 @@ def test_every_budget_equals_everything_resident_on_a_gpu(small_config, name):
     found = verify_budgets(config)
 
     assert all(each.ok for each in found), format_verification(found)
-    assert [each.tiers is None for each in found] == [False, False, False, True]
+    assert all(each.tiers is not None for each in found)

@@ -6,16 +6,18 @@ import warnings
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys.batch import features_by_table
+from recsys.batch import features_by_table, has_bags
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.staleness.drift import tracked_bytes
 from recsys.embeddings.tables_module import groups_of
 from recsys.embeddings.tiers.budget import slot_bytes
 from recsys.embeddings.tiers.fetch import HitRates
@@ -31,7 +33,6 @@ from recsys.pipeline import (
     TrainPipeline,
 )
 from recsys.pipeline.skip.paper import budget_beside_hot_rows
-from recsys.train.parts.budget import tracker_bytes, window_lookups
 from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
 from recsys.train.parts.tables import tables_of
@@ -72,6 +73,8 @@ __all__ = [
 INIT_FROM_NEEDS = (
     "init_from needs a run with the same model.* keys, and data prepared --like its store"
 )
+
+_NUM_DRAWN = 8  # mini-batches in which the rows of bags are counted
 
 
 def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
@@ -227,7 +230,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
             tables_of(source, config.model),
             budget,
             row_optimizer(config.optimizer),
-            window_lookups=window_lookups(config, source),
+            window_lookups=_window_lookups(config, source),
             small_share=0,
         )
     except BudgetTooSmall as error:
@@ -245,7 +248,7 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
     Raises:
         BudgetTooSmall: that takes the whole budget.
     """
-    of_tracker = tracker_bytes(config, source) if config.budget else 0
+    of_tracker = _tracker_bytes(config, source) if config.budget else 0
     if of_tracker:
         left = parse_bytes(config.budget, "budget") - of_tracker
         if left <= 0:
@@ -261,6 +264,38 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
     sizes, of_row = list(source.table_sizes.values()), dim * dtype.itemsize
     budget = parse_bytes(config.budget, "budget")
     return str(budget_beside_hot_rows(budget, sizes, of_row, of_slot))
+
+
+def _window_lookups(config: TrainConfig, source: SampleSource) -> int:
+    """The rows that a plan reserves for each feature in one mini-batch.
+
+    With one row a sample these are as many as samples. The rows of bags are counted in mini-batches
+    that are drawn from the training split, by the table with the most for each of its features.
+    """
+    if not has_bags(source):
+        return config.batch_size
+    tables, train = features_by_table(source), source.splits["train"]
+    generator = np.random.default_rng(config.seed)
+    most = 1
+    for _ in range(_NUM_DRAWN):
+        size = min(config.batch_size, len(train))
+        drawn = source.read(train.start + generator.choice(len(train), size, replace=False))
+        for features in tables.values():
+            rows = np.concatenate([drawn.sparse_features[name].values() for name in features])
+            most = max(most, ceil(len(np.unique(rows)) / len(features)))
+    return most
+
+
+def _tracker_bytes(config: TrainConfig, source: SampleSource) -> int:
+    """Bytes of the budget that following the drift of rows takes; 0 without it."""
+    keys = config.skip.staleness
+    if keys is None:
+        return 0
+    tables = [
+        torch.empty(size, config.model.dim_of(table), device="meta")
+        for table, size in source.table_sizes.items()
+    ]
+    return tracked_bytes(tables, keys.settings())
 
 
 def _load_plan(file: str) -> HotPlan:
