@@ -121,7 +121,7 @@ def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
 
 
 @pytest.mark.in_ci("save")
-@pytest.mark.parametrize("command", ["save", "torchrec", "safetensors"])
+@pytest.mark.parametrize("command", ["save", "safetensors"])
 def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
     folder, _ = large_run
     out = tmp_path / "out"

@@ -326,18 +326,14 @@ def _export(options: argparse.Namespace) -> None:
 
     from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
 
-    if options.quantize is not None:
-        from recsys.train.exports.program import export_program
-
-        written = export_program(options.run, options.out, options.quantize)
-    elif options.since is not None:
+    if options.since is not None:
         written = export_run_delta(options.run, options.out, options.since)
     elif number is not None:
         written = export_run_checkpoint(
             options.run, options.out, None if number == "last" else int(number)
         )
     else:
-        written = export_run(options.run, options.to, options.out)
+        written = export_run(options.run, options.to, options.out, options.quantize)
     print(f"wrote {written}")
 
 

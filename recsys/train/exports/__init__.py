@@ -3,4 +3,4 @@
 __all__ = ["FORMATS", "QUANTIZATIONS"]
 
 FORMATS = ("safetensors", "torch-export")  # see `export`
-QUANTIZATIONS = ("int8",)  # see `plain_tables`
+QUANTIZATIONS = ("int8",)  # see `program`

@@ -23,13 +23,14 @@ from recsys.train.run_files.run_folder import RunFolder
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
 
 
-def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
+def export_run(run_dir: str | Path, to: str, file: str | Path, quantize: str | None = None) -> Path:
     """Write the model of a run in another program's format.
 
     Args:
         run_dir: A run that saved its model.
         to: One of `FORMATS`.
         file: A new file.
+        quantize: For a program: "int8" to round rows to int8, with a scale for each row.
 
     Returns:
         The file.
@@ -44,7 +45,7 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     if to == "torch-export":
         from recsys.train.exports.program import export_program  # imports all of training
 
-        return export_program(run_dir, file)
+        return export_program(run_dir, file, quantize)
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
     require_new(file)
