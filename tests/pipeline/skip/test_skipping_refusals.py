@@ -115,19 +115,10 @@ def test_a_state_without_skipping_is_loaded(skips):
     run.train(8)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"position": None},
-        {"position": {"num_batches": 1}},
-        {"parts": None, "more": 1},
-    ],
-    ids=str,
-)
-def test_what_is_no_state_is_refused(skips, change):
+def test_what_is_no_state_is_refused(skips):
     run = skips.Run(Sequential(), skips.POLICIES["drop_input guarded"]).train(5)
     state = run.pipeline.state_dict()
-    state["skipping"] |= change
+    state["skipping"]["more"] = 1
 
-    with pytest.raises(ConfigError, match="state"):
+    with pytest.raises(ConfigError, match="skipping state must"):
         run.pipeline.load_state_dict(state)
