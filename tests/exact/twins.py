@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a scrip
 
 import recsys
 from recsys import JaggedIds
+from recsys._support.machine import describe_environment
 from recsys.embeddings import (
     SGD,
     Adagrad,
@@ -627,7 +628,8 @@ def main():
     print(f"{counts['cases']} cases in {seconds:.0f} s, {len(failed)} failed: {failed}")
     print(dict(counts))
     if given.json is not None:
-        found = {"seconds": seconds, "counts": dict(counts), "failed": failed}
+        found = {"environment": describe_environment(), "seconds": seconds}
+        found |= {"counts": dict(counts), "failed": failed}
         given.json.write_text(json.dumps(found, indent=1))
     raise SystemExit(bool(failed))
 
