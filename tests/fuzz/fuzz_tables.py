@@ -130,7 +130,10 @@ def attack_like(folder, random):
     known = folder / random.choice(["labelled", "positives"])
     files = [*known.glob("vocabulary/*"), *[known / "meta.json"] * 3]
     file = random.choice(sorted(files))
-    mutate_file(file, random, cut_bytes if file.suffix == ".json" else mutate_bytes)
+    if file.suffix == ".json":
+        mutate_file(file, random, cut_bytes)
+    else:
+        file.write_bytes(mutate_bytes(file.read_bytes(), random))
     return partial(prepare_table, [folder / "a.csv"], folder / "store", like=known, num_threads=1)
 
 
@@ -167,7 +170,7 @@ TABLES = (
     ),
     Reader(
         "store to be like",
-        "a cut description; bytes of vocabularies; links, folders, pipes",
+        "a cut description, links, folders, pipes; bytes of vocabularies",
         make_like,
         attack_like,
         ("store",),
